@@ -1,0 +1,77 @@
+"""The schedule templates, one strategy a file; installed as `tvm_sparse.schedules`.
+
+A new template is a file here and a line in `TEMPLATES`. Nothing is imported from the compiler until one is built.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.machine import Machine
+from tvm_sparse.operators.problem import Problem
+from tvm_sparse.tuning.records import Candidate
+
+from .block_rows import block_rows
+from .cross_thread import cross_thread, warp_shuffle
+from .per_element import per_element, per_tile
+from .radix_select import radix_select
+from .row_scan import row_scan
+from .template import Decisions, NotApplicable, Program, Table, Template, Workspace
+from .threshold_gate import threshold_gate
+
+__all__ = [
+    "FALLBACKS",
+    "TEMPLATES",
+    "Decisions",
+    "NotApplicable",
+    "Program",
+    "Table",
+    "Template",
+    "Workspace",
+    "applicable",
+    "fallback",
+    "find",
+]
+
+TEMPLATES: tuple[Template, ...] = (
+    row_scan,
+    threshold_gate,
+    radix_select,
+    block_rows,
+    per_element,
+    per_tile,
+    cross_thread,
+    warp_shuffle,
+)
+
+# For each operator and kind of machine the template that fits every shape, and is measured with the others.
+FALLBACKS: dict[tuple[str, str], Template] = {
+    ("softmax_topk", "llvm"): row_scan,
+    ("softmax_topk", "cuda"): radix_select,
+    ("bsr_matmul", "llvm"): block_rows,
+    ("bsr_matmul", "cuda"): per_element,
+}
+
+
+def find(name: str) -> Template:
+    """The template of this name; KeyError with the valid names if there is none."""
+    for template in TEMPLATES:
+        if template.name == name:
+            return template
+    raise KeyError(f"template: got {name!r}; expected one of {', '.join(t.name for t in TEMPLATES)}")
+
+
+def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], dict[str, str]]:
+    """The decision tables of the templates that fit, and why the operator's others do not, by template name."""
+    tables, reasons = {}, {}
+    for template in TEMPLATES:
+        if template.operator == problem.operator and template.kind == machine.kind:
+            try:
+                tables[template.name] = template.space(problem, machine)
+            except NotApplicable as error:
+                reasons[template.name] = str(error)
+    return tables, reasons
+
+
+def fallback(problem: Problem, machine: Machine) -> Candidate:
+    """What runs without tuning: the fallback template at its default point."""
+    template = FALLBACKS[problem.operator, machine.kind]
+    return template.candidate(template.default(problem, machine))

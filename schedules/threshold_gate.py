@@ -1,0 +1,305 @@
+"""Softmax + top-k on a GPU: a block a row, one read, a threshold in front of a buffer that is compacted late.
+
+Each thread streams 16-byte vectors of the row, keeps its own running maximum and sum of exponentials (Algorithm 3 of
+Milakov & Gimelshein, merged across threads once, at the end), and compares the largest of the elements in hand with
+the block's threshold. Only what exceeds it goes into a buffer in shared memory, by an atomic; when the next tile
+might overflow the buffer, radix selection cuts it to k and raises the threshold. So the insertion of Algorithm 4,
+whose cost grows with k, is paid for a few elements a row instead of all.
+
+The first threshold comes from the first tile: the k-th largest of the maxima of disjoint groups of elements is no
+larger than the k-th largest element. Groups are warps if k is at most their number, else threads.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.machine import Machine
+from tvm_sparse.operators.problem import Problem, numpy_dtype
+
+from .template import Decisions, NotApplicable, Program, Table, Template, powers
+
+THREADS = powers(128, 1024)
+# Vectors a thread loads before it looks at the first: the memory's latency times its rate needs about 40 KB in flight
+# on each multiprocessor, 20 bytes a thread at full occupancy.
+VECTORS = (1, 2, 4, 8)
+# Room in the buffer beyond k and a tile: survivors of a row in random order come to rest in it.
+SLACK = 1024
+# Up to here the survivors are ranked by counting, every one against every other; beyond, they are sorted.
+COUNTED = 64
+MAX_K = 2048
+# Bits of the threads' maxima that the search for the first threshold resolves: sign, exponent and 7 of the mantissa.
+SEED_BITS = 16
+
+
+def vector(problem: Problem) -> int:
+    """Elements a load: 16 bytes, or what divides the row, so that every row starts on a whole vector."""
+    widest = 16 // numpy_dtype(problem.dtype).itemsize
+    return next(v for v in (8, 4, 2, 1) if v <= widest and problem.vocab % v == 0)
+
+
+def space(problem: Problem, machine: Machine) -> Table:
+    if problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
+    return {"threads": THREADS, "vectors": VECTORS}
+
+
+def sizes(problem: Problem, decisions: Decisions) -> tuple[int, int, int]:
+    """Elements a tile, keys in the buffer, and k rounded up to a power of two."""
+    tile = decisions["threads"] * decisions["vectors"] * vector(problem)
+    rounded = 1 << (problem.k - 1).bit_length()
+    return tile, tile + rounded + SLACK, rounded
+
+
+def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    tile, capacity, rounded = sizes(problem, decisions)
+    if (capacity + rounded) * 8 > 160 * 1024:
+        return f"a buffer of {(capacity + rounded) * 8} bytes leaves no room for a second block"
+    if decisions["vectors"] > 1 and tile >= 2 * problem.vocab:
+        return f"half of a tile of {tile} lies beyond vocab={problem.vocab}"
+    if decisions["vectors"] * vector(problem) > 32:
+        return "more than 32 elements in registers"
+    return None
+
+
+def default(problem: Problem, machine: Machine) -> Decisions:
+    choices = [
+        {"threads": threads, "vectors": vectors}
+        for threads in (512, 256, 128)
+        for vectors in (2, 1)
+        if allowed(problem, machine, {"threads": threads, "vectors": vectors}) is None
+    ]
+    return choices[0]
+
+
+def build(problem: Problem, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.script import tirx as T
+
+    from .arithmetic import LOG2_E, is_nan
+    from .selection import (
+        FULL_WARP,
+        MINUS_INFINITY,
+        bits_value,
+        device_functions,
+        join_key,
+        key_bits,
+        key_index,
+        make_key,
+        order_bits,
+    )
+
+    vocab, k, dtype = problem.vocab, problem.k, problem.dtype
+    threads, vectors, width = decisions["threads"], decisions["vectors"], vector(problem)
+    tile, capacity, rounded = sizes(problem, decisions)
+    warps, held = threads // 32, vectors * width
+    tiles = -(-vocab // tile)
+    ragged = vocab % tile != 0
+    limit = capacity - tile  # more keys than this before a tile, and it might not fit
+    seed_warps, seed_threads = k <= warps, warps < k <= threads
+    ranked = k <= COUNTED
+    # Survivors that are ranked by counting may be more than k; sorted ones fill a power of two.
+    fits = max(4 * COUNTED, rounded) if ranked else rounded
+    lowest = T.min_value("float32")
+    block_merge, _, select_pivot, keep_selected, sort_descending = device_functions(threads, k)
+
+    # fmt: off
+    @T.inline
+    def load_tile(i, X, row, t, raw, x):
+        """The tile's elements of this thread, -inf beyond the row; loads first, conversions after."""
+        for u in T.unroll(vectors):
+            if ragged:
+                if i * tile + (u * threads + t) * width < vocab:
+                    for v in T.vectorized(width):
+                        raw[u * width + v] = X[row, i * tile + (u * threads + t) * width + v]
+                else:
+                    for v in T.unroll(width):
+                        raw[u * width + v] = T.Cast(dtype, -T.infinity("float32"))
+            else:
+                for v in T.vectorized(width):
+                    raw[u * width + v] = X[row, i * tile + (u * threads + t) * width + v]
+        for e in T.unroll(held):
+            x[e] = T.Cast("float32", raw[e])
+
+    @T.inline
+    def raise_to_seed(t, top, gate, group, search):
+        """The first threshold, from the largest element of each thread in the first tile.
+
+        Stored as the float below it, because an element equal to it may belong to the k.
+        """
+        if seed_warps:
+            group_max = T.alloc_local([1], "float32")
+            rank = T.alloc_local([1], "int32")
+            group_max[0] = T.cuda.warp_max(top[0])
+            if t % 32 == 0:
+                group[t // 32] = group_max[0]
+            T.cuda.cta_sync()
+            if t < warps:
+                rank[0] = 0
+                for w in T.unroll(warps):
+                    if group[w] > group[t] or (group[w] == group[t] and w < t):
+                        rank[0] = rank[0] + 1
+                if rank[0] == k - 1:
+                    search[0] = order_bits(group[t])
+            T.cuda.cta_sync()
+        else:
+            bits = T.alloc_local([1], "uint32")
+            trial = T.alloc_local([1], "uint32")
+            reached = T.alloc_local([1], "int32")
+            bits[0] = T.uint32(0)
+            for b in T.serial(SEED_BITS):
+                trial[0] = bits[0] | (T.uint32(0x80000000) >> T.Cast("uint32", b))
+                reached[0] = T.call_extern("int32", "__syncthreads_count", order_bits(top[0]) >= trial[0])
+                if reached[0] >= k:
+                    bits[0] = trial[0]
+            if t == 0:
+                search[0] = bits[0]
+            T.cuda.cta_sync()
+        # Minus infinity has nothing below it, and passes no threshold: rows short of k are filled up at the end.
+        if search[0] > T.uint32(MINUS_INFINITY):
+            # 0.0 and -0.0 are equal and have different bits; the float below both is the one below -0.0.
+            if search[0] == T.uint32(0x80000000):
+                gate[0] = bits_value(T.uint32(0x7FFFFFFE))
+            else:
+                gate[0] = bits_value(search[0] - T.uint32(1))
+
+    @T.prim_func
+    def main(logits_h: T.handle, log: T.int32, values_h: T.handle, indices_h: T.handle):
+        batch = T.int32()
+        X = T.match_buffer(logits_h, (batch, vocab), dtype)
+        V = T.match_buffer(values_h, (batch, k), "float32")
+        Z = T.match_buffer(indices_h, (batch, k), "int64")
+        T.device_entry()
+        block = T.cta_id([batch])
+        t = T.thread_id([threads])
+        pool = T.alloc_buffer([capacity + rounded], "uint64", scope="shared.dyn")
+        keys = T.decl_buffer([capacity], "uint64", data=pool.data, scope="shared.dyn")
+        kept = T.decl_buffer([rounded], "uint64", data=pool.data, elem_offset=capacity, scope="shared.dyn")
+        histogram = T.alloc_shared([256], "int32")
+        found = T.alloc_shared([4], "int32")
+        count = T.alloc_shared([1], "int32")
+        group = T.alloc_shared([32], "float32")
+        group_sum = T.alloc_shared([32], "float32")
+        search = T.alloc_shared([1], "uint32")
+        raw = T.alloc_local([held], dtype)
+        x = T.alloc_local([held], "float32")
+        top = T.alloc_local([1], "float32")
+        m = T.alloc_local([1], "float32")
+        d = T.alloc_local([1], "float32")
+        gate = T.alloc_local([1], "float32")
+        slot = T.alloc_local([1], "int32")
+        size = T.alloc_local([1], "int32")
+        pivot = T.alloc_local([1], "uint64")
+        mask = T.alloc_local([1], "uint64")
+        need = T.alloc_local([1], "int32")
+        # Offsets into the logits pass 2^31.
+        row: T.int64 = T.Cast("int64", block)
+        if t == 0:
+            count[0] = 0
+        m[0] = lowest
+        d[0] = T.float32(0)
+        gate[0] = -T.infinity("float32")
+        T.cuda.cta_sync()
+
+        for i in T.serial(tiles):
+            load_tile(i, X, row, t, raw, x)
+            # (m, d) of equation 4, rescaled once for all elements in hand
+            top[0] = x[0]
+            for e in T.unroll(held - 1):
+                top[0] = T.max(top[0], x[e + 1])
+            if top[0] > m[0]:
+                d[0] = d[0] * T.exp2((m[0] - top[0]) * T.float32(LOG2_E))
+                m[0] = top[0]
+            for e in T.unroll(held):
+                d[0] = d[0] + T.exp2((x[e] - m[0]) * T.float32(LOG2_E))
+            if i == 0 and (seed_warps or seed_threads):
+                raise_to_seed(t, top, gate, group, search)
+            # A NaN passes no comparison, but it stays in the sum.
+            slot[0] = 0
+            if top[0] > gate[0] or is_nan(d[0]):
+                for e in T.unroll(held):
+                    if x[e] > gate[0] or is_nan(x[e]):
+                        slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
+                        keys[slot[0]] = make_key(x[e], i * tile + ((e // width) * threads + t) * width + e % width)
+            # The vote is the barrier of the tile, and gives every thread the same answer.
+            if T.cuda.syncthreads_or(slot[0] >= limit) != 0:
+                size[0] = count[0]
+                select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
+                keep_selected(t, keys, size[0], kept, count, pivot)
+                # Later elements have higher indices: what equals the k-th loses to it. If that is NaN only NaN may pass.
+                gate[0] = bits_value(key_bits(pivot[0]))
+                if is_nan(gate[0]):
+                    gate[0] = T.infinity("float32")
+        T.cuda.cta_sync()
+
+        # top is free to hold the block's maximum, d its sum
+        block_merge(t, m, d, top, group, group_sum)
+
+        # Fewer than k above minus infinity: the first ones at minus infinity complete the row.
+        size[0] = count[0]
+        if size[0] < k:
+            T.cuda.cta_sync()
+            if t < 32:
+                i: T.int32 = 0
+                while i * 32 < vocab and size[0] < k:
+                    lane_has = T.alloc_local([1], "int32")
+                    lanes = T.alloc_local([1], "uint32")
+                    lane_has[0] = 0
+                    if i * 32 + t < vocab:
+                        if T.Cast("float32", X[row, i * 32 + t]) == -T.infinity("float32"):
+                            lane_has[0] = 1
+                    lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), lane_has[0] != 0)
+                    slot[0] = size[0] + T.Cast("int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
+                    if lane_has[0] != 0 and slot[0] < k:
+                        keys[slot[0]] = join_key(T.uint32(MINUS_INFINITY), i * 32 + t)
+                    size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
+                    i = i + 1
+            T.cuda.cta_sync()
+            size[0] = k
+
+        if size[0] > fits:
+            select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
+            keep_selected(t, keys, size[0], kept, count, pivot)
+            size[0] = k
+
+        if ranked:
+            for i in T.serial((size[0] - t + (threads - 1)) // threads):
+                slot[0] = 0
+                for j in T.serial(size[0]):
+                    if keys[j] > keys[i * threads + t]:
+                        slot[0] = slot[0] + 1
+                if slot[0] < k:
+                    pivot[0] = keys[i * threads + t]
+                    Z[row, slot[0]] = T.Cast("int64", key_index(pivot[0]))
+                    x[0] = bits_value(key_bits(pivot[0])) - top[0]
+                    if log != 0:
+                        V[row, slot[0]] = x[0] - T.log(d[0])
+                    else:
+                        V[row, slot[0]] = T.exp(x[0]) / d[0]
+        else:
+            for i in T.serial((rounded - size[0] - t + (threads - 1)) // threads):
+                keys[size[0] + i * threads + t] = T.uint64(0)
+            sort_descending(t, keys, rounded)
+            for i in T.serial((k - 1 - t + threads) // threads):
+                pivot[0] = keys[i * threads + t]
+                Z[row, i * threads + t] = T.Cast("int64", key_index(pivot[0]))
+                x[0] = bits_value(key_bits(pivot[0])) - top[0]
+                if log != 0:
+                    V[row, i * threads + t] = x[0] - T.log(d[0])
+                else:
+                    V[row, i * threads + t] = T.exp(x[0]) / d[0]
+    # fmt: on
+    main = main.with_attr("global_symbol", "main")
+    return Program(tvm.IRModule({"main": main}), pipeline="tirx")
+
+
+threshold_gate = Template(
+    name="threshold_gate",
+    version=1,
+    operator="softmax_topk",
+    kind="cuda",
+    summary="a block a row, one read, survivors of a threshold compacted late",
+    space=space,
+    default=default,
+    build=build,
+    allowed=allowed,
+    explicit_threads=True,
+)

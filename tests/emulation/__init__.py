@@ -1,0 +1,685 @@
+"""Run the CUDA kernels that TVM generates on a machine without a GPU, and check how they behave.
+
+`run_on_cpu` builds a module for CUDA as `tvm.compile` does, up to the CUDA C++ text. g++ compiles
+that text behind `cuda_on_cpu.h`, where every CUDA thread is a fiber; LLVM compiles the host
+function, so that launch extents, launch order and workspaces are those of the real thing. Both run
+in a forked child, which turns crashes, hangs and misbehaviour into an `EmulationError`:
+
+* results that depend on the order of threads or blocks (the order is drawn from `seed`);
+* data races between threads of a block, in shared and global memory (`check_races`);
+* barriers and warp collectives which not all participants reach;
+* accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
+* reads of shared memory and workspaces before anything was written (they hold NaN or -1).
+
+What it cannot see: performance, the weak memory model between blocks, contraction of a * b + c to
+fma, flushed denormals, approximate intrinsics (`__expf` is exact here), and registers or shared
+memory beyond a GPU's limits. Races through global memory between blocks show only as different
+results under different seeds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, StringImm
+from tvm.tirx.build import split_host_device_mods
+
+__all__ = ["EmulationError", "cuda_source", "run_on_cpu"]
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+PAGE = mmap.PAGESIZE
+CANARY = 0xA5
+GXX = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+KERNEL_FLAGS = [
+    "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
+    "-fsanitize=bounds,alignment", "-fno-sanitize-recover=all", "-fsanitize=thread",
+]  # fmt: skip
+KNOWN_INCLUDES = {"cstdint", "type_traits", "cuda.h", "cuda_fp16.h", "cuda_bf16.h",
+                  "math_constants.h", "sm_61_intrinsics.h", "cuda/std/cstdint",
+                  "cuda/std/type_traits", "cuda/barrier", "cooperative_groups.h"}  # fmt: skip
+DIMS = ["blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z"]
+DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
+COOPERATIVE = "tirx.use_cooperative_launch"
+# Programmatic dependent launch: kernels run one after another here, which it permits.
+FLAGS = {COOPERATIVE, "tirx.use_programtic_dependent_launch"}
+
+
+class EmulationError(RuntimeError):
+    """A kernel did what CUDA does not allow, crashed or did not end."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is needed to launch one `__global__` function."""
+
+    name: str
+    dtypes: tuple[str, ...]  # of the parameters; "handle" for pointers
+    launch_params: tuple[str, ...]
+
+
+def run_on_cpu(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    args: Sequence[np.ndarray | int | float],
+    *,
+    pipeline: str | None = None,
+    seed: int = 0,
+    timeout: float = 60,
+    check_races: bool = True,
+) -> None:
+    """Build `mod` for CUDA and run its host function with the kernels emulated.
+
+    Parameters
+    ----------
+    mod : a module with one public PrimFunc, with thread bindings or as a TIRx kernel.
+    target : the CUDA target.
+    args : arrays (updated in place; C-contiguous; float16, and bfloat16 through ml_dtypes) and
+        scalars in the order of the PrimFunc's parameters.
+    pipeline : "tirx" for TIRx kernels, as `tir_pipeline` of `tvm.compile`.
+    seed : draws the order of threads and blocks. Try several: an order may be lucky.
+    timeout : seconds for the run, the build not counted.
+    check_races : also report races which did no harm in this order. Switch it off only for code
+        that synchronises threads of a block by other means than barriers and warp collectives.
+
+    Raises
+    ------
+    EmulationError : a kernel misbehaved; the message says which, where and in which thread.
+    NotImplementedError : the kernel uses what is not emulated (clusters, TMA, mbarrier, MMA...).
+    ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
+    """
+    host, device, target = _lower(mod, target, pipeline)
+    entries = [str(f.attrs["global_symbol"]) for f in host.functions.values()]
+    entries = [e.removeprefix("__tvm_ffi_") for e in entries if e.startswith("__tvm_ffi_")]
+    if len(entries) != 1:
+        raise ValueError(f"expected a module with one public function, got {entries}")
+    (entry,) = entries
+    kernels = [_kernel(str(gv.name_hint), f) for gv, f in device.functions.items()]
+    source = _translate(_device_source(device, target))
+    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
+        library = _compile(source, kernels, Path(folder))
+        runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
+        placed = [
+            _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a
+            for i, a in enumerate(args)
+        ]
+        arrays = [a for a in args if isinstance(a, np.ndarray)]
+        copies = [p for p in placed if isinstance(p, _GuardedArray)]
+        error = _run_in_child(library, runtime, entry, kernels, placed, seed, timeout, check_races)
+        if error is not None:
+            if isinstance(error, str):
+                error = EmulationError(_with_source_lines(error, source, library))
+            raise error
+    for array, copy in zip(arrays, copies, strict=True):
+        copy.check_canary()
+        array[...] = copy.array
+
+
+def cuda_source(
+    mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None
+) -> str:
+    """The CUDA C++ text that `run_on_cpu` would emulate, before translation."""
+    _, device, target = _lower(mod, target, pipeline)
+    return _device_source(device, target)
+
+
+# ---- build -------------------------------------------------------------------------------------
+
+
+def _lower(
+    mod: tvm.IRModule, target: tvm.target.Target, pipeline: str | None
+) -> tuple[tvm.IRModule, tvm.IRModule, tvm.target.Target]:
+    """The steps of tvm.tirx.build, with the host function freed from the CUDA runtime."""
+    target = tvm.target.Target(target)
+    bound = tirx.transform.BindTarget(target.with_host(tvm.target.Target("llvm")))(mod)
+    passes, finalize_host, finalize_device = tirx.get_tir_pipeline(pipeline or "default")
+    with target:
+        host, devices = split_host_device_mods(passes(bound))
+        if len(devices) != 1:
+            raise NotImplementedError(f"expected kernels for one device target, got {len(devices)}")
+        ((device_target, device),) = devices.items()
+        host = finalize_host()(host)
+        device = finalize_device()(device)
+    host = tvm.IRModule({gv: _without_cuda_runtime(f) for gv, f in host.functions.items()})
+    return host, device, device_target
+
+
+def _without_cuda_runtime(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Let the host function take CPU tensors and get workspaces from the emulator."""
+
+    def rewrite(call: Call) -> object:
+        name = getattr(call.op, "name", "")
+        if name == "tirx.tvm_struct_get" and getattr(call.args[2], "value", None) == 10:
+            return tirx.IntImm("int32", 2)  # the tensor's device type: pretend that it is CUDA
+        if name == "tirx.TVMBackendAllocWorkspace":
+            return Call(
+                tvm.ir.Op.get("tirx.call_extern"),
+                [StringImm("cuda_on_cpu_alloc"), call.args[2]], ret_ty=call.ty,
+            )  # fmt: skip
+        if name == "tirx.TVMBackendFreeWorkspace":
+            return tirx.IntImm("int32", 0)
+        return call
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (Call, rewrite)))
+
+
+def _kernel(name: str, func: tirx.PrimFunc) -> Kernel:
+    params = tuple(str(p) for p in func.attrs["tirx.kernel_launch_params"])
+    if unknown := [p for p in params if p not in {*DIMS, *FLAGS, DYNAMIC_SHARED}]:
+        raise NotImplementedError(f"kernel {name}: launch parameter {unknown[0]} is not emulated")
+    dtypes = tuple(
+        "handle" if isinstance(p.ty, tvm.ir.PointerType) else str(p.ty) for p in func.params
+    )
+    return Kernel(name, dtypes, params)
+
+
+def _device_source(device: tvm.IRModule, target: tvm.target.Target) -> str:
+    """CUDA C++, also on machines where TVM could call NVRTC: only the code generator is run."""
+    hook = tvm.get_global_func("tvm_callback_cuda_compile", allow_missing=True)
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", _keep_text, override=True)
+    try:
+        with target:
+            built = tvm.get_global_func("target.build.cuda")(device, target)
+    finally:
+        if hook is None:
+            tvm_ffi.remove_global_func("tvm_callback_cuda_compile")
+        else:
+            tvm_ffi.register_global_func("tvm_callback_cuda_compile", hook, override=True)
+    return built.inspect_source("cuda")
+
+
+def _keep_text(code: str, *_: object) -> str:
+    return code
+
+
+def _compile(source: str, kernels: list[Kernel], folder: Path) -> Path:
+    text, library = folder / "kernel.cu", folder / "kernel.so"
+    entries = "".join(
+        f'extern "C" void emulated_{k.name}(void** args) {{\n'
+        f"  cuda_on_cpu::call(&{k.name}, args);\n}}\n"
+        for k in kernels
+    )
+    text.write_text(f'#include "{HEADER}"\n#line 1 "kernel.cu"\n{source}\n{entries}')
+    machine = folder / "machine.o"
+    machine.write_bytes(_machine_object())
+    _gxx([*GXX, *KERNEL_FLAGS, "-c", str(text), "-o", str(folder / "kernel.o")])
+    # Linked without -fsanitize: the machine takes the place of the sanitizers' libraries.
+    _gxx(
+        [
+            "g++",
+            "-shared",
+            "-Wl,-Bsymbolic",
+            "-o",
+            str(library),
+            str(folder / "kernel.o"),
+            str(machine),
+        ]
+    )
+    return library
+
+
+@functools.cache
+def _machine_object() -> bytes:
+    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
+        out = Path(folder) / "machine.o"
+        _gxx([*GXX, "-DCOC_MACHINE", "-c", str(HEADER), "-o", str(out)])
+        return out.read_bytes()
+
+
+def _gxx(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NotImplementedError(f"g++ rejects the translated CUDA source:\n{done.stderr[:4000]}")
+
+
+# ---- translation of CUDA C++ to what g++ and cuda_on_cpu.h take ----------------------------------
+
+
+def _translate(source: str) -> str:
+    """Line numbers are kept: errors point into the text that `cuda_source` returns."""
+    for include in re.findall(r"#\s*include\s*<([^>]+)>", source):
+        if include not in KNOWN_INCLUDES:
+            raise NotImplementedError(f"#include <{include}>: not emulated")
+    if "CUtensorMap" in source:
+        raise NotImplementedError("CUtensorMap (TMA): not emulated")
+    source = re.sub(r"#\s*include\s*<(?!cstdint>|type_traits>)[^>]+>", "", source)
+    source = re.sub(
+        r"extern\s+__shared__\s+(?:__align__\(\d+\)|alignas\(\d+\))?\s*([\w ]+?)\s+(\w+)\[\];",
+        r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();",
+        source,
+    )
+    source = re.sub(r"__shared__\s+((?:alignas|__align__)\(\d+\))", r"\1 __shared__", source)
+    return _translate_asm(source)
+
+
+def _translate_asm(source: str) -> str:
+    out, position = [], 0
+    for match in re.finditer(r"\b(?:asm|__asm__)\b\s*(?:volatile|__volatile__)?\s*\(", source):
+        if source.count('"', source.rfind("\n", 0, match.start()), match.start()) % 2:
+            continue  # inside a string literal
+        if match.start() < position:
+            continue
+        end = _closing(source, match.end())
+        body = source[match.end() : end]
+        try:
+            code = _asm_to_cpp(body)
+        except NotImplementedError as error:
+            names = re.findall(r"(\w+)\s*\([^()]*\)\s*\{+", source[: match.start()])
+            raise NotImplementedError(f"{names[-1] if names else '?'}: {error}") from None
+        semicolon = source.index(";", end)
+        out.append(source[position : match.start()])
+        out.append(code + "\n" * source.count("\n", match.start(), semicolon))
+        position = semicolon + 1
+    return "".join([*out, source[position:]])
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one before `start`."""
+    depth, quoted, i = 1, False, start
+    while depth:
+        c = text[i]
+        if quoted:
+            i += c == "\\"
+            quoted = c != '"'
+        else:
+            quoted = c == '"'
+            depth += {"(": 1, ")": -1}.get(c, 0)
+        i += 1
+    return i - 1
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at a separator outside of brackets and strings."""
+    parts, depth, quoted, last = [], 0, False, 0
+    for i, c in enumerate(text):
+        if c == '"' and (i == 0 or text[i - 1] != "\\"):
+            quoted = not quoted
+        if not quoted:
+            depth += (c in "([{") - (c in ")]}")
+            double = "::" in (text[i - 1 : i + 1], text[i : i + 2])
+            if c == separator and depth == 0 and not (separator == ":" and double and i):
+                parts.append(text[last:i])
+                last = i + 1
+    return [*parts, text[last:]]
+
+
+def _asm_to_cpp(body: str) -> str:
+    # "a" :: "b" has an empty section of outputs: part the colons first.
+    sections = _split(re.sub(r'(?<=["\s)])::(?=\s*")', ": :", body), ":")
+    text = "".join(
+        s.encode().decode("unicode_escape") for s in re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])
+    )
+    operands = [
+        re.fullmatch(r'\s*"[^"]*"\s*\((.*)\)\s*', o, re.S).group(1)
+        for section in sections[1:3] for o in _split(section, ",") if o.strip()
+    ]  # fmt: skip
+    text = re.sub(r"%%", "%", text)
+    text = re.sub(r"%(\d+)", lambda m: f"@{m.group(1)}@", text)
+    statements = [s.strip() for s in text.replace("{\n", "{ ").split(";")]
+    code = []
+    for statement in statements:
+        statement = re.sub(r"^\{\s*(?=[.@\w])|^\}\s*", "", statement).strip()
+        if statement in ("", "}", "{"):
+            continue
+        code.append(_statement_to_cpp(statement))
+    joined = " ".join(code)
+    joined = re.sub(r"@(\d+)@", lambda m: f"({operands[int(m.group(1))]})", joined)
+    return "{ " + joined.replace("%", "") + " }"
+
+
+REGISTERS = {"pred": "bool", "b8": "uint8_t", "u64": "uint64_t", "b64": "uint64_t",
+             "u32": "uint32_t", "b32": "uint32_t", "f32": "float"}  # fmt: skip
+TYPES = {
+    **{f"u{n}": f"uint{n}_t" for n in (8, 16, 32, 64)},
+    **{f"b{n}": f"uint{n}_t" for n in (8, 16, 32, 64)},
+    **{f"s{n}": f"int{n}_t" for n in (8, 16, 32, 64)},
+    "f32": "float", "f64": "double",
+}  # fmt: skip
+SPECIAL = {
+    "laneid": "cuda_on_cpu::self().lane", "warpid": "cuda_on_cpu::self().warp",
+    "tid": "threadIdx", "ctaid": "blockIdx", "ntid": "blockDim", "nctaid": "gridDim",
+    "lanemask_lt": "((1u << cuda_on_cpu::self().lane) - 1)",
+    "lanemask_le": "((2u << cuda_on_cpu::self().lane) - 1)",
+    "lanemask_eq": "(1u << cuda_on_cpu::self().lane)",
+    "lanemask_gt": "~((2u << cuda_on_cpu::self().lane) - 1)",
+    "lanemask_ge": "~((1u << cuda_on_cpu::self().lane) - 1)",
+}  # fmt: skip
+STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
+ATOMICS = {"add": "Add", "min": "Min", "max": "Max", "and": "And", "or": "Or", "xor": "Xor",
+           "exch": "Exch", "inc": "Inc", "dec": "Dec"}  # fmt: skip
+# d = f(a, b, ...), by the opcode without its rounding and flush modifiers.
+ARITHMETIC = {
+    "mov": "{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "mul.lo": "{0} * {1}",
+    "fma": "fmaf({0}, {1}, {2})", "mad.lo": "{0} * {1} + {2}", "min": "min({0}, {1})",
+    "max": "max({0}, {1})", "abs": "({0} < 0 ? -{0} : {0})", "neg": "-{0}", "and": "{0} & {1}",
+    "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "ex2": "exp2f({0})", "lg2": "log2f({0})",
+    "rcp": "1 / {0}", "rsqrt": "1 / sqrtf({0})", "sqrt": "sqrtf({0})", "tanh": "tanhf({0})",
+    "sin": "sinf({0})", "cos": "cosf({0})", "div": "{0} / {1}",
+}  # fmt: skip
+BITS = {
+    "popc.b32": "__popc({0})", "popc.b64": "__popcll({0})", "clz.b32": "__clz({0})",
+    "clz.b64": "__clzll({0})", "brev.b32": "__brev({0})", "brev.b64": "__brevll({0})",
+    "bfind.u32": "31 - __clz({0})", "bfind.u64": "63 - __clzll({0})",
+    "prmt.b32": "__byte_perm({0}, {1}, {2})",
+    "bfe.u32": "uint32_t(((uint64_t({0}) >> ({1} & 255)) & ((1ull << min({2} & 255, 32u)) - 1)))",
+    "cvta.to.shared.u64": "uint64_t(cuda_on_cpu::shared_address((const void*){0}))",
+    "cvta.to.global.u64": "(uint64_t){0}", "cvt.u32.u64": "uint32_t({0})",
+    "dp4a.u32.s32": "cuda_on_cpu::ptx::dp4a<uint8_t, int8_t>({0}, {1}, {2})",
+    "dp4a.s32.u32": "cuda_on_cpu::ptx::dp4a<int8_t, uint8_t>({0}, {1}, {2})",
+    "cvt.u8.u16": "uint8_t({0})", "cvt.u16.u8": "uint16_t({0})",
+    "activemask.b32": "__activemask()", "createpolicy.fractional.L2::evict_first.b64": "0ull",
+    "createpolicy.fractional.L2::evict_last.b64": "0ull",
+}  # fmt: skip
+# Ordering is stronger here than anything these ask for.
+NO_EFFECT = re.compile(
+    r"(fence|membar)(\.(acq_rel|sc|cta|gpu|sys|gl|acquire|release))*|prefetch(u)?\..*"
+    r"|griddepcontrol\.(wait|launch_dependents)"
+)
+
+
+def _statement_to_cpp(statement: str) -> str:
+    """One PTX statement as C++; registers are variables, operands @N@ are filled in later."""
+    if guard := re.match(r"@(!?)(%?\w+)\s+(.*)", statement, re.S):
+        return f"if ({guard.group(1)}{guard.group(2)}) {{ {_statement_to_cpp(guard.group(3))} }}"
+    if register := re.fullmatch(r"\.reg\s+\.(\w+)\s+(%?\w+)", statement):
+        kind = register.group(1)
+        if kind not in REGISTERS:
+            raise NotImplementedError(f"PTX register class .{kind} is not emulated")
+        return f"{REGISTERS[kind]} {register.group(2)} = {{}};"
+    opcode, _, rest = statement.partition(" ")
+    operands = [o.strip() for o in _split(rest, ",") if o.strip()]
+    parts = opcode.split(".")
+    code = _instruction(opcode, parts, operands)
+    if code is None:
+        raise NotImplementedError(f"PTX instruction {opcode} is not emulated")
+    return code
+
+
+def _address(operand: str) -> str:
+    inner = re.fullmatch(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
+    return f"{inner.group(1)}, {inner.group(2) or 0}"
+
+
+def _lanes(operand: str) -> list[str]:
+    return [o.strip() for o in operand.strip("{} ").split(",")]
+
+
+def _set(destination: str, value: str) -> str:
+    return "" if destination == "_" else f"cuda_on_cpu::ptx::set({destination}, {value});"
+
+
+def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
+    family, kind = parts[0], TYPES.get(parts[-1])
+    strong = str(bool(STRONG & set(parts))).lower()
+    if family in ("ld", "st", "atom", "red") and (
+        kind is None or "cluster" in opcode or "bulk" in parts or "async" in parts
+    ):
+        return None
+    if family in ("ld", "st"):
+        width = next((int(p[1:]) for p in parts if re.fullmatch(r"v\d", p)), 1)
+        place, values = (ops[1], _lanes(ops[0])) if family == "ld" else (ops[0], _lanes(ops[1]))
+        address, offset = _address(place).split(", ")
+        code = f"cuda_on_cpu::ptx::check_alignment({address}, {offset}, {width} * sizeof({kind}));"
+        for i, value in enumerate(values):
+            at = f"{address}, {offset} + {i} * int(sizeof({kind})), {strong}"
+            code += (
+                _set(value, f"cuda_on_cpu::ptx::load<{kind}>({at})") if family == "ld"
+                else f"cuda_on_cpu::ptx::store<{kind}>({at}, {value});"
+            )  # fmt: skip
+        return code
+    if family in ("atom", "red"):
+        destination, (place, *values) = (ops[0], ops[1:]) if family == "atom" else ("_", ops)
+        at = f"cuda_on_cpu::ptx::at<{kind}>({_address(place)})"
+        values = [f"cuda_on_cpu::ptx::as<{kind}>({v})" for v in values]
+        if "cas" in parts:
+            call = f"atomicCAS({at}, {values[0]}, {values[1]})"
+        elif "noftz" in parts or any(re.fullmatch(r"v\d", p) for p in parts):
+            return None
+        else:
+            name = next((ATOMICS[p] for p in parts if p in ATOMICS), None)
+            call = name and f"atomic{name}({at}, {values[0]})"
+        return call and (f"{call};" if destination == "_" else _set(destination, call))
+    if re.fullmatch(r"shfl\.sync\.(up|down|bfly|idx)\.b32", opcode):
+        d, _, p = ops[0].partition("|")
+        flag = f"bool in_range; uint32_t got = cuda_on_cpu::ptx::shuffle(\"{parts[2]}\", " \
+               f"cuda_on_cpu::ptx::as<uint32_t>({ops[1]}), {ops[2]}, {ops[3]}, {ops[4]}, " \
+               f"&in_range, __builtin_LINE());"  # fmt: skip
+        return f"{{ {flag} {_set(d, 'got')} {f'{p} = in_range;' if p else ''} }}"
+    if opcode == "vote.sync.ballot.b32":
+        return _set(ops[0], f"__ballot_sync({ops[2]}, {ops[1]})")
+    if opcode in ("vote.sync.any.pred", "vote.sync.all.pred"):
+        return f"{ops[0]} = __{parts[2]}_sync({ops[2]}, {ops[1]});"
+    if re.fullmatch(r"match\.any\.sync\.b(32|64)", opcode):
+        return _set(ops[0], f"__match_any_sync({ops[2]}, {ops[1]})")
+    if re.fullmatch(r"redux\.sync\.(add|min|max|and|or|xor)\.\w32", opcode) and kind != "float":
+        value = f"cuda_on_cpu::ptx::as<{kind}>({ops[1]})"
+        return _set(ops[0], f"__reduce_{parts[2]}_sync({ops[2]}, {value})")
+    if opcode == "elect.sync":
+        d, _, p = ops[0].partition("|")
+        first = f"__builtin_ctz(__ballot_sync({ops[1]}, 1))"
+        return (
+            f"{{ unsigned first = {first}; {p} = cuda_on_cpu::self().lane == first; "
+            f"{_set(d, 'first')} }}"
+        )
+    if opcode == "bar.warp.sync":
+        return f"__syncwarp({ops[0]});"
+    if barrier := re.fullmatch(r"(bar|barrier)(\.cta)?\.(sync|arrive)(\.aligned)?", opcode):
+        count, wait = (ops[1] if len(ops) > 1 else "0"), str(barrier.group(3) == "sync").lower()
+        return (f'cuda_on_cpu::block_barrier("bar.{barrier.group(3)}", __builtin_LINE(), {ops[0]}, '
+                f"{count}, false, {wait});")  # fmt: skip
+    if barrier := re.fullmatch(
+        r"(bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", opcode
+    ):
+        count, p = (ops[2], ops[3]) if len(ops) == 4 else ("0", ops[2])
+        negate, compare = {"popc": ("", ""), "and": ("!", " == 0"), "or": ("", " > 0")}[
+            barrier.group(2)
+        ]
+        call = (f'cuda_on_cpu::block_barrier("bar.red", __builtin_LINE(), {ops[1]}, {count}, '
+                f"{negate}({p}))")  # fmt: skip
+        return f"{ops[0]} = {call}{compare};"
+    if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global") or re.fullmatch(
+        r"cp\.async\.c[ag]\.shared\.global\.L2::\d+B", opcode
+    ):
+        filled = ops[3] if len(ops) > 3 else ops[2]
+        return (f"cuda_on_cpu::ptx::copy_async({_address(ops[0])}, (const void*)"
+                f"{_address(ops[1])}, {ops[2]}, {filled});")  # fmt: skip
+    if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
+        return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
+    if opcode == "mov." + parts[-1] and ops[1].startswith("%"):
+        register = ops[1][1:]
+        base = SPECIAL.get(register.partition(".")[0])
+        return base and _set(ops[0], base + register[len(register.partition(".")[0]) :])
+    if opcode == "setp.ne.b32":
+        return f"{ops[0]} = ({ops[1]}) != ({ops[2]});"
+    if opcode == "setp.eq.u32":
+        return f"{ops[0]} = ({ops[1]}) == ({ops[2]});"
+    if opcode in ("selp.b32", "selp.u32"):
+        return _set(ops[0], f"uint32_t({ops[3]} ? {ops[1]} : {ops[2]})")
+    if family == "nanosleep":
+        return f"__nanosleep({ops[0]});"
+    if opcode == "trap":
+        return "__trap();"
+    if opcode in BITS:
+        return _set(ops[0], BITS[opcode].format(*ops[1:]))
+    if NO_EFFECT.fullmatch(opcode):
+        return "cuda_on_cpu::yield_point();"
+    modifiers = {"rn", "ftz", "approx", "full", parts[-1]}
+    name = ".".join([family, *(p for p in parts[1:] if p not in modifiers)])
+    if name in ARITHMETIC and kind in ("float", "int32_t", "uint32_t", "int64_t", "uint64_t"):
+        if kind != "float" and family in ("fma", "ex2", "lg2", "rcp", "rsqrt", "sqrt", "tanh"):
+            return None
+        typed = [f"cuda_on_cpu::ptx::as<{kind}>({o})" for o in ops[1:]]
+        return _set(ops[0], f"{kind}({ARITHMETIC[name].format(*typed)})")
+    return None
+
+
+# ---- run ---------------------------------------------------------------------------------------
+
+
+class _GuardedArray:
+    """A copy of an array in memory shared with the child, ending at a page without access.
+
+    The end is rounded up to 16 bytes, the alignment that the widest vector access needs. What is
+    left of the pages in front and behind is filled with a pattern and compared afterwards.
+    """
+
+    def __init__(self, array: np.ndarray, name: str) -> None:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} is not C-contiguous")
+        self.name, self.nbytes = name, array.nbytes
+        room = -(-self.nbytes // 16) * 16
+        pages = -(-max(room, 1) // PAGE)
+        self._map = mmap.mmap(-1, (pages + 2) * PAGE)
+        self._memory = np.frombuffer(self._map, np.uint8)
+        self._memory[:] = CANARY
+        self._start = (pages + 1) * PAGE - room
+        self.guards = [self.address - self._start, self.address - self._start + (pages + 1) * PAGE]
+        self.array = self._inside.view(array.dtype).reshape(array.shape)
+        self.array[...] = array
+
+    @property
+    def _inside(self) -> np.ndarray:
+        return self._memory[self._start : self._start + self.nbytes]
+
+    @property
+    def address(self) -> int:
+        return self._memory.ctypes.data + self._start
+
+    def tensor(self) -> tvm.runtime.Tensor:
+        room = self._memory[self._start : self._start + max(self.nbytes, 16)]
+        if not self.nbytes:
+            room = self._memory[self._start - PAGE : self._start]
+        flat = tvm_ffi.from_dlpack(room, require_alignment=16)
+        return flat._create_view(self.array.shape, str(self.array.dtype))
+
+    def check_canary(self) -> None:
+        before = self._memory[PAGE : self._start]
+        after = self._memory[self._start + self.nbytes : len(self._memory) - PAGE]
+        if (before != CANARY).any() or (after != CANARY).any():
+            where = "before its start" if (before != CANARY).any() else "past its end"
+            raise EmulationError(f"out-of-bounds write to {self.name}, {where}")
+
+
+def _run_in_child(
+    library: Path, runtime: tvm.runtime.Module, entry: str, kernels: list[Kernel],
+    args: list[object], seed: int, timeout: float, check_races: bool,
+) -> str | BaseException | None:  # fmt: skip
+    """What went wrong, if anything: text from the emulator or an exception of the host function.
+
+    A fork, because kernels may crash, hang and scribble, and because it isolates the registration
+    of the kernels' names and of "__tvm_set_device" as global functions.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _child(library, runtime, entry, kernels, args, seed, timeout, check_races, write_end)
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001  (all of it goes to the parent)
+            os.write(write_end, f"\0{type(error).__name__}\0{error}".encode())
+            os._exit(4)
+    os.close(write_end)
+    text, status = b"", None
+    while select.select([read_end], [], [], timeout + 10)[0]:
+        if not (chunk := os.read(read_end, 1 << 16)):
+            _, status = os.waitpid(child, 0)
+            break
+        text += chunk
+    os.close(read_end)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return f"timeout: no answer after {timeout + 10} s"
+    message = text.decode(errors="replace")
+    if message.startswith("\0"):
+        _, kind, message = message.split("\0", 2)
+        known = {c.__name__: c for c in (TypeError, ValueError, IndexError, NotImplementedError)}
+        return known.get(kind, EmulationError)(message)
+    return message or (f"the child ended with status {status}" if status else None)
+
+
+def _child(
+    library: Path, runtime: tvm.runtime.Module, entry: str, kernels: list[Kernel],
+    args: list[object], seed: int, timeout: float, check_races: bool, error_fd: int,
+) -> None:  # fmt: skip
+    # RTLD_GLOBAL: the LLVM-compiled host function finds cuda_on_cpu_alloc through the process.
+    lib = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    lib.cuda_on_cpu_init.argtypes = [
+        ctypes.c_int, ctypes.c_uint64, ctypes.c_bool, ctypes.c_double,
+    ]  # fmt: skip
+    lib.cuda_on_cpu_region.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    lib.cuda_on_cpu_init(error_fd, seed, check_races, timeout)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for arg in args:
+        if isinstance(arg, _GuardedArray):
+            lib.cuda_on_cpu_region(arg.address, arg.nbytes, arg.name.encode())
+            for guard in arg.guards:
+                libc.mprotect(guard, PAGE, 0)
+    tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
+    for kernel in kernels:
+        tvm_ffi.register_global_func(kernel.name, _launcher(lib, kernel), override=True)
+    # Looked up only now: the look-up links, and needs cuda_on_cpu_alloc.
+    main = runtime[entry]
+    main(*(a.tensor() if isinstance(a, _GuardedArray) else a for a in args))
+    libc.fflush(None)  # what kernels have printed
+
+
+def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> object:
+    """A packed function that takes what the CUDA runtime's kernel functions take."""
+    formats = {"float32": "f", "float64": "d", "bool": "?", "handle": "Q"}
+    formats |= {f"int{8 << i}": c for i, c in enumerate("bhiq")}
+    formats |= {f"uint{8 << i}": c.upper() for i, c in enumerate("bhiq")}
+    extents = [p for p in kernel.launch_params if p not in FLAGS]
+
+    def launch(*values: object) -> None:
+        count = len(kernel.dtypes)
+        slots = (ctypes.c_char * (8 * max(count, 1)))()
+        for i, (dtype, value) in enumerate(zip(kernel.dtypes, values[:count], strict=True)):
+            if dtype == "handle":
+                value = getattr(value, "value", value) or 0
+            struct.pack_into(formats[dtype], slots, 8 * i, value)
+        base = ctypes.addressof(slots)
+        pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
+        sizes = dict(zip(extents, (int(v) for v in values[count:]), strict=True))
+        dims = (ctypes.c_uint * 6)(*(sizes.get(d, 1) for d in DIMS))
+        lib.cuda_on_cpu_run(
+            kernel.name.encode(),
+            ctypes.cast(lib[f"emulated_{kernel.name}"], ctypes.c_void_p),
+            pointers, dims, ctypes.c_size_t(sizes.get(DYNAMIC_SHARED, 0)),
+            COOPERATIVE in kernel.launch_params,
+        )  # fmt: skip
+
+    return launch
+
+
+def _with_source_lines(message: str, source: str, library: Path) -> str:
+    """Replace code addresses by lines, and quote the lines of the CUDA source."""
+
+    def locate(match: re.Match[str]) -> str:
+        done = subprocess.run(
+            ["addr2line", "-i", "-e", str(library), match.group(1)], capture_output=True, text=True
+        )
+        lines = re.findall(r"kernel\.cu:(\d+)", done.stdout)
+        return f"kernel.cu:{lines[-1]}" if lines else match.group(0)
+
+    message = re.sub(r"code\+(0x[0-9a-f]+)", locate, message)
+    text = source.split("\n")
+    numbers = sorted({int(n) for n in re.findall(r"kernel\.cu:(\d+)", message)})
+    quoted = [f"  kernel.cu:{n}: {text[n - 1].strip()}" for n in numbers if 0 < n <= len(text)]
+    return "\n".join([message, *quoted])

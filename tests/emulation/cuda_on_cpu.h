@@ -1,0 +1,1375 @@
+// Runs the CUDA C++ that TVM generates on a CPU, one fiber per CUDA thread.
+//
+// This file is the whole "device": the language (vector types, half types, intrinsics) at the
+// bottom, the machine (fibers, barriers, warp exchanges, memory checks) on top. The Python side
+// (__init__.py) rewrites inline PTX into calls of cuda_on_cpu::ptx::*, compiles the result with
+// this header in front, and calls cuda_on_cpu_launch from a forked child process.
+//
+// Principles:
+//   * A fiber runs until it waits for others. Which fiber runs next is drawn from a seed, so code
+//     that depends on an order which CUDA does not promise gives different results.
+//   * Whatever cannot be emulated is not declared here, so that g++ rejects it by its name.
+//   * Errors end the child process through fail(), with a text for the Python side.
+//
+// The file is compiled twice: with COC_MACHINE it is the machine, without it is the language, in
+// front of the kernels and under sanitizers, which the machine must not be.
+//
+// Every access of the kernel is reported by g++'s -fsanitize=thread instrumentation. The hooks
+// are defined here (libtsan is not linked) and look for data races between threads of a block.
+#pragma once
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define COC_UNCHECKED __attribute__((no_sanitize("thread", "bounds", "alignment")))
+
+// The linker delimits the section that holds the __shared__ variables of all kernels.
+extern "C" char __start_cuda_shared[] __attribute__((weak));
+extern "C" char __stop_cuda_shared[] __attribute__((weak));
+
+namespace cuda_on_cpu {
+
+struct Dim {
+  unsigned x, y, z;
+};
+
+enum class State { kReady, kWarp, kActiveMask, kBarrier, kGrid, kDone };
+
+struct Block;
+
+struct Thread {
+  Dim idx;
+  unsigned rank, warp, lane;
+  Block* block;
+  State state = State::kReady;
+  int64_t priority = 0;
+  jmp_buf context;
+  ucontext_t start;
+  bool started = false;
+  // The collective that this thread waits for, and what it brings to it.
+  const char* op = "";
+  int line = 0;
+  uint32_t mask = 0;
+  int barrier = 0;
+  uint64_t value = 0;
+  // What a warp collective hands back: every participant's value, and who took part.
+  uint64_t lanes[32];
+  uint32_t participants = 0;
+  // Vector clock over the lanes of the own warp, for the race detector.
+  uint32_t clock[32];
+  // cp.async copies which were issued and not waited for yet.
+  struct Copy {
+    void* dst;
+    const void* src;
+    size_t size, filled;
+    int group;
+  };
+  std::vector<Copy> copies;
+  int group = 0;
+};
+
+struct Barrier {
+  int arrived = 0, expected = 0, true_predicates = 0;
+};
+
+struct Block {
+  Dim idx;
+  std::vector<Thread> threads;
+  std::vector<Thread*> ready;
+  Barrier barriers[16];
+  uint32_t epoch = 1;  // grows at every block barrier
+  unsigned alive = 0;
+  int policy = 0;
+  char* dynamic_shared = nullptr;
+  std::vector<char> saved_shared;  // __shared__ variables while another block runs
+};
+
+// Shadow of one byte: its last write and its last reads, for the race detector.
+struct Access {
+  uint32_t block, thread, epoch, clock;
+};
+struct Shadow {
+  Access write, read, read_before;  // read_before is another thread's than read
+};
+struct Region {
+  char *begin, *end;
+  char name[48];
+  Shadow* shadow;
+};
+
+struct PendingWrite {
+  char* address = nullptr;
+  size_t size;
+  char before[16];
+  Access other;
+  void* pc;
+};
+
+struct Machine {
+  int error_fd = 2;
+  uint64_t random = 1;
+  const char* kernel = "";
+  Dim grid, block;
+  bool cooperative = false, check_races = true;
+  std::vector<Block*> blocks;  // resident: one, or all for a cooperative launch
+  Block* loaded = nullptr;     // the block that owns the __shared__ variables
+  Thread* current = nullptr;
+  jmp_buf scheduler;
+  void (*body)(void**) = nullptr;
+  void** args = nullptr;
+  size_t dynamic_shared = 0;
+  char* stacks = nullptr;
+  size_t stack_count = 0;
+  unsigned grid_arrived = 0;
+  uint32_t launch = 0;
+  std::vector<Region> regions;
+  PendingWrite pending;
+};
+extern Machine machine;
+
+constexpr size_t kStack = 64 << 10, kPage = 4096;
+
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+void suspend();
+void yield_point(bool always = false);
+Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value);
+int block_barrier(const char* op, int line, int id, int count, bool predicate, bool wait = true);
+void grid_barrier(int line);
+void copy_async(void* dst, const void* src, int size, int filled);
+void wait_copies(int pending_groups);
+void check_address(const void* address, size_t size);
+inline Thread& self() { return *machine.current; }
+
+}  // namespace cuda_on_cpu
+
+#ifdef COC_MACHINE
+
+namespace cuda_on_cpu {
+
+Machine machine;
+
+// ---- errors ----------------------------------------------------------------------------------
+
+void fail(const char* format, ...) {
+  char text[8192];
+  int n = snprintf(text, sizeof text, "kernel %s: ", machine.kernel);
+  va_list list;
+  va_start(list, format);
+  n += vsnprintf(text + n, sizeof text - n, format, list);
+  va_end(list);
+  if (Thread* t = machine.current) {
+    n += snprintf(text + n, sizeof text - n, "\n  in thread (%u, %u, %u) of block (%u, %u, %u)",
+                  t->idx.x, t->idx.y, t->idx.z, t->block->idx.x, t->block->idx.y, t->block->idx.z);
+  }
+  if (n > int(sizeof text) - 1) n = sizeof text - 1;
+  fflush(stdout);
+  ssize_t ignored = write(machine.error_fd, text, n);
+  (void)ignored;
+  _exit(3);
+}
+
+static char* image_start() {
+  extern char start[] __asm__("__ehdr_start") __attribute__((visibility("hidden")));
+  return start;
+}
+
+// Python turns code+0x... into a line of the CUDA source with addr2line.
+static unsigned long code_offset(void* pc) { return (char*)pc - image_start() - 1; }
+
+[[noreturn]] static void report_out_of_bounds(char* address, size_t size, void* pc) {
+  const Region* nearest = nullptr;
+  long distance = 1 << 16;
+  for (const Region& r : machine.regions) {
+    long d = address < r.begin ? r.begin - address : address + size - r.end;
+    if (d < distance) nearest = &r, distance = d;
+  }
+  if (!nearest) fail("illegal memory access at %p, code+0x%lx", (void*)address, code_offset(pc));
+  if (address < nearest->begin)
+    fail("out-of-bounds access %ld bytes before the start of %s, code+0x%lx", distance,
+         nearest->name, code_offset(pc));
+  fail("out-of-bounds access %ld bytes past the end of %s, code+0x%lx", distance, nearest->name,
+       code_offset(pc));
+}
+
+static void on_signal(int number, siginfo_t* info, void* context) {
+  if (number == SIGALRM) fail("timeout");
+  void* pc = nullptr;
+#if defined(__x86_64__)
+  pc = (char*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP] + 1;
+#elif defined(__aarch64__)
+  pc = (char*)((ucontext_t*)context)->uc_mcontext.pc + 1;
+#endif
+  char* address = (char*)info->si_addr;
+  if (number == SIGFPE) fail("integer division by zero, code+0x%lx", code_offset(pc));
+  if (machine.stacks && address >= machine.stacks &&
+      address < machine.stacks + machine.stack_count * kStack)
+    fail("stack overflow: local arrays of a thread exceed %zu bytes", kStack);
+  report_out_of_bounds(address, 1, pc);
+}
+
+// ---- fibers and the scheduler ----------------------------------------------------------------
+
+uint64_t random_number() {  // xorshift64*
+  uint64_t& x = machine.random;
+  x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
+  return x * 0x2545F4914F6CDD1DULL >> 16;
+}
+
+void load_shared(Block* block) {
+  // All blocks share the addresses of the __shared__ variables: their contents are swapped.
+  if (machine.loaded == block) return;
+  size_t size = __stop_cuda_shared - __start_cuda_shared;
+  if (size && machine.loaded)
+    memcpy(machine.loaded->saved_shared.data(), __start_cuda_shared, size);
+  if (size) memcpy(__start_cuda_shared, block->saved_shared.data(), size);
+  machine.loaded = block;
+}
+
+static void finish_pending_write();
+
+void suspend() {
+  finish_pending_write();
+  if (_setjmp(machine.current->context) == 0) _longjmp(machine.scheduler, 1);
+}
+
+void wake(Thread& t) {
+  t.state = State::kReady;
+  t.block->ready.push_back(&t);
+}
+
+// Lets another thread run first, sometimes: around atomics and polling loads.
+void yield_point(bool always) {
+  if (!always && random_number() % 4) return;
+  Thread* t = machine.current;
+  t->priority -= int64_t(1) << 40;  // a polling thread must not starve those it waits for
+  t->block->ready.push_back(t);
+  suspend();
+}
+
+void copy_async(void* dst, const void* src, int size, int filled) {
+  if (uintptr_t(dst) % size || uintptr_t(src) % size) fail("misaligned cp.async of %d bytes", size);
+  check_address(dst, size);
+  if (filled) check_address(src, filled);
+  self().copies.push_back({dst, src, size_t(size), size_t(filled), self().group});
+}
+
+// Copies of the groups but the newest are done now, not before: a missing wait reads old data.
+void wait_copies(int pending_groups) {
+  Thread* t = &self();
+  size_t kept = 0;
+  for (auto& c : t->copies) {
+    if (c.group < t->group - pending_groups) {
+      memcpy(c.dst, c.src, c.filled);
+      memset((char*)c.dst + c.filled, 0, c.size - c.filled);
+    } else {
+      t->copies[kept++] = c;
+    }
+  }
+  t->copies.resize(kept);
+}
+
+void thread_main() {
+  machine.body(machine.args);
+  finish_pending_write();
+  Thread* t = machine.current;
+  t->state = State::kDone;
+  t->block->alive--;
+  _longjmp(machine.scheduler, 1);
+}
+
+Thread* pick(Block& b) {
+  // Policy 0: any thread. 1: some warps far ahead of the others. 2: some threads far ahead.
+  size_t best = random_number() % b.ready.size();
+  if (b.policy)
+    for (size_t i = 0; i < b.ready.size(); i++)
+      if (b.ready[i]->priority > b.ready[best]->priority) best = i;
+  Thread* t = b.ready[best];
+  b.ready[best] = b.ready.back();
+  b.ready.pop_back();
+  return t;
+}
+
+bool resolve_activemask() {
+  // __activemask(): the lanes which are at the same place once none of the warp can move on.
+  for (Block* b : machine.blocks)
+    for (Thread& t : b->threads) {
+      if (t.state != State::kActiveMask) continue;
+      uint32_t mask = 0;
+      unsigned first = t.warp * 32, last = std::min<unsigned>(first + 32, b->threads.size());
+      for (unsigned i = first; i < last; i++) {
+        Thread& o = b->threads[i];
+        if (o.state == State::kActiveMask && o.line == t.line) mask |= 1u << o.lane;
+      }
+      for (unsigned i = first; i < last; i++)
+        if (mask >> (i - first) & 1) b->threads[i].value = mask, wake(b->threads[i]);
+      return true;
+    }
+  return false;
+}
+
+[[noreturn]] void report_deadlock() {
+  machine.current = nullptr;
+  char text[4096];
+  int n = 0, listed = 0;
+  unsigned exited = 0, waiting = 0;
+  for (Block* b : machine.blocks)
+    for (Thread& t : b->threads) {
+      if (t.state == State::kDone) {
+        exited++;
+        continue;
+      }
+      waiting++;
+      bool seen = false;  // one line for all threads that wait at the same place
+      for (Thread& o : b->threads) {
+        if (&o == &t) break;
+        seen |= o.state == t.state && o.line == t.line && o.mask == t.mask && o.op == t.op;
+      }
+      if (seen || ++listed > 8) continue;
+      n += snprintf(text + n, sizeof text - n,
+                    "\n  thread (%u, %u, %u) of block (%u, %u, %u) waits in %s", t.idx.x, t.idx.y,
+                    t.idx.z, b->idx.x, b->idx.y, b->idx.z, t.op);
+      if (t.state == State::kWarp) n += snprintf(text + n, sizeof text - n, " mask 0x%x", t.mask);
+      n += snprintf(text + n, sizeof text - n, " at kernel.cu:%d", t.line);
+      if (t.state != State::kWarp) continue;
+      for (unsigned i = 0; i < 32 && t.warp * 32 + i < b->threads.size(); i++) {
+        Thread& o = b->threads[t.warp * 32 + i];
+        if ((t.mask >> i & 1) && o.state == State::kDone) {
+          n += snprintf(text + n, sizeof text - n, " (lane %u of its mask has exited)", i);
+          break;
+        }
+      }
+    }
+  fail("divergent barrier or collective: %u threads wait for ever, %u have exited%s", waiting,
+       exited, text);
+}
+
+void run_resident_blocks() {
+  volatile unsigned alive = 0;
+  for (Block* b : machine.blocks) alive += b->alive;
+  while (alive) {
+    size_t with_work = 0;
+    for (Block* b : machine.blocks) with_work += !b->ready.empty();
+    if (!with_work) {
+      if (!resolve_activemask()) report_deadlock();
+      continue;
+    }
+    size_t skip = random_number() % with_work;
+    Block* block = nullptr;
+    for (Block* b : machine.blocks)
+      if (!b->ready.empty() && !skip--) {
+        block = b;
+        break;
+      }
+    load_shared(block);
+    Thread* t = pick(*block);
+    machine.current = t;
+    if (_setjmp(machine.scheduler) == 0) {
+      if (t->started) _longjmp(t->context, 1);
+      t->started = true;
+      setcontext(&t->start);
+    }
+    machine.current = nullptr;
+    alive = 0;
+    for (Block* b : machine.blocks) alive += b->alive;
+  }
+}
+
+char* guarded(size_t size, const char* name, size_t align = 16) {
+  // An allocation that ends at an unmapped page, up to rounding to `align`; never freed, since the
+  // process is short-lived. Filled with 0xFF: NaN for floats, -1 for integers.
+  size_t pages = (size + align + kPage - 1) / kPage + 1;
+  char* map = (char*)mmap(nullptr, (pages + 2) * kPage, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (map == MAP_FAILED) fail("cannot allocate %zu bytes for %s", size, name);
+  mprotect(map, kPage, PROT_NONE);
+  mprotect(map + (pages + 1) * kPage, kPage, PROT_NONE);
+  char* begin = map + (pages + 1) * kPage - (size + align - 1) / align * align;
+  memset(begin, 0xFF, size);
+  return begin;
+}
+
+void add_region(char* begin, size_t size, const char* name) {
+  Region r{begin, begin + size, {}, nullptr};
+  snprintf(r.name, sizeof r.name, "%s", name);
+  if (size)
+    r.shadow = (Shadow*)mmap(nullptr, size * sizeof(Shadow), PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  machine.regions.push_back(r);
+}
+
+void prepare(Block& b, unsigned index, unsigned slot) {
+  const Dim &g = machine.grid, &d = machine.block;
+  unsigned n = d.x * d.y * d.z;
+  b.idx = {index % g.x, index / g.x % g.y, index / g.x / g.y};
+  b.threads = std::vector<Thread>(n);
+  b.alive = n;
+  for (Barrier& barrier : b.barriers) barrier = Barrier();
+  b.policy = random_number() % 3;
+  b.saved_shared.assign(__stop_cuda_shared - __start_cuda_shared, char(0xFF));
+  if (machine.dynamic_shared) {
+    if (!b.dynamic_shared) {
+      b.dynamic_shared = guarded(machine.dynamic_shared, "dynamic shared memory", 64);
+      add_region(b.dynamic_shared, machine.dynamic_shared, "dynamic shared memory");
+    }
+    memset(b.dynamic_shared, 0xFF, machine.dynamic_shared);
+  }
+  std::vector<int64_t> warp_priority((n + 31) / 32);
+  for (auto& p : warp_priority) p = random_number() % (1 << 20);
+  for (unsigned i = 0; i < n; i++) {
+    Thread& t = b.threads[i];
+    t.idx = {i % d.x, i / d.x % d.y, i / d.x / d.y};
+    t.rank = i, t.warp = i / 32, t.lane = i % 32, t.block = &b;
+    t.priority = b.policy == 1 ? warp_priority[t.warp] << 10 : 0;
+    t.priority += random_number() % 1024;
+    memset(t.clock, 0, sizeof t.clock);
+    t.clock[t.lane] = 1;
+    getcontext(&t.start);
+    t.start.uc_stack.ss_sp = machine.stacks + (size_t(slot) * n + i) * kStack + kPage;
+    t.start.uc_stack.ss_size = kStack - kPage;
+    t.start.uc_link = nullptr;
+    makecontext(&t.start, thread_main, 0);
+    b.ready.push_back(&t);
+  }
+}
+
+// ---- collectives -----------------------------------------------------------------------------
+
+// Every warp collective is one exchange: all lanes of `mask` bring a value and get all values.
+// Lanes which do not exist because the block is no multiple of 32 are not waited for: each TIRx
+// kernel starts with a full-mask shuffle, whatever its block size.
+Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
+  Thread& t = self();
+  if (!(mask >> t.lane & 1))
+    fail("%s at kernel.cu:%d: lane %u is not in its own mask 0x%x", op, line, t.lane, mask);
+  t.op = op, t.line = line, t.mask = mask, t.value = value, t.state = State::kWarp;
+  std::vector<Thread>& threads = t.block->threads;
+  unsigned first = t.warp * 32;
+  unsigned count = std::min<unsigned>(32, threads.size() - first);
+  if (count < 32) mask &= (1u << count) - 1;
+  bool complete = true;
+  for (unsigned i = 0; i < count; i++) {
+    Thread& o = threads[first + i];
+    if (mask >> i & 1)
+      complete &= o.state == State::kWarp && o.mask == t.mask && strcmp(o.op, op) == 0;
+  }
+  if (complete) {
+    uint32_t joined[32] = {};
+    uint64_t values[32];
+    memset(values, 0xFF, sizeof values);  // lanes that take no part have an undefined value
+    for (unsigned i = 0; i < count; i++)
+      if (mask >> i & 1) {
+        Thread& o = threads[first + i];
+        values[i] = o.value;
+        o.clock[i]++;
+        for (unsigned k = 0; k < 32; k++) joined[k] = std::max(joined[k], o.clock[k]);
+      }
+    for (unsigned i = 0; i < count; i++)
+      if (mask >> i & 1) {
+        Thread& o = threads[first + i];
+        memcpy(o.lanes, values, sizeof values);
+        memcpy(o.clock, joined, sizeof joined);
+        o.participants = mask;
+        wake(o);
+      }
+  }
+  suspend();
+  return t;
+}
+
+// Returns the number of threads with a true predicate. `count` 0 means the whole block.
+int block_barrier(const char* op, int line, int id, int count, bool predicate,
+                                       bool wait) {
+  Thread& t = self();
+  Block& b = *t.block;
+  if (id < 0 || id > 15) fail("%s at kernel.cu:%d: barrier %d does not exist", op, line, id);
+  int expected = count ? count : b.threads.size();
+  Barrier& barrier = b.barriers[id];
+  if (barrier.arrived && barrier.expected != expected)
+    fail("%s at kernel.cu:%d: barrier %d awaits %d threads, not %d", op, line, id,
+         barrier.expected, expected);
+  barrier.expected = expected;
+  barrier.arrived++;
+  barrier.true_predicates += predicate;
+  t.op = op, t.line = line, t.mask = 0, t.barrier = id;
+  if (wait) {
+    t.state = State::kBarrier;
+    // __syncthreads is bar.sync: a warp has to execute it as one.
+    for (unsigned i = t.warp * 32; i < t.warp * 32 + 32 && i < b.threads.size(); i++) {
+      Thread& o = b.threads[i];
+      if (o.state == State::kBarrier && (o.barrier != id || o.line != line))
+        fail("divergent barrier: threads of one warp wait at kernel.cu:%d and at kernel.cu:%d",
+             o.line, line);
+    }
+  }
+  if (barrier.arrived == expected) {
+    for (Thread& o : b.threads)
+      if (o.state == State::kBarrier && o.barrier == id) {
+        o.value = barrier.true_predicates;
+        wake(o);
+      }
+    barrier = Barrier();
+    b.epoch++;
+  }
+  if (!wait) return 0;
+  suspend();
+  return int(t.value);
+}
+
+void grid_barrier(int line) {
+  if (!machine.cooperative) fail("grid barrier at kernel.cu:%d needs a cooperative launch", line);
+  Thread& t = self();
+  t.op = "grid.sync", t.line = line, t.state = State::kGrid;
+  unsigned total = 0;
+  for (Block* b : machine.blocks) total += b->threads.size();
+  if (++machine.grid_arrived == total) {
+    machine.grid_arrived = 0;
+    for (Block* b : machine.blocks) {
+      b->epoch++;
+      for (Thread& o : b->threads)
+        if (o.state == State::kGrid) wake(o);
+    }
+  }
+  suspend();
+}
+
+// ---- race detector ---------------------------------------------------------------------------
+
+// Two accesses of different threads of one block to one byte, one of them a write, are a race
+// unless a barrier (or, within a warp, a collective that both lanes took part in) is between.
+// Atomics and ptx loads and stores with volatile, acquire... are not looked at, nor is ordering
+// through them known; threads of different blocks are not compared.
+bool ordered(const Access& before, const Thread& t) {
+  if (before.epoch == 0 || before.thread == t.rank) return true;
+  if (before.block != machine.launch + t.block->idx.x +
+                          machine.grid.x * (t.block->idx.y + machine.grid.y * t.block->idx.z))
+    return true;
+  if (before.epoch < t.block->epoch) return true;
+  return before.thread / 32 == t.warp && t.clock[before.thread % 32] > before.clock;
+}
+
+[[noreturn]] void report_race(const char* what, char* address, Access other,
+                                                   void* pc) {
+  const Dim& d = machine.block;
+  for (Region& r : machine.regions)
+    if (address >= r.begin && address < r.end)
+      fail("data race: %s byte %ld of %s, code+0x%lx; the other is thread (%u, %u, %u), with no "
+           "barrier between", what, long(address - r.begin), r.name, code_offset(pc),
+           other.thread % d.x, other.thread / d.x % d.y, other.thread / d.x / d.y);
+  abort();
+}
+
+static void finish_pending_write() {
+  // Threads may write the same value to one place (all of them clearing a flag): benign.
+  PendingWrite& p = machine.pending;
+  if (!p.address) return;
+  char* address = p.address;
+  p.address = nullptr;
+  for (size_t i = 0; i < p.size; i++)
+    if (address[i] != p.before[i])
+      report_race("two threads write different values to", address + i, p.other, p.pc);
+}
+
+static Region* find_region(char* address, size_t size) {
+  for (Region& r : machine.regions)
+    if (address >= r.begin && address + size <= r.end) return &r;
+  return nullptr;
+}
+
+// Beside the arrays, a kernel touches its stack, constants of the library, and (through threadIdx
+// and the like) the machine. All else is out of bounds, whether or not the page is mapped.
+static void check_elsewhere(char* address, size_t size, void* pc) {
+  extern char image_end[] __asm__("_end");  // of this library: it is linked with -Bsymbolic
+  Thread* t = machine.current;
+  auto within = [&](const void* begin, size_t length) {
+    return address >= (const char*)begin && address + size <= (const char*)begin + length;
+  };
+  if (within(t->start.uc_stack.ss_sp, t->start.uc_stack.ss_size)) return;
+  if (within(t->block->threads.data(), t->block->threads.size() * sizeof(Thread))) return;
+  if (within(t->block, sizeof(Block))) return;
+  if (within(image_start(), image_end - image_start()) && !find_region(address, 1)) return;
+  report_out_of_bounds(address, size, pc);
+}
+
+void check_address(const void* address, size_t size) {
+  if (!find_region((char*)address, size))
+    check_elsewhere((char*)address, size, __builtin_return_address(0));
+}
+
+void on_access(char* address, size_t size, bool is_write, void* pc) {
+  Thread* t = machine.current;
+  if (!t) return;
+  finish_pending_write();
+  Region* found = find_region(address, size);
+  if (!found) return check_elsewhere(address, size, pc);
+  if (!machine.check_races) return;
+  Region& r = *found;
+  Access now{machine.launch + t->block->idx.x +
+                 machine.grid.x * (t->block->idx.y + machine.grid.y * t->block->idx.z),
+             t->rank, t->block->epoch, t->clock[t->lane]};
+  for (size_t i = 0; i < size; i++) {
+    Shadow& s = r.shadow[address - r.begin + i];
+    if (!is_write) {
+      if (!ordered(s.write, *t))
+        report_race("a thread reads what another wrote,", address + i, s.write, pc);
+      if (s.read.thread != t->rank) s.read_before = s.read;
+      s.read = now;
+      continue;
+    }
+    for (const Access& read : {s.read, s.read_before})
+      if (!ordered(read, *t))
+        report_race("a thread writes what another read,", address + i, read, pc);
+    if (!ordered(s.write, *t) && !machine.pending.address && size <= 16) {
+      PendingWrite& p = machine.pending;
+      p.address = address, p.size = size, p.other = s.write, p.pc = pc;
+      memcpy(p.before, address, size);
+    }
+    s.write = now;
+  }
+}
+
+}  // namespace cuda_on_cpu
+
+// ---- entry points for Python -----------------------------------------------------------------
+
+extern "C" {
+void cuda_on_cpu_init(int error_fd, uint64_t seed, bool check_races, double timeout) {
+  using namespace cuda_on_cpu;
+  machine.error_fd = error_fd;
+  machine.check_races = check_races;
+  machine.random = (seed + 1) * 0x9E3779B97F4A7C15ULL;
+  machine.kernel = "(host)";
+  static char alternate[64 << 10];
+  stack_t stack{};
+  stack.ss_sp = alternate, stack.ss_size = sizeof alternate;
+  sigaltstack(&stack, nullptr);
+  struct sigaction action{};
+  action.sa_sigaction = on_signal;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  for (int s : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGALRM}) sigaction(s, &action, nullptr);
+  itimerval timer{};
+  timer.it_value.tv_sec = long(timeout);
+  timer.it_value.tv_usec = long((timeout - long(timeout)) * 1e6);
+  setitimer(ITIMER_REAL, &timer, nullptr);
+  if (__stop_cuda_shared != __start_cuda_shared)
+    add_region(__start_cuda_shared, __stop_cuda_shared - __start_cuda_shared, "shared memory");
+}
+
+void cuda_on_cpu_region(void* begin, size_t size, const char* name) {
+  cuda_on_cpu::add_region((char*)begin, size, name);
+}
+
+// Global workspaces between the kernels of one host function.
+void* cuda_on_cpu_alloc(size_t size) {
+  char* p = cuda_on_cpu::guarded(size, "a workspace");
+  cuda_on_cpu::add_region(p, size, "a workspace");
+  return p;
+}
+
+void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const unsigned* dims,
+                     size_t dynamic_shared, bool cooperative) {
+  using namespace cuda_on_cpu;
+  Machine& m = machine;
+  m.kernel = name, m.body = body, m.args = args;
+  m.grid = {dims[0], dims[1], dims[2]};
+  m.block = {dims[3], dims[4], dims[5]};
+  m.dynamic_shared = dynamic_shared;
+  m.cooperative = cooperative;
+  size_t threads = size_t(dims[3]) * dims[4] * dims[5];
+  size_t blocks = size_t(dims[0]) * dims[1] * dims[2];
+  if (threads == 0 || threads > 1024) fail("a block of %zu threads", threads);
+  if (blocks == 0) fail("an empty grid (cuLaunchKernel returns invalid value)");
+  size_t slots = cooperative ? blocks : 1;
+  if (m.stack_count < slots * threads) {
+    m.stack_count = slots * threads;
+    m.stacks = (char*)mmap(nullptr, m.stack_count * kStack, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (m.stacks == MAP_FAILED) fail("cannot allocate %zu stacks", m.stack_count);
+    if (m.stack_count <= 8192)  // each guard page costs a mapping, and those are limited
+      for (size_t i = 0; i < m.stack_count; i++) mprotect(m.stacks + i * kStack, kPage, PROT_NONE);
+  }
+  std::vector<unsigned> order(blocks);
+  for (size_t i = 0; i < blocks; i++) {
+    size_t j = random_number() % (i + 1);
+    order[i] = order[j], order[j] = i;
+  }
+  std::vector<Block> resident(slots);
+  for (size_t next = 0; next < blocks; next += slots) {
+    m.blocks.clear();
+    m.loaded = nullptr;
+    for (size_t s = 0; s < slots; s++) {
+      prepare(resident[s], order[next + s], s);
+      m.blocks.push_back(&resident[s]);
+    }
+    run_resident_blocks();
+  }
+  for (Block& b : resident)  // dynamic shared memory is left mapped; its region is not
+    for (size_t i = 0; i < m.regions.size(); i++)
+      if (b.dynamic_shared && m.regions[i].begin == b.dynamic_shared)
+        m.regions.erase(m.regions.begin() + i--);
+  m.blocks.clear();
+  m.launch += blocks;
+  m.kernel = "(host)";
+}
+
+// Hooks of -fsanitize=thread.
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+#define COC_HOOKS(N)                                                         \
+  void __tsan_read##N(void* p) {                                             \
+    cuda_on_cpu::on_access((char*)p, N, false, __builtin_return_address(0)); \
+  }                                                                          \
+  void __tsan_write##N(void* p) {                                            \
+    cuda_on_cpu::on_access((char*)p, N, true, __builtin_return_address(0));  \
+  }                                                                          \
+  void __tsan_unaligned_read##N(void* p) {                                   \
+    cuda_on_cpu::on_access((char*)p, N, false, __builtin_return_address(0)); \
+  }                                                                          \
+  void __tsan_unaligned_write##N(void* p) {                                  \
+    cuda_on_cpu::on_access((char*)p, N, true, __builtin_return_address(0));  \
+  }
+COC_HOOKS(1)
+COC_HOOKS(2)
+COC_HOOKS(4)
+COC_HOOKS(8)
+COC_HOOKS(16)
+#undef COC_HOOKS
+void __tsan_read_range(void* p, unsigned long n) {
+  cuda_on_cpu::on_access((char*)p, n, false, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, unsigned long n) {
+  cuda_on_cpu::on_access((char*)p, n, true, __builtin_return_address(0));
+}
+
+// Hooks of -fsanitize=bounds,alignment: each report starts with the place in the source.
+struct CocPlace {
+  const char* file;
+  uint32_t line, column;
+};
+void __ubsan_handle_out_of_bounds_abort(CocPlace* at, uint64_t index) {
+  cuda_on_cpu::fail("index %ld is out of the bounds of a shared or local array, kernel.cu:%u",
+                    long(index), at->line);
+}
+void __ubsan_handle_type_mismatch_v1_abort(CocPlace* at, uint64_t p) {
+  cuda_on_cpu::fail("misaligned vector access to 0x%lx, kernel.cu:%u", (unsigned long)p, at->line);
+}
+}  // extern "C"
+
+#else  // not COC_MACHINE
+
+namespace cuda_on_cpu {
+
+// ---- memory operations of the device ---------------------------------------------------------
+
+template <class T>
+COC_UNCHECKED inline T raw_load(const void* p) {
+  T v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T>
+COC_UNCHECKED inline void raw_store(void* p, T v) {
+  memcpy(p, &v, sizeof v);
+}
+template <class T, class F>
+COC_UNCHECKED inline T atomic(T* address, F change) {
+  yield_point();
+  check_address(address, sizeof(T));
+  if (uintptr_t(address) % sizeof(T)) fail("atomic on the misaligned address %p", (void*)address);
+  T old = raw_load<T>(address);
+  raw_store<T>(address, change(old));
+  return old;
+}
+
+// Shared addresses in PTX are 32-bit offsets; dynamic shared memory gets its own range.
+constexpr uint32_t kDynamicShared = 1u << 24;
+COC_UNCHECKED inline uint32_t shared_address(const void* p) {
+  char* c = (char*)p;
+  if (c >= __start_cuda_shared && c < __stop_cuda_shared) return c - __start_cuda_shared;
+  char* dynamic = self().block->dynamic_shared;
+  if (dynamic && c >= dynamic && c <= dynamic + machine.dynamic_shared)
+    return kDynamicShared + (c - dynamic);
+  fail("address %p is not in shared memory", p);
+}
+COC_UNCHECKED inline void* generic(uint32_t shared) {
+  if (shared >= kDynamicShared) return self().block->dynamic_shared + (shared - kDynamicShared);
+  return __start_cuda_shared + shared;
+}
+COC_UNCHECKED inline void* generic(const void* p) { return (void*)p; }
+COC_UNCHECKED inline void* generic(uint64_t p) { return (void*)p; }
+COC_UNCHECKED inline char* dynamic_shared() { return self().block->dynamic_shared; }
+
+template <class To, class From>
+COC_UNCHECKED inline To pun(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit pun between types of different size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+template <class T>
+COC_UNCHECKED inline uint64_t pack(T v) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "type in a collective");
+  uint64_t bits = 0;
+  memcpy(&bits, &v, sizeof v);
+  return bits;
+}
+template <class T>
+COC_UNCHECKED inline T unpack(uint64_t bits) {
+  T v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+template <class... A, size_t... I>
+COC_UNCHECKED inline void call(void (*f)(A...), void** args, std::index_sequence<I...>) {
+  f(raw_load<A>(args[I])...);
+}
+template <class... A>
+COC_UNCHECKED inline void call(void (*f)(A...), void** args) {
+  call(f, args, std::index_sequence_for<A...>());
+}
+
+}  // namespace cuda_on_cpu
+
+// ==== the CUDA language =======================================================================
+
+#define __global__ inline
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#define __grid_constant__
+#define __shared__ static __attribute__((section("cuda_shared")))
+#define __restrict__
+#define __CUDA_ARCH__ 900
+#define __CUDACC_VER_MAJOR__ 13
+#define __CUDACC_VER_MINOR__ 0
+#define CUDART_INF_F (__builtin_inff())
+#define CUDART_NAN_F (__builtin_nanf(""))
+#define CUDART_INF (__builtin_inf())
+#define CUDART_NAN (__builtin_nan(""))
+#define threadIdx (cuda_on_cpu::self().idx)
+#define blockIdx (cuda_on_cpu::self().block->idx)
+#define blockDim (cuda_on_cpu::machine.block)
+#define gridDim (cuda_on_cpu::machine.grid)
+#define warpSize 32
+#define COC_LINE int line = __builtin_LINE()
+#define COC_DEVICE COC_UNCHECKED inline
+
+// Vector types; alignment as in CUDA's vector_types.h.
+#define COC_VECTORS(T, N)                                                                  \
+  struct N##1 { T x; };                                                                    \
+  struct alignas(2 * sizeof(T)) N##2 { T x, y; };                                          \
+  struct N##3 { T x, y, z; };                                                              \
+  struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) N##4 { T x, y, z, w; };          \
+  inline N##1 make_##N##1(T x) { return {x}; }                                             \
+  inline N##2 make_##N##2(T x, T y) { return {x, y}; }                                     \
+  inline N##3 make_##N##3(T x, T y, T z) { return {x, y, z}; }                             \
+  inline N##4 make_##N##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+COC_VECTORS(signed char, char)
+COC_VECTORS(unsigned char, uchar)
+COC_VECTORS(short, short)
+COC_VECTORS(unsigned short, ushort)
+COC_VECTORS(int, int)
+COC_VECTORS(unsigned int, uint)
+COC_VECTORS(long, long)
+COC_VECTORS(unsigned long, ulong)
+COC_VECTORS(long long, longlong)
+COC_VECTORS(unsigned long long, ulonglong)
+COC_VECTORS(float, float)
+COC_VECTORS(double, double)
+#undef COC_VECTORS
+using dim3 = cuda_on_cpu::Dim;
+
+// ---- block, warp and grid --------------------------------------------------------------------
+
+COC_DEVICE void __syncthreads(COC_LINE) {
+  cuda_on_cpu::block_barrier("__syncthreads", line, 0, 0, false);
+}
+COC_DEVICE int __syncthreads_count(int p, COC_LINE) {
+  return cuda_on_cpu::block_barrier("__syncthreads_count", line, 0, 0, p != 0);
+}
+COC_DEVICE int __syncthreads_or(int p, COC_LINE) {
+  return cuda_on_cpu::block_barrier("__syncthreads_or", line, 0, 0, p != 0) > 0;
+}
+COC_DEVICE int __syncthreads_and(int p, COC_LINE) {
+  return cuda_on_cpu::block_barrier("__syncthreads_and", line, 0, 0, p == 0) == 0;
+}
+COC_DEVICE void __syncwarp(unsigned mask = 0xFFFFFFFFu, COC_LINE) {
+  cuda_on_cpu::exchange("__syncwarp", line, mask, 0);
+}
+COC_DEVICE unsigned __activemask(COC_LINE) {
+  cuda_on_cpu::Thread& t = cuda_on_cpu::self();
+  t.op = "__activemask", t.line = line, t.mask = 0, t.state = cuda_on_cpu::State::kActiveMask;
+  cuda_on_cpu::suspend();
+  return unsigned(t.value);
+}
+
+namespace cuda_on_cpu {
+// `source` gives the lane to read from, relative to the segment of `width` lanes.
+template <class T, class F>
+COC_DEVICE T shuffle(const char* op, int line, unsigned mask, T value, int width, F source) {
+  if (width < 1 || width > 32 || (width & (width - 1)))
+    fail("%s at kernel.cu:%d: width %d is no power of two up to 32", op, line, width);
+  Thread& t = exchange(op, line, mask, pack(value));
+  int lane = t.lane, start = lane & ~(width - 1);
+  int from = source(lane, start);
+  if (from < 0) return value;  // outside of the segment: the own value
+  return unpack<T>(t.lanes[from]);
+}
+}  // namespace cuda_on_cpu
+
+template <class T>
+COC_DEVICE T __shfl_sync(unsigned mask, T v, int lane, int width = 32, COC_LINE) {
+  return cuda_on_cpu::shuffle("__shfl_sync", line, mask, v, width,
+                              [=](int, int s) { return s + (lane & (width - 1)); });
+}
+template <class T>
+COC_DEVICE T __shfl_up_sync(unsigned mask, T v, unsigned d, int width = 32, COC_LINE) {
+  return cuda_on_cpu::shuffle("__shfl_up_sync", line, mask, v, width, [=](int l, int s) {
+    return l - int(d) < s ? -1 : l - int(d);
+  });
+}
+template <class T>
+COC_DEVICE T __shfl_down_sync(unsigned mask, T v, unsigned d, int width = 32, COC_LINE) {
+  return cuda_on_cpu::shuffle("__shfl_down_sync", line, mask, v, width, [=](int l, int s) {
+    return l + int(d) >= s + width ? -1 : l + int(d);
+  });
+}
+template <class T>
+COC_DEVICE T __shfl_xor_sync(unsigned mask, T v, int m, int width = 32, COC_LINE) {
+  // A lane of a later segment is not reached; one of an earlier segment is (as PTX has it).
+  return cuda_on_cpu::shuffle("__shfl_xor_sync", line, mask, v, width, [=](int l, int s) {
+    return (l ^ m) >= s + width ? -1 : (l ^ m);
+  });
+}
+
+COC_DEVICE unsigned __ballot_sync(unsigned mask, int p, COC_LINE) {
+  auto& t = cuda_on_cpu::exchange("__ballot_sync", line, mask, p != 0);
+  unsigned votes = 0;
+  for (int i = 0; i < 32; i++)
+    if (t.participants >> i & 1) votes |= unsigned(t.lanes[i]) << i;
+  return votes;
+}
+COC_DEVICE int __any_sync(unsigned mask, int p, COC_LINE) {
+  auto& t = cuda_on_cpu::exchange("__any_sync", line, mask, p != 0);
+  for (int i = 0; i < 32; i++)
+    if ((t.participants >> i & 1) && t.lanes[i]) return 1;
+  return 0;
+}
+COC_DEVICE int __all_sync(unsigned mask, int p, COC_LINE) {
+  auto& t = cuda_on_cpu::exchange("__all_sync", line, mask, p != 0);
+  for (int i = 0; i < 32; i++)
+    if ((t.participants >> i & 1) && !t.lanes[i]) return 0;
+  return 1;
+}
+template <class T>
+COC_DEVICE unsigned __match_any_sync(unsigned mask, T v, COC_LINE) {
+  auto& t = cuda_on_cpu::exchange("__match_any_sync", line, mask, cuda_on_cpu::pack(v));
+  unsigned same = 0;
+  for (int i = 0; i < 32; i++)
+    if ((t.participants >> i & 1) && t.lanes[i] == cuda_on_cpu::pack(v)) same |= 1u << i;
+  return same;
+}
+template <class T>
+COC_DEVICE unsigned __match_all_sync(unsigned mask, T v, int* pred, COC_LINE) {
+  auto& t = cuda_on_cpu::exchange("__match_all_sync", line, mask, cuda_on_cpu::pack(v));
+  *pred = 1;
+  for (int i = 0; i < 32; i++)
+    if ((t.participants >> i & 1) && t.lanes[i] != cuda_on_cpu::pack(v)) *pred = 0;
+  return *pred ? mask : 0;
+}
+#define COC_REDUCE(NAME, EXPRESSION)                                              \
+  template <class T>                                                              \
+  COC_DEVICE T NAME(unsigned mask, T v, COC_LINE) {                               \
+    auto& t = cuda_on_cpu::exchange(#NAME, line, mask, cuda_on_cpu::pack(v));     \
+    T a{};                                                                        \
+    bool first = true;                                                            \
+    for (int i = 0; i < 32; i++) {                                                \
+      if (!(t.participants >> i & 1)) continue;                                   \
+      T b = cuda_on_cpu::unpack<T>(t.lanes[i]);                                   \
+      a = first ? b : T(EXPRESSION);                                              \
+      first = false;                                                              \
+    }                                                                             \
+    return a;                                                                     \
+  }
+COC_REDUCE(__reduce_add_sync, a + b)
+COC_REDUCE(__reduce_min_sync, a < b ? a : b)
+COC_REDUCE(__reduce_max_sync, a > b ? a : b)
+COC_REDUCE(__reduce_and_sync, a& b)
+COC_REDUCE(__reduce_or_sync, a | b)
+COC_REDUCE(__reduce_xor_sync, a ^ b)
+#undef COC_REDUCE
+
+COC_DEVICE void __threadfence() { cuda_on_cpu::yield_point(); }
+COC_DEVICE void __threadfence_block() { cuda_on_cpu::yield_point(); }
+COC_DEVICE void __threadfence_system() { cuda_on_cpu::yield_point(); }
+COC_DEVICE void __nanosleep(unsigned) { cuda_on_cpu::yield_point(true); }
+[[noreturn]] COC_DEVICE void __trap() { cuda_on_cpu::fail("trap"); }
+
+namespace cooperative_groups {
+struct Grid {
+  COC_DEVICE void sync(COC_LINE) const { cuda_on_cpu::grid_barrier(line); }
+};
+struct ThreadBlock {
+  COC_DEVICE void sync(COC_LINE) const { __syncthreads(line); }
+  COC_DEVICE unsigned thread_rank() const { return cuda_on_cpu::self().rank; }
+};
+inline Grid this_grid() { return {}; }
+inline ThreadBlock this_thread_block() { return {}; }
+}  // namespace cooperative_groups
+
+// ---- atomics ---------------------------------------------------------------------------------
+
+namespace cuda_on_cpu {
+template <class T>
+struct Same {  // keeps the second argument out of template deduction: atomicAdd(long*, 1)
+  using type = T;
+};
+}  // namespace cuda_on_cpu
+#define COC_ATOMIC(NAME, EXPRESSION)                                                   \
+  template <class T>                                                                   \
+  COC_DEVICE T NAME(T* p, typename cuda_on_cpu::Same<T>::type v) {                     \
+    static_assert(sizeof(T) >= 2 && sizeof(T) <= 8, #NAME " on this type");            \
+    return cuda_on_cpu::atomic(p, [=](T old) COC_UNCHECKED { return T(EXPRESSION); }); \
+  }
+COC_ATOMIC(atomicAdd, old + v)
+COC_ATOMIC(atomicSub, old - v)
+COC_ATOMIC(atomicMax, old > v ? old : v)
+COC_ATOMIC(atomicMin, old < v ? old : v)
+COC_ATOMIC(atomicAnd, old& v)
+COC_ATOMIC(atomicOr, old | v)
+COC_ATOMIC(atomicXor, old ^ v)
+COC_ATOMIC(atomicExch, v)
+COC_ATOMIC(atomicInc, old >= v ? 0 : old + 1)
+COC_ATOMIC(atomicDec, old == 0 || old > v ? v : old - 1)
+#undef COC_ATOMIC
+template <class T>
+COC_DEVICE T atomicCAS(T* p, typename cuda_on_cpu::Same<T>::type compare,
+                       typename cuda_on_cpu::Same<T>::type v) {
+  static_assert(std::is_integral<T>::value, "atomicCAS on this type");
+  return cuda_on_cpu::atomic(p, [=](T old) COC_UNCHECKED { return old == compare ? v : old; });
+}
+
+// ---- loads, bits, math -----------------------------------------------------------------------
+
+template <class T>
+inline T __ldg(const T* p) { return *p; }
+template <class T>
+inline T __ldcs(const T* p) { return *p; }
+template <class T>
+inline T __ldcg(const T* p) { return *p; }
+template <class T>
+inline void __stcs(T* p, T v) { *p = v; }
+COC_DEVICE unsigned __cvta_generic_to_shared(const void* p) {
+  return cuda_on_cpu::shared_address(p);
+}
+
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+inline int __clz(int v) { return v ? __builtin_clz(unsigned(v)) : 32; }
+inline int __clzll(long long v) { return v ? __builtin_clzll((unsigned long long)v) : 64; }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline int __ffsll(long long v) { return __builtin_ffsll(v); }
+inline unsigned __brev(unsigned v) {
+  unsigned r = 0;
+  for (int i = 0; i < 32; i++) r |= (v >> i & 1) << (31 - i);
+  return r;
+}
+inline unsigned long long __brevll(unsigned long long v) {
+  return (unsigned long long)__brev(unsigned(v)) << 32 | __brev(unsigned(v >> 32));
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
+  unsigned long long both = (unsigned long long)b << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) {
+    unsigned byte = both >> ((s >> 4 * i & 7) * 8) & 0xFF;
+    if (s >> 4 * i & 8) byte = byte & 0x80 ? 0xFF : 0;
+    r |= byte << 8 * i;
+  }
+  return r;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+inline int __mulhi(int a, int b) { return int((long long)a * b >> 32); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return (unsigned __int128)a * b >> 64;
+}
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 32; i += 8) c += int8_t(a >> i) * int8_t(b >> i);
+  return c;
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int i = 0; i < 32; i += 8) c += uint8_t(a >> i) * uint8_t(b >> i);
+  return c;
+}
+inline unsigned __float_as_uint(float v) { return cuda_on_cpu::pun<unsigned>(v); }
+inline float __uint_as_float(unsigned v) { return cuda_on_cpu::pun<float>(v); }
+inline int __float_as_int(float v) { return cuda_on_cpu::pun<int>(v); }
+inline float __int_as_float(int v) { return cuda_on_cpu::pun<float>(v); }
+inline long long __double_as_longlong(double v) { return cuda_on_cpu::pun<long long>(v); }
+inline double __longlong_as_double(long long v) { return cuda_on_cpu::pun<double>(v); }
+
+// max and min: the common type as in CUDA (int with unsigned gives unsigned); NaN loses.
+template <class A, class B,
+          class = std::enable_if_t<std::is_arithmetic<A>::value && std::is_arithmetic<B>::value>>
+inline std::common_type_t<A, B> max(A a, B b) {
+  using C = std::common_type_t<A, B>;
+  if constexpr (std::is_floating_point<C>::value) return std::fmax(C(a), C(b));
+  else return C(a) > C(b) ? C(a) : C(b);
+}
+template <class A, class B,
+          class = std::enable_if_t<std::is_arithmetic<A>::value && std::is_arithmetic<B>::value>>
+inline std::common_type_t<A, B> min(A a, B b) {
+  using C = std::common_type_t<A, B>;
+  if constexpr (std::is_floating_point<C>::value) return std::fmin(C(a), C(b));
+  else return C(a) < C(b) ? C(a) : C(b);
+}
+
+inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }
+inline double rsqrt(double v) { return 1.0 / sqrt(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float v) { return 1.0f / v; }
+inline float __fsqrt_rn(float v) { return sqrtf(v); }
+inline float __frsqrt_rn(float v) { return 1.0f / sqrtf(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+#define __expf(v) expf(v)  // macros: glibc declares internal functions of these names
+#define __exp10f(v) exp10f(v)
+#define __logf(v) logf(v)
+#define __log2f(v) log2f(v)
+#define __log10f(v) log10f(v)
+#define __powf(a, b) powf(a, b)
+#define __sinf(v) sinf(v)
+#define __cosf(v) cosf(v)
+#define __tanf(v) tanf(v)
+inline float __saturatef(float v) { return v >= 1.0f ? 1.0f : v > 0.0f ? v : 0.0f; }
+inline float2 __fmul2_rn(float2 a, float2 b) { return {a.x * b.x, a.y * b.y}; }
+inline float2 __fadd2_rn(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
+
+// ---- half and bfloat16 -----------------------------------------------------------------------
+
+namespace cuda_on_cpu {
+inline uint16_t half_bits(double v) { return pun<uint16_t>(_Float16(v)); }
+inline float half_value(uint16_t v) { return float(pun<_Float16>(v)); }
+inline uint16_t bfloat16_bits(double wide) {
+  // Round to odd on the way to float, so that the second rounding is right for a double too.
+  float v = float(wide);
+  uint32_t bits = pun<uint32_t>(v);
+  if (v != v) return 0x7FFF;
+  if (double(v) != wide && !std::isinf(v)) {
+    bool away = std::fabs(double(v)) > std::fabs(wide);
+    bits = (bits - away) | 1;
+  }
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline float bfloat16_value(uint16_t v) { return pun<float>(uint32_t(v) << 16); }
+}  // namespace cuda_on_cpu
+
+// Arithmetic rounds after every operation, as the device's half instructions do.
+#define COC_HALF(H, H2, KIND)                                                                  \
+  struct H {                                                                                   \
+    uint16_t __x;                                                                              \
+    H() = default;                                                                             \
+    template <class T, class = std::enable_if_t<std::is_arithmetic<T>::value>>                 \
+    H(T v) : __x(cuda_on_cpu::KIND##_bits(double(v))) {}                                       \
+    operator float() const { return cuda_on_cpu::KIND##_value(__x); }                          \
+    H& operator+=(H b) { return *this = H(float(*this) + float(b)); }                          \
+    H& operator-=(H b) { return *this = H(float(*this) - float(b)); }                          \
+    H& operator*=(H b) { return *this = H(float(*this) * float(b)); }                          \
+    H& operator/=(H b) { return *this = H(float(*this) / float(b)); }                          \
+  };                                                                                           \
+  inline H operator+(H a, H b) { return H(float(a) + float(b)); }                              \
+  inline H operator-(H a, H b) { return H(float(a) - float(b)); }                              \
+  inline H operator*(H a, H b) { return H(float(a) * float(b)); }                              \
+  inline H operator/(H a, H b) { return H(float(a) / float(b)); }                              \
+  inline H operator-(H a) { a.__x ^= 0x8000; return a; }                                       \
+  inline bool operator==(H a, H b) { return float(a) == float(b); }                            \
+  inline bool operator!=(H a, H b) { return float(a) != float(b); }                            \
+  inline bool operator<(H a, H b) { return float(a) < float(b); }                              \
+  inline bool operator>(H a, H b) { return float(a) > float(b); }                              \
+  inline bool operator<=(H a, H b) { return float(a) <= float(b); }                            \
+  inline bool operator>=(H a, H b) { return float(a) >= float(b); }                            \
+  inline H __hadd(H a, H b) { return a + b; }                                                  \
+  inline H __hsub(H a, H b) { return a - b; }                                                  \
+  inline H __hmul(H a, H b) { return a * b; }                                                  \
+  inline H __hdiv(H a, H b) { return a / b; }                                                  \
+  inline H __hneg(H a) { return -a; }                                                          \
+  inline H __habs(H a) { a.__x &= 0x7FFF; return a; }                                          \
+  inline H __hfma(H a, H b, H c) { return H(double(float(a)) * float(b) + float(c)); }         \
+  inline H __hmax(H a, H b) { return H(fmaxf(a, b)); }                                         \
+  inline H __hmin(H a, H b) { return H(fminf(a, b)); }                                         \
+  inline bool __hgt(H a, H b) { return a > b; }                                                \
+  inline bool __hlt(H a, H b) { return a < b; }                                                \
+  inline bool __hge(H a, H b) { return a >= b; }                                               \
+  inline bool __hle(H a, H b) { return a <= b; }                                               \
+  inline bool __heq(H a, H b) { return a == b; }                                               \
+  inline bool __hne(H a, H b) { return a != b; }                                               \
+  inline bool __hisnan(H a) { return float(a) != float(a); }                                   \
+  inline H hexp(H a) { return H(expf(a)); }                                                    \
+  inline H hexp2(H a) { return H(exp2f(a)); }                                                  \
+  inline H hexp10(H a) { return H(exp10f(a)); }                                                \
+  inline H hlog(H a) { return H(logf(a)); }                                                    \
+  inline H hlog2(H a) { return H(log2f(a)); }                                                  \
+  inline H hlog10(H a) { return H(log10f(a)); }                                                \
+  inline H hsqrt(H a) { return H(sqrtf(a)); }                                                  \
+  inline H hrsqrt(H a) { return H(rsqrtf(a)); }                                                \
+  inline H hrcp(H a) { return H(1.0f / float(a)); }                                            \
+  inline H hsin(H a) { return H(sinf(a)); }                                                    \
+  inline H hcos(H a) { return H(cosf(a)); }                                                    \
+  inline H htanh(H a) { return H(tanhf(a)); }                                                  \
+  inline H hfloor(H a) { return H(floorf(a)); }                                                \
+  inline H hceil(H a) { return H(ceilf(a)); }                                                  \
+  inline H htrunc(H a) { return H(truncf(a)); }                                                \
+  inline H hrint(H a) { return H(rintf(a)); }                                                  \
+  struct alignas(4) H2 {                                                                       \
+    H x, y;                                                                                    \
+    H2() = default;                                                                            \
+    H2(H x, H y) : x(x), y(y) {}                                                               \
+  };                                                                                           \
+  inline H2 operator+(H2 a, H2 b) { return {a.x + b.x, a.y + b.y}; }                           \
+  inline H2 operator-(H2 a, H2 b) { return {a.x - b.x, a.y - b.y}; }                           \
+  inline H2 operator*(H2 a, H2 b) { return {a.x * b.x, a.y * b.y}; }                           \
+  inline H2 __hadd2(H2 a, H2 b) { return a + b; }                                              \
+  inline H2 __hsub2(H2 a, H2 b) { return a - b; }                                              \
+  inline H2 __hmul2(H2 a, H2 b) { return a * b; }                                              \
+  inline H2 __hfma2(H2 a, H2 b, H2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; } \
+  inline H2 __hmax2(H2 a, H2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }               \
+  inline H2 __hmin2(H2 a, H2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }
+
+COC_HALF(__half, __half2, half)
+COC_HALF(__nv_bfloat16, __nv_bfloat162, bfloat16)
+#undef COC_HALF
+using half = __half;
+using half2 = __half2;
+using nv_bfloat16 = __nv_bfloat16;
+using nv_bfloat162 = __nv_bfloat162;
+
+inline half __float2half(float v) { return half(v); }
+inline half __float2half_rn(float v) { return half(v); }
+inline half __double2half(double v) { return half(v); }
+inline float __half2float(half v) { return float(v); }
+inline half2 __float22half2_rn(float2 v) { return {half(v.x), half(v.y)}; }
+inline half2 __floats2half2_rn(float x, float y) { return {half(x), half(y)}; }
+inline float2 __half22float2(half2 v) { return {float(v.x), float(v.y)}; }
+inline half2 __halves2half2(half x, half y) { return {x, y}; }
+inline half2 make_half2(half x, half y) { return {x, y}; }
+inline half2 __half2half2(half v) { return {v, v}; }
+inline half __low2half(half2 v) { return v.x; }
+inline half __high2half(half2 v) { return v.y; }
+inline unsigned short __half_as_ushort(half v) { return v.__x; }
+inline half __ushort_as_half(unsigned short v) { return cuda_on_cpu::pun<half>(v); }
+inline nv_bfloat16 __float2bfloat16(float v) { return nv_bfloat16(v); }
+inline nv_bfloat16 __float2bfloat16_rn(float v) { return nv_bfloat16(v); }
+inline nv_bfloat16 __double2bfloat16(double v) { return nv_bfloat16(v); }
+inline float __bfloat162float(nv_bfloat16 v) { return float(v); }
+inline nv_bfloat162 __float22bfloat162_rn(float2 v) { return {nv_bfloat16(v.x), nv_bfloat16(v.y)}; }
+inline nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {nv_bfloat16(x), nv_bfloat16(y)};
+}
+inline float2 __bfloat1622float2(nv_bfloat162 v) { return {float(v.x), float(v.y)}; }
+inline nv_bfloat162 __halves2bfloat162(nv_bfloat16 x, nv_bfloat16 y) { return {x, y}; }
+inline nv_bfloat162 make_bfloat162(nv_bfloat16 x, nv_bfloat16 y) { return {x, y}; }
+inline nv_bfloat162 __bfloat162bfloat162(nv_bfloat16 v) { return {v, v}; }
+inline unsigned short __bfloat16_as_ushort(nv_bfloat16 v) { return v.__x; }
+inline nv_bfloat16 __ushort_as_bfloat16(unsigned short v) {
+  return cuda_on_cpu::pun<nv_bfloat16>(v);
+}
+
+// ---- PTX -------------------------------------------------------------------------------------
+
+// What __init__.py translates inline asm to. Values cross as bits when sizes agree, since a .b32
+// operand may be bound to a float.
+namespace cuda_on_cpu::ptx {
+
+template <class To, class From>
+COC_DEVICE To as(From v) {
+  if constexpr (std::is_same<To, From>::value) return v;
+  else if constexpr (sizeof(To) == sizeof(From)) return pun<To>(v);
+  else return To(v);
+}
+template <class D, class V>
+COC_DEVICE void set(D& d, V v) { d = as<D>(v); }
+
+// Weak accesses are seen by the race detector; volatile, relaxed, acquire, release ones are not,
+// and let other threads run, so that a polling loop ends.
+template <class T, class A>
+inline T load(A address, int offset, bool strong) {
+  if (strong) yield_point(true);
+  const char* p = (const char*)generic(address) + offset;
+  check_address(p, sizeof(T));
+  if (uintptr_t(p) % sizeof(T)) fail("misaligned load from %p", (void*)p);
+  return strong ? raw_load<T>(p) : *(const T*)p;
+}
+template <class T, class A, class V>
+inline void store(A address, int offset, bool strong, V v) {
+  char* p = (char*)generic(address) + offset;
+  check_address(p, sizeof(T));
+  if (uintptr_t(p) % sizeof(T)) fail("misaligned store to %p", (void*)p);
+  if (strong) {
+    yield_point();
+    raw_store<T>(p, as<T>(v));
+  } else {
+    *(T*)p = as<T>(v);
+  }
+}
+template <class A>
+COC_DEVICE void check_alignment(A address, int offset, size_t bytes) {
+  if (uintptr_t((char*)generic(address) + offset) % bytes) fail("misaligned vector access");
+}
+template <class T, class A>
+inline T* at(A address, int offset) { return (T*)((char*)generic(address) + offset); }
+
+template <class T>
+COC_DEVICE void copy_async(T dst, int dst_offset, const void* src, int src_offset, int size,
+                           int filled) {
+  cuda_on_cpu::copy_async((char*)generic(dst) + dst_offset, (const char*)src + src_offset, size,
+                          filled);
+}
+COC_DEVICE void commit_group() { self().group++; }
+COC_DEVICE void wait_group(int pending) { wait_copies(pending); }
+COC_DEVICE void wait_all() { self().group++, wait_copies(0); }
+
+template <class A, class B>
+COC_DEVICE uint32_t dp4a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 32; i += 8) c += int(A(a >> i)) * int(B(b >> i));
+  return c;
+}
+
+// shfl.sync: `c` holds the clamp in bits 0-4 and the segment mask in bits 8-12.
+COC_DEVICE uint32_t shuffle(const char* mode, uint32_t a, uint32_t b, uint32_t c, uint32_t mask,
+                            bool* in_range, int line) {
+  Thread& t = exchange("shfl.sync", line, mask, a);
+  int lane = t.lane, segment = c >> 8 & 31, clamp = c & 31, by = b & 31;
+  int highest = (lane & segment) | (clamp & ~segment), lowest = lane & segment;
+  int from = mode[0] == 'u'   ? lane - by
+             : mode[0] == 'd' ? lane + by
+             : mode[0] == 'b' ? lane ^ by
+                              : lowest | (by & ~segment);
+  bool inside = mode[0] == 'u' ? from >= highest : from <= highest;
+  if (in_range) *in_range = inside;
+  return inside ? uint32_t(t.lanes[from]) : a;
+}
+
+}  // namespace cuda_on_cpu::ptx
+
+#endif  // COC_MACHINE

@@ -1,0 +1,481 @@
+"""The CUDA emulator gives right results for right kernels, and catches wrong ones."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from tvm import te
+from tvm.script import tirx as T
+
+from emulation import EmulationError, run_on_cpu
+
+TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+FULL = 0xFFFFFFFF
+RNG = np.random.default_rng(0)
+
+
+def run_tirx(func, args, **options):
+    run_on_cpu(tvm.IRModule({"main": func}), TARGET, args, pipeline="tirx", **options)
+
+
+# ---- right kernels -----------------------------------------------------------------------------
+
+
+def row_sum(batch, n, threads, dtype="float32"):
+    """Cross-thread sum of every row: shuffles, and shared memory beyond one warp."""
+    x = te.placeholder((batch, n), name="X", dtype=dtype)
+    r = te.reduce_axis((0, n), name="r")
+    y = te.compute((batch,), lambda i: te.sum(x[i, r].astype("float32"), axis=r), name="Y")
+    sch = tvm.s_tir.Schedule(te.create_prim_func([x, y]).with_attr("global_symbol", "main"))
+    i, k = sch.get_loops(sch.get_sblock("Y"))
+    sch.bind(i, "blockIdx.x")
+    sch.bind(sch.split(k, [None, threads])[1], "threadIdx.x")
+    return sch.mod
+
+
+@pytest.mark.parametrize("threads", [32, 128])
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16])
+def test_cross_thread_sum(threads, dtype):
+    x = RNG.standard_normal((5, 256)).astype(dtype)
+    y = np.full(5, np.nan, "float32")
+    run_on_cpu(row_sum(5, 256, threads, str(x.dtype)), TARGET, [x, y])
+    np.testing.assert_allclose(y, x.astype("float64").sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_symbolic_batch_and_two_kernels_with_a_workspace():
+    batch = tvm.tirx.Var("batch", "int64")
+    x = te.placeholder((batch, 64), name="X")
+    r = te.reduce_axis((0, 64), name="r")
+    y = te.compute((batch,), lambda i: te.sum(x[i, r], axis=r), name="Y")
+    z = te.compute((batch,), lambda i: y[i] * 2.0, name="Z")
+    sch = tvm.s_tir.Schedule(te.create_prim_func([x, z]).with_attr("global_symbol", "main"))
+    i, k = sch.get_loops(sch.get_sblock("Y"))
+    sch.bind(i, "blockIdx.x"), sch.bind(sch.split(k, [None, 32])[1], "threadIdx.x")
+    block, thread = sch.split(sch.get_loops(sch.get_sblock("Z"))[0], [None, 128])
+    sch.bind(block, "blockIdx.x"), sch.bind(thread, "threadIdx.x")
+    for rows in (1, 150):
+        data = RNG.standard_normal((rows, 64)).astype("float32")
+        out = np.zeros(rows, "float32")
+        run_on_cpu(sch.mod, TARGET, [data, out])
+        np.testing.assert_allclose(out, 2 * data.astype("float64").sum(1), rtol=1e-4, atol=1e-5)
+
+
+def logsumexp(batch, vocab, threads, unroll):
+    step = threads * 4 * unroll
+
+    @T.prim_func
+    def lse(X: T.Buffer((batch, vocab), "float32"), Y: T.Buffer((batch, 2), "float32")):
+        T.device_entry()
+        row = T.cta_id([batch])
+        t = T.thread_id([threads])
+        x = T.alloc_local([4 * unroll], "float32")
+        m = T.alloc_local([1], "float32")
+        d = T.alloc_local([1], "float32")
+        g = T.alloc_local([1], "float32")
+        s1 = T.alloc_shared([32], "float32")
+        s2 = T.alloc_shared([32], "float32")
+        m[0] = T.float32(-3.0e38)
+        d[0] = T.float32(0)
+        for i in T.serial(vocab // step):
+            for u in T.unroll(unroll):
+                for v in T.vectorized(4):
+                    x[u * 4 + v] = X[row, i * step + (u * threads + t) * 4 + v]
+            g[0] = m[0]
+            for u in T.unroll(4 * unroll):
+                g[0] = T.max(g[0], x[u])
+            d[0] = d[0] * T.exp(m[0] - g[0])
+            m[0] = g[0]
+            for u in T.unroll(4 * unroll):
+                d[0] = d[0] + T.exp(x[u] - m[0])
+        g[0] = T.cuda.cta_max(m[0], threads // 32, s1.data)
+        d[0] = T.cuda.cta_sum(d[0] * T.exp(m[0] - g[0]), threads // 32, s2.data)
+        if t == 0:
+            Y[row, 0] = g[0]
+            Y[row, 1] = d[0]
+
+    return lse
+
+
+@pytest.mark.parametrize("threads", [64, 1024])
+def test_tirx_one_pass_logsumexp(threads):
+    x = RNG.standard_normal((3, threads * 16)).astype("float32") * 4
+    out = np.zeros((3, 2), "float32")
+    run_tirx(logsumexp(3, threads * 16, threads, 2), [x, out], seed=threads)
+    np.testing.assert_array_equal(out[:, 0], x.max(1))
+    expected = np.exp(x.astype("float64") - x.max(1, keepdims=True)).sum(1)
+    np.testing.assert_allclose(out[:, 1], expected, rtol=1e-5)
+
+
+def compaction(n):
+    """Keeps the positive entries, in any order: ballot, popc, shuffle, shared atomic."""
+
+    @T.prim_func
+    def compact(
+        X: T.Buffer((n,), "float32"), Y: T.Buffer((n,), "float32"), N: T.Buffer((1,), "int32")
+    ):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([128])
+        count = T.alloc_shared([1], "int32")
+        at = T.alloc_local([1], "int32")
+        votes = T.alloc_local([1], "uint32")
+        if t == 0:
+            count[0] = 0
+        T.cuda.cta_sync()
+        for i in T.serial(n // 128):
+            x: T.float32 = X[i * 128 + t]
+            votes[0] = T.cuda.ballot_sync(T.uint32(FULL), x > 0.0)
+            if t % 32 == 0:
+                at[0] = T.cuda.atomic_add(count.ptr_to([0]), T.cast(T.popcount(votes[0]), "int32"))
+            at[0] = T.tvm_warp_shuffle(T.uint32(FULL), at[0], 0, 32, 32)
+            if x > 0.0:
+                below = votes[0] & ((T.uint32(1) << T.cast(t % 32, "uint32")) - T.uint32(1))
+                Y[at[0] + T.cast(T.popcount(below), "int32")] = x
+        T.cuda.cta_sync()
+        if t == 0:
+            N[0] = count[0]
+
+    return compact
+
+
+def test_stream_compaction_in_any_order():
+    x = RNG.standard_normal(512).astype("float32")
+    orders = set()
+    for seed in range(3):
+        out, n = np.zeros(512, "float32"), np.zeros(1, "int32")
+        run_tirx(compaction(512), [x, out, n], seed=seed)
+        assert n[0] == (x > 0).sum()
+        np.testing.assert_array_equal(np.sort(out[: n[0]]), np.sort(x[x > 0]))
+        orders.add(out.tobytes())
+    assert len(orders) > 1  # the seed does reorder warps
+
+
+def test_ptx_and_builtins():
+    @T.prim_func
+    def func(
+        U: T.Buffer((64,), "uint32"), L: T.Buffer((64,), "uint64"), Y: T.Buffer((12, 64), "uint32")
+    ):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        u = T.alloc_local([4], "uint32")
+        s = T.alloc_shared([4], "uint32")
+        s64 = T.alloc_shared([1], "uint64")
+        old = T.alloc_local([1], "uint64")
+        if t == 0:
+            s[0] = T.uint32(0)
+            s[1] = T.uint32(0)
+            s64[0] = T.uint64(0)
+        T.cuda.cta_sync()
+        T.ptx.shfl_sync.bfly.b32(u[0], U[t], T.uint32(1), T.uint32(31), T.uint32(FULL))
+        Y[0, t] = u[0]
+        T.ptx.popc.b32(u[0], U[t])
+        Y[1, t] = u[0]
+        T.ptx.atom.shared.max.u32(u[0], s.ptr_to([0]), U[t])
+        T.ptx.red.shared.add.u32(s.ptr_to([1]), T.uint32(2))
+        T.ptx.atom.shared.max.u64(old[0], s64.ptr_to([0]), L[t])
+        T.cuda.cta_sync()
+        Y[2, t] = s[0]
+        Y[3, t] = s[1]
+        Y[4, t] = T.cast(s64[0] >> T.uint64(32), "uint32")
+        T.ptx.redux_sync.max.u32(u[0], U[t], T.uint32(FULL))
+        Y[5, t] = u[0]
+        T.ptx.bar.red.popc.u32(u[0], T.uint32(0), T.ptx.pred(U[t] % T.uint32(2) == T.uint32(0)))
+        Y[6, t] = u[0]
+        Y[7, t] = T.cast(
+            T.call_extern("int32", "__syncthreads_count", U[t] > T.uint32(100)), "uint32"
+        )
+        Y[8, t] = T.call_extern("uint32", "__match_any_sync", T.uint32(FULL), U[t] % T.uint32(4))
+        T.ptx.ld.global_.v2.u32(u[0], u[1], U.ptr_to([t // 2 * 2]))
+        Y[9, t] = u[0] + u[1]
+        Y[10, t] = T.cuda.float_as_uint(T.cast(U[t], "float32"))
+        Y[11, t] = T.cast(
+            T.tvm_warp_shuffle_xor(T.uint32(FULL), L[t], 3, 32, 32) >> T.uint64(32), "uint32"
+        )
+
+    u = RNG.integers(0, 1000, 64).astype("uint32")
+    wide = RNG.integers(0, 2**63, 64).astype("uint64")
+    out = np.zeros((12, 64), "uint32")
+    run_tirx(func, [u, wide, out], seed=3)
+    lanes = np.arange(64)
+    warps = u.reshape(2, 32)
+    same = (warps[:, :, None] % 4 == warps[:, None, :] % 4).astype("uint64")
+    expected = [
+        u[lanes ^ 1],
+        [bin(v).count("1") for v in u],
+        np.full(64, u.max()),
+        np.full(64, 128),
+        np.full(64, wide.max() >> np.uint64(32)),
+        np.repeat(warps.max(1), 32),
+        np.full(64, (u % 2 == 0).sum()),
+        np.full(64, (u > 100).sum()),
+        (same << np.arange(32, dtype="uint64")).sum(2).ravel(),
+        np.repeat(u.reshape(32, 2).sum(1), 2),
+        u.astype("float32").view("uint32"),
+        wide[lanes ^ 3] >> np.uint64(32),
+    ]
+    for i, row in enumerate(expected):
+        np.testing.assert_array_equal(out[i], row, err_msg=f"row {i}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_vectors_of_half(dtype):
+    name = str(np.dtype(dtype))
+
+    @T.prim_func
+    def func(X: T.Buffer((256,), name), Y: T.Buffer((256,), name), Z: T.Buffer((256,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        h = T.alloc_local([8], name)
+        for v in T.vectorized(8):
+            h[v] = X[t * 8 + v]
+        for v in T.serial(8):
+            Z[t * 8 + v] = T.cast(T.max(h[v], h[v] * h[v]), "float32")
+        for v in T.vectorized(4):
+            Y[t * 4 + v] = X[t * 4 + v] * X[t * 4 + v] + X[t * 4 + v]
+        for v in T.vectorized(4):
+            Y[128 + t * 4 + v] = T.cast(Z[t * 8 + v] * 3.0, name)
+
+    x = RNG.standard_normal(256).astype(dtype)
+    y, z = np.zeros_like(x), np.zeros(256, "float32")
+    run_tirx(func, [x, y, z])
+    np.testing.assert_array_equal(z, np.maximum(x, x * x).astype("float32"))
+    np.testing.assert_array_equal(y[:128], (x * x + x)[:128])
+    np.testing.assert_array_equal(y[128:], (z.reshape(32, 8)[:, :4] * 3).ravel().astype(dtype))
+
+
+def test_dynamic_shared_memory_and_scalar_argument():
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32"), shift: T.int32):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        s = T.alloc_buffer([64], "float32", scope="shared.dyn")
+        s[t] = X[t]
+        T.cuda.cta_sync()
+        Y[t] = s[(t + shift) % 64]
+
+    x, y = RNG.standard_normal(64).astype("float32"), np.zeros(64, "float32")
+    run_tirx(func, [x, y, 5])
+    np.testing.assert_array_equal(y, np.roll(x, -5))
+
+
+def test_cooperative_grid_barrier():
+    @T.prim_func
+    def func(A: T.Buffer((2, 128), "float32")):
+        T.func_attr({"tirx.kernel_launch_params": ["tirx.use_cooperative_launch"]})
+        T.device_entry()
+        b = T.cta_id([4])
+        t = T.thread_id([32])
+        for s in T.serial(4):
+            A[(s + 1) % 2, b * 32 + t] = A[s % 2, 127 - (b * 32 + t)] + 1.0
+            T.cuda.grid_sync()
+
+    a = np.zeros((2, 128), "float32")
+    a[0] = np.arange(128)
+    run_tirx(func, [a])
+    np.testing.assert_array_equal(a[0], np.arange(128) + 4)
+
+
+# ---- wrong kernels -----------------------------------------------------------------------------
+
+
+def reverse(barrier, size=64, shared=64):
+    """Reverses an array through shared memory; `barrier`: "all", "none", "some" or "exit"."""
+
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((size,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        s = T.alloc_shared([shared], "float32")
+        s[t] = X[t]
+        if barrier == "exit":
+            if t == 40:
+                T.thread_return()
+        if barrier == "some":
+            if t < 32:
+                T.cuda.cta_sync()
+        elif barrier != "none":
+            T.cuda.cta_sync()
+        Y[t] = s[63 - t]
+
+    return func
+
+
+def arrays(size=64):
+    return RNG.standard_normal(64).astype("float32"), np.zeros(size, "float32")
+
+
+def test_with_its_barrier_every_order_is_right():
+    for seed in range(4):
+        x, y = arrays()
+        run_tirx(reverse("all"), [x, y], seed=seed)
+        np.testing.assert_array_equal(y, x[::-1])
+
+
+def test_missing_barrier_is_a_race():
+    x, y = arrays()
+    with pytest.raises(EmulationError, match="data race.*shared memory"):
+        run_tirx(reverse("none"), [x, y])
+
+
+def test_missing_barrier_gives_wrong_results_in_shuffled_order():
+    x, y = arrays()
+    run_tirx(reverse("none"), [x, y], check_races=False)
+    assert not np.array_equal(y, x[::-1])
+    assert np.isnan(y).any()  # shared memory is poisoned
+
+
+def test_scratch_of_a_block_reduction_used_twice_is_a_race():
+    @T.prim_func
+    def func(X: T.Buffer((128,), "float32"), Y: T.Buffer((128,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([128])
+        s = T.alloc_shared([32], "float32")
+        a = T.alloc_local([1], "float32")
+        a[0] = T.cuda.cta_sum(X[t], 4, s.data)
+        Y[t] = a[0] + T.cuda.cta_sum(X[t] * X[t], 4, s.data)
+
+    with pytest.raises(EmulationError, match="data race.*shared memory"):
+        run_tirx(func, [np.ones(128, "float32"), np.zeros(128, "float32")])
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_async_copy_needs_its_wait(wait):
+    @T.prim_func
+    def func(X: T.Buffer((128,), "float32"), Y: T.Buffer((128,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        s = T.alloc_shared([128], "float32")
+        T.ptx.cp.async_.cg.shared.global_(s.ptr_to([t * 4]), X.ptr_to([t * 4]), 16)
+        T.ptx.cp.async_.commit_group()
+        if wait:
+            T.ptx.cp.async_.wait_group(0)
+        T.cuda.cta_sync()
+        for j in T.serial(4):
+            Y[j * 32 + t] = s[127 - (j * 32 + t)]
+
+    x, y = RNG.standard_normal(128).astype("float32"), np.zeros(128, "float32")
+    run_tirx(func, [x, y])
+    assert np.array_equal(y, x[::-1]) == wait
+
+
+@pytest.mark.parametrize("how", ["some", "exit"])
+def test_divergent_barrier(how):
+    with pytest.raises(EmulationError, match=r"func_kernel: divergent barrier.*(\n.*)*thread \("):
+        run_tirx(reverse(how), list(arrays()), check_races=False)
+
+
+def test_out_of_bounds_global_write():
+    x, y = arrays()
+    size = 60  # the kernel believes it to be 64 long
+    func = reverse("all", 64)
+    with pytest.raises((EmulationError, ValueError), match="shape|bounds"):
+        run_tirx(func, [x, np.zeros(size, "float32")])
+
+    @T.prim_func
+    def beyond(X: T.Buffer((64,), "float32"), Y: T.Buffer((60,), "float32"), at: T.int32):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        Y[t + at] = X[t]
+
+    for at in (0, 1 << 20, -70):
+        with pytest.raises(EmulationError, match="argument 1|illegal memory access"):
+            run_tirx(beyond, [x, np.zeros(60, "float32"), at])
+
+
+def test_out_of_bounds_global_read():
+    @T.prim_func
+    def beyond(X: T.Buffer((60,), "float32"), Y: T.Buffer((64,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        Y[t] = X[t]
+
+    with pytest.raises(EmulationError, match=r"past the end of argument 0(.*\n)*.*Y_ptr\["):
+        run_tirx(beyond, [np.ones(60, "float32"), np.zeros(64, "float32")])
+
+
+def test_out_of_bounds_shared_write():
+    with pytest.raises(EmulationError, match="index 48 is out of the bounds|index .* out of"):
+        run_tirx(reverse("all", shared=48), list(arrays()))
+
+
+@pytest.mark.parametrize("ptx", [True, False])
+def test_misaligned_vector_load(ptx):
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([8])
+        f = T.alloc_local([4], "float32")
+        if ptx:
+            T.ptx.ld.global_.v4.f32(f[0], f[1], f[2], f[3], X.ptr_to([t * 4 + 1]))
+        else:
+            T.cuda.ldg(
+                X.ptr_to([t * 4 + 1]), "float32", vec="v4",
+                dst=[f.ptr_to([0]), f.ptr_to([1]), f.ptr_to([2]), f.ptr_to([3])],
+            )  # fmt: skip
+        Y[t] = f[3]
+
+    with pytest.raises(EmulationError, match="misaligned"):
+        run_tirx(func, [np.ones(64, "float32"), np.ones(32, "float32")])
+
+
+def test_shuffle_in_divergent_code():
+    @T.prim_func
+    def func(X: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        if t < 16:
+            X[t] = T.tvm_warp_shuffle_xor(T.uint32(FULL), X[t], 1, 32, 32)
+
+    with pytest.raises(EmulationError, match="divergent.*(\n.*)*mask 0xffffffff"):
+        run_tirx(func, [np.ones(32, "float32")])
+
+
+def test_endless_loop():
+    @T.prim_func
+    def func(X: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        while X[t] >= 0.0:
+            X[t] = X[t] + 1.0
+
+    with pytest.raises(EmulationError, match="timeout"):
+        run_tirx(func, [np.ones(32, "float32")], timeout=0.5)
+
+
+def test_host_checks_still_work():
+    with pytest.raises((ValueError, TypeError), match="shape|dtype"):
+        run_tirx(reverse("all"), [np.zeros(65, "float32"), np.zeros(64, "float32")])
+
+
+def test_what_is_not_emulated_is_refused():
+    @T.prim_func
+    def func(X: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        T.cuda.cluster_sync()
+        X[t] = 0.0
+
+    with pytest.raises(NotImplementedError, match="barrier.cluster"):
+        run_tirx(func, [np.ones(32, "float32")])
+
+    @T.prim_func
+    def unknown(X: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        X[t] = T.call_extern("float32", "__unheard_of", X[t])
+
+    with pytest.raises(NotImplementedError, match="__unheard_of"):
+        run_tirx(unknown, [np.ones(32, "float32")])

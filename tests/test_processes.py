@@ -1,0 +1,444 @@
+"""Child processes: whatever the child does, an answer comes in time and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tvm_sparse.tuning import processes
+from tvm_sparse.tuning.processes import Pool, StartError, Worker
+
+PACKAGE_ROOT = Path(processes.__file__).parents[2]
+ENV = {"PYTHONPATH": str(PACKAGE_ROOT)}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+
+CHILD = """
+import ctypes, os, signal, subprocess, sys, time
+from tvm_sparse.tuning.processes import serve
+
+class Sticky(RuntimeError):
+    fatal = True
+
+class Rude(Exception):
+    def __str__(self):
+        raise ValueError
+
+def handle(request):
+    match request["do"]:
+        case "echo": return request["value"]
+        case "pid": return os.getpid()
+        case "size": return len(request["value"])
+        case "grow": return "x" * request["size"]
+        case "env": return {name: os.environ.get(name) for name in request["names"]}
+        case "nap": time.sleep(request["seconds"]); return request["seconds"]
+        case "print":
+            print('{"number": 0, "ok": "from stdout"}')
+            os.write(1, b'{"number": 0, "ok": "from C"}\\n' * 1000)
+            print("noise", file=sys.stderr)
+            return "printed"
+        case "raise": raise KeyError("missing")
+        case "rude": raise Rude
+        case "sticky": raise Sticky("CUDA_ERROR_ILLEGAL_ADDRESS")
+        case "object": return object()
+        case "exit": sys.exit(3)
+        case "_exit": print("last words"); os._exit(7)
+        case "abort": print("last words"); os.abort()
+        case "segfault": ctypes.string_at(0)
+        case "kill": os.kill(os.getpid(), signal.SIGKILL)
+        case "close": os.closerange(3, 256); time.sleep(60)
+        case "garble": os.write(request["fd"], b"[]\\n"); time.sleep(60)
+        case "flood":
+            while True: os.write(request["fd"], b"x" * 65536)
+        case "spin":
+            while True: pass
+        case "stop": os.kill(os.getpid(), signal.SIGSTOP)
+        case "gil": ctypes.PyDLL(None).sleep(60)
+        case "spawn": return subprocess.Popen(["sleep", "60"]).pid
+        case "fork and die":
+            pid = os.fork()
+            if pid == 0: time.sleep(60)
+            os._exit(1)
+        case "later":
+            import threading
+            threading.Timer(0.05, os._exit, [9]).start()
+
+serve(handle)
+"""
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory) -> list[str]:
+    script = tmp_path_factory.mktemp("child") / "child.py"
+    script.write_text(CHILD)
+    return [sys.executable, str(script)]
+
+
+@pytest.fixture
+def worker(argv) -> Iterator[Worker]:
+    with Worker(argv, env=ENV, name="worker") as worker:
+        yield worker
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        os.kill(pid, 0)
+        if sys.platform == "linux":
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return True
+
+
+def is_gone(pid: int, seconds: float = 2.0) -> bool:
+    until = time.monotonic() + seconds
+    while is_alive(pid):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def pid_of(worker: Worker) -> int:
+    return worker.call({"do": "pid"}, timeout=10).value
+
+
+# Answers ---------------------------------------------------------------------------------------
+
+
+def test_answers(worker):
+    value = {"a": [1, 2.5, None, True], "b": "\u2028 \ud800 é\n"}
+    reply = worker.call({"do": "echo", "value": value}, timeout=10)
+    assert reply.ok and reply.value == value
+    assert worker.pid == pid_of(worker) == pid_of(worker)
+    worker.close()
+    worker.close()
+    assert worker.pid is None
+
+
+def test_prints_do_not_disturb(worker):
+    for _ in range(3):
+        assert worker.call({"do": "print"}, timeout=10).value == "printed"
+
+
+def test_output_does_not_pile_up(worker):
+    worker.call({"do": "print"}, timeout=10)
+    reply = worker.call({"do": "_exit"}, timeout=10)
+    assert "last words" in reply.message and "noise" not in reply.message
+    assert "\0" not in reply.message
+
+
+def test_big_messages(worker):
+    text = "y" * 5_000_000
+    assert worker.call({"do": "size", "value": text}, timeout=20).value == len(text)
+    assert worker.call({"do": "grow", "size": len(text)}, timeout=20).value == "x" * len(text)
+    assert worker.call({"do": "echo", "value": text}, timeout=20).value == text
+
+
+def test_errors_keep_the_process(worker):
+    pid = pid_of(worker)
+    reply = worker.call({"do": "raise"}, timeout=10)
+    assert (reply.kind, reply.message, reply.fatal) == ("error", "KeyError: 'missing'", False)
+    assert 'raise KeyError("missing")' in reply.traceback
+    assert worker.call({"do": "rude"}, timeout=10).message == "Rude"
+    assert worker.call({"do": "object"}, timeout=10).message.startswith("TypeError: Object of type")
+    assert pid_of(worker) == pid
+
+
+def test_fatal_error_renews_the_process(worker):
+    pid = pid_of(worker)
+    reply = worker.call({"do": "sticky"}, timeout=10)
+    assert reply.kind == "error" and reply.fatal and "ILLEGAL_ADDRESS" in reply.message
+    assert is_gone(pid)
+    assert pid_of(worker) != pid
+
+
+def test_environment_is_added_to(argv):
+    with Worker(argv, env={**ENV, "EXTRA": "1"}, name="worker") as worker:
+        names = ["EXTRA", "PATH", "TVM_SPARSE_WORKER"]
+        value = worker.call({"do": "env", "names": names}, timeout=10).value
+    assert value == {"EXTRA": "1", "PATH": os.environ["PATH"], "TVM_SPARSE_WORKER": None}
+
+
+def test_request_that_is_not_json(worker):
+    with pytest.raises(TypeError):
+        worker.call({"do": object()}, timeout=10)
+    assert worker.call({"do": "echo", "value": 1}, timeout=10).ok
+
+
+def test_foreign_reaping(worker):
+    """A host application may ignore SIGCHLD: the kernel then reaps, and nobody has a status."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert worker.call({"do": "_exit"}, timeout=10).kind == "crash"
+        assert worker.call({"do": "echo", "value": 1}, timeout=10).ok
+        worker.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+# Crashes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "do, message, output",
+    [
+        ("abort", "worker was killed by SIGABRT", "last words"),
+        ("segfault", "worker was killed by SIGSEGV", "string_at"),  # faulthandler's stack
+        ("kill", "worker was killed by SIGKILL, perhaps", ""),
+        ("_exit", "worker ended with exit status 7", "last words"),
+        ("exit", "worker ended with exit status 3", ""),
+        ("close", "worker closed its pipe", ""),
+    ],
+)
+def test_crash(worker, do, message, output):
+    pid = pid_of(worker)
+    begin = time.monotonic()
+    reply = worker.call({"do": do}, timeout=20)
+    assert reply.kind == "crash" and not reply.ok
+    assert reply.message.startswith(message)
+    assert output in reply.message
+    assert time.monotonic() - begin < 5
+    assert pid_of(worker) != pid and is_gone(pid)
+
+
+def test_crash_while_a_forked_process_holds_the_pipe(worker):
+    worker.start()
+    begin = time.monotonic()
+    reply = worker.call({"do": "fork and die"}, timeout=20)
+    assert reply.kind == "crash" and reply.message.startswith("worker ended with exit status 1")
+    assert time.monotonic() - begin < 3
+
+
+def test_crash_between_calls_is_nobodys(worker):
+    assert worker.call({"do": "later"}, timeout=10).ok
+    assert is_gone(worker.pid)
+    assert worker.call({"do": "echo", "value": 1}, timeout=10).ok
+
+
+def reply_pipe(worker: Worker) -> int:
+    """The number of the child's end: the only pipe that it writes, but for none of 0 to 2."""
+    for entry in sorted(Path(f"/proc/{worker.pid}/fd").iterdir(), key=lambda p: int(p.name)):
+        if int(entry.name) > 2 and os.readlink(entry).startswith("pipe:"):
+            flags = Path(f"/proc/{worker.pid}/fdinfo/{entry.name}").read_text().split()[3]
+            if int(flags, 8) & os.O_ACCMODE == os.O_WRONLY:
+                return int(entry.name)
+    raise AssertionError("no pipe")
+
+
+@linux
+def test_rubbish_in_the_pipe(worker):
+    worker.start()
+    reply = worker.call({"do": "garble", "fd": reply_pipe(worker)}, timeout=20)
+    assert reply.kind == "crash" and "not a reply: b'[]'" in reply.message
+    worker.start()
+    reply = worker.call({"do": "flood", "fd": reply_pipe(worker)}, timeout=0.3)
+    assert reply.kind == "timeout"
+    assert worker.call({"do": "echo", "value": 1}, timeout=10).ok
+
+
+# Time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("do", ["spin", "stop", "gil"])
+def test_timeout(worker, do):
+    pid = pid_of(worker)
+    begin = time.monotonic()
+    reply = worker.call({"do": do}, timeout=0.5)
+    taken = time.monotonic() - begin
+    assert reply.kind == "timeout" and "within 0.5 s" in reply.message
+    assert 0.5 <= taken < 1.5
+    assert not is_alive(pid)
+    assert pid_of(worker) != pid
+
+
+def test_timeout_while_sending(worker):
+    """A stopped child reads nothing, and the request does not fit into the pipe."""
+    worker.start()
+    os.kill(worker.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    reply = worker.call({"do": "size", "value": "y" * 5_000_000}, timeout=0.3)
+    assert reply.kind == "timeout" and time.monotonic() - begin < 1.3
+
+
+def test_starting_is_not_part_of_the_timeout(argv, tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text("import time; time.sleep(0.7)\n" + CHILD)
+    with Worker([sys.executable, str(script)], env=ENV, name="slow") as worker:
+        assert worker.call({"do": "echo", "value": 1}, timeout=0.4).ok
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("raise ImportError('no tvm here')", "exit status 1(?s:.*)no tvm here"),
+        ("import time; time.sleep(60)", "not ready within 0.5 s"),
+    ],
+)
+def test_child_that_does_not_start(code, message):
+    command = [sys.executable, "-c", code]
+    with Worker(command, name="bad", start_timeout=0.5) as worker:
+        if "tvm" in code:
+            worker.start_timeout = 30.0
+        with pytest.raises(StartError, match=message):
+            worker.call({}, timeout=10)
+        with pytest.raises(StartError, match=message):
+            worker.start()
+        assert worker.pid is None
+
+
+def test_command_that_does_not_exist():
+    with pytest.raises(StartError, match="bad cannot be started.*No such file"):
+        Worker(["/no/such/python"], name="bad").call({}, timeout=10)
+
+
+def test_serve_by_hand(argv):
+    done = subprocess.run(argv, env=os.environ | ENV, capture_output=True, text=True)
+    assert done.returncode == 1 and "not by hand" in done.stderr
+
+
+# Nothing is left -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "timeout"])
+def test_whole_group_ends(worker, how):
+    grandchild = worker.call({"do": "spawn"}, timeout=10).value
+    assert is_alive(grandchild)
+    if how == "close":
+        worker.close()
+    else:
+        worker.call({"do": "spin"}, timeout=0.1)
+    assert is_gone(grandchild)
+
+
+def test_no_descriptor_leaks(argv):
+    if not os.path.isdir("/dev/fd"):
+        pytest.skip("needs /dev/fd")
+    before = len(os.listdir("/dev/fd"))
+    with Worker(argv, env=ENV, name="worker") as worker:
+        for _ in range(3):
+            worker.call({"do": "_exit"}, timeout=10)
+    with pytest.raises(StartError):
+        Worker(["/no/such/python"], name="bad").start()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+PARENT = """
+import sys, time
+from tvm_sparse.tuning.processes import Worker, Pool
+workers = [Worker(sys.argv[2:], name=str(i)) for i in range(2)]
+print(*(w.call({"do": "pid"}, timeout=10).value for w in workers), flush=True)
+workers[0].call({"do": sys.argv[1]}, timeout=60)
+"""
+
+
+def start_parent(argv: list[str], do: str) -> tuple[subprocess.Popen, list[int]]:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, do, *argv],
+        env=os.environ | ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    children = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(children) == 2 and all(map(is_alive, children))
+    time.sleep(0.2)  # into the second call
+    return parent, children
+
+
+@linux
+@pytest.mark.parametrize("do", ["gil", "stop"])
+def test_killed_parent_leaves_no_child(argv, do):
+    parent, children = start_parent(argv, do)
+    parent.kill()
+    parent.communicate()
+    assert all(is_gone(pid, 2.0) for pid in children)
+
+
+def test_interrupt_is_the_parents(argv):
+    """Ctrl-C goes to the terminal's process group, and the children are not in it."""
+    parent, children = start_parent(argv, "gil")
+    assert [os.getsid(pid) for pid in children] == children
+    os.killpg(parent.pid, signal.SIGINT)
+    _, errors = parent.communicate(timeout=10)
+    assert parent.returncode == -signal.SIGINT and errors.endswith("KeyboardInterrupt\n")
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_interrupted_call_leaves_a_usable_worker(worker):
+    pid = pid_of(worker)
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.call({"do": "nap", "seconds": 30}, timeout=60)
+    assert is_gone(pid)
+    assert worker.call({"do": "echo", "value": 2}, timeout=10).value == 2
+
+
+# Pools -----------------------------------------------------------------------------------------
+
+
+def test_pool_keeps_the_order_and_runs_at_the_same_time(argv):
+    with Pool(3, argv, env=ENV, name="pool") as pool:
+        for worker in pool.workers:
+            worker.start()
+        begin = time.monotonic()
+        naps = [0.6, 0.1, 0.5, 0.1, 0.2]
+        requests = [{"do": "nap", "seconds": seconds} for seconds in naps]
+        assert [reply.value for reply in pool.map(requests, timeout=10)] == naps
+        assert time.monotonic() - begin < 1.3 < sum(naps)
+        assert [*pool.map([], timeout=1)] == []
+
+
+def test_pool_failures_cost_themselves(argv):
+    bad = {2: "abort", 5: "spin", 6: "segfault", 9: "raise", 11: "sticky"}
+    requests = [{"do": bad[i]} if i in bad else {"do": "echo", "value": i} for i in range(14)]
+    with Pool(2, argv, env=ENV, name="pool") as pool:
+        replies = [*pool.map(requests, timeout=1.0)]
+    kinds = {2: "crash", 5: "timeout", 6: "crash", 9: "error", 11: "error"}
+    assert {i: reply.kind for i, reply in enumerate(replies) if not reply.ok} == kinds
+    assert all(reply.value == i for i, reply in enumerate(replies) if reply.ok)
+
+
+def test_pool_starts_only_what_it_needs(argv):
+    with Pool(8, argv, env=ENV, name="pool") as pool:
+        assert [reply.value for reply in pool.map([{"do": "echo", "value": 1}], timeout=10)] == [1]
+        assert sum(worker.pid is not None for worker in pool.workers) == 1
+
+
+def test_slow_consumer_is_not_a_timeout(argv):
+    requests = [{"do": "echo", "value": 0}, {"do": "grow", "size": 1_000_000}]
+    with Pool(2, argv, env=ENV, name="pool") as pool:
+        for worker in pool.workers:
+            worker.start()
+        replies = pool.map(requests, timeout=0.5)
+        assert next(replies).ok
+        time.sleep(1.0)
+        assert next(replies).ok
+
+
+def test_leaving_a_map_ends_what_is_under_way(argv):
+    with Pool(2, argv, env=ENV, name="pool") as pool:
+        requests = [{"do": "pid"}, *({"do": "nap", "seconds": 60} for _ in range(3))]
+        replies = pool.map(requests, timeout=100)
+        next(replies)
+        replies.close()
+        assert pool.workers[1].pid is None
+        again = pool.map([{"do": "echo", "value": i} for i in range(4)], timeout=10)
+        assert [reply.value for reply in again] == [0, 1, 2, 3]
+
+
+def test_pool_that_does_not_start():
+    with Pool(2, [sys.executable, "-c", "raise ImportError('no tvm here')"], name="bad") as pool:
+        with pytest.raises(StartError, match="no tvm here"):
+            list(pool.map([{}, {}, {}], timeout=10))
+        assert all(worker.pid is None for worker in pool.workers)

@@ -1,0 +1,1 @@
+"""What was measured: `<arch>/<operator>/trials.jsonl` and `best.jsonl` (see `tvm_sparse.tuning.records`)."""

@@ -1,0 +1,104 @@
+"""One candidate of one problem, compiled to a shared library."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..machine import Machine
+from ..operators.problem import Problem
+from ..tuning.records import Candidate
+
+
+class CompileError(RuntimeError):
+    """The candidate does not compile, or compiled to something that may not be shipped."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A library on disk and what is known of it without running it."""
+
+    path: str
+    seconds: float  # to build the program, compile and link it
+    workspaces: tuple[dict[str, Any], ...]  # `schedules.template.Workspace` as dicts, in calling order
+    resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each
+
+
+def target_of(machine: Machine) -> Any:
+    """The compiler's target for a machine."""
+    from tvm.target import Target
+
+    if machine.kind == "cuda":
+        return Target({"kind": "cuda", "arch": machine.arch}, host=Target({"kind": "llvm"}))
+    cpu = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
+    return Target({"kind": "llvm", "num-cores": machine.cores, **cpu})
+
+
+def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, path: Path) -> Compiled:
+    """Build the candidate's program and export it to `path` as a shared library that holds machine code.
+
+    The file is written beside `path` and renamed into place.
+
+    Raises
+    ------
+    CompileError
+        If the candidate's template has another version, its decisions are not a point of the template's space, the
+        compiler fails, or a CUDA library holds no cubin for the machine's architecture.
+    """
+    from tvm_sparse import schedules
+
+    started = time.perf_counter()
+    template = schedules.find(candidate.template)
+    if template.version != candidate.version:
+        raise CompileError(f"{candidate}: the template is at version {template.version}")
+    reason = template.point(problem, machine, candidate.values)
+    if reason:
+        raise CompileError(f"{candidate} is not a point of the template's space for {problem}: {reason}")
+
+    if machine.kind == "cuda":
+        # Before the first compilation: without it the compiler silently falls back to shipping CUDA source.
+        from . import cuda_toolchain
+
+        cuda_toolchain.activate()
+    import tvm
+
+    target = target_of(machine)
+    program = template.build(problem, candidate.values)
+    with target:
+        module = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    unfinished = Path(name)
+    try:
+        module.export_library(str(unfinished))
+        resources = _kernel_resources(unfinished, machine) if machine.kind == "cuda" else None
+        unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
+    return Compiled(str(path), time.perf_counter() - started, workspaces, resources)
+
+
+def _kernel_resources(library: Path, machine: Machine) -> dict[str, int]:
+    from . import cuda_toolchain
+
+    found = cuda_toolchain.cubins(library)
+    if not found:
+        raise CompileError("the library holds CUDA source in the place of a cubin")
+    wanted = int("".join(filter(str.isdigit, machine.arch)))
+    most: dict[str, int] = {}
+    for cubin in found:
+        arch = cuda_toolchain.cubin_arch(cubin)
+        if arch != wanted:
+            raise CompileError(f"the library holds a cubin for sm_{arch}, not for {machine.arch}")
+        for kernel in cuda_toolchain.resource_usage(cubin).values():
+            for name in ("registers", "shared_bytes", "local_bytes", "spill_instructions"):
+                most[name] = max(most.get(name, 0), getattr(kernel, name))
+    return most

@@ -1,0 +1,1 @@
+"""The command line, `tvm-sparse`: one file a command."""

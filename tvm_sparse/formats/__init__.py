@@ -1,0 +1,1 @@
+"""Sparse structures, checked and prepared on the host."""

@@ -1,0 +1,55 @@
+"""Block compressed rows: patterns drawn at random, and the checks that a kernel cannot make."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def random_pattern(
+    rng: np.random.Generator, nnzb: int, block_cols: int, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`indptr` and sorted `indices` (int32) of about `nnzb` blocks in rows drawn in proportion to `weights`.
+
+    A row never holds a block twice, so rows fill up; what does not fit goes to the rows that have room and a
+    weight above 0. Fewer than `nnzb` blocks result only if those rows are full.
+    """
+    counts = np.zeros(len(weights), np.int64)
+    left = nnzb
+    while left:
+        room = np.where(counts < block_cols, weights, 0.0)
+        if not room.any():
+            break
+        counts = np.minimum(counts + rng.multinomial(left, room / room.sum()), block_cols)
+        left = nnzb - int(counts.sum())
+    indices = [np.sort(rng.choice(block_cols, size=count, replace=False)) for count in counts]
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return indptr, np.concatenate([*indices, []]).astype(np.int32)
+
+
+def check_structure(indptr: np.ndarray, indices: np.ndarray, nnzb: int, grid: tuple[int, int]) -> None:
+    """Raise `ValueError` unless the arrays describe a block-sparse matrix of `grid` = (block rows, block columns).
+
+    `indptr` must have block rows + 1 entries, start at 0, never fall, and end at `nnzb`; `indices` must have
+    `nnzb` entries in [0, block columns).
+    """
+    block_rows, block_cols = grid
+    if indptr.ndim != 1 or len(indptr) != block_rows + 1:
+        raise ValueError(f"indptr: expected {block_rows + 1} entries (block rows + 1), got shape {indptr.shape}")
+    if indices.ndim != 1 or len(indices) != nnzb:
+        raise ValueError(f"indices: expected {nnzb} entries (one a block of data), got shape {indices.shape}")
+    if indptr[0] != 0 or indptr[-1] != nnzb:
+        raise ValueError(f"indptr: must start at 0 and end at {nnzb} (blocks in data), got {indptr[0]} and {indptr[-1]}")
+    falls = np.flatnonzero(indptr[1:] < indptr[:-1])
+    if len(falls):
+        row = int(falls[0])
+        raise ValueError(f"indptr: must never fall, but indptr[{row + 1}]={indptr[row + 1]} < indptr[{row}]={indptr[row]}")
+    outside = np.flatnonzero((indices < 0) | (indices >= block_cols))
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"indices: indices[{at}]={indices[at]} is outside [0, {block_cols}) (block columns)")
+
+
+def skew(indptr: np.ndarray) -> float:
+    """Blocks in the fullest block row over the mean: 1 is balanced."""
+    counts = np.diff(indptr)
+    return float(counts.max() / counts.mean()) if counts.any() else 1.0

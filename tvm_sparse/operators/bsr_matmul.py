@@ -1,0 +1,202 @@
+"""Dense times transposed block-sparse: Y = X W^T with W in block compressed row (BSR) format.
+
+Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3:
+
+    data     (nnzb, block_rows, block_cols)   the nonzero blocks, row by row
+    indices  (nnzb,)                          the block column of each, in [0, k / block_cols)
+    indptr   (n / block_rows + 1,)            block row r holds blocks indptr[r] .. indptr[r + 1] - 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .problem import Argument, Cost, Mismatch, Problem, ProblemError, numpy_dtype, require_dtype, require_positive
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+PATTERNS = ("uniform", "skewed")
+
+# Half a unit in the last place of the output, relative.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Error of a float32 sum relative to the sum of absolute products: rounding errors of a few hundred terms that
+# are added in any order grow like their square root; 64 half-units leave a wide margin at 16,384 terms.
+SUMMATION = 64 * 2.0**-24
+
+
+@dataclass(frozen=True)
+class BsrMatmul(Problem):
+    """`y = x @ weight.T` for x `(m, k)` and a block-sparse weight `(n, k)`.
+
+    `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
+    `uniform` over the matrix, or `skewed` (Zipf over block rows).
+    """
+
+    m: int
+    k: int
+    n: int
+    block: str
+    sparsity: float
+    pattern: str = "uniform"
+    dtype: str = "float32"
+
+    operator: ClassVar[str] = "bsr_matmul"
+    batch_axis: ClassVar[str] = "m"
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("x", ("m", "k"), "dtype", "Dense rows."),
+        Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
+        Argument("indices", ("nnzb",), "int32", "Block column of each block, in [0, k / block_cols)."),
+        Argument("indptr", ("n / block_rows + 1",), "int32", "First block of each block row; the last entry is nnzb."),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
+    structures: ClassVar[tuple[str, ...]] = ("random", "empty_rows", "one_row", "special")
+    example: ClassVar[Mapping[str, Any]] = {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.9}
+    source: ClassVar[str] = "Gu 2020, section 4"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "m", "k", "n")
+        require_dtype(self)
+        rows, _, cols = str(self.block).partition("x")
+        try:
+            rows, cols = int(rows), int(cols or rows)
+        except ValueError:
+            rows = cols = 0
+        if rows < 1 or cols < 1:
+            raise ProblemError(f"bsr_matmul: block must be like 16 or 16x32 (rows x columns), got {self.block!r}")
+        for axis, extent, size in (("n", self.n, rows), ("k", self.k, cols)):
+            if extent % size:
+                raise ProblemError(f"bsr_matmul: block {rows}x{cols} does not divide {axis}={extent}")
+        if not 0 <= self.sparsity <= 1:
+            raise ProblemError(f"bsr_matmul: sparsity must lie in [0, 1], got {self.sparsity}")
+        if self.pattern not in PATTERNS:
+            raise ProblemError(f"bsr_matmul: pattern must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
+        if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
+            raise ProblemError("bsr_matmul: each matrix must have fewer than 2^31 elements")
+        object.__setattr__(self, "block", f"{rows}x{cols}")
+        object.__setattr__(self, "sparsity", round(float(self.sparsity), 2))
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        rows, _, cols = self.block.partition("x")
+        return int(rows), int(cols)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of the weight."""
+        rows, cols = self.block_shape
+        return self.n // rows, self.k // cols
+
+    @property
+    def nnzb(self) -> int:
+        block_rows, block_cols = self.grid
+        return round((1 - self.sparsity) * block_rows * block_cols)
+
+    def distance(self, other: Problem) -> float | None:
+        """As `Problem.distance`, with the density in the place of the sparsity, and a step between patterns."""
+        if not isinstance(other, BsrMatmul) or (self.dtype, self.block) != (other.dtype, other.block):
+            return None
+        import math
+
+        mine, theirs = ((p.m, p.k, p.n, 1.005 - p.sparsity) for p in (self, other))
+        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+        return octaves + (self.pattern != other.pattern)
+
+    def definition(self) -> tirx.PrimFunc:
+        """One dot product an output element, over the elements of its block row that are stored.
+
+        The extent of the reduction depends on the data. It is never below 1, because a reduction of extent 0
+        would leave its output uninitialised; the guard makes an empty block row's single step add nothing.
+        """
+        from tvm import te, tirx
+
+        rows, cols = self.block_shape
+        m, nnzb = tirx.Var("m", "int32"), tirx.Var("nnzb", "int32")
+        x = te.placeholder((m, self.k), self.dtype, name="x")
+        data = te.placeholder((nnzb, rows, cols), self.dtype, name="data")
+        indices = te.placeholder((nnzb,), "int32", name="indices")
+        indptr = te.placeholder((self.n // rows + 1,), "int32", name="indptr")
+
+        def product(i, j):
+            start, stop = indptr[j // rows], indptr[j // rows + 1]
+            e = te.reduce_axis((0, tirx.max(1, (stop - start) * cols)), name="e")
+            block, c = start + e // cols, e % cols
+            term = data[block, j % rows, c].astype("float32") * x[i, indices[block] * cols + c].astype("float32")
+            return te.sum(tirx.if_then_else(stop > start, term, tirx.const(0, "float32")), axis=[e])
+
+        total = te.compute((m, self.n), product, name="total")
+        y = te.compute((m, self.n), lambda i, j: total[i, j].astype(self.dtype), name="y")
+        return te.create_prim_func([x, data, indices, indptr, y]).with_attr("global_symbol", "main")
+
+    def generate(self, seed: int, structure: str | None = None) -> list[Any]:
+        """x and data standard normal, the pattern as the problem says.
+
+        `empty_rows`: every second block row has no block. `one_row`: all blocks lie in one block row, as many
+        as fit. `special`: NaN and infinities in x and in the stored blocks.
+        """
+        import numpy as np
+
+        from ..formats.bsr import random_pattern
+
+        rng = np.random.default_rng([seed, self.m, self.k, self.n])
+        structure = structure or self.structures[0]
+        block_rows, block_cols = self.grid
+        weights = np.ones(block_rows)
+        if structure == "empty_rows":
+            weights[::2] = 0
+        elif structure == "one_row":
+            weights[:] = np.arange(block_rows) == block_rows // 2
+        elif structure not in self.structures:
+            raise ProblemError(f"structure: got {structure!r}; expected one of {', '.join(self.structures)}")
+        if self.pattern == "skewed":
+            weights = weights / rng.permutation(np.arange(1, block_rows + 1))
+        indptr, indices = random_pattern(rng, self.nnzb, block_cols, weights)
+        dtype = numpy_dtype(self.dtype)
+        x = rng.standard_normal((self.m, self.k), dtype=np.float32)
+        data = rng.standard_normal((len(indices), *self.block_shape), dtype=np.float32)
+        if structure == "special":
+            for array in (x, data):
+                spots = rng.integers(array.size, size=2) if array.size else []
+                array.flat[spots] = [np.nan, np.inf][: len(spots)]
+        return [x.astype(dtype), data.astype(dtype), indices, indptr]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        import numpy as np
+
+        return [self._product(*(np.asarray(a).astype(np.float64) for a in inputs[:2]), *inputs[2:])]
+
+    def _product(self, x: np.ndarray, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray) -> np.ndarray:
+        import numpy as np
+
+        rows, cols = self.block_shape
+        y = np.zeros((x.shape[0], self.n))
+        with np.errstate(invalid="ignore"):
+            for r in range(self.n // rows):
+                for b in range(indptr[r], indptr[r + 1]):
+                    y[:, r * rows : (r + 1) * rows] += x[:, indices[b] * cols : (indices[b] + 1) * cols] @ data[b].T
+        return y
+
+    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Within rounding of the sum of absolute products; NaN and infinities where the reference has them."""
+        import numpy as np
+
+        y, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
+        x, data = (np.abs(np.asarray(a).astype(np.float64)) for a in inputs[:2])
+        with np.errstate(invalid="ignore"):
+            bound = SUMMATION * self._product(x, data, *inputs[2:]) + ROUNDING[self.dtype] * np.abs(wanted) + 1e-30
+            good = (np.abs(y - wanted) <= bound) | (y == wanted) | (np.isnan(y) & np.isnan(wanted))
+        wrong = np.argwhere(~good)
+        if len(wrong):
+            i, j = wrong[0]
+            raise Mismatch(f"y[{i}, {j}] is {y[i, j]:.9g}, expected {wanted[i, j]:.9g} ({len(wrong)} of {y.size} differ)")
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        nnzb = self.nnzb if inputs is None else len(inputs[2])
+        rows, cols = self.block_shape
+        elements = self.m * self.k + nnzb * rows * cols + self.m * self.n
+        return Cost(
+            elements * numpy_dtype(self.dtype).itemsize + (nnzb + self.n // rows + 1) * 4, 2 * self.m * nnzb * rows * cols
+        )

@@ -1,0 +1,587 @@
+"""Child processes for builds and measurements that may crash, hang or spoil a GPU context.
+
+A `Worker` is a child that answers requests one at a time; a `Pool` is several of them. Whatever
+the child does, the parent gets a `Reply` in time: it keeps the deadline itself, and ends the
+child's whole process group with SIGKILL, so a child that is stopped, holds the GIL or waits for a
+kernel that never ends is no exception. The child side is one call, `serve`::
+
+    # build_child.py
+    def handle(request: dict) -> object: ...
+    serve(handle)
+
+    # the tuner
+    with Worker([sys.executable, "-m", "build_child"], name="build") as worker:
+        reply = worker.call({"problem": "..."}, timeout=30)
+
+Messages are JSON lines over two pipes of their own: standard output belongs to whatever compiled
+code and libraries want to print, and its tail is shown when they crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import io
+import itertools
+import json
+import math
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Literal, NoReturn
+
+_VARIABLE = "TVM_SPARSE_WORKER"
+"""Tells the child its two file descriptors and its parent: ``requests,replies,pid``."""
+
+_TAIL = 2000
+"""Characters of output or traceback that go into a message."""
+
+_START_SECONDS = 120.0
+"""How long a child may import: TVM and PyTorch from a cold network disk take most of a minute."""
+
+_REAP_SECONDS = 10.0
+"""How long a killed child may take to go. The driver tears its context down first, and until then
+it would disturb the next measurement; beyond that it hangs in the kernel and is left behind."""
+
+_LOOK_SECONDS = 0.2
+"""How often a busy child is looked at. Its pipe tells of its end, unless a process that it forked
+holds the other end."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class StartError(RuntimeError):
+    """A child could not be started, or ended before it was ready for a request.
+
+    Not a `Reply`: no request is to blame, and the next one would fare no better.
+    """
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of a request.
+
+    Parameters
+    ----------
+    kind : str
+        ``ok``; ``error``: the handler raised; ``crash``: the child died; ``timeout``.
+    value : object
+        What the handler returned, as JSON gives it back; None unless ``ok``.
+    message : str
+        What went wrong, its head first (``Type: message`` for an error); empty when ``ok``.
+    traceback : str
+        Tail of the child's traceback, for an error.
+    fatal : bool
+        Whether the child was given up after an error, because the exception said so.
+    """
+
+    kind: Literal["ok", "error", "crash", "timeout"]
+    value: Any = None
+    message: str = ""
+    traceback: str = ""
+    fatal: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a value."""
+        return self.kind == "ok"
+
+
+# ---------------------------------------------------------------------------------------------
+# The parent's side
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen[bytes]
+    requests: int  # our ends of the two pipes; neither ever blocks
+    replies: int
+    output: IO[bytes]
+    ready_by: float
+    ready: bool = False
+    received: bytearray = field(default_factory=bytearray)
+    searched: int = 0  # how much of `received` is known to hold no end of line
+
+
+@dataclass
+class _Job:
+    number: int
+    timeout: float
+    unsent: memoryview
+    deadline: float
+
+
+class Worker:
+    """A child process that answers requests one at a time, and is replaced when it fails.
+
+    Starting is lazy. After a crash, a timeout or a fatal error the next call gets a fresh process;
+    so it does when the child died between two calls.
+
+    Not thread-safe; and because Linux ties the parent-death signal to the *thread* that started
+    the child, the thread that makes the calls should live as long as the worker does.
+
+    Parameters
+    ----------
+    argv : sequence of str
+        Command whose process (not a child of it) calls `serve`.
+    env : mapping, optional
+        Variables to set in addition to those of this process.
+    name : str
+        For messages.
+    start_timeout : float
+        Seconds until the child has to be ready; not part of any request's time.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        name: str,
+        start_timeout: float = _START_SECONDS,
+    ) -> None:
+        self.argv = tuple(argv)
+        self.env = dict(env or {})
+        self.name = name
+        self.start_timeout = start_timeout
+        self._child: _Child | None = None
+        self._job: _Job | None = None
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the child and of its process group; None while there is none."""
+        return self._child.process.pid if self._child else None
+
+    def start(self) -> None:
+        """Start the child unless it runs, and wait until it is ready.
+
+        Raises
+        ------
+        StartError
+            If it cannot be started, ends at once, or takes longer than `start_timeout`.
+        """
+        self._ensure_child()
+        try:
+            while self._child and not self._child.ready:
+                _wait([self])
+                self._advance()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, request: Mapping[str, Any], *, timeout: float) -> Reply:
+        """Send a request and wait for its reply, at most `timeout` seconds.
+
+        Raises
+        ------
+        StartError
+            As in `start`. Anything that the request does is a `Reply`.
+        TypeError, ValueError
+            If the request is not JSON, or one is under way.
+        """
+        self._submit(request, timeout)
+        try:
+            while (reply := self._advance()) is None:
+                _wait([self])
+        except BaseException:  # Ctrl-C: what the child is at now is nobody's
+            self.close()
+            raise
+        return reply
+
+    def close(self) -> None:
+        """Kill the child's process group and wait for the child. May be called again."""
+        self._job = None
+        child, self._child = self._child, None
+        if child is not None:
+            _kill(child)
+            os.close(child.requests)
+            os.close(child.replies)
+            child.output.close()
+
+    def _ensure_child(self) -> None:
+        if self._child and _has_ended(self._child.process):
+            self.close()
+        if self._child is None:
+            self._child = _spawn(self.argv, self.env, self.name, self.start_timeout)
+
+    def _submit(self, request: Mapping[str, Any], timeout: float) -> None:
+        if self._job is not None:
+            raise ValueError(f"{self.name} is busy")
+        number = next(self._numbers)
+        line = json.dumps({"number": number, "request": dict(request)}).encode() + b"\n"
+        self._ensure_child()
+        assert self._child is not None
+        deadline = math.inf  # until the child is ready
+        if self._child.ready:
+            deadline = time.monotonic() + timeout
+            # What was printed before is not this request's, and must not fill the disk.
+            os.ftruncate(self._child.output.fileno(), 0)
+        self._job = _Job(number, timeout, memoryview(line), deadline)
+
+    def _advance(self) -> Reply | None:
+        """Send and receive what can be without waiting; the reply, once there is one."""
+        child, job = self._child, self._job
+        assert child is not None
+        ended = _has_ended(child.process)  # before reading: then nothing that it sent is missed
+        closed = self._receive(child)
+        while (end := child.received.find(b"\n", child.searched)) >= 0:
+            line = bytes(child.received[:end])
+            del child.received[: end + 1]
+            child.searched = 0
+            try:
+                message = json.loads(line)
+                number = message["number"]
+            except (ValueError, TypeError, KeyError):
+                return self._fail("crash", f"sent what is not a reply: {line[:80]!r}")
+            if number is None:
+                child.ready = True
+                if job:
+                    job.deadline = time.monotonic() + job.timeout
+            elif job and number == job.number:
+                return self._finish(message)
+            # Any other number: a reply of a process that the child forked, long decided.
+
+        child.searched = len(child.received)
+
+        if child.ready and job:
+            closed = self._send(child, job) or closed
+        if ended or closed:
+            return self._fail("crash")
+        now = time.monotonic()
+        if not child.ready and now >= child.ready_by:
+            return self._fail("timeout", f"was not ready within {self.start_timeout:g} s")
+        if job and now >= job.deadline:
+            return self._fail("timeout", f"did not reply within {job.timeout:g} s")
+        return None
+
+    def _receive(self, child: _Child) -> bool:
+        """Read what is there; whether the child has closed its end."""
+        # The limit is for a child that floods the pipe: the deadline has its turn. One that has
+        # ended leaves no more than a pipe holds, which is far below it.
+        for _ in range(64):
+            try:
+                data = os.read(child.replies, 1 << 16)
+            except BlockingIOError:
+                return False
+            if not data:
+                return True
+            child.received += data
+        return False
+
+    def _send(self, child: _Child, job: _Job) -> bool:
+        """Write what fits; whether the child has closed its end."""
+        try:
+            while job.unsent:
+                job.unsent = job.unsent[os.write(child.requests, job.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return True
+        return False
+
+    def _finish(self, message: dict[str, Any]) -> Reply:
+        self._job = None
+        if "error" not in message:
+            return Reply("ok", value=message.get("ok"))
+        fatal = bool(message.get("fatal"))
+        if fatal:
+            self.close()
+        return Reply(
+            "error",
+            message=message["error"],
+            traceback=message.get("traceback", ""),
+            fatal=fatal,
+        )
+
+    def _fail(self, kind: Literal["crash", "timeout"], what: str = "") -> Reply:
+        """Give the child up; `what` it did, unless it ended by itself."""
+        child = self._child
+        assert child is not None
+        if not what and not _ends_soon(child.process):
+            what = "closed its pipe"
+        output = _tail(child.output)
+        self.close()
+        what = what or _describe_status(child.process.returncode)
+        message = f"{self.name} {what}"
+        if output:
+            message += f"\n--- end of its output ---\n{output}"
+        if not child.ready:
+            raise StartError(f"{message}\n(command: {' '.join(self.argv)})")
+        return Reply(kind, message=message)
+
+    def _postpone(self, seconds: float) -> None:
+        if self._child:
+            self._child.ready_by += seconds
+        if self._job:
+            self._job.deadline += seconds
+
+
+class Pool:
+    """Several workers, for requests that do not depend on each other.
+
+    Parameters
+    ----------
+    size : int
+        How many children run at the same time.
+    argv, env, name, start_timeout
+        As in `Worker`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        name: str,
+        start_timeout: float = _START_SECONDS,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a pool has at least one worker, not {size}")
+        self.workers = tuple(
+            Worker(argv, env=env, name=f"{name}-{number}", start_timeout=start_timeout)
+            for number in range(size)
+        )
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Iterator[Reply]:
+        """Yield a reply for each request, in the order of the requests.
+
+        A request that ends its worker costs only itself. `timeout` is for each request, from
+        where a worker takes it. The work is done while the iterator is being advanced; leaving it
+        early ends what is under way.
+
+        Raises
+        ------
+        StartError
+            As in `Worker.start`.
+        """
+        # One thread and one poll for all: children started by a helper thread would die with it.
+        waiting = deque(enumerate(requests))
+        busy: dict[Worker, int] = {}
+        done: dict[int, Reply] = {}
+        following = 0
+        try:
+            while waiting or busy or done:
+                # The workers that run already first, so that few requests start few children.
+                for worker in sorted(self.workers, key=lambda w: w.pid is None):
+                    if waiting and worker not in busy:
+                        number, request = waiting.popleft()
+                        worker._submit(request, timeout)
+                        busy[worker] = number
+                for worker in tuple(busy):
+                    if (reply := worker._advance()) is not None:
+                        done[busy.pop(worker)] = reply
+                if following not in done:
+                    if len(busy) == len(self.workers) or not waiting:
+                        _wait(busy)
+                    continue
+                paused = time.monotonic()
+                yield done.pop(following)
+                following += 1
+                # Nobody read while the caller held the reply; that is not the children's time.
+                for worker in busy:
+                    worker._postpone(time.monotonic() - paused)
+        finally:
+            for worker in busy:
+                worker.close()
+
+    def close(self) -> None:
+        """Close every worker."""
+        for worker in self.workers:
+            worker.close()
+
+
+def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: float) -> _Child:
+    request_reader, request_writer = os.pipe()
+    reply_reader, reply_writer = os.pipe()
+    output = tempfile.TemporaryFile()
+    # Appending, so that the file can be emptied between requests under the child's hands.
+    flags = fcntl.fcntl(output, fcntl.F_GETFL)
+    fcntl.fcntl(output, fcntl.F_SETFL, flags | os.O_APPEND)
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **env, _VARIABLE: f"{request_reader},{reply_writer},{os.getpid()}"},
+            pass_fds=(request_reader, reply_writer),
+            start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
+        )
+    except BaseException as error:
+        os.close(request_writer)
+        os.close(reply_reader)
+        output.close()
+        if isinstance(error, OSError):
+            raise StartError(f"{name} cannot be started: {error}") from error
+        raise
+    finally:
+        os.close(request_reader)
+        os.close(reply_writer)
+    os.set_blocking(request_writer, False)
+    os.set_blocking(reply_reader, False)
+    return _Child(process, request_writer, reply_reader, output, time.monotonic() + timeout)
+
+
+def _wait(workers: Iterable[Worker]) -> None:
+    """Wait until one of the workers can go on, its deadline has come, or it is time to look."""
+    until = time.monotonic() + _LOOK_SECONDS
+    poller = select.poll()
+    for worker in workers:
+        child, job = worker._child, worker._job
+        assert child is not None
+        poller.register(child.replies, select.POLLIN)
+        if child.ready and job and job.unsent:
+            poller.register(child.requests, select.POLLOUT)
+        until = min(until, child.ready_by if not child.ready else math.inf)
+        until = min(until, job.deadline if job else math.inf)
+    poller.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the child has ended; without reaping it, for until then its id stays ours."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll() is not None
+    if process.returncode is not None:
+        return True
+    try:
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, flags) is not None
+    except ChildProcessError:  # reaped by other code of this process, or SIGCHLD is ignored
+        return True
+
+
+def _ends_soon(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a child that has closed its pipe was about to end: a moment lies between the two."""
+    until = time.monotonic() + 0.5
+    while not (ended := _has_ended(process)) and time.monotonic() < until:
+        time.sleep(0.005)
+    return ended
+
+
+def _kill(child: _Child) -> None:
+    """End the child and everything in its group, and reap it."""
+    try:
+        os.killpg(child.process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
+        pass
+    child.process.kill()  # had it left its group
+    try:
+        child.process.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _describe_status(status: int | None) -> str:
+    if status is None:
+        return "is stuck in the kernel and does not end"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
+    hint = ", perhaps for want of memory" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def _tail(output: IO[bytes]) -> str:
+    size = os.fstat(output.fileno()).st_size
+    start = max(0, size - 4 * _TAIL)  # four bytes are the most that a character takes
+    text = os.pread(output.fileno(), size - start, start).decode(errors="replace")
+    return text[-_TAIL:].strip()
+
+
+# ---------------------------------------------------------------------------------------------
+# The child's side
+
+
+def serve(handle: Callable[[dict[str, Any]], Any]) -> NoReturn:
+    """Answer the requests of the `Worker` that started this process, until it goes away.
+
+    What `handle` returns has to be JSON. What it raises becomes an error with the type, the message
+    and the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that
+    sticks to the context, say) makes the parent replace this process.
+    """
+    requests, replies = _attach()
+    faulthandler.enable()  # a segfault leaves the Python stack in the output
+    # Crashes are expected here: no gigabytes of core for each.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what is in a buffer is lost in a crash
+    _send_line(replies, json.dumps({"number": None}))
+    with os.fdopen(requests, "rb") as lines:
+        for line in lines:
+            message = json.loads(line)
+            number = message["number"]
+            try:
+                text = json.dumps({"number": number, "ok": handle(message["request"])})
+            except Exception as error:
+                text = json.dumps(
+                    {
+                        "number": number,
+                        "error": _describe_error(error),
+                        "traceback": traceback.format_exc()[-_TAIL:],
+                        "fatal": bool(getattr(error, "fatal", False)),
+                    }
+                )
+            _send_line(replies, text)
+    os._exit(0)  # nobody is left to clean up for, and a driver's exit handlers can hang
+
+
+def _attach() -> tuple[int, int]:
+    """Take over the pipes, and tie this process's life to its parent's."""
+    try:
+        requests, replies, parent = map(int, os.environ.pop(_VARIABLE).split(","))
+    except (KeyError, ValueError):
+        sys.exit(f"{sys.argv[0]}: to be started by tvm_sparse, not by hand")
+    # Compilers started from here must not keep the pipes open.
+    os.set_inheritable(requests, False)
+    os.set_inheritable(replies, False)
+    if sys.platform == "linux":
+        # Reading the end of the pipe is not enough: it waits for the handler, which may not return.
+        # Where a sandbox forbids this call, it is what remains.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the prctl
+        sys.exit("the process that started this worker is gone, or is not its direct parent")
+    return requests, replies
+
+
+def _send_line(fd: int, text: str) -> None:
+    data = memoryview(text.encode() + b"\n")
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def _describe_error(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its __str__ is somebody else's code
+        return type(error).__name__
