@@ -112,7 +112,8 @@ def run_on_cpu(
     kernels = [_kernel(str(gv.name_hint), f) for gv, f in device.functions.items()]
     source = _translate(_device_source(device, target))
     with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
-        library = _compile(source, kernels, Path(folder))
+        library = Path(folder) / "kernel.so"
+        library.write_bytes(_compiled(source, tuple(kernels)))
         runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
         placed = [
             _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a
@@ -207,7 +208,14 @@ def _keep_text(code: str, *_: object) -> str:
     return code
 
 
-def _compile(source: str, kernels: list[Kernel], folder: Path) -> Path:
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, kernels: tuple[Kernel, ...]) -> bytes:
+    """The library, kept for runs of one kernel on other inputs and seeds: g++ takes longer than they do."""
+    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
+        return _compile(source, kernels, Path(folder)).read_bytes()
+
+
+def _compile(source: str, kernels: Sequence[Kernel], folder: Path) -> Path:
     text, library = folder / "kernel.cu", folder / "kernel.so"
     entries = "".join(
         f'extern "C" void emulated_{k.name}(void** args) {{\n'

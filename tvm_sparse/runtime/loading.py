@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from .. import machine
+from ..artifacts.manifest import digest
 
 
 class LoadError(RuntimeError):
@@ -24,6 +24,8 @@ class LoadError(RuntimeError):
 @functools.cache
 def prepare(kind: str) -> None:
     """Load what libraries of this kind ("llvm" or "cuda") call at run time. Once a process."""
+    import tvm_ffi  # noqa: F401  (loads the library that the others are linked to)
+
     if kind == "cuda":
         from ..artifacts import cuda_toolchain
 
@@ -39,12 +41,6 @@ def prepare(kind: str) -> None:
     if spec is None or spec.origin is None:
         raise LoadError("the package apache-tvm is not installed: its runtime library is needed to call kernels")
     ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_function(path: Path, kind: str, sha256: str | None) -> Any:

@@ -1,0 +1,66 @@
+"""What the tests of operators, templates and GPU have in common: awkward problems, machines, sampled candidates."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tvm_sparse import schedules
+from tvm_sparse.machine import Machine, cpu
+from tvm_sparse.operators import Problem, make, parse
+from tvm_sparse.schedules import Template
+from tvm_sparse.tuning.records import Candidate
+from tvm_sparse.tuning.search import points
+
+SM90 = Machine("cuda", "sm_90a", "sm_90a", cores=132)
+SM80 = Machine("cuda", "sm_80", "sm_80", cores=108)
+MACHINES = {"llvm": cpu(), "cuda": SM90}
+
+AWKWARD = tuple(
+    parse(key)
+    for key in (
+        "softmax_topk/batch=1,vocab=1,k=1",
+        "softmax_topk/batch=3,vocab=7,k=7",
+        "softmax_topk/batch=5,vocab=61,k=4,dtype=float16",  # less than a tile, prime
+        "softmax_topk/batch=3,vocab=1009,k=1",  # prime
+        "softmax_topk/batch=2,vocab=3001,k=50,dtype=bfloat16",
+        "softmax_topk/batch=2,vocab=8192,k=5",  # whole tiles
+        "softmax_topk/batch=2,vocab=1500,k=100,dtype=float16",  # more than the survivors that are ranked by counting
+        "softmax_topk/batch=2,vocab=1100,k=1100",  # k = vocab, beyond the threads of a block
+        "softmax_topk/batch=1,vocab=2600,k=2100",  # more than fit into shared memory
+        "bsr_matmul/m=1,k=1,n=1,block=1,sparsity=0",
+        "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5",  # nothing is a power of two
+        "bsr_matmul/m=1,k=64,n=64,block=16,sparsity=0.8",
+        "bsr_matmul/m=17,k=128,n=96,block=32x16,sparsity=0.5,dtype=float16",
+        "bsr_matmul/m=4,k=192,n=64,block=2x32,sparsity=0.7,dtype=bfloat16",
+        "bsr_matmul/m=2,k=64,n=64,block=8,sparsity=1",  # no block at all
+        "bsr_matmul/m=2,k=128,n=32,block=1,sparsity=0.95,pattern=skewed",
+        "bsr_matmul/m=9,k=512,n=32,block=4x64,sparsity=0.25",  # long rows: every lane takes several steps
+    )
+)
+
+
+def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> list[tuple[Template, Problem]]:
+    """The templates of a kind of machine whose attributes are `having`, with each problem that they apply to."""
+    pairs = [(schedules.find(name), p) for p in problems for name in schedules.applicable(p, MACHINES[kind])[0]]
+    return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
+
+
+def sampled(template: Template, problem: Problem, machine: Machine, count: int) -> list[Candidate]:
+    """The default, and `count` other points of the space, the same ones in every run."""
+    default = template.candidate(template.default(problem, machine))
+    others = [c for c in points(problem, machine, {template.name: template.space(problem, machine)}) if c != default]
+    return [default, *random.Random(f"{template.name} {problem}").sample(others, min(count, len(others)))]
+
+
+def case_id(value: Any) -> str | None:
+    """For `pytest.mark.parametrize(ids=)`: the template's name, the problem's axes without what is default."""
+    if isinstance(value, Template):
+        return value.name
+    if isinstance(value, Problem):
+        full = {"dtype": "float32", "pattern": "uniform"}
+        return ",".join(f"{name}={axis}" for name, axis in value.axes.items() if full.get(name) != axis)
+    return None
+
+
+__all__ = ["AWKWARD", "MACHINES", "SM80", "SM90", "case_id", "cases", "make", "sampled"]

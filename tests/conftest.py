@@ -1,0 +1,14 @@
+"""What all tests share: GPU tests are skipped, with the reason, on a machine without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tvm_sparse import machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and machine.gpu() is None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none"))

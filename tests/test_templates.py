@@ -1,0 +1,301 @@
+"""Every schedule template: its space, and what its sampled candidates compute, with no GPU.
+
+Driven by `schedules.TEMPLATES`: a new template is covered by being in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from cases import AWKWARD, MACHINES, SM80, SM90, case_id, cases, sampled
+from emulation import EmulationError, run_on_cpu
+from emulation.serialise import serialise
+from tvm_sparse import schedules
+from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
+from tvm_sparse.operators import Mismatch, Problem, make, parse
+from tvm_sparse.operators.problem import numpy_dtype
+from tvm_sparse.schedules import FALLBACKS, TEMPLATES, Program, Template
+from tvm_sparse.tuning.records import Candidate
+from tvm_sparse.tuning.search import points
+
+HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
+needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
+
+# Sizes at which people run these, for what only shows there: registers and shared memory.
+REALISTIC = tuple(
+    parse(key)
+    for key in (
+        "softmax_topk/batch=10,vocab=25000,k=5",
+        "softmax_topk/batch=64,vocab=128256,k=50,dtype=bfloat16",
+        "softmax_topk/batch=4,vocab=32000,k=2048,dtype=float16",
+        "softmax_topk/batch=4,vocab=50257,k=100",
+        "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",
+        "bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9,dtype=float16",
+        "bsr_matmul/m=128,k=768,n=768,block=64x8,sparsity=0.5",
+    )
+)
+
+
+# ---- spaces --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "key", "expected", "allowed"),
+    [
+        ("row_scan", "softmax_topk/batch=3,vocab=7,k=7", {"chunk": (64, 128, 256, 512, 1024), "lanes": (8, 16, 32, 64)}, 20),
+        ("radix_select", "softmax_topk/batch=3,vocab=7,k=7", {"threads": (256, 512, 1024)}, 3),
+        # A second vector a thread is refused where half of the tile would be empty.
+        ("threshold_gate", "softmax_topk/batch=3,vocab=7,k=7", {"threads": (128, 256, 512, 1024), "vectors": (1, 2, 4, 8)}, 4),
+        ("block_rows", "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5", {"tile_m": (1, 2, 4), "tile_n": (1,), "lanes": (1,)}, 3),
+        ("per_element", "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5", {"threads": (32, 64, 128, 256, 512)}, 5),
+        (
+            "warp_shuffle",
+            "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5",
+            {"lanes": (2, 4, 8, 16, 32), "rows": (1, 2, 4, 8, 16, 32), "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
+            3,  # of 35 rows only one fits a block of threads, so all 32 threads are lanes
+        ),
+        (
+            "cross_thread",
+            "bsr_matmul/m=1,k=64,n=64,block=16,sparsity=0.8,dtype=float16",
+            {"lanes": (64,), "rows": (1, 2, 4, 8, 16, 32), "tile_m": (1,), "tile_n": (1, 2, 4, 8), "vec": (1, 2, 4, 8)},
+            4 * 4 * 4,
+        ),
+    ],
+)
+def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple[int, ...]], allowed: int) -> None:
+    found, problem = schedules.find(template), parse(key)
+    machine = MACHINES[found.kind]
+    table = found.space(problem, machine)
+    assert dict(table) == expected
+    assert list(table) == list(expected)  # the order is that of the candidate's text
+    assert len(list(points(problem, machine, {template: table}))) == allowed
+
+
+@pytest.mark.parametrize(
+    ("template", "key", "reason"),
+    [
+        ("threshold_gate", "softmax_topk/batch=1,vocab=2600,k=2100", "k=2100 exceeds 2048"),
+        ("per_tile", "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5", "n=35 does not divide"),
+        ("cross_thread", "bsr_matmul/m=3,k=32,n=32,block=4,sparsity=0.5", "k=32 has no work"),
+    ],
+)
+def test_template_that_does_not_apply_says_why(template: str, key: str, reason: str) -> None:
+    tables, reasons = schedules.applicable(parse(key), SM90)
+    assert template not in tables
+    assert reason in reasons[template]
+    assert reason in (schedules.find(template).point(parse(key), SM90, {}) or "")
+
+
+@pytest.mark.parametrize("problem", AWKWARD + REALISTIC, ids=case_id)
+@pytest.mark.parametrize("kind", MACHINES)
+def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: Problem) -> None:
+    machine = MACHINES[kind]
+    tables, reasons = schedules.applicable(problem, machine)
+    assert FALLBACKS[problem.operator, kind].name in tables
+    for name, table in tables.items():
+        template = schedules.find(name)
+        assert template.point(problem, machine, template.default(problem, machine)) is None
+        assert all(values and len(set(values)) == len(values) for values in table.values())
+        for values in itertools.product(*table.values()):
+            reason = template.allowed(problem, machine, dict(zip(table, values, strict=True)))
+            reasons[f"{name}{values}"] = "a point that is allowed" if reason is None else reason
+    for where, reason in reasons.items():
+        assert len(reason.split()) >= 4 and reason == reason.strip() and "{" not in reason, f"{where}: {reason!r}"
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=case_id)
+def test_what_is_no_point_is_not_compiled(template: Template, tmp_path: Path) -> None:
+    machine = MACHINES[template.kind]
+    problem = make(template.operator, next(p for p in AWKWARD + REALISTIC if p.operator == template.operator).example)
+    good = template.candidate(template.default(problem, machine))
+    (name, value), *rest = good.decisions
+    bad = {
+        "version": Candidate(good.template, good.version + 1, good.decisions),
+        "among": Candidate(good.template, good.version, ((name, value + 1), *rest)),
+        "decisions are": Candidate(good.template, good.version, tuple(rest)),
+        "the space has": Candidate(good.template, good.version, (*good.decisions, ("extra", 1))),
+    }
+    table = template.space(problem, machine)
+    for values in itertools.product(*table.values()):
+        if reason := template.allowed(problem, machine, dict(zip(table, values, strict=True))):
+            bad[reason] = template.candidate(dict(zip(table, values, strict=True)))
+            break
+    for message, candidate in bad.items():
+        with pytest.raises(CompileError) as caught:
+            compile_candidate(problem, candidate, machine, tmp_path / "no.so")
+        assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- running a candidate -------------------------------------------------------------------------
+
+
+def workspaces(program: Program, problem: Problem) -> list[np.ndarray]:
+    arrays = []
+    for workspace in program.workspaces:
+        shape = [problem.axes[extent] if isinstance(extent, str) else extent for extent in workspace.shape]
+        dtype = numpy_dtype(workspace.dtype)
+        arrays.append(np.full(int(np.prod(shape)) * dtype.itemsize, workspace.fill, np.uint8).view(dtype).reshape(shape))
+    return arrays
+
+
+def verify(problem: Problem, structure: str, seed: int, call: Callable[[Sequence[Any]], None], extra: Sequence[Any] = ()) -> None:
+    """Call on fresh inputs and poisoned outputs; the outputs agree with the reference and the inputs are as before."""
+    inputs = problem.generate(seed, structure)
+    kept = [np.copy(a) for a in inputs]
+    outputs = problem.empty_outputs()
+    call([*inputs, *outputs, *extra])
+    try:
+        problem.check(inputs, problem.reference(inputs), outputs)
+    except Mismatch as error:
+        raise Mismatch(f"{problem} {structure} seed {seed}: {error}") from None
+    for before, after in zip(kept, inputs, strict=True):
+        assert before.tobytes() == np.asarray(after, before.dtype).tobytes(), "an input was changed"
+
+
+def misaligned(array: np.ndarray) -> tuple[Any, np.ndarray]:
+    """A tensor that starts one element past a 64-byte boundary, and the array that shares its memory."""
+    room = np.zeros(array.nbytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + array.itemsize
+    inside = room[start : start + array.nbytes]
+    view = inside.view(array.dtype).reshape(array.shape)
+    view[...] = array
+    # Through bytes, because DLPack does not know NumPy's bfloat16; an empty tensor has no bytes to point at.
+    flat = tvm_ffi.from_dlpack(room[start : start + max(array.nbytes, 1)], require_alignment=1)
+    return flat._create_view(array.shape, str(array.dtype)), view
+
+
+def on_llvm(function: Any) -> Callable[[Sequence[Any]], None]:
+    """Calls with tensors that are aligned to their elements and no more, and copies the results back."""
+
+    def call(arguments: Sequence[Any]) -> None:
+        placed = [misaligned(a) if isinstance(a, np.ndarray) else (a, None) for a in arguments]
+        function(*(tensor for tensor, _ in placed))
+        for array, (_, view) in zip(arguments, placed, strict=True):
+            if view is not None:
+                array[...] = view
+
+    return call
+
+
+@pytest.mark.parametrize(("template", "problem"), cases("llvm"), ids=case_id)
+def test_cpu_candidates_for_every_structure_batch_and_alignment(template: Template, problem: Problem, tmp_path: Path) -> None:
+    machine = MACHINES["llvm"]
+    for number, candidate in enumerate(sampled(template, problem, machine, 2)):
+        compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
+        assert compiled.resources is None
+        call = on_llvm(tvm.runtime.load_module(compiled.path)["main"])
+        extra = workspaces(template.build(problem, candidate.values), problem)
+        for seed, structure in enumerate(problem.structures):
+            verify(problem, structure, seed, call, extra)
+        # One library serves every batch.
+        for seed, batch in enumerate((1, 3, problem.batch_extent + 6)):
+            verify(problem.with_batch(batch), problem.structures[seed % 2], seed, call, extra)
+
+
+def on_loops(module: tvm.IRModule) -> Callable[[Sequence[Any]], None]:
+    function = tvm.compile(serialise(module), target="llvm")["main"]
+
+    def call(arguments: Sequence[Any]) -> None:
+        tensors = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        function(*tensors)
+        for array, tensor in zip(arguments, tensors, strict=True):
+            if isinstance(array, np.ndarray):
+                array[...] = tensor.numpy()
+
+    return call
+
+
+@pytest.mark.parametrize(("template", "problem"), cases("cuda", explicit_threads=False), ids=case_id)
+def test_schedules_with_threads_as_loops(template: Template, problem: Problem) -> None:
+    for candidate in sampled(template, problem, SM90, 2):
+        program = template.build(problem, candidate.values)
+        call = on_loops(program.module)
+        for seed, structure in enumerate(problem.structures):
+            verify(problem, structure, seed, call, workspaces(program, problem))
+        verify(problem.with_batch(problem.batch_extent + 3), problem.structures[0], 9, call, workspaces(program, problem))
+
+
+def without_initialisation(module: tvm.IRModule) -> tvm.IRModule:
+    """The module with every sum begun at whatever was there: what a reduction with no step leaves behind."""
+
+    def store(node: tirx.BufferStore) -> tirx.Stmt:
+        value = node.value
+        return tirx.Evaluate(0) if isinstance(value, tirx.FloatImm) and value.value == 0 else node
+
+    main = module["main"]
+    return tvm.IRModule({"main": main.with_body(tvm_ffi.structural_map(main.body, (tirx.BufferStore, store)))})
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if t.kind == "cuda" and not t.explicit_threads], ids=case_id)
+def test_threads_as_loops_catch_a_schedule_that_forgets_to_initialise(template: Template) -> None:
+    problem = parse("bsr_matmul/m=4,k=64,n=64,block=8,sparsity=0.6")
+    module = template.build(problem, template.default(problem, SM90)).module
+    verify(problem, "empty_rows", 0, on_loops(module))
+    with pytest.raises(Mismatch):
+        verify(problem, "empty_rows", 0, on_loops(without_initialisation(module)))
+
+
+# ---- thread by thread ----------------------------------------------------------------------------
+
+
+def emulated(program: Program, seed: int) -> Callable[[Sequence[Any]], None]:
+    return lambda arguments: run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
+
+
+@pytest.mark.parametrize(("template", "problem"), cases("cuda"), ids=case_id)
+def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
+    for candidate in sampled(template, problem, SM90, 2):
+        program = template.build(problem, candidate.values)
+        for seed, structure in enumerate(problem.structures):
+            verify(problem, structure, seed, emulated(program, seed), workspaces(program, problem))
+        # Another order of the threads, another log flag, another batch than the one it was built for.
+        larger = problem.with_batch(problem.batch_extent + 2)
+        verify(larger, problem.structures[1], 100, emulated(program, 100), workspaces(program, larger))
+
+
+def test_thread_by_thread_catches_a_missing_barrier() -> None:
+    """The emulator's own tests show this for small kernels; here it is shown for one of ours."""
+    problem = parse("softmax_topk/batch=2,vocab=1500,k=5")
+    template = schedules.find("radix_select")
+    program = template.build(problem, template.default(problem, SM90))
+    barriers = 0
+
+    def drop(call: tirx.Call) -> Any:
+        nonlocal barriers
+        if getattr(call.op, "name", "") == "tirx.cuda.cta_sync":
+            barriers += 1
+            if barriers == 4:
+                return tirx.const(0, "int32")
+        return call
+
+    main = program.module["main"]
+    broken = tvm.IRModule({"main": main.with_body(tvm_ffi.structural_map(main.body, (tirx.Call, drop)))})
+    with pytest.raises((EmulationError, Mismatch)):
+        verify(problem, "random", 0, emulated(Program(broken, pipeline=program.pipeline), 0))
+    assert barriers > 4
+
+
+# ---- machine code --------------------------------------------------------------------------------
+
+
+@needs_cuda
+@pytest.mark.parametrize(("template", "problem"), cases("cuda", REALISTIC), ids=case_id)
+def test_gpu_candidates_become_machine_code_that_spills_nothing(template: Template, problem: Problem, tmp_path: Path) -> None:
+    default, *others = sampled(template, problem, SM90, 2)
+    for number, (machine, candidate) in enumerate([(SM90, default), (SM80, default), *((SM90, c) for c in others)]):
+        compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
+        assert compiled.resources is not None
+        assert compiled.resources["registers"] > 0
+        assert (compiled.resources["spill_instructions"], compiled.resources["local_bytes"]) == (0, 0), str(candidate)
+        assert compiled.resources["shared_bytes"] <= machine.shared_bytes, str(candidate)

@@ -1,0 +1,145 @@
+"""The manifest of a folder of exported libraries: what each is, and what its bytes must be.
+
+    manifest.json
+        format      version of this layout
+        versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
+        kernels     one entry a library, see `Entry`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..tuning.records import Candidate
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be believed; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One exported library.
+
+    Attributes
+    ----------
+    problem
+        Key of the problem it was compiled for. It serves every extent of that problem's batch axis.
+    arch, kind
+        `sm_90a`, "cuda"; `x86-64-v4`, "llvm".
+    candidate
+        Template, version and decisions.
+    chosen
+        How the decisions were come by: "exact" (a record of this problem), "nearby" or "fallback".
+    library, sha256
+        File name beside the manifest, and the hash of its bytes.
+    workspaces
+        Buffers that the runtime passes after the outputs (`schedules.template.Workspace` as dicts).
+    figures
+        What was measured when it was tuned: seconds, fallback_seconds, session, gpu and date, or empty.
+    resources
+        CUDA: registers, shared and local bytes and spills, the most of any kernel; else None.
+    """
+
+    problem: str
+    arch: str
+    kind: str
+    candidate: Candidate
+    chosen: str
+    library: str
+    sha256: str
+    workspaces: tuple[dict[str, Any], ...]
+    figures: dict[str, Any]
+    resources: dict[str, int] | None
+
+
+def versions() -> dict[str, str]:
+    """The installed versions that decide whether a library can be called."""
+    return {name: importlib.metadata.version(name) for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy")}
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write(folder: Path, entries: Iterable[Entry]) -> None:
+    """Write the manifest of `folder`, by a temporary file and a rename."""
+    kernels = [{**asdict(entry), "candidate": str(entry.candidate)} for entry in entries]
+    text = json.dumps({"format": FORMAT, "versions": versions(), "kernels": kernels}, indent=1, sort_keys=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=NAME)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        os.chmod(name, 0o644)  # mkstemp's own mode would keep a shared folder's other users out
+        os.replace(name, folder / NAME)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read(folder: Path) -> tuple[Entry, ...]:
+    """The entries of a folder's manifest, checked; the libraries themselves are checked when they are loaded.
+
+    Raises
+    ------
+    ManifestError
+        If the file is missing, is not JSON, lacks a field or has one of the wrong type, has another format, names a
+        library outside its folder, or was exported by a compiler version that this one's runtime cannot load.
+    """
+    path = folder / NAME
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path}: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ManifestError(f"{path}: format is {found!r}, expected {FORMAT}; export again with this version")
+    exported = content.get("versions", {})
+    exported = exported if isinstance(exported, dict) else {}
+    installed = importlib.metadata.version("apache-tvm")
+    if exported.get("apache-tvm") != installed:
+        raise ManifestError(
+            f"{path}: exported with apache-tvm {exported.get('apache-tvm')!r}, but {installed} is installed; export again"
+        )
+    kernels = content.get("kernels")
+    if not isinstance(kernels, list):
+        raise ManifestError(f"{path}: kernels must be a list, got {type(kernels).__name__}")
+    return tuple(_entry(path, number, kernel) for number, kernel in enumerate(kernels))
+
+
+def _entry(path: Path, number: int, kernel: Any) -> Entry:
+    where = f"{path}: kernel {number}"
+    if not isinstance(kernel, dict):
+        raise ManifestError(f"{where}: expected an object, got {type(kernel).__name__}")
+    missing = [field.name for field in fields(Entry) if field.name not in kernel]
+    if missing:
+        raise ManifestError(f"{where}: missing {', '.join(missing)}")
+    for name in ("problem", "arch", "kind", "candidate", "chosen", "library", "sha256"):
+        if not isinstance(kernel[name], str):
+            raise ManifestError(f"{where}: {name} must be text, got {kernel[name]!r}")
+    if Path(kernel["library"]).name != kernel["library"]:
+        raise ManifestError(f"{where}: library must be a file name in the same folder, got {kernel['library']!r}")
+    if not isinstance(kernel["workspaces"], list) or not isinstance(kernel["figures"], dict):
+        raise ManifestError(f"{where}: workspaces must be a list and figures an object")
+    try:
+        candidate = Candidate.parse(kernel["candidate"])
+    except ValueError as error:
+        raise ManifestError(f"{where}: {error}") from None
+    known = {field.name: kernel[field.name] for field in fields(Entry)}
+    return Entry(**{**known, "candidate": candidate, "workspaces": tuple(kernel["workspaces"])})

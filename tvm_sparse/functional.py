@@ -1,0 +1,271 @@
+"""The public functions: they check what kernels cannot, find the kernel, and launch it.
+
+Arrays are PyTorch tensors on CPU or CUDA, NumPy arrays, or any arrays that speak DLPack; results are of the same kind.
+Calls are zero-copy, run on PyTorch's current stream, can be captured in a CUDA graph once a first call of the same
+shape has loaded the kernel, and allocate nothing but the outputs (or nothing at all, with `out`).
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+from . import machine
+from .layers import BsrWeight
+from .machine import Machine
+from .operators import BsrMatmul, ProblemError, SoftmaxTopk, make
+from .operators.problem import FLOATS, Problem
+from .runtime import arrays
+from .runtime.arrays import Facts
+from .runtime.dispatch import Explanation, dispatcher
+
+# Kernels by (shape, dtype, device, k), so that a repeated call costs one look-up; see `_launcher`.
+_fast: dict[tuple, Any] = {}
+
+
+def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """The k most probable entries of softmax(logits, -1), in one pass over the logits.
+
+    values[b, i] = exp(logits[b, z_i] - m_b) / sum_j exp(logits[b, j] - m_b),  m_b = max_j logits[b, j],
+
+    with z_i the index of the i-th largest logit of row b.
+
+    Parameters
+    ----------
+    logits
+        Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first.
+    k
+        1 <= k <= vocab.
+    log
+        Log-probabilities in the place of probabilities.
+    out
+        `(values, indices)` to write into: contiguous, of the shapes and dtypes below, on the device of `logits`.
+
+    Returns
+    -------
+    values
+        `(batch, k)` float32, descending.
+    indices
+        `(batch, k)` int64 columns. Equal logits come in the order of their indices, so that the result is
+        deterministic. NaN counts as the largest, as in torch.topk; a row with NaN or +inf, or with nothing above -inf,
+        has NaN for all its values, as torch.softmax has.
+
+    Raises
+    ------
+    TypeError
+        If `logits` is no array, lies on another kind of device, or `k` is no integer.
+    ValueError
+        For another rank or dtype, k out of range, vocab of 2^31 or more, or an `out` that does not fit.
+    RuntimeError
+        If `logits` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+
+    When not to use it: where the whole distribution is needed afterwards.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and type(logits) is torch.Tensor and out is None:
+        # The common case, in as few steps as it takes: everything that was checked for this key holds again, but
+        # layout, alignment and gradients, which are properties of the tensor.
+        found = _fast.get((logits.shape, logits.dtype, logits.device, k))
+        if (
+            found is not None
+            and logits.is_contiguous()
+            and not logits.data_ptr() % arrays.CUDA_ALIGNMENT
+            and not logits.requires_grad
+        ):
+            function, shape, device = found
+            values = torch.empty(shape, dtype=torch.float32, device=device)
+            indices = torch.empty(shape, dtype=torch.int64, device=device)
+            function(logits, 1 if log else 0, values, indices)
+            return values, indices
+
+    known = arrays.facts("logits", logits)
+    _check_floats("logits", known, rank=2)
+    _refuse_gradient("logits", logits)
+    try:
+        k = operator.index(k)
+    except TypeError:
+        raise TypeError(f"k: expected an integer, got {type(k).__name__}") from None
+    batch, vocab = known.shape
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
+    if vocab >= 2**31:
+        raise ValueError(f"logits: expected a vocab below 2^31, got {vocab}")
+    shape = (batch, k)
+    values, indices = _outputs(out, (("values", shape, "float32"), ("indices", shape, "int64")), logits, known)
+    if batch:
+        problem = SoftmaxTopk(batch, vocab, k, known.dtype)
+        function = dispatcher.kernel(problem, _machine("logits", known)).function
+        prepared = arrays.ready(logits, known)
+        function(arrays.argument(prepared), int(log), arrays.argument(values), arrays.argument(indices))
+        if arrays.is_torch(logits) and type(logits) is sys.modules["torch"].Tensor:
+            _fast[logits.shape, logits.dtype, logits.device, k] = (function, shape, logits.device)
+    return out if out is not None else (arrays.returned(values, logits), arrays.returned(indices, logits))
+
+
+def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) -> Any:
+    """x @ weight.T with a block-sparse weight.
+
+    y[i, j] = sum_k x[i, k] * weight[j, k],  of which only the stored blocks of the weight are read.
+
+    Parameters
+    ----------
+    x
+        Shape `(m, k)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not contiguous.
+    weight
+        Shape `(n, k)` in BSR format: a `BsrWeight` (prepared once, the fastest to call with), a
+        `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)` with data
+        `(nnzb, block_rows, block_cols)`, indices `(nnzb,)` in [0, k / block_cols) and indptr `(n / block_rows + 1,)`.
+        Blocks may be rectangular; block rows may be empty; columns of a row need not be sorted, and blocks that stand
+        twice are added. Same dtype and device as `x`.
+    out
+        `(m, n)` array of x's dtype to write into, contiguous and on the same device.
+    validate
+        Also check indices and indptr that lie on a GPU, which costs a synchronisation; those on the host are always
+        checked. Unchecked bad indices read out of bounds.
+
+    Returns
+    -------
+    y
+        `(m, n)` of x's dtype.
+
+    Raises
+    ------
+    TypeError
+        If `x` or `weight` is none of these.
+    ValueError
+        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
+        different devices, matrices of 2^31 elements or more, or an `out` that does not fit.
+    RuntimeError
+        If `x` or the weight requires a gradient.
+
+    When not to use it: with less than about half of the blocks zero a dense product is as fast.
+
+    Source: Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3.
+    """
+    if not isinstance(weight, BsrWeight):
+        weight = BsrWeight(weight, columns=_columns(x), validate=validate)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(x) is torch.Tensor and out is None:
+        found = weight.kernels.get((x.shape, x.dtype, x.device))
+        if (
+            found is not None
+            and x.is_contiguous()
+            and not x.data_ptr() % arrays.CUDA_ALIGNMENT
+            and not x.requires_grad
+        ):
+            function, shape = found
+            y = torch.empty(shape, dtype=x.dtype, device=x.device)
+            function(x, weight.data, weight.indices, weight.indptr, y)
+            return y
+
+    known = arrays.facts("x", x)
+    _check_floats("x", known, rank=2)
+    _refuse_gradient("x", x)
+    m, k = known.shape
+    n, weight_k = weight.shape
+    if k != weight_k:
+        raise ValueError(f"x: expected {weight_k} columns, as the weight has, got shape {known.shape}")
+    if known.dtype != weight.dtype:
+        raise ValueError(f"x: expected dtype {weight.dtype}, as the weight has, got {known.dtype}")
+    if (known.device, known.index) != (weight.device, weight.device_index):
+        raise ValueError(
+            f"x: expected an array on {weight.device}:{weight.device_index}, as the weight is, got {known.device}:{known.index}"
+        )
+    [y] = _outputs(out, (("out", (m, n), known.dtype),), x, known)
+    if m and n:
+        if weight.nnzb == 0 or k == 0:
+            _fill_zero(y)
+        else:
+            function = dispatcher.kernel(weight.problem(m), _machine("x", known)).function
+            prepared = arrays.ready(x, known)
+            function(arrays.argument(prepared), *weight.arguments, arrays.argument(y))
+            if type(x) is getattr(torch, "Tensor", None) and arrays.is_torch(weight.data):
+                weight.kernels[x.shape, x.dtype, x.device] = (function, (m, n))
+    return out if out is not None else arrays.returned(y, x)
+
+
+def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
+    """Which kernel a call runs, and why: exact record, batch bucket, nearby record or fallback.
+
+    Parameters
+    ----------
+    problem
+        A problem, its key (`"softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"`), or an operator's name with the
+        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`.
+    target
+        As for the command line: `auto` (the GPU if there is one), `cpu`, `cuda`, or an architecture.
+
+    Raises
+    ------
+    ProblemError
+        For an unknown operator or axis, with the nearest valid names.
+    UnknownArch
+        For an unknown target.
+    """
+    if isinstance(problem, str):
+        from .operators import parse
+
+        problem = parse(problem) if "/" in problem else make(problem, axes)
+    elif not isinstance(problem, Problem):
+        raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
+    return dispatcher.explain(problem, machine.resolve(target))
+
+
+def _machine(name: str, known: Facts) -> Machine:
+    if known.device == "cpu":
+        return machine.cpu()
+    found = machine.gpu()
+    if found is None:
+        raise ValueError(f"{name}: lies on a GPU, but the driver reports none")
+    return found
+
+
+def _check_floats(name: str, known: Facts, rank: int) -> None:
+    if len(known.shape) != rank:
+        raise ValueError(f"{name}: expected {rank} dimensions, got shape {known.shape}")
+    if known.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
+
+
+def _refuse_gradient(name: str, array: Any) -> None:
+    if arrays.is_torch(array) and array.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+
+
+def _columns(x: Any) -> int:
+    """Columns of x, for a weight that is given by its three arrays alone."""
+    shape = getattr(x, "shape", ())
+    return int(shape[1]) if len(shape) == 2 else 0
+
+
+def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], like: Any, known: Facts) -> list[Any]:
+    """The arrays to write into: new ones, or those of `out`, checked."""
+    if out is None:
+        return [arrays.empty(shape, dtype, like, known) for _, shape, dtype in wanted]
+    given = list(out) if isinstance(out, (tuple, list)) else [out]
+    if len(given) != len(wanted):
+        raise ValueError(f"out: expected {len(wanted)} arrays ({', '.join(name for name, _, _ in wanted)}), got {len(given)}")
+    for array, (name, shape, dtype) in zip(given, wanted, strict=True):
+        name = "out" if name == "out" else f"out ({name})"
+        theirs = arrays.facts(name, array)
+        if theirs.shape != shape or theirs.dtype != dtype:
+            raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}, got {theirs.shape} and {theirs.dtype}")
+        if (theirs.device, theirs.index) != (known.device, known.index):
+            raise ValueError(f"{name}: expected an array on {known.device}:{known.index}, got {theirs.device}:{theirs.index}")
+        if not theirs.contiguous or not theirs.aligned:
+            raise ValueError(f"{name}: expected a contiguous, writeable and aligned array")
+    return given
+
+
+def _fill_zero(y: Any) -> None:
+    if arrays.is_torch(y):
+        y.zero_()
+    else:
+        y[...] = 0
+
+
+__all__ = ["BsrMatmul", "ProblemError", "bsr_matmul", "explain", "softmax_topk"]

@@ -1,0 +1,138 @@
+"""Prepared objects: host work done once, kernels held."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .operators.bsr_matmul import BsrMatmul
+from .operators.problem import FLOATS
+from .runtime import arrays
+
+# Blocks in the fullest row over the mean, beyond which a pattern counts as skewed.
+SKEWED = 4.0
+
+
+class BsrWeight:
+    """A block-sparse weight `(n, k)`, checked and converted once, for many calls of `bsr_matmul`.
+
+    Parameters
+    ----------
+    weight
+        A `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)`.
+    columns
+        k, for a weight given by its arrays (which do not tell how many block columns are empty at the end).
+    validate
+        Also check indices and indptr that lie on a GPU; those on the host are always checked.
+
+    Attributes
+    ----------
+    data, indices, indptr
+        The arrays that kernels take: blocks `(nnzb, block_rows, block_cols)`, int32 block columns `(nnzb,)`, int32 row
+        starts `(n / block_rows + 1,)`. Changing `data` in place is allowed.
+    shape, dtype, nnzb, block_shape, device
+        Of the matrix.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `bsr_matmul`, naming the argument.
+    """
+
+    def __init__(self, weight: Any, *, columns: int | None = None, validate: bool = False) -> None:
+        data, indices, indptr, shape = _parts(weight)
+        known = arrays.facts("data", data)
+        if len(known.shape) != 3:
+            raise ValueError(f"data: expected 3 dimensions (nnzb, block_rows, block_cols), got shape {known.shape}")
+        if known.dtype not in FLOATS:
+            raise ValueError(f"data: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
+        if arrays.is_torch(data) and data.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise RuntimeError("weight: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+        self.nnzb, *block = known.shape
+        rows, cols = self.block_shape = tuple(block)
+        if rows < 1 or cols < 1:
+            raise ValueError(f"data: expected blocks of at least 1x1, got {rows}x{cols}")
+        for name, array in (("indices", indices), ("indptr", indptr)):
+            theirs = arrays.facts(name, array)
+            if len(theirs.shape) != 1 or theirs.dtype not in ("int32", "int64"):
+                raise ValueError(f"{name}: expected one dimension of int32 or int64, got {theirs.dtype} of shape {theirs.shape}")
+            if (theirs.device, theirs.index) != (known.device, known.index):
+                raise ValueError(f"{name}: expected an array on {known.device}, as data is, got one on {theirs.device}")
+        block_rows = int(indptr.shape[0]) - 1
+        if shape is None:
+            shape = (block_rows * rows, columns if columns is not None else _no_columns())
+        n, k = shape
+        if k % cols or n % rows:
+            raise ValueError(f"weight: blocks of {rows}x{cols} do not divide shape ({n}, {k})")
+        if max(n * k, self.nnzb * rows * cols) >= 2**31:
+            raise ValueError(f"weight: expected fewer than 2^31 elements, got shape ({n}, {k})")
+        self.shape = (int(n), int(k))
+        self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
+        self.pattern = "uniform"
+        if known.device == "cpu" or validate:
+            self._check(indptr, indices)
+        self.data = arrays.ready(data, known)
+        self.indices, self.indptr = (_as_int32(array) for array in (indices, indptr))
+        self.arguments = tuple(arrays.argument(array) for array in (self.data, self.indices, self.indptr))
+        # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
+        self.kernels: dict[tuple, Any] = {}
+
+    def _check(self, indptr: Any, indices: Any) -> None:
+        from .formats.bsr import check_structure, skew
+
+        on_host = [_to_numpy(array) for array in (indptr, indices)]
+        rows, cols = self.block_shape
+        check_structure(*on_host, self.nnzb, (self.shape[0] // rows, self.shape[1] // cols))
+        if skew(on_host[0]) > SKEWED:
+            self.pattern = "skewed"
+
+    def problem(self, m: int) -> BsrMatmul:
+        """The problem of a product with `m` rows of x."""
+        (n, k), (rows, cols) = self.shape, self.block_shape
+        sparsity = 1 - self.nnzb / max(1, (n // rows) * (k // cols))
+        return BsrMatmul(m, k, n, f"{rows}x{cols}", min(max(sparsity, 0.0), 1.0), self.pattern, self.dtype)
+
+    def __repr__(self) -> str:
+        rows, cols = self.block_shape
+        return f"BsrWeight(shape={self.shape}, block={rows}x{cols}, nnzb={self.nnzb}, dtype={self.dtype}, device={self.device})"
+
+
+def _no_columns() -> int:
+    raise ValueError("columns: a weight given as (data, indices, indptr) needs its number of columns")
+
+
+def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
+    """data, indices, indptr, and the shape where the weight tells it."""
+    if isinstance(weight, (tuple, list)):
+        if len(weight) != 3:
+            raise ValueError(f"weight: expected (data, indices, indptr), got {len(weight)} items")
+        return (*weight, None)
+    if arrays.is_torch(weight):
+        torch = sys.modules["torch"]
+        if weight.layout is not torch.sparse_bsr:
+            raise TypeError(f"weight: expected layout torch.sparse_bsr, got {weight.layout}; use weight.to_sparse_bsr(block)")
+        if weight.dim() != 2:
+            raise ValueError(f"weight: expected 2 dimensions, got shape {tuple(weight.shape)}")
+        return weight.values(), weight.col_indices(), weight.crow_indices(), tuple(weight.shape)
+    if getattr(weight, "format", None) == "bsr":
+        return weight.data, weight.indices, weight.indptr, weight.shape
+    if getattr(weight, "format", None) is not None:
+        raise TypeError(f"weight: expected a SciPy matrix in BSR format, got {weight.format}; use weight.tobsr(blocksize=...)")
+    raise TypeError(
+        "weight: expected a BsrWeight, a scipy.sparse.bsr_array, a torch.sparse_bsr tensor or (data, indices, indptr),"
+        f" got {type(weight).__name__}"
+    )
+
+
+def _to_numpy(array: Any) -> Any:
+    import numpy as np
+
+    return array.cpu().numpy() if arrays.is_torch(array) else np.from_dlpack(array)
+
+
+def _as_int32(array: Any) -> Any:
+    if arrays.is_torch(array):
+        return array.to(sys.modules["torch"].int32).contiguous()
+    import numpy as np
+
+    return np.array(array, np.int32) if arrays.is_numpy(array) else array

@@ -1,0 +1,151 @@
+"""Arrays of other libraries: what they are, where they live, and how a kernel takes them without a copy.
+
+PyTorch tensors and NumPy arrays are known by type, everything else by the DLPack protocol. No library is imported:
+an array of one is there only if its library is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+# DLPack's device types that kernels exist for (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+# Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
+CUDA_ALIGNMENT = 16
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a public function needs to know of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str  # "cpu" or "cuda"
+    index: int  # of the device
+    contiguous: bool
+    aligned: bool
+
+
+def is_torch(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def is_numpy(array: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(array, numpy.ndarray)
+
+
+def facts(name: str, array: Any) -> Facts:
+    """Facts of the argument `name`.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, or lives where no kernel runs.
+    """
+    if is_torch(array):
+        device = array.device.type
+        if device not in ("cpu", "cuda"):
+            raise TypeError(f"{name}: expected a tensor on cpu or cuda, got one on {device}")
+        if array.layout is not sys.modules["torch"].strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {array.layout}")
+        dtype = str(array.dtype).removeprefix("torch.")
+        alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
+        return Facts(
+            tuple(array.shape), dtype, device, array.device.index or 0, array.is_contiguous(),
+            array.data_ptr() % alignment == 0,
+        )
+    if is_numpy(array):
+        return Facts(
+            array.shape, array.dtype.name, "cpu", 0, array.flags.c_contiguous and array.flags.writeable,
+            array.flags.aligned,
+        )
+    if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
+        raise TypeError(f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}")
+    import tvm_ffi
+
+    kind, index = (int(part) for part in array.__dlpack_device__())
+    if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
+        raise TypeError(f"{name}: expected an array on cpu or cuda, got DLPack device type {kind}")
+    tensor = tvm_ffi.from_dlpack(array)
+    device = "cuda" if kind in (CUDA, CUDA_MANAGED) else "cpu"
+    return Facts(tuple(tensor.shape), str(tensor.dtype), device, index, tensor.is_contiguous(), True)
+
+
+def ready(array: Any, known: Facts) -> Any:
+    """The array as a kernel takes it: itself if it is contiguous and aligned, else a copy that is."""
+    if is_torch(array):
+        array = array.detach()
+        if known.contiguous and known.aligned:
+            return array
+        # clone() allocates anew, and so aligned; contiguous() alone would keep an offset view.
+        return array.clone(memory_format=sys.modules["torch"].contiguous_format)
+    if is_numpy(array):
+        if not (known.contiguous and known.aligned):
+            array = array.copy(order="C")
+        return _BfloatExport(array) if known.dtype == "bfloat16" else array
+    if not known.contiguous:
+        raise ValueError("array: non-contiguous arrays of other libraries are not copied; make it contiguous first")
+    return array
+
+
+def argument(array: Any) -> Any:
+    """What is passed to the kernel for a prepared array."""
+    if is_torch(array):
+        return array
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(array)
+
+
+def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
+    """A new uninitialised array of the same library and device as `like`."""
+    if is_torch(like):
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    import numpy as np
+
+    from ..operators.problem import numpy_dtype
+
+    namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
+    if namespace is not None and known.device == "cuda":
+        return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
+    return np.empty(shape, numpy_dtype(dtype))
+
+
+def returned(array: Any, like: Any) -> Any:
+    """An output made by `empty`, as the library of `like` has it."""
+    if is_torch(array) or is_numpy(like):
+        return array
+    namespace = getattr(like, "__array_namespace__", lambda: None)()
+    if is_numpy(array) and namespace is not None and hasattr(namespace, "from_dlpack"):
+        return namespace.from_dlpack(array)
+    return array
+
+
+class _BfloatExport:
+    """A NumPy bfloat16 array through DLPack, which NumPy itself knows only for its own dtypes.
+
+    The capsule of the same bytes as uint16 gets the type code of bfloat16 written over its own.
+    """
+
+    def __init__(self, array: Any) -> None:
+        import numpy as np
+
+        self._bits = array.view(np.uint16)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CPU, 0)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self._bits.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # DLTensor: data (8 bytes), device (8), ndim (4), then dtype with its code first; kDLBfloat is 4.
+        ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 4
+        return capsule

@@ -1,0 +1,269 @@
+"""Which kernel a call runs, and why.
+
+The decisions come from the first of: a record of this very problem (exact), of the same problem with the next larger
+batch (bucket), of the nearest problem whose decisions are a point of its template's space here (nearby), or the
+template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then the
+package's own, then the user's cache) or is compiled once, in a child process, into the user's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..artifacts import manifest
+from ..artifacts.manifest import Entry, ManifestError
+from ..machine import Machine
+from ..operators import parse
+from ..operators.problem import Problem, ProblemError
+from . import loading, paths
+
+logger = logging.getLogger("tvm_sparse")
+
+HOW = ("exact", "bucket", "nearby", "fallback")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `tvm_sparse.explain` returns: the kernel that a call runs, and why that one."""
+
+    problem: str
+    arch: str
+    how: str  # one of HOW
+    candidate: str  # template, version and decisions
+    record: str | None  # key of the problem whose record gave the decisions; None for the fallback
+    figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
+    library: str | None  # None: not compiled yet; the first call compiles it into the user's cache
+    why: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
+        if self.figures:
+            tuned, untuned = self.figures["seconds"], self.figures["fallback_seconds"]
+            lines.append(
+                f"  tuned {self.figures['date'] or 'at an unknown date'} on {self.figures['machine'] or 'an unknown machine'}:"
+                f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
+            )
+        lines.append(f"  library: {self.library or 'compiled at the first call'}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel: `function(inputs..., outputs..., workspaces...)`."""
+
+    function: Any
+    entry: Entry
+    explanation: Explanation
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder of exported kernels."""
+
+    name: str
+    folder: Path
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    how: str
+    why: str
+    compiled_for: Problem  # the batch of this problem may differ from the call's
+    candidate: Any
+    record: str | None
+    figures: dict[str, Any]
+
+
+class Dispatcher:
+    """The kernels of one process. Thread-safe; a kernel is loaded once.
+
+    Parameters
+    ----------
+    logs, shipped, cache
+        Where records, the package's kernels and compiled ones are; the defaults are those of `runtime.paths`.
+    """
+
+    def __init__(
+        self, logs: tuple[Path, ...] | None = None, shipped: Path | None = None, cache: Path | None = None
+    ) -> None:
+        self._log_roots = logs
+        self._shipped = shipped
+        self._cache = cache
+        self._folders: list[_Source] = []
+        self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
+        self._libraries: dict[tuple[Path, str], Any] = {}
+        self._records: dict[str, dict[str, Any]] = {}
+        self._lock = threading.RLock()
+
+    def add(self, folder: Path) -> tuple[Entry, ...]:
+        """Use the kernels of an exported folder before all others; later folders come first."""
+        entries = manifest.read(folder)
+        with self._lock:
+            self._folders.insert(0, _Source("folder", folder, entries))
+            self._kernels.clear()
+        return entries
+
+    def kernel(self, problem: Problem, machine: Machine) -> Kernel:
+        """The kernel for a problem on a machine, loaded and if need be compiled.
+
+        Raises
+        ------
+        LoadError
+            If the chosen library may not be loaded.
+        CompileError
+            If it had to be compiled and does not.
+        """
+        found = self._kernels.get((problem, machine))
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._kernels.get((problem, machine))
+            if found is None:
+                found = self._kernels[problem, machine] = self._load(problem, machine)
+            return found
+
+    def explain(self, problem: Problem, machine: Machine) -> Explanation:
+        """What `kernel` would return, without loading or compiling."""
+        with self._lock:
+            sources = self._sources(machine)
+            choice = self._choose(problem, machine, sources)
+            return _explanation(problem, machine, choice, self._find(choice, machine, sources))
+
+    def _load(self, problem: Problem, machine: Machine) -> Kernel:
+        sources = self._sources(machine)
+        choice = self._choose(problem, machine, sources)
+        located = self._find(choice, machine, sources)
+        if choice.how in ("nearby", "fallback"):
+            logger.warning("%s on %s: %s (%s)", problem, machine.arch, choice.how, choice.why)
+        if located is None:
+            logger.info("compiling %s for %s into the user's cache", choice.candidate, problem)
+            located = self._compile(choice, machine)
+        folder, entry = located
+        path = folder / entry.library
+        function = self._libraries.get((path, entry.sha256))
+        if function is None:
+            function = loading.load_function(path, machine.kind, entry.sha256)
+            self._libraries[path, entry.sha256] = function
+        return Kernel(function, entry, _explanation(problem, machine, choice, located))
+
+    def _sources(self, machine: Machine) -> list[_Source]:
+        """Folders in order of preference, with their entries for this architecture."""
+        sources = list(self._folders)
+        for name, folder in (("package", self._shipped or paths.shipped_kernels()), ("cache", self._cache_folder(machine))):
+            if (folder / manifest.NAME).exists():
+                try:
+                    sources.append(_Source(name, folder, manifest.read(folder)))
+                except ManifestError as error:
+                    logger.warning("%s kernels are left aside: %s", name, error)
+        return [
+            dataclasses.replace(source, entries=tuple(e for e in source.entries if e.arch == machine.arch))
+            for source in sources
+        ]
+
+    def _cache_folder(self, machine: Machine) -> Path:
+        return (self._cache or paths.user_cache()) / machine.arch
+
+    def _tuned(self, machine: Machine) -> dict[str, Any]:
+        if machine.arch not in self._records:
+            from ..artifacts.export import records
+
+            roots = self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
+            self._records[machine.arch] = records(roots, machine.arch)
+        return self._records[machine.arch]
+
+    def _choose(self, problem: Problem, machine: Machine, sources: list[_Source]) -> _Choice:
+        """The decisions for a problem, from what is exported and what is recorded."""
+        from tvm_sparse import schedules
+
+        # What folders hold comes before what logs say: its libraries need no compiler.
+        known: dict[str, tuple[Any, dict[str, Any]]] = {}
+        for key, (best, figures) in self._tuned(machine).items():
+            known[key] = (best.candidate, figures)
+        for source in reversed(sources):
+            known.update({e.problem: (e.candidate, e.figures) for e in source.entries if e.chosen == "exact"})
+
+        if problem.key in known:
+            candidate, figures = known[problem.key]
+            return _Choice("exact", "tuned for this very problem", problem, candidate, problem.key, figures)
+
+        others = {}
+        for key, value in known.items():
+            try:
+                other = parse(key)
+            except ProblemError:
+                continue  # recorded by a version whose problems had other axes
+            if type(other) is type(problem):
+                others[other] = value
+        axis = problem.batch_axis
+        larger = [o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent]
+        if larger:
+            other = min(larger, key=lambda o: o.batch_extent)
+            candidate, figures = others[other]
+            why = f"the next larger {axis} that was tuned is {other.batch_extent}"
+            return _Choice("bucket", why, other, candidate, other.key, figures)
+
+        by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
+        for distance, key, other in by_distance:
+            candidate, figures = others[other]
+            if schedules.find(candidate.template).point(problem, machine, candidate.values) is None:
+                same = other.with_batch(problem.batch_extent) == problem
+                why = f"decisions of {key}, {distance:.1f} octaves away; tune this problem to be sure"
+                return _Choice("nearby", why, other if same else problem, candidate, key, figures)
+        why = f"nothing like it was tuned for {machine.arch}; tvm-sparse tune may find better"
+        return _Choice("fallback", why, problem, schedules.fallback(problem, machine), None, {})
+
+    def _find(self, choice: _Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
+        """A library of the chosen candidate for the chosen problem, at any batch."""
+        for source in sources:
+            for entry in source.entries:
+                if entry.candidate == choice.candidate and entry.kind == machine.kind:
+                    if entry.problem == choice.compiled_for.key:
+                        return source.folder, entry
+        return None
+
+    def _compile(self, choice: _Choice, machine: Machine) -> tuple[Path, Entry]:
+        """Compile into the user's cache; two processes that need the same library wait for each other."""
+        import filelock
+
+        from ..artifacts.export import build
+
+        folder = self._cache_folder(machine)
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / ".lock"):
+            present: tuple[Entry, ...] = ()
+            if (folder / manifest.NAME).exists():
+                try:
+                    present = manifest.read(folder)
+                except ManifestError as error:
+                    logger.warning("the user's cache is begun anew: %s", error)
+            located = self._find(choice, machine, [_Source("cache", folder, present)])
+            if located is not None:
+                return located
+            [entry] = build([(choice.compiled_for, choice.candidate, choice.how, choice.figures)], machine, folder)
+            manifest.write(folder, [*(e for e in present if e.library != entry.library), entry])
+            return folder, entry
+
+
+def _explanation(
+    problem: Problem, machine: Machine, choice: _Choice, located: tuple[Path, Entry] | None
+) -> Explanation:
+    return Explanation(
+        problem=problem.key,
+        arch=machine.arch,
+        how=choice.how,
+        candidate=str(choice.candidate),
+        record=choice.record,
+        figures=dict(choice.figures),
+        library=str(located[0] / located[1].library) if located else None,
+        why=choice.why,
+    )
+
+
+# The process's kernels: what the public functions use.
+dispatcher = Dispatcher()

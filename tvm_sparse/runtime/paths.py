@@ -1,0 +1,33 @@
+"""Where records and libraries are looked for and kept."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+
+@functools.cache
+def shipped_logs() -> Path:
+    """The tuning logs that come with the package."""
+    from tvm_sparse import tuning_logs
+
+    return Path(tuning_logs.__file__).parent
+
+
+def user_logs() -> Path:
+    """This user's own tuning logs: where `tvm-sparse tune` writes unless told otherwise."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("tvm_sparse", appauthor=False)) / "tuning_logs"
+
+
+def user_cache() -> Path:
+    """Libraries compiled on demand for this user."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tvm_sparse", appauthor=False)) / "kernels"
+
+
+def shipped_kernels() -> Path:
+    """Libraries that come with the package, where it was built with them."""
+    return Path(__file__).parent.parent / "kernels"

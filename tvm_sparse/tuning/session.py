@@ -1,0 +1,355 @@
+"""A tuning run: plan, trials in batches, a final between the best, and everything written down as it happens.
+
+    plan ──► fallback and defaults ──► batches: propose, build in parallel, measure one by one, append ──► final
+
+A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
+it again. Records of other versions of a template, and of trials that failed, count as paid for too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tvm_sparse import schedules
+
+from ..machine import Machine
+from ..operators.problem import Problem
+from . import build_worker
+from .processes import Pool, Reply, Worker
+from .records import Best, Candidate, Log, Session, Trial
+from .search import Search, points
+
+# Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
+BATCH = 16
+FINALISTS = 4
+FINAL_ROUNDS = 5
+BUILD_TIMEOUT = 120.0
+MEASURE_TIMEOUT = 30.0
+# For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
+TYPICAL = {"llvm": (0.5, 0.4), "cuda": (0.5, 0.3)}
+
+
+class NoValidRecord(RuntimeError):
+    """The run ended without a candidate that was right."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, before it does it."""
+
+    problem: Problem
+    machine: Machine
+    templates: Mapping[str, int]  # points of each template's space
+    left_out: Mapping[str, str]  # templates that do not apply, and why
+    trials: int  # to be measured now
+    paid: int  # in the log already
+    builders: int
+    seconds: float  # estimate
+
+    @property
+    def size(self) -> int:
+        return sum(self.templates.values())
+
+
+@dataclass
+class Progress:
+    """The state of a run, for whoever shows it."""
+
+    plan: Plan
+    outcomes: dict[str, int] = field(default_factory=dict)
+    best: Candidate | None = None
+    best_seconds: float = float("inf")
+    fallback_seconds: float | None = None
+    measured: int = 0
+    started: float = field(default_factory=time.monotonic)
+    last: Trial | None = None
+    phase: str = "search"
+
+    @property
+    def seconds_left(self) -> float:
+        if not self.measured:
+            return self.plan.seconds
+        return (time.monotonic() - self.started) / self.measured * max(self.plan.trials - self.measured, 0)
+
+
+def make_plan(problem: Problem, machine: Machine, trials: int, log: Log, builders: int) -> Plan:
+    """Count the space, and what of it is paid for."""
+    tables, reasons = schedules.applicable(problem, machine)
+    sizes = dict.fromkeys(tables, 0)
+    for candidate in points(problem, machine, tables):
+        sizes[candidate.template] += 1
+    paid = len(_known(problem, log))
+    left = max(0, min(trials, sum(sizes.values())) - paid)
+    build, measure = TYPICAL[machine.kind]
+    return Plan(problem, machine, sizes, reasons, left, paid, builders, left * (build / builders + measure))
+
+
+def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
+    """Candidates of the log at their templates' present version: median seconds, None for a failure."""
+    known: dict[Candidate, float | None] = {}
+    for trial in log.read().trials:
+        if trial.problem == problem.key:
+            with contextlib.suppress(KeyError):
+                if schedules.find(trial.candidate.template).version == trial.candidate.version:
+                    known[trial.candidate] = trial.median if trial.outcome == "ok" else None
+    return known
+
+
+def tune(
+    plan: Plan,
+    log: Log,
+    *,
+    seed: int = 0,
+    show: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Best:
+    """Run the plan and return the record of its best candidate, which is appended to the log.
+
+    Parameters
+    ----------
+    show
+        Called after every trial and phase.
+    stop
+        Asked between batches; True ends the search there, and the final is still held.
+
+    Raises
+    ------
+    NoValidRecord
+        If no candidate, the fallback included, gave the right answer.
+    """
+    problem, machine = plan.problem, plan.machine
+    progress = Progress(plan)
+    tables, _ = schedules.applicable(problem, machine)
+    fallback = schedules.fallback(problem, machine)
+    session = new_session(machine, seed, problem)
+    log.append(session)
+    known = _known(problem, log)
+    for candidate, seconds in known.items():
+        if seconds and seconds < progress.best_seconds:
+            progress.best, progress.best_seconds = candidate, seconds
+    progress.fallback_seconds = known.get(fallback)
+
+    with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder, _workers(plan.builders) as (pool, runner):
+        bench = _Bench(problem, machine, seed, Path(folder), pool, runner)
+
+        def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
+            results: dict[Candidate, float | None] = {}
+            trials = []
+            for trial in bench.measure(batch, session.id, progress.measured):
+                trials.append(trial)
+                results[trial.candidate] = trial.median if trial.outcome == "ok" else None
+                progress.measured += 1
+                progress.last = trial
+                progress.outcomes[trial.outcome] = progress.outcomes.get(trial.outcome, 0) + 1
+                if trial.outcome == "ok" and trial.median < progress.best_seconds:
+                    progress.best, progress.best_seconds = trial.candidate, trial.median
+                if trial.candidate == fallback:
+                    progress.fallback_seconds = results[fallback]
+                show(progress)
+            # The fallback is right for every shape: where it fails the machine is at fault, and no candidate is to pay.
+            failed = next((t for t in trials if t.candidate == fallback and t.outcome != "ok"), None)
+            if failed:
+                raise NoValidRecord(f"{problem}: the fallback {fallback} failed ({failed.outcome}): {failed.reason}")
+            log.append(*trials)
+            return results
+
+        show(progress)
+        defaults = [schedules.find(n).candidate(schedules.find(n).default(problem, machine)) for n in tables]
+        first = [c for c in dict.fromkeys([fallback, *defaults]) if c not in known]
+        for batch in (first[:1], first[1:]):
+            known.update(run(batch))
+        search = Search(
+            problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed
+        ) if plan.trials > len(first) else None
+        while search and progress.measured < plan.trials and not stop():
+            batch = search.propose()[: plan.trials - progress.measured]
+            if not batch:
+                break
+            results = run(batch)
+            known.update(results)
+            search.report(results)
+
+        progress.phase = "final"
+        show(progress)
+        return _final(bench, problem, machine, known, fallback, session.id, log)
+
+
+def _final(
+    bench: _Bench,
+    problem: Problem,
+    machine: Machine,
+    known: Mapping[Candidate, float | None],
+    fallback: Candidate,
+    session: str,
+    log: Log,
+) -> Best:
+    """Measure the best few and the fallback again, in turn, and record the winner by its median.
+
+    One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
+    tuned result cannot lose to not tuning.
+    """
+    ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
+    finalists = list(dict.fromkeys([*ranked[:FINALISTS], fallback]))
+    times: dict[Candidate, list[float]] = {}
+    for _ in range(FINAL_ROUNDS):
+        for trial in bench.measure(finalists, session, 0):
+            if trial.outcome == "ok":
+                times.setdefault(trial.candidate, []).append(trial.median)
+        # One that fails once is no finalist.
+        finalists = [c for c in finalists if c in times]
+    medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == FINAL_ROUNDS}
+    if not medians:
+        raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
+    winner = min(medians, key=lambda c: medians[c])
+    if medians.get(fallback, float("inf")) <= medians[winner]:
+        winner = fallback
+    best = Best(
+        problem=problem.key,
+        arch=machine.arch,
+        candidate=winner,
+        seconds=medians[winner],
+        fallback=fallback,
+        fallback_seconds=medians.get(fallback, medians[winner]),
+        rounds=FINAL_ROUNDS,
+        session=session,
+    )
+    log.append_best(best)
+    return best
+
+
+@contextlib.contextmanager
+def _workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
+    pool = Pool(builders, [sys.executable, "-m", "tvm_sparse.tuning.build_worker"], name="build")
+    runner = Worker([sys.executable, "-m", "tvm_sparse.tuning.measure_worker"], name="measure")
+    with pool, runner:
+        yield pool, runner
+
+
+class _Bench:
+    """Builds and measures candidates of one problem; keeps the libraries it has built."""
+
+    def __init__(self, problem: Problem, machine: Machine, seed: int, folder: Path, pool: Pool, runner: Worker) -> None:
+        self._problem, self._machine, self._seed = problem, machine, seed
+        self._folder, self._pool, self._runner = folder, pool, runner
+        self._built: dict[Candidate, Reply] = {}
+
+    def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
+        """One trial a candidate, in order."""
+        new = [c for c in candidates if c not in self._built]
+        requests = [
+            build_worker.request(self._problem, c, self._machine, self._folder / f"{len(self._built) + i}.so")
+            for i, c in enumerate(new)
+        ]
+        self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
+        for i, candidate in enumerate(candidates):
+            yield self._trial(candidate, self._built[candidate], session, order + i)
+
+    def _trial(self, candidate: Candidate, built: Reply, session: str, order: int) -> Trial:
+        def trial(outcome: str, reason: str = "", seconds: Sequence[float] = ()) -> Trial:
+            return Trial(
+                problem=self._problem.key,
+                arch=self._machine.arch,
+                candidate=candidate,
+                outcome=outcome,
+                reason=reason,
+                seconds=tuple(seconds),
+                build_seconds=built.value["seconds"] if built.ok else None,
+                session=session,
+                order=order,
+                resources=built.value["resources"] if built.ok else None,
+            )
+
+        if not built.ok:
+            return trial("timeout" if built.kind == "timeout" else "build-error", f"build: {built.message}")
+        message = {
+            "problem": self._problem.key,
+            "kind": self._machine.kind,
+            "library": built.value["path"],
+            "workspaces": built.value["workspaces"],
+            "seed": self._seed,
+        }
+        reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
+        if reply.ok:
+            return trial("ok", seconds=reply.value["seconds"])
+        outcome = {"crash": "crash", "timeout": "timeout"}.get(reply.kind, "run-error")
+        if reply.message.startswith("Mismatch"):
+            outcome = "wrong"
+        return trial(outcome, reply.message)
+
+
+def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
+    """The provenance of a run that starts now."""
+    versions = {
+        name: importlib.metadata.version(name) for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
+        if _installed(name)
+    }
+    versions["python"] = platform.python_version()
+    timer = (
+        "CUDA graph of repeated calls, inputs not rotated, median over replays"
+        if machine.kind == "cuda"
+        else "wall clock over repeated calls from Python, inputs not rotated, median over repeats"
+    )
+    return Session(
+        id=uuid.uuid4().hex[:12],
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **_device_state(machine)},
+        versions=versions,
+        timer=timer,
+        inputs={"seed": seed, "structure": problem.structures[0]},
+    )
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _device_state(machine: Machine) -> dict[str, Any]:
+    """Driver and clocks of a GPU, as far as the driver's own tool tells them."""
+    if machine.kind != "cuda":
+        return {}
+    import subprocess
+
+    fields = "driver_version,clocks.sm,clocks.mem,power.limit"
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"],
+            capture_output=True, text=True, timeout=20, check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields.split(","), (value.strip() for value in text.split(",")), strict=False))
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """For `tune(stop=...)`: the first Ctrl-C (or SIGTERM) asks to stop after the batch in hand, a second one ends at once."""
+    asked = []
+
+    def handler(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
