@@ -15,7 +15,7 @@ from .per_element import per_element, per_tile
 from .radix_select import radix_select
 from .row_scan import row_scan
 from .template import Decisions, NotApplicable, Program, Table, Template, Workspace
-from .threshold_gate import threshold_gate
+from .threshold_gate import cluster_gate, threshold_gate
 
 __all__ = [
     "FALLBACKS",
@@ -34,6 +34,7 @@ __all__ = [
 TEMPLATES: tuple[Template, ...] = (
     row_scan,
     threshold_gate,
+    cluster_gate,
     radix_select,
     block_rows,
     per_element,

@@ -1,4 +1,4 @@
-"""Softmax + top-k on a GPU: a block a row, one read, a threshold in front of a buffer that is compacted late.
+"""Softmax + top-k on a GPU: one read of the row, a threshold in front of a buffer that is compacted late.
 
 Each thread streams 16-byte vectors of the row, keeps its own running maximum and sum of exponentials (Algorithm 3 of
 Milakov & Gimelshein, merged across threads once, at the end), and compares the largest of the elements in hand with
@@ -8,6 +8,10 @@ whose cost grows with k, is paid for a few elements a row instead of all.
 
 The first threshold comes from the first tile: the k-th largest of the maxima of disjoint groups of elements is no
 larger than the k-th largest element. Groups are warps if k is at most their number, else threads.
+
+`threshold_gate` gives a row to a block. `cluster_gate` gives it to a cluster of blocks, for batches too small to fill
+the card with one block a row: each scans a part, and the first gathers the others' (m, d) and best keys over
+distributed shared memory, so that there is one launch and no workspace.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
 
-from .template import Decisions, NotApplicable, Program, Table, Template, powers
+from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
 
 THREADS = powers(128, 1024)
 # Vectors a thread loads before it looks at the first: the memory's latency times its rate needs about 40 KB in flight
@@ -28,6 +32,8 @@ COUNTED = 64
 MAX_K = 2048
 # Bits of the threads' maxima that the search for the first threshold resolves: sign, exponent and 7 of the mantissa.
 SEED_BITS = 16
+# Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
+SPLITS = powers(2, 16)
 
 
 def vector(problem: Problem) -> int:
@@ -40,6 +46,17 @@ def space(problem: Problem, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
     return {"threads": THREADS, "vectors": VECTORS}
+
+
+def cluster_space(problem: Problem, machine: Machine) -> Table:
+    if not machine.arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12")):
+        raise NotApplicable(f"{machine.arch} has no thread block clusters")
+    if problem.batch_extent > 2 * machine.cores:
+        raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
+    table = {"split": SPLITS, **space(problem, machine)}
+    if not any(cluster_allowed(problem, machine, {"split": 2, "threads": t, "vectors": 1}) is None for t in THREADS):
+        raise NotApplicable(f"vocab={problem.vocab} is too short to share")
+    return table
 
 
 def sizes(problem: Problem, decisions: Decisions) -> tuple[int, int, int]:
@@ -58,6 +75,26 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
     if decisions["vectors"] * vector(problem) > 32:
         return "more than 32 elements in registers"
     return None
+
+
+def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    tile, capacity, _ = sizes(problem, decisions)
+    split = decisions["split"]
+    if split * problem.k > capacity:
+        return f"the best {problem.k} of {split} parts exceed the buffer of {capacity}"
+    if tile > problem.vocab // split:
+        return f"a part of {problem.vocab // split} is less than a tile of {tile}"
+    return allowed(problem, machine, decisions)
+
+
+def cluster_default(problem: Problem, machine: Machine) -> Decisions:
+    choices = [
+        {"split": split, "threads": threads, "vectors": 1}
+        for split in (8, 4, 2)
+        for threads in (512, 256, 128)
+        if cluster_allowed(problem, machine, {"split": split, "threads": threads, "vectors": 1}) is None
+    ]
+    return choices[0]
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
@@ -85,39 +122,45 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         key_index,
         make_key,
         order_bits,
+        peer_read,
     )
 
     vocab, k, dtype = problem.vocab, problem.k, problem.dtype
     threads, vectors, width = decisions["threads"], decisions["vectors"], vector(problem)
     tile, capacity, rounded = sizes(problem, decisions)
     warps, held = threads // 32, vectors * width
-    tiles = -(-vocab // tile)
-    ragged = vocab % tile != 0
+    split = decisions.get("split", 1)
+    share = ceildiv(ceildiv(vocab, split), width) * width  # elements a block
+    tiles = ceildiv(share, tile)
+    ragged = share % tile != 0 or vocab % share != 0
     limit = capacity - tile  # more keys than this before a tile, and it might not fit
     seed_warps, seed_threads = k <= warps, warps < k <= threads
     ranked = k <= COUNTED
     # Survivors that are ranked by counting may be more than k; sorted ones fill a power of two.
-    fits = max(4 * COUNTED, rounded) if ranked else rounded
+    fits = max(4 * COUNTED, rounded) if ranked else (rounded if split == 1 else k)
     lowest = T.min_value("float32")
+    peer_float, peer_int = peer_read("peer_float", "float", "float32"), peer_read("peer_int", "int", "int32")
+    peer_key = peer_read("peer_key", "unsigned long long", "uint64")
     block_merge, _, select_pivot, keep_selected, sort_descending = device_functions(threads, k)
 
     # fmt: off
     @T.inline
-    def load_tile(i, X, row, t, raw, x):
-        """The tile's elements of this thread, -inf beyond the row; loads first, conversions after."""
+    def load_tile(i, X, row, first, t, raw, x):
+        """The tile's elements of this thread, -inf beyond the block's share; loads first, conversions after.
+
+        What lies beyond is loaded from the row's end and dropped: a branch would keep the loads from being issued
+        together.
+        """
         for u in T.unroll(vectors):
-            if ragged:
-                if i * tile + (u * threads + t) * width < vocab:
-                    for v in T.vectorized(width):
-                        raw[u * width + v] = X[row, i * tile + (u * threads + t) * width + v]
-                else:
-                    for v in T.unroll(width):
-                        raw[u * width + v] = T.Cast(dtype, -T.infinity("float32"))
-            else:
-                for v in T.vectorized(width):
-                    raw[u * width + v] = X[row, i * tile + (u * threads + t) * width + v]
+            for v in T.vectorized(width):
+                raw[u * width + v] = X[row, T.min(first + i * tile + (u * threads + t) * width, vocab - width) + v]
         for e in T.unroll(held):
-            x[e] = T.Cast("float32", raw[e])
+            if ragged:
+                x[e] = T.Select(
+                    i * tile + (e // width * threads + t) * width < T.min(share, vocab - first),
+                    T.Cast("float32", raw[e]), -T.infinity("float32"))
+            else:
+                x[e] = T.Cast("float32", raw[e])
 
     @T.inline
     def raise_to_seed(t, top, gate, group, search):
@@ -161,6 +204,105 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             else:
                 gate[0] = bits_value(search[0] - T.uint32(1))
 
+    @T.inline
+    def fill_up(X, row, first, t, keys, size, wanted, slot):
+        """One warp appends the first elements at minus infinity until there are `wanted` keys."""
+        lanes = T.alloc_local([1], "uint32")
+        has = T.alloc_local([1], "int32")
+        i: T.int32 = 0
+        while i * 32 < share and size[0] < wanted[0]:
+            has[0] = 0
+            if i * 32 + t < share and first + i * 32 + t < vocab:
+                if T.Cast("float32", X[row, first + i * 32 + t]) == -T.infinity("float32"):
+                    has[0] = 1
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
+            slot[0] = size[0] + T.Cast(
+                "int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
+            if has[0] != 0 and slot[0] < wanted[0]:
+                keys[slot[0]] = join_key(T.uint32(MINUS_INFINITY), first + i * 32 + t)
+            size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
+            i = i + 1
+
+    @T.inline
+    def rank_of(keys, key, size, rank):
+        """How many of keys[0:size] are above `key`: its place in the sorted order."""
+        rank[0] = 0
+        for j in T.serial(size):
+            if keys[j] > key:
+                rank[0] = rank[0] + 1
+
+    @T.inline
+    def write(V, Z, row, place, key, top, d, log):
+        """One value and its index."""
+        Z[row, place] = T.Cast("int64", key_index(key))
+        if log != 0:
+            V[row, place] = bits_value(key_bits(key)) - top[0] - T.log(d[0])
+        else:
+            V[row, place] = T.exp(bits_value(key_bits(key)) - top[0]) / d[0]
+
+    @T.inline
+    def cluster_barrier():
+        T.evaluate(T.call_extern("void", "__cluster_barrier_arrive"))
+        T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
+
+    @T.inline
+    def publish(t, keys, kept, size, slot, exported, group, group_sum, top, d):
+        """The block's (m, d) and its best k keys, for the first block of the cluster to read.
+
+        Keys that can be ranked cheaply are published in order, in `kept`; others as they are, in `keys`.
+        """
+        T.cuda.cta_sync()
+        if ranked:
+            for i in T.serial((size[0] - t + (threads - 1)) // threads):
+                rank_of(keys, keys[i * threads + t], size[0], slot)
+                if slot[0] < k:
+                    kept[slot[0]] = keys[i * threads + t]
+        if t == 0:
+            exported[0] = T.min(size[0], k)
+            group[0] = top[0]
+            group_sum[0] = d[0]
+
+    @T.inline
+    def gather(t, keys, kept, size, slot, need, pivot, count, exported, group, group_sum, top, d):
+        """Join what the blocks of the cluster have published: top and d of the row, its candidates in `keys`."""
+        parts_max = T.alloc_local([split], "float32")
+        for r in T.unroll(split):
+            parts_max[r] = peer_float(group.ptr_to([0]), r)
+        top[0] = parts_max[0]
+        for r in T.unroll(split - 1):
+            top[0] = T.max(top[0], parts_max[r + 1])
+        d[0] = T.float32(0)
+        for r in T.unroll(split):
+            d[0] = d[0] + peer_float(group_sum.ptr_to([0]), r) * T.exp2((parts_max[r] - top[0]) * T.float32(LOG2_E))
+        if ranked:
+            # Every part has ceil(k / split) keys that are at least the least of the parts' keys of that rank, and
+            # together these are k or more: nothing below it can be wanted.
+            pivot[0] = ~T.uint64(0)
+            for r in T.unroll(split):
+                if peer_int(exported.ptr_to([0]), r) < ceildiv(k, split):
+                    pivot[0] = T.uint64(0)
+                else:
+                    pivot[0] = T.min(pivot[0], peer_key(kept.ptr_to([ceildiv(k, split) - 1]), r))
+            if t == 0:
+                count[0] = 0
+            T.cuda.cta_sync()
+            for r in T.serial(split):
+                need[0] = peer_int(exported.ptr_to([0]), r)
+                for i in T.serial((need[0] - t + (threads - 1)) // threads):
+                    if peer_key(kept.ptr_to([i * threads + t]), r) >= pivot[0]:
+                        slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
+                        keys[slot[0]] = peer_key(kept.ptr_to([i * threads + t]), r)
+            T.cuda.cta_sync()
+            size[0] = count[0]
+        else:
+            size[0] = exported[0]
+            for r in T.serial(split - 1):
+                need[0] = peer_int(exported.ptr_to([0]), r + 1)
+                for i in T.serial((need[0] - t + (threads - 1)) // threads):
+                    keys[size[0] + i * threads + t] = peer_key(keys.ptr_to([i * threads + t]), r + 1)
+                size[0] = size[0] + need[0]
+            T.cuda.cta_sync()
+
     @T.prim_func
     def main(logits_h: T.handle, log: T.int32, values_h: T.handle, indices_h: T.handle):
         batch = T.int32()
@@ -168,7 +310,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         V = T.match_buffer(values_h, (batch, k), "float32")
         Z = T.match_buffer(indices_h, (batch, k), "int64")
         T.device_entry()
-        block = T.cta_id([batch])
+        if split > 1:
+            block = T.cluster_id([batch])
+            part = T.cta_id_in_cluster([split])
+        else:
+            block = T.cta_id([batch])
+            part = 0
         t = T.thread_id([threads])
         pool = T.alloc_buffer([capacity + rounded], "uint64", scope="shared.dyn")
         keys = T.decl_buffer([capacity], "uint64", data=pool.data, scope="shared.dyn")
@@ -179,6 +326,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         group = T.alloc_shared([32], "float32")
         group_sum = T.alloc_shared([32], "float32")
         search = T.alloc_shared([1], "uint32")
+        exported = T.alloc_shared([1], "int32")
         raw = T.alloc_local([held], dtype)
         x = T.alloc_local([held], "float32")
         top = T.alloc_local([1], "float32")
@@ -190,6 +338,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
         need = T.alloc_local([1], "int32")
+        wanted = T.alloc_local([1], "int32")
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
         if t == 0:
@@ -200,7 +349,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
 
         for i in T.serial(tiles):
-            load_tile(i, X, row, t, raw, x)
+            load_tile(i, X, row, part * share, t, raw, x)
             # (m, d) of equation 4, rescaled once for all elements in hand
             top[0] = x[0]
             for e in T.unroll(held - 1):
@@ -218,7 +367,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 for e in T.unroll(held):
                     if x[e] > gate[0] or is_nan(x[e]):
                         slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
-                        keys[slot[0]] = make_key(x[e], i * tile + ((e // width) * threads + t) * width + e % width)
+                        keys[slot[0]] = make_key(
+                            x[e], part * share + i * tile + ((e // width) * threads + t) * width + e % width)
             # The vote is the barrier of the tile, and gives every thread the same answer.
             if T.cuda.syncthreads_or(slot[0] >= limit) != 0:
                 size[0] = count[0]
@@ -233,59 +383,45 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         # top is free to hold the block's maximum, d its sum
         block_merge(t, m, d, top, group, group_sum)
 
-        # Fewer than k above minus infinity: the first ones at minus infinity complete the row.
+        # Fewer than k above minus infinity: the first ones at minus infinity complete them.
         size[0] = count[0]
-        if size[0] < k:
+        wanted[0] = T.min(k, T.max(T.min(share, vocab - part * share), 0))
+        if size[0] < wanted[0]:
             T.cuda.cta_sync()
             if t < 32:
-                i: T.int32 = 0
-                while i * 32 < vocab and size[0] < k:
-                    lane_has = T.alloc_local([1], "int32")
-                    lanes = T.alloc_local([1], "uint32")
-                    lane_has[0] = 0
-                    if i * 32 + t < vocab:
-                        if T.Cast("float32", X[row, i * 32 + t]) == -T.infinity("float32"):
-                            lane_has[0] = 1
-                    lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), lane_has[0] != 0)
-                    slot[0] = size[0] + T.Cast("int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
-                    if lane_has[0] != 0 and slot[0] < k:
-                        keys[slot[0]] = join_key(T.uint32(MINUS_INFINITY), i * 32 + t)
-                    size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
-                    i = i + 1
+                fill_up(X, row, part * share, t, keys, size, wanted, slot)
             T.cuda.cta_sync()
-            size[0] = k
-
+            size[0] = wanted[0]
         if size[0] > fits:
             select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
             keep_selected(t, keys, size[0], kept, count, pivot)
             size[0] = k
 
+        if split > 1:
+            publish(t, keys, kept, size, slot, exported, group, group_sum, top, d)
+            cluster_barrier()
+            if part == 0:
+                gather(t, keys, kept, size, slot, need, pivot, count, exported, group, group_sum, top, d)
+            cluster_barrier()
+            if part != 0:
+                size[0] = 0
+            if size[0] > fits:
+                select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
+                keep_selected(t, keys, size[0], kept, count, pivot)
+                size[0] = k
+
         if ranked:
             for i in T.serial((size[0] - t + (threads - 1)) // threads):
-                slot[0] = 0
-                for j in T.serial(size[0]):
-                    if keys[j] > keys[i * threads + t]:
-                        slot[0] = slot[0] + 1
+                rank_of(keys, keys[i * threads + t], size[0], slot)
                 if slot[0] < k:
-                    pivot[0] = keys[i * threads + t]
-                    Z[row, slot[0]] = T.Cast("int64", key_index(pivot[0]))
-                    x[0] = bits_value(key_bits(pivot[0])) - top[0]
-                    if log != 0:
-                        V[row, slot[0]] = x[0] - T.log(d[0])
-                    else:
-                        V[row, slot[0]] = T.exp(x[0]) / d[0]
+                    write(V, Z, row, slot[0], keys[i * threads + t], top, d, log)
         else:
-            for i in T.serial((rounded - size[0] - t + (threads - 1)) // threads):
-                keys[size[0] + i * threads + t] = T.uint64(0)
-            sort_descending(t, keys, rounded)
-            for i in T.serial((k - 1 - t + threads) // threads):
-                pivot[0] = keys[i * threads + t]
-                Z[row, i * threads + t] = T.Cast("int64", key_index(pivot[0]))
-                x[0] = bits_value(key_bits(pivot[0])) - top[0]
-                if log != 0:
-                    V[row, i * threads + t] = x[0] - T.log(d[0])
-                else:
-                    V[row, i * threads + t] = T.exp(x[0]) / d[0]
+            if size[0] > 0:
+                for i in T.serial((rounded - size[0] - t + (threads - 1)) // threads):
+                    keys[size[0] + i * threads + t] = T.uint64(0)
+                sort_descending(t, keys, rounded)
+                for i in T.serial((k - 1 - t + threads) // threads):
+                    write(V, Z, row, i * threads + t, keys[i * threads + t], top, d, log)
     # fmt: on
     main = main.with_attr("global_symbol", "main")
     return Program(tvm.IRModule({"main": main}), pipeline="tirx")
@@ -301,5 +437,18 @@ threshold_gate = Template(
     default=default,
     build=build,
     allowed=allowed,
+    explicit_threads=True,
+)
+
+cluster_gate = Template(
+    name="cluster_gate",
+    version=1,
+    operator="softmax_topk",
+    kind="cuda",
+    summary="a cluster of blocks a row, joined over distributed shared memory",
+    space=cluster_space,
+    default=cluster_default,
+    build=build,
+    allowed=cluster_allowed,
     explicit_threads=True,
 )

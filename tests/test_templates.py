@@ -250,18 +250,30 @@ def test_threads_as_loops_catch_a_schedule_that_forgets_to_initialise(template: 
 
 
 def emulated(program: Program, seed: int) -> Callable[[Sequence[Any]], None]:
-    return lambda arguments: run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
+    def call(arguments: Sequence[Any]) -> None:
+        try:
+            run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
+        except NotImplementedError as error:
+            if "cluster" in str(error):
+                pytest.skip(f"{error}: checked on a GPU only (test_gpu.py)")
+            raise
+
+    return call
 
 
 @pytest.mark.parametrize(("template", "problem"), cases("cuda"), ids=case_id)
 def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
-    for candidate in sampled(template, problem, SM90, 2):
+    default, *others = sampled(template, problem, SM90, 2)
+    program = template.build(problem, default.values)
+    # The seed draws the inputs and the order of the threads; an odd one asks for logarithms.
+    for seed, structure in enumerate(problem.structures):
+        verify(problem, structure, seed, emulated(program, seed), workspaces(program, problem))
+    larger = problem.with_batch(problem.batch_extent + 2)
+    verify(larger, problem.structures[1], 100, emulated(program, 100), workspaces(program, larger))
+    for number, candidate in enumerate(others):
         program = template.build(problem, candidate.values)
-        for seed, structure in enumerate(problem.structures):
-            verify(problem, structure, seed, emulated(program, seed), workspaces(program, problem))
-        # Another order of the threads, another log flag, another batch than the one it was built for.
-        larger = problem.with_batch(problem.batch_extent + 2)
-        verify(larger, problem.structures[1], 100, emulated(program, 100), workspaces(program, larger))
+        for seed, structure in enumerate((problem.structures[number], problem.structures[2 + number])):
+            verify(problem, structure, 10 + seed, emulated(program, 10 + seed), workspaces(program, problem))
 
 
 def test_thread_by_thread_catches_a_missing_barrier() -> None:

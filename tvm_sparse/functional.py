@@ -20,10 +20,6 @@ from .runtime import arrays
 from .runtime.arrays import Facts
 from .runtime.dispatch import Explanation, dispatcher
 
-# Kernels by (shape, dtype, device, k), so that a repeated call costs one look-up; see `_launcher`.
-_fast: dict[tuple, Any] = {}
-
-
 def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The k most probable entries of softmax(logits, -1), in one pass over the logits.
 
@@ -66,12 +62,13 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and type(logits) is torch.Tensor and out is None:
+    if torch is not None and type(logits) is torch.Tensor and type(k) is int and out is None:
         # The common case, in as few steps as it takes: everything that was checked for this key holds again, but
         # layout, alignment and gradients, which are properties of the tensor.
-        found = _fast.get((logits.shape, logits.dtype, logits.device, k))
+        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, k))
         if (
             found is not None
+            and logits.layout is torch.strided
             and logits.is_contiguous()
             and not logits.data_ptr() % arrays.CUDA_ALIGNMENT
             and not logits.requires_grad
@@ -86,7 +83,7 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
     _check_floats("logits", known, rank=2)
     _refuse_gradient("logits", logits)
     try:
-        k = operator.index(k)
+        k = operator.index(None if isinstance(k, bool) else k)
     except TypeError:
         raise TypeError(f"k: expected an integer, got {type(k).__name__}") from None
     batch, vocab = known.shape
@@ -98,11 +95,12 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
     values, indices = _outputs(out, (("values", shape, "float32"), ("indices", shape, "int64")), logits, known)
     if batch:
         problem = SoftmaxTopk(batch, vocab, k, known.dtype)
+        prepared = arrays.ready("logits", logits, known)
+        launchers = dispatcher.launchers
         function = dispatcher.kernel(problem, _machine("logits", known)).function
-        prepared = arrays.ready(logits, known)
         function(arrays.argument(prepared), int(log), arrays.argument(values), arrays.argument(indices))
         if arrays.is_torch(logits) and type(logits) is sys.modules["torch"].Tensor:
-            _fast[logits.shape, logits.dtype, logits.device, k] = (function, shape, logits.device)
+            launchers[logits.shape, logits.dtype, logits.device, k] = (function, shape, logits.device)
     return out if out is not None else (arrays.returned(values, logits), arrays.returned(indices, logits))
 
 
@@ -125,7 +123,7 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
         `(m, n)` array of x's dtype to write into, contiguous and on the same device.
     validate
         Also check indices and indptr that lie on a GPU, which costs a synchronisation; those on the host are always
-        checked. Unchecked bad indices read out of bounds.
+        checked, of a `BsrWeight` when it is made. Unchecked bad indices read out of bounds.
 
     Returns
     -------
@@ -147,19 +145,25 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     Source: Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3.
     """
     if not isinstance(weight, BsrWeight):
-        weight = BsrWeight(weight, columns=_columns(x), validate=validate)
+        known = arrays.facts("x", x)
+        _check_floats("x", known, rank=2)
+        weight = BsrWeight(weight, columns=known.shape[1], validate=validate)
+    elif validate:
+        weight.validate()
     torch = sys.modules.get("torch")
     if torch is not None and type(x) is torch.Tensor and out is None:
         found = weight.kernels.get((x.shape, x.dtype, x.device))
         if (
             found is not None
+            and found[2] is dispatcher.launchers  # else other kernels have been loaded since
+            and x.layout is torch.strided
             and x.is_contiguous()
             and not x.data_ptr() % arrays.CUDA_ALIGNMENT
             and not x.requires_grad
         ):
-            function, shape = found
+            function, shape, _ = found
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
-            function(x, weight.data, weight.indices, weight.indptr, y)
+            function(x, *weight.arguments, y)
             return y
 
     known = arrays.facts("x", x)
@@ -175,16 +179,19 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
         raise ValueError(
             f"x: expected an array on {weight.device}:{weight.device_index}, as the weight is, got {known.device}:{known.index}"
         )
+    if max(m * k, m * n) >= 2**31:
+        raise ValueError(f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})")
     [y] = _outputs(out, (("out", (m, n), known.dtype),), x, known)
     if m and n:
         if weight.nnzb == 0 or k == 0:
             _fill_zero(y)
         else:
+            prepared = arrays.ready("x", x, known)
+            launchers = dispatcher.launchers
             function = dispatcher.kernel(weight.problem(m), _machine("x", known)).function
-            prepared = arrays.ready(x, known)
             function(arrays.argument(prepared), *weight.arguments, arrays.argument(y))
             if type(x) is getattr(torch, "Tensor", None) and arrays.is_torch(weight.data):
-                weight.kernels[x.shape, x.dtype, x.device] = (function, (m, n))
+                weight.kernels[x.shape, x.dtype, x.device] = (function, (m, n), launchers)
     return out if out is not None else arrays.returned(y, x)
 
 
@@ -236,12 +243,6 @@ def _refuse_gradient(name: str, array: Any) -> None:
         raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
 
 
-def _columns(x: Any) -> int:
-    """Columns of x, for a weight that is given by its three arrays alone."""
-    shape = getattr(x, "shape", ())
-    return int(shape[1]) if len(shape) == 2 else 0
-
-
 def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], like: Any, known: Facts) -> list[Any]:
     """The arrays to write into: new ones, or those of `out`, checked."""
     if out is None:
@@ -252,6 +253,7 @@ def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], lik
     for array, (name, shape, dtype) in zip(given, wanted, strict=True):
         name = "out" if name == "out" else f"out ({name})"
         theirs = arrays.facts(name, array)
+        _refuse_gradient(name, array)
         if theirs.shape != shape or theirs.dtype != dtype:
             raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}, got {theirs.shape} and {theirs.dtype}")
         if (theirs.device, theirs.index) != (known.device, known.index):
@@ -263,7 +265,7 @@ def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], lik
 
 def _fill_zero(y: Any) -> None:
     if arrays.is_torch(y):
-        y.zero_()
+        y.detach().zero_()
     else:
         y[...] = 0
 

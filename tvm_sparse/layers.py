@@ -52,13 +52,22 @@ class BsrWeight:
         rows, cols = self.block_shape = tuple(block)
         if rows < 1 or cols < 1:
             raise ValueError(f"data: expected blocks of at least 1x1, got {rows}x{cols}")
+        entries = {}
         for name, array in (("indices", indices), ("indptr", indptr)):
             theirs = arrays.facts(name, array)
             if len(theirs.shape) != 1 or theirs.dtype not in ("int32", "int64"):
                 raise ValueError(f"{name}: expected one dimension of int32 or int64, got {theirs.dtype} of shape {theirs.shape}")
             if (theirs.device, theirs.index) != (known.device, known.index):
-                raise ValueError(f"{name}: expected an array on {known.device}, as data is, got one on {theirs.device}")
-        block_rows = int(indptr.shape[0]) - 1
+                raise ValueError(
+                    f"{name}: expected an array on {known.device}:{known.index}, as data is, got one on"
+                    f" {theirs.device}:{theirs.index}"
+                )
+            [entries[name]] = theirs.shape
+        if entries["indices"] != self.nnzb:
+            raise ValueError(f"indices: expected {self.nnzb} entries (one a block of data), got {entries['indices']}")
+        if entries["indptr"] < 1:
+            raise ValueError("indptr: expected at least 1 entry (block rows + 1), got 0")
+        block_rows = entries["indptr"] - 1
         if shape is None:
             shape = (block_rows * rows, columns if columns is not None else _no_columns())
         n, k = shape
@@ -71,11 +80,21 @@ class BsrWeight:
         self.pattern = "uniform"
         if known.device == "cpu" or validate:
             self._check(indptr, indices)
-        self.data = arrays.ready(data, known)
-        self.indices, self.indptr = (_as_int32(array) for array in (indices, indptr))
+        self.data = arrays.ready("data", data, known)
+        self.indices, self.indptr = _as_int32("indices", indices), _as_int32("indptr", indptr)
         self.arguments = tuple(arrays.argument(array) for array in (self.data, self.indices, self.indptr))
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
+
+    def validate(self) -> None:
+        """Check indices and indptr again, wherever they lie, which on a GPU costs a synchronisation.
+
+        Raises
+        ------
+        ValueError
+            Naming the first entry that is wrong.
+        """
+        self._check(self.indptr, self.indices)
 
     def _check(self, indptr: Any, indices: Any) -> None:
         from .formats.bsr import check_structure, skew
@@ -127,12 +146,19 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
 def _to_numpy(array: Any) -> Any:
     import numpy as np
 
-    return array.cpu().numpy() if arrays.is_torch(array) else np.from_dlpack(array)
+    if arrays.is_torch(array):
+        return array.cpu().numpy()
+    return array if arrays.is_numpy(array) else np.from_dlpack(array)
 
 
-def _as_int32(array: Any) -> Any:
+def _as_int32(name: str, array: Any) -> Any:
     if arrays.is_torch(array):
         return array.to(sys.modules["torch"].int32).contiguous()
-    import numpy as np
+    known = arrays.facts(name, array)
+    if known.device == "cpu":
+        import numpy as np
 
-    return np.array(array, np.int32) if arrays.is_numpy(array) else array
+        return np.array(_to_numpy(array), np.int32)
+    if known.dtype != "int32":
+        raise ValueError(f"{name}: expected int32 of another library's array on a GPU, got {known.dtype}; convert it first")
+    return arrays.ready(name, array, known)

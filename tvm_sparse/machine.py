@@ -100,6 +100,8 @@ def gpu() -> Machine | None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+    if not hasattr(driver, "cuInit"):  # the stub that a process which builds CUDA code has loaded in its place
+        return None
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from ..machine import Machine
 from ..operators import OPERATORS, parse
-from ..operators.problem import Problem
+from ..operators.problem import Problem, ProblemError
 from ..tuning import build_worker
 from ..tuning.processes import Pool
 from ..tuning.records import Best, Candidate, Log
@@ -24,7 +25,8 @@ BUILD_TIMEOUT = 300.0
 def records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str, Any]]]:
     """The best record of each problem for `arch`, with its figures; later folders win.
 
-    Records whose template has gone or has another version now are left out: their decisions mean another program.
+    Records whose template has gone or has another version now are left out: their decisions mean another program. So are
+    those whose problem cannot be read: their operator had other axes.
     """
     from tvm_sparse import schedules
 
@@ -37,6 +39,10 @@ def records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str,
             sessions = {session.id: session for session in log.read().sessions} if best else {}
             for key, record in best.items():
                 if current.get(record.candidate.template) != record.candidate.version:
+                    continue
+                try:
+                    parse(key)
+                except ProblemError:
                     continue
                 session = sessions.get(record.session)
                 figures = {
@@ -132,7 +138,8 @@ def export(
     entries = build(jobs, machine, folder, builders=builders, show=show)
     manifest.write(folder, entries)
     named = {entry.library for entry in entries}
-    for path in folder.glob("*-????????????????.so"):
-        if path.name not in named:
+    ours = re.compile(rf"({'|'.join(OPERATORS)})-[0-9a-f]{{16}}\.so")
+    for path in folder.iterdir():
+        if ours.fullmatch(path.name) and path.name not in named:
             path.unlink()
     return entries

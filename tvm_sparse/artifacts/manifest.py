@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,7 @@ from ..tuning.records import Candidate
 
 FORMAT = 1
 NAME = "manifest.json"
+_LIBRARY = re.compile(r"\w[\w.\-]*", re.ASCII)  # a bare file name: no folder, and neither . nor ..
 
 
 class ManifestError(ValueError):
@@ -105,7 +107,7 @@ def read(folder: Path) -> tuple[Entry, ...]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
@@ -133,10 +135,12 @@ def _entry(path: Path, number: int, kernel: Any) -> Entry:
     for name in ("problem", "arch", "kind", "candidate", "chosen", "library", "sha256"):
         if not isinstance(kernel[name], str):
             raise ManifestError(f"{where}: {name} must be text, got {kernel[name]!r}")
-    if Path(kernel["library"]).name != kernel["library"]:
+    if not _LIBRARY.fullmatch(kernel["library"]):
         raise ManifestError(f"{where}: library must be a file name in the same folder, got {kernel['library']!r}")
     if not isinstance(kernel["workspaces"], list) or not isinstance(kernel["figures"], dict):
         raise ManifestError(f"{where}: workspaces must be a list and figures an object")
+    if not isinstance(kernel["resources"], dict | None):
+        raise ManifestError(f"{where}: resources must be an object or null, got {kernel['resources']!r}")
     try:
         candidate = Candidate.parse(kernel["candidate"])
     except ValueError as error:

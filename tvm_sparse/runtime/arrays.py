@@ -61,8 +61,9 @@ def facts(name: str, array: Any) -> Facts:
             array.data_ptr() % alignment == 0,
         )
     if is_numpy(array):
+        dtype = array.dtype.name if array.dtype.isnative else f"{array.dtype.name} of the other byte order"
         return Facts(
-            array.shape, array.dtype.name, "cpu", 0, array.flags.c_contiguous and array.flags.writeable,
+            array.shape, dtype, "cpu", 0, array.flags.c_contiguous and array.flags.writeable,
             array.flags.aligned,
         )
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
@@ -74,11 +75,20 @@ def facts(name: str, array: Any) -> Facts:
         raise TypeError(f"{name}: expected an array on cpu or cuda, got DLPack device type {kind}")
     tensor = tvm_ffi.from_dlpack(array)
     device = "cuda" if kind in (CUDA, CUDA_MANAGED) else "cpu"
-    return Facts(tuple(tensor.shape), str(tensor.dtype), device, index, tensor.is_contiguous(), True)
+    dtype = str(tensor.dtype)
+    alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
+    aligned = tensor.data_ptr() % alignment == 0
+    return Facts(tuple(tensor.shape), dtype, device, index, tensor.is_contiguous(), aligned)
 
 
-def ready(array: Any, known: Facts) -> Any:
-    """The array as a kernel takes it: itself if it is contiguous and aligned, else a copy that is."""
+def ready(name: str, array: Any, known: Facts) -> Any:
+    """The array of the argument `name` as a kernel takes it: itself if it is contiguous and aligned, else a copy that is.
+
+    Raises
+    ------
+    ValueError
+        If it would have to be copied, and its library is neither PyTorch nor NumPy.
+    """
     if is_torch(array):
         array = array.detach()
         if known.contiguous and known.aligned:
@@ -88,9 +98,10 @@ def ready(array: Any, known: Facts) -> Any:
     if is_numpy(array):
         if not (known.contiguous and known.aligned):
             array = array.copy(order="C")
-        return _BfloatExport(array) if known.dtype == "bfloat16" else array
-    if not known.contiguous:
-        raise ValueError("array: non-contiguous arrays of other libraries are not copied; make it contiguous first")
+        return array
+    if not known.contiguous or not known.aligned:
+        what = "a non-contiguous" if not known.contiguous else "a misaligned"
+        raise ValueError(f"{name}: got {what} array of another library, which is not copied; make a contiguous copy first")
     return array
 
 
@@ -100,6 +111,8 @@ def argument(array: Any) -> Any:
         return array
     import tvm_ffi
 
+    if is_numpy(array) and array.dtype.name == "bfloat16":
+        array = _BfloatExport(array)
     return tvm_ffi.from_dlpack(array)
 
 
@@ -113,7 +126,9 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
     from ..operators.problem import numpy_dtype
 
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
-    if namespace is not None and known.device == "cuda":
+    if known.device == "cuda":
+        if namespace is None:
+            raise TypeError(f"out: {type(like).__name__} offers no way to make arrays on a GPU; pass the outputs as `out`")
         return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
     return np.empty(shape, numpy_dtype(dtype))
 

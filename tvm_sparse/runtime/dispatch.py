@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest
-from ..artifacts.manifest import Entry, ManifestError
+from ..artifacts.manifest import Entry, ManifestError, digest
 from ..machine import Machine
 from ..operators import parse
 from ..operators.problem import Problem, ProblemError
@@ -87,6 +88,12 @@ class Dispatcher:
     ----------
     logs, shipped, cache
         Where records, the package's kernels and compiled ones are; the defaults are those of `runtime.paths`.
+
+    Attributes
+    ----------
+    launchers
+        What the public functions keep for calls that are like one before. Another dict, and so an empty one, takes its
+        place when other kernels are to be used from then on.
     """
 
     def __init__(
@@ -100,13 +107,16 @@ class Dispatcher:
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[str, dict[str, Any]] = {}
         self._lock = threading.RLock()
+        self._forked = self._watches_forks = False
+        self.launchers: dict[tuple, Any] = {}
 
     def add(self, folder: Path) -> tuple[Entry, ...]:
         """Use the kernels of an exported folder before all others; later folders come first."""
         entries = manifest.read(folder)
         with self._lock:
             self._folders.insert(0, _Source("folder", folder, entries))
-            self._kernels.clear()
+            self._kernels = {}
+            self.launchers = {}
         return entries
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
@@ -125,6 +135,8 @@ class Dispatcher:
         with self._lock:
             found = self._kernels.get((problem, machine))
             if found is None:
+                if machine.kind == "llvm":
+                    self._refuse_fork()
                 found = self._kernels[problem, machine] = self._load(problem, machine)
             return found
 
@@ -135,6 +147,21 @@ class Dispatcher:
             choice = self._choose(problem, machine, sources)
             return _explanation(problem, machine, choice, self._find(choice, machine, sources))
 
+    def _refuse_fork(self) -> None:
+        """Raise in a process forked from one that has loaded CPU kernels: their threads are not there, and calls hang."""
+        if self._forked:
+            raise loading.LoadError(
+                "this process was forked from one that had used CPU kernels, whose threads do not survive a fork;"
+                " start it with multiprocessing's 'spawn' or 'forkserver', or fork before the first call"
+            )
+        if not self._watches_forks:
+            os.register_at_fork(after_in_child=self._after_fork)
+            self._watches_forks = True
+
+    def _after_fork(self) -> None:
+        self._forked, self._lock = True, threading.RLock()
+        self._kernels, self.launchers = {}, {}
+
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
         sources = self._sources(machine)
         choice = self._choose(problem, machine, sources)
@@ -144,13 +171,23 @@ class Dispatcher:
         if located is None:
             logger.info("compiling %s for %s into the user's cache", choice.candidate, problem)
             located = self._compile(choice, machine)
-        folder, entry = located
+        try:
+            function = self._function(*located)
+        except loading.LoadError as error:
+            if located[0] != self._cache_folder(machine):
+                raise
+            # Nobody exported this one: what the cache has lost, it makes again.
+            logger.warning("a library of the user's cache is compiled again: %s", error)
+            located = self._compile(choice, machine)
+            function = self._function(*located)
+        return Kernel(function, located[1], _explanation(problem, machine, choice, located))
+
+    def _function(self, folder: Path, entry: Entry) -> Any:
         path = folder / entry.library
         function = self._libraries.get((path, entry.sha256))
         if function is None:
-            function = loading.load_function(path, machine.kind, entry.sha256)
-            self._libraries[path, entry.sha256] = function
-        return Kernel(function, entry, _explanation(problem, machine, choice, located))
+            function = self._libraries[path, entry.sha256] = loading.load_function(path, entry.kind, entry.sha256)
+        return function
 
     def _sources(self, machine: Machine) -> list[_Source]:
         """Folders in order of preference, with their entries for this architecture."""
@@ -181,11 +218,12 @@ class Dispatcher:
         """The decisions for a problem, from what is exported and what is recorded."""
         from tvm_sparse import schedules
 
-        # What folders hold comes before what logs say: its libraries need no compiler.
+        # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides nothing: it
+        # holds what logs said when it was compiled, and they may say better now.
         known: dict[str, tuple[Any, dict[str, Any]]] = {}
         for key, (best, figures) in self._tuned(machine).items():
             known[key] = (best.candidate, figures)
-        for source in reversed(sources):
+        for source in reversed([source for source in sources if source.name != "cache"]):
             known.update({e.problem: (e.candidate, e.figures) for e in source.entries if e.chosen == "exact"})
 
         if problem.key in known:
@@ -211,7 +249,10 @@ class Dispatcher:
         by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
         for distance, key, other in by_distance:
             candidate, figures = others[other]
-            if schedules.find(candidate.template).point(problem, machine, candidate.values) is None:
+            template = next((t for t in schedules.TEMPLATES if t.name == candidate.template), None)
+            if template is None or template.version != candidate.version:
+                continue  # exported from a template that has changed since: its decisions mean another program
+            if template.point(problem, machine, candidate.values) is None:
                 same = other.with_batch(problem.batch_extent) == problem
                 why = f"decisions of {key}, {distance:.1f} octaves away; tune this problem to be sure"
                 return _Choice("nearby", why, other if same else problem, candidate, key, figures)
@@ -222,8 +263,8 @@ class Dispatcher:
         """A library of the chosen candidate for the chosen problem, at any batch."""
         for source in sources:
             for entry in source.entries:
-                if entry.candidate == choice.candidate and entry.kind == machine.kind:
-                    if entry.problem == choice.compiled_for.key:
+                if entry.candidate == choice.candidate and entry.kind == machine.kind and entry.arch == machine.arch:
+                    if _same_but_batch(entry.problem, choice.compiled_for):
                         return source.folder, entry
         return None
 
@@ -243,11 +284,26 @@ class Dispatcher:
                 except ManifestError as error:
                     logger.warning("the user's cache is begun anew: %s", error)
             located = self._find(choice, machine, [_Source("cache", folder, present)])
-            if located is not None:
+            if located is not None and _intact(*located):
                 return located
             [entry] = build([(choice.compiled_for, choice.candidate, choice.how, choice.figures)], machine, folder)
             manifest.write(folder, [*(e for e in present if e.library != entry.library), entry])
             return folder, entry
+
+
+def _same_but_batch(key: str, problem: Problem) -> bool:
+    try:
+        other = parse(key)
+    except ProblemError:
+        return False
+    return type(other) is type(problem) and other.with_batch(problem.batch_extent) == problem
+
+
+def _intact(folder: Path, entry: Entry) -> bool:
+    try:
+        return digest(folder / entry.library) == entry.sha256
+    except OSError:
+        return False
 
 
 def _explanation(

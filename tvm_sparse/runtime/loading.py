@@ -53,7 +53,11 @@ def load_function(path: Path, kind: str, sha256: str | None) -> Any:
     """
     if not path.is_file():
         raise LoadError(f"{path}: no such library; export it again")
-    if sha256 is not None and digest(path) != sha256:
+    try:
+        same = sha256 is None or digest(path) == sha256
+    except OSError as error:
+        raise LoadError(f"{path}: {error.strerror}") from error
+    if not same:
         raise LoadError(f"{path}: the file is not the one that its manifest describes (sha256 differs); export it again")
     prepare(kind)
     import tvm_ffi

@@ -152,7 +152,10 @@ class _MetaSchedule:
         )
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(self._module)
-        self._model = ms.cost_model.XGBModel(extractor=decision_features(tables), num_warmup_samples=batch)
+        # A few hundred rows of a few numbers: on several threads training takes ten times as long as on one.
+        self._model = ms.cost_model.XGBModel(
+            extractor=decision_features(tables), num_warmup_samples=batch, num_tuning_cores=1
+        )
         self._context.pre_tuning(trials, batch, database=self._database, cost_model=self._model)
 
     def _space(self, name: str) -> Any:

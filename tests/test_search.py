@@ -1,0 +1,134 @@
+"""The search: small spaces whole, large ones with a model that learns, and nothing measured twice."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from cases import SM90
+from tvm_sparse import schedules
+from tvm_sparse.operators import parse
+from tvm_sparse.tuning.records import Candidate
+from tvm_sparse.tuning.search import Search, points
+
+LARGE = parse("bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9")
+SMALL = parse("softmax_topk/batch=10,vocab=25000,k=5")
+BATCH = 16
+
+
+@functools.cache
+def tables(problem):
+    return schedules.applicable(problem, SM90)[0]
+
+
+@functools.cache
+def space(problem) -> tuple[Candidate, ...]:
+    return tuple(points(problem, SM90, tables(problem)))
+
+
+BASE = {"per_element": 40, "per_tile": 20, "warp_shuffle": 10, "cross_thread": 12}
+IDEAL = {"lanes": 16, "rows": 8, "tile_m": 4, "tile_n": 2, "vec": 4, "threads": 128}
+
+
+def separable(candidate: Candidate) -> float:
+    """A time that each decision lengthens by itself, from 10 us at (warp_shuffle, IDEAL)."""
+    factors = (1 + 0.35 * abs(math.log2(value / IDEAL[name])) for name, value in candidate.decisions)
+    return BASE[candidate.template] * math.prod(factors) * 1e-6
+
+
+def run(
+    search: Search, trials: int, cost: Callable[[Candidate], float | None], known: Mapping[Candidate, float | None] = {}
+) -> dict[Candidate, float | None]:
+    """What a tuning run does with a search; checks every batch. Fewer than `trials` if the search has no more."""
+    measured: dict[Candidate, float | None] = {}
+    while len(measured) < trials and (batch := search.propose()[: trials - len(measured)]):
+        assert len(set(batch)) == len(batch)
+        assert not set(batch) & (set(measured) | set(known))
+        results = {candidate: cost(candidate) for candidate in batch}
+        measured.update(results)
+        search.report(results)
+    return measured
+
+
+def start(problem, trials: int, *, known: Mapping[Candidate, float | None] = {}, seed: int = 0, batch: int = BATCH) -> Search:
+    return Search(problem, SM90, tables(problem), known=known, trials=trials, batch=batch, seed=seed)
+
+
+@pytest.mark.parametrize("known", [0, 1, 7])
+def test_a_budget_that_covers_the_space_covers_it_exactly_once(known: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tvm_sparse.tuning.search._MetaSchedule", None)  # not needed, so never made
+    paid = dict.fromkeys(space(SMALL)[:known], 1e-5)
+    rest = len(space(SMALL)) - known
+    search = start(SMALL, rest, known=paid)
+    measured = run(search, 1000, lambda c: 1e-5, paid)
+    assert set(measured) | set(paid) == set(space(SMALL))
+    assert len(measured) == rest
+    assert search.propose() == []
+
+
+def test_points_are_distinct_and_allowed() -> None:
+    for problem in (SMALL, LARGE):
+        assert len(set(space(problem))) == len(space(problem))
+        for candidate in space(problem):
+            assert schedules.find(candidate.template).point(problem, SM90, candidate.values) is None
+
+
+@pytest.mark.parametrize(("trials", "batch"), [(17, 16), (17, 4), (5, 2)])
+def test_a_space_barely_larger_than_the_budget_does_not_run_dry(trials: int, batch: int) -> None:
+    assert len(space(SMALL)) > trials
+    measured = run(start(SMALL, trials, batch=batch), trials, lambda c: 1e-5)
+    assert len(measured) == trials and set(measured) <= set(space(SMALL))
+
+
+@pytest.mark.parametrize("fails", [lambda c: True, lambda c: c.template != "per_tile"], ids=["all", "most"])
+def test_failures_do_not_stop_a_search(fails: Callable[[Candidate], bool]) -> None:
+    measured = run(start(LARGE, 48), 48, lambda c: None if fails(c) else separable(c))
+    assert len(measured) == 48 and set(measured) <= set(space(LARGE))
+
+
+def test_search_learns_what_random_choice_does_not() -> None:
+    trials, costs = 96, {candidate: separable(candidate) for candidate in space(LARGE)}
+    assert len(costs) > 10 * trials
+    guided, blind, first, last = [], [], [], []
+    for seed in range(10):
+        times = list(run(start(LARGE, trials, seed=seed), trials, costs.__getitem__).values())
+        assert len(times) == trials
+        guided.append(min(times))
+        first.append(statistics.median(times[:BATCH]))
+        last.append(statistics.median(times[2 * BATCH : 4 * BATCH]))
+        blind.append(min(random.Random(seed).sample(list(costs.values()), trials)))
+    # The middle one of ten searches finds a point that is among the best 0.5 % of the space,
+    best = sorted(costs.values())
+    assert statistics.median(guided) <= best[len(best) // 200]
+    # which the middle random one does not,
+    assert statistics.median(guided) < statistics.median(blind)
+    # and not by luck: what it proposes gets better while it learns.
+    assert statistics.median(late / early for early, late in zip(first, last, strict=True)) < 0.7
+
+
+def test_a_resumed_search_is_taught_and_proposes_nothing_known() -> None:
+    ranked = sorted(space(LARGE), key=separable)
+    known: dict[Candidate, float | None] = {c: separable(c) for c in random.Random(2).sample(space(LARGE), 120)}
+    known |= dict.fromkeys(random.Random(3).sample(ranked, 10))  # failures
+    known |= {c: separable(c) for c in ranked[:5]}  # the best of all: a taught search would choose them
+    measured = run(start(LARGE, 32, known=known, seed=4), 32, separable, known)
+    assert len(measured) == 32
+    # Taught, so that the first batch is better than a first batch that knows nothing.
+    untaught = run(start(LARGE, 32, seed=4), BATCH, separable)
+    assert statistics.median(list(measured.values())[:BATCH]) < 0.7 * statistics.median(untaught.values())
+
+
+def test_records_of_other_decisions_do_not_disturb() -> None:
+    """Records whose decisions the template no longer has, or of templates that do not apply here, teach nothing."""
+    foreign = {
+        Candidate("warp_shuffle", 1, (("lanes", 32), ("gone", 3))): 1e-9,
+        Candidate("warp_shuffle", 1, (("lanes", 33), ("rows", 4), ("tile_m", 4), ("tile_n", 1), ("vec", 1))): 1e-9,
+        Candidate("threshold_gate", 1, (("threads", 128), ("vectors", 1))): 1e-9,
+    }
+    measured = run(start(LARGE, 32, known=foreign), 32, separable, foreign)
+    assert len(measured) == 32 and set(measured) <= set(space(LARGE))

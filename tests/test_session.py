@@ -1,0 +1,271 @@
+"""Tuning runs from plan to record on the CPU, and what becomes of one that meets faults or is ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tuning_child
+from tvm_sparse import schedules
+from tvm_sparse.machine import cpu
+from tvm_sparse.operators import Problem, parse
+from tvm_sparse.tuning import session
+from tvm_sparse.tuning.records import Best, Candidate, Log, Trial
+from tvm_sparse.tuning.search import points
+from tvm_sparse.tuning.session import NoValidRecord, Progress, make_plan, tune
+
+TESTS = Path(__file__).parent
+PROBLEM = tuning_child.PROBLEM  # 20 points of one template
+FALLBACK = schedules.fallback(PROBLEM, cpu())
+OTHERS = [c for c in points(PROBLEM, cpu(), schedules.applicable(PROBLEM, cpu())[0]) if c != FALLBACK]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "BATCH", 4)
+    monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(tmp_path / "logs", cpu().arch, PROBLEM.operator)
+
+
+def run(log: Log, trials: int, problem: Problem = PROBLEM, **options) -> tuple[Best, list[Progress]]:
+    shown: list[Progress] = []
+    best = tune(make_plan(problem, cpu(), trials, log, builders=2), log, show=shown.append, **options)
+    return best, shown
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, faults: dict[Candidate | str, str]) -> None:
+    argv = (sys.executable, str(TESTS / "faulty_build_worker.py"), json.dumps({str(c): f for c, f in faults.items()}))
+    monkeypatch.setattr(session, "BUILD_WORKER", argv)
+
+
+def record(candidate: Candidate, problem: Problem = PROBLEM) -> Trial:
+    return Trial(problem.key, cpu().arch, candidate, "ok", "", (1e-5,), 0.1, "s", 0)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def test_plan_counts_the_space_and_what_is_paid_for(log: Log) -> None:
+    plan = make_plan(PROBLEM, cpu(), 6, log, builders=2)
+    assert (plan.templates, plan.size, plan.trials, plan.paid) == ({"row_scan": 20}, 20, 6, 0)
+    assert plan.seconds > 0
+    assert make_plan(PROBLEM, cpu(), 1000, log, builders=2).trials == 20
+    assert not log.trials_path.exists()  # a plan writes nothing
+
+    log.append(record(OTHERS[0]), record(OTHERS[1]))
+    log.append(Trial(PROBLEM.key, cpu().arch, OTHERS[2], "crash", "SIGSEGV", (), 0.1, "s", 1))
+    plan = make_plan(PROBLEM, cpu(), 6, log, builders=2)
+    assert (plan.trials, plan.paid) == (3, 3)  # a failure is paid for too
+    assert make_plan(PROBLEM, cpu(), 2, log, builders=2).trials == 0
+
+
+def test_records_of_other_problems_versions_and_templates_are_not_this_plans(log: Log) -> None:
+    old = Candidate(OTHERS[0].template, OTHERS[0].version - 1, OTHERS[0].decisions)
+    gone = Candidate("a_template_that_was_removed", 1, OTHERS[0].decisions)
+    log.append(record(old), record(gone), record(OTHERS[0], PROBLEM.with_batch(3)))
+    plan = make_plan(PROBLEM, cpu(), 6, log, builders=2)
+    assert (plan.trials, plan.paid) == (6, 0)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+def test_run_records_trials_and_a_best_and_a_second_run_resumes(log: Log) -> None:
+    best, shown = run(log, 6)
+    contents = log.read()
+    assert not contents.skipped
+    assert [t.outcome for t in contents.trials] == ["ok"] * 6
+    assert [t.order for t in contents.trials] == list(range(6))
+    assert contents.trials[0].candidate == FALLBACK
+    assert len({t.candidate for t in contents.trials}) == 6
+    assert all(t.seconds and math.isfinite(t.median) and t.build_seconds for t in contents.trials)
+    (this,) = contents.sessions
+    assert {t.session for t in contents.trials} == {this.id} == {best.session}
+    assert this.inputs == {"seed": 0, "structure": PROBLEM.structures[0]}
+    assert {"apache-tvm", "numpy", "python"} <= set(this.versions)
+    assert log.best() == {PROBLEM.key: best}
+    assert best.fallback == FALLBACK and best.seconds <= best.fallback_seconds and best.rounds == 2
+    assert best.candidate in {t.candidate for t in contents.trials}
+    assert (shown[-1].phase, shown[-1].measured, shown[-1].outcomes) == ("final", 6, {"ok": 6})
+
+    # Nothing is left to pay: only the final is held again.
+    assert make_plan(PROBLEM, cpu(), 6, log, builders=2).trials == 0
+    again, _ = run(log, 6)
+    assert log.read().trials == contents.trials
+    assert again.session != best.session and log.best() == {PROBLEM.key: again}
+
+    # Two more than what is paid for are two trials, and none of them is an old one.
+    run(log, 8)
+    assert len(log.read().trials) == 8 and len({t.candidate for t in log.read().trials}) == 8
+
+
+def test_run_through_metaschedule(tmp_path: Path) -> None:
+    problem = parse("bsr_matmul/m=8,k=64,n=64,block=16,sparsity=0.5")
+    log = Log(tmp_path, cpu().arch, problem.operator)
+    plan = make_plan(problem, cpu(), 14, log, builders=2)
+    assert plan.size > 2 * plan.trials  # else the search would not be asked
+    run(log, 14, problem)
+    trials = log.read().trials
+    assert [t.outcome for t in trials] == ["ok"] * 14 and len({t.candidate for t in trials}) == 14
+
+
+def test_stop_ends_the_search_and_holds_the_final(log: Log) -> None:
+    best, shown = run(log, 20, stop=lambda: len(log.read().trials) >= 5)
+    assert len(log.read().trials) == 5  # the fallback and one batch
+    assert shown[-1].phase == "final" and log.best() == {PROBLEM.key: best}
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["wrong", "crash", "hang", "compile", "lost"]
+    spoil(monkeypatch, dict(zip(OTHERS, kinds, strict=False)))
+    monkeypatch.setattr(session, "MEASURE_TIMEOUT", 6.0)
+    best, shown = run(log, 20)
+    trials = {t.candidate: t for t in log.read().trials}
+    assert len(trials) == len(log.read().trials) == 20
+    expected = {
+        "wrong": ("wrong", "indices[0, 0] is -9223372036854775808"),
+        "crash": ("crash", "SIGSEGV"),
+        "hang": ("timeout", "did not reply within 6 s"),
+        "compile": ("build-error", "the compiler does not like this one"),
+        "lost": ("build-error", "exit status 9"),
+    }
+    for candidate, kind in zip(OTHERS, kinds, strict=False):
+        outcome, reason = expected[kind]
+        assert trials[candidate].outcome == outcome, trials[candidate]
+        assert reason in trials[candidate].reason
+    assert sum(t.outcome == "ok" for t in trials.values()) == 15
+    assert shown[-1].outcomes == {"ok": 15, "wrong": 1, "crash": 1, "timeout": 1, "build-error": 2}
+    assert trials[best.candidate].outcome == "ok"
+
+
+@pytest.mark.parametrize("fault", ["compile", "wrong", "crash"])
+def test_a_broken_environment_records_no_trial(fault: str, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, {"*": fault})
+    with pytest.raises(NoValidRecord, match=f"the fallback .* failed \\({ {'compile': 'build-error'}.get(fault, fault)}"):
+        run(log, 6)
+    assert not log.read().trials and not log.best()
+    # Nor does it where the fallback was measured before, by a machine that was whole.
+    log.append(record(FALLBACK))
+    with pytest.raises(NoValidRecord):
+        run(log, 6)
+    assert [t.candidate for t in log.read().trials] == [FALLBACK] and not log.best()
+
+
+def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of failures alone is suspicious: the fallback is asked again before it is written down."""
+    real = session._Bench.measure
+    asked = []
+
+    def measure(bench, candidates, *rest):
+        if len(asked) == 2:  # after the fallback and a batch
+            bench._pool, bench._built = session.Pool(1, broken, name="broken"), {}
+        asked.append(candidates)
+        return real(bench, candidates, *rest)
+
+    broken = (sys.executable, str(TESTS / "faulty_build_worker.py"), '{"*": "compile"}')
+    monkeypatch.setattr(session._Bench, "measure", measure)
+    with pytest.raises(NoValidRecord, match="build-error"):
+        run(log, 20)
+    assert [t.outcome for t in log.read().trials] == ["ok"] * sum(map(len, asked[:2]))
+
+
+def test_failures_alone_are_recorded_where_the_fallback_is_right(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, {FALLBACK: "", "*": "compile"})
+    best, _ = run(log, 5)
+    assert [t.outcome for t in log.read().trials] == ["ok"] + ["build-error"] * 4
+    assert best.candidate == FALLBACK
+
+
+# ---- the end of a run ----------------------------------------------------------------------------
+
+
+class Child:
+    """A tuning run in a process of its own, whose progress is read as it is printed."""
+
+    def __init__(self, logs: Path, trials: int) -> None:
+        argv = [sys.executable, str(TESTS / "tuning_child.py"), str(logs), str(trials)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+
+    def read_until(self, text: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+            if line.strip() == text:
+                return
+        raise AssertionError(f"{text!r} did not come: {self.lines}, {self.process.stderr and self.process.stderr.read()}")
+
+    @property
+    def measured(self) -> int:
+        return max((int(line.split()[1]) for line in self.lines if line.startswith("search")), default=0)
+
+    def finish(self) -> int:
+        output, errors = self.process.communicate(timeout=120)
+        self.lines += output.splitlines()
+        self.errors = errors
+        return self.process.returncode
+
+
+def test_killed_runs_leave_a_clean_log_and_no_process_and_are_resumed(log: Log) -> None:
+    rng = random.Random(time.time_ns())
+    paid = 0
+    for kill_at in (1, 4):
+        child = Child(log.root, 12)
+        child.read_until(f"search {kill_at}")
+        time.sleep(rng.uniform(0, 0.6))
+        workers = psutil.Process(child.process.pid).children(recursive=True)
+        assert workers
+        child.process.send_signal(signal.SIGKILL)
+        assert child.finish() == -signal.SIGKILL
+        gone, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+        contents = log.read()
+        assert not contents.skipped
+        assert len(contents.trials) >= paid + child.measured - tuning_child.BATCH
+        assert len({t.candidate for t in contents.trials}) == len(contents.trials)
+        paid = len(contents.trials)
+    assert 0 < paid < 12
+    child = Child(log.root, 12)
+    assert child.finish() == 0, child.errors
+    assert child.measured == 12 - paid
+    assert len(log.read().trials) == 12 and len({t.candidate for t in log.read().trials}) == 12
+    assert PROBLEM.key in log.best()
+
+
+def test_the_first_interrupt_finishes_the_batch_and_holds_the_final(log: Log) -> None:
+    child = Child(log.root, 19)
+    child.read_until("search 2")  # one of a batch of two
+    child.process.send_signal(signal.SIGINT)
+    assert child.finish() == 0, child.errors
+    assert child.lines[-1].startswith("best ") and PROBLEM.key in log.best()
+    trials = log.read().trials
+    assert len(trials) == child.measured and 3 <= len(trials) < 19
+    assert len(trials) % tuning_child.BATCH == 1  # the fallback and whole batches
+
+
+def test_the_second_interrupt_ends_the_run_at_once(log: Log) -> None:
+    child = Child(log.root, 19)
+    child.read_until("search 1")
+    workers = psutil.Process(child.process.pid).children(recursive=True)
+    for _ in range(2):
+        child.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert child.finish() not in (0, None)
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not log.read().skipped and PROBLEM.key not in log.best()

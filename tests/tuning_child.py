@@ -1,0 +1,28 @@
+"""A small tuning run in a process of its own, to be interrupted: `python tuning_child.py LOGS TRIALS`.
+
+Prints the phase and the number of trials measured after each, and `best` at the end.
+"""
+
+import sys
+from pathlib import Path
+
+from tvm_sparse.machine import cpu
+from tvm_sparse.operators import parse
+from tvm_sparse.tuning import session
+from tvm_sparse.tuning.records import Log
+
+PROBLEM = parse("softmax_topk/batch=2,vocab=100,k=3")
+BATCH = 2
+
+
+def main(logs: str, trials: str) -> None:
+    session.BATCH, session.FINAL_ROUNDS = BATCH, 1
+    log = Log(Path(logs), cpu().arch, PROBLEM.operator)
+    plan = session.make_plan(PROBLEM, cpu(), int(trials), log, builders=1)
+    with session.stop_on_interrupt() as stop:
+        best = session.tune(plan, log, show=lambda p: print(p.phase, p.measured, flush=True), stop=stop)
+    print("best", best.candidate, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+"""The application: the commands and what they share. Commands import what is heavy themselves, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Annotated
+
+import typer
+
+from .bench import bench
+from .doctor import doctor
+from .explain import explain
+from .export import export
+from .list import list_operators
+from .quickstart import quickstart
+from .tune import tune
+
+# A plain traceback goes into a bug report as it is; typer's boxes do not.
+app = typer.Typer(name="tvm-sparse", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tvm-sparse {importlib.metadata.version('tvm_sparse')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Tune, export and compare kernels for softmax + top-k and block-sparse products on Apache TVM.
+
+    Begin with: tvm-sparse doctor, then tvm-sparse quickstart.
+    """
+
+
+app.command("quickstart")(quickstart)
+app.command("doctor")(doctor)
+app.command("list")(list_operators)
+app.command("tune")(tune)
+app.command("export")(export)
+app.command("explain")(explain)
+app.command("bench")(bench)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

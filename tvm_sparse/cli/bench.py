@@ -1,0 +1,114 @@
+"""`tvm-sparse bench`: ours beside other libraries, in one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import (
+    AsJson,
+    Axes,
+    Operator,
+    Target,
+    console,
+    echo_json,
+    errors,
+    fail,
+    label,
+    machine_here,
+    problem_of,
+    rate,
+    ratio,
+    share,
+    table,
+    us,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..peers import Comparison
+
+
+def bench(
+    operator: Operator,
+    axes: Axes = None,
+    target: Target = "auto",
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Time our function beside PyTorch, NumPy and SciPy, after checking each against the reference."""
+    with errors():
+        problem = problem_of(operator, axes)
+        where = machine_here(target, "comparing")
+        from .. import peers
+        from ..operators import Mismatch
+
+        try:
+            result = peers.compare(problem, where, seed=seed)
+        except Mismatch as error:
+            fail(f"{problem}: our own result is wrong: {error}")
+        except ModuleNotFoundError as error:
+            fail(str(error))
+        if as_json:
+            echo_json(as_dict(result))
+            return
+        typer.echo(f"{label(problem)} on {where.name} ({where.arch})")
+        typer.echo(f"kernel: {result.kernel}")
+        console().print(comparison_table(result))
+        typer.echo("\n".join(notes(result)))
+
+
+def comparison_table(result: Comparison) -> Table:
+    bytes_ = result.problem.cost().bytes
+    limit = result.machine.bandwidth is not None
+    right = ("us", "ours is", "GB/s", *(("of limit",) if limit else ()))
+    made = table("implementation", *right, "correct", "timed", "", right=right)
+    for timing in result.timings:
+        cells = [us(timing.median), ratio(timing.median, result.ours.median), rate(bytes_, timing.median)]
+        if limit:
+            cells.append(share(bytes_, timing.median, result.machine))
+        correct = {True: "yes", False: "[red]no[/red]", None: "-"}[timing.correct]
+        made.add_row(timing.name, *cells, correct, timing.how or "-", timing.note)
+    return made
+
+
+def notes(result: Comparison) -> list[str]:
+    """How the figures were taken: without it they say little."""
+    bytes_ = result.problem.cost().bytes
+    lines = [f"GB/s counts compulsory bytes: {bytes_:,} a call, each input read and each output written once."]
+    if result.machine.device == "cuda":
+        lines.append("Hot: inputs are not rotated, and what fits into the L2 cache (about 50 MB) is read from there.")
+        lines.append("graph: replays of a CUDA graph of 10-50 calls, timed by events, median of 30 rounds in turn.")
+        host = "of our public function costs the host"
+    else:
+        lines.append(f"Hot: inputs are not rotated. Calls from Python, median of 15 rounds in turn; threads: {result.threads}.")
+        host = "of our public function costs beyond its kernel"
+    if result.host_seconds is not None:
+        spent = us(result.host_seconds) if result.host_seconds > 1e-7 else "less than 0.1"
+        lines.append(f"Python: a call {host} {spent} us.")
+    return lines
+
+
+def as_dict(result: Comparison) -> dict[str, Any]:
+    bytes_ = result.problem.cost().bytes
+    return {
+        "problem": result.problem.key,
+        "machine": result.machine.name,
+        "arch": result.machine.arch,
+        "kernel": result.kernel,
+        "bytes": bytes_,
+        "host_seconds": result.host_seconds,
+        "timings": [
+            {
+                "name": t.name,
+                "seconds": t.median,
+                "how": t.how,
+                "correct": t.correct,
+                "note": t.note,
+                "bytes_per_second": bytes_ / t.median if t.median else None,
+            }
+            for t in result.timings
+        ],
+    }

@@ -1,0 +1,223 @@
+"""What the commands share: arguments, messages, exit codes, and how figures are written.
+
+Exit codes: 0 done, 1 it did not work, 2 what was asked for does not exist, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from .. import machine
+from ..machine import Machine, UnknownArch
+from ..operators import Problem, ProblemError, make, parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+# Where output goes to a file or a pipe nobody's terminal sets a width.
+PLAIN_WIDTH = 120
+
+# The modules that an extra brings, by the name under which they are imported.
+EXTRAS = {"tune": ("xgboost", "psutil", "cloudpickle", "scipy"), "cuda": ("cuda.bindings",)}
+
+Operator = Annotated[
+    str, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")
+]
+Axes = Annotated[
+    list[str] | None, typer.Argument(metavar="AXIS=VALUE ...", help="Its axes, such as batch=10 vocab=25000 k=5.")
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        "--arch",
+        help="auto (the GPU if there is one), cpu, cuda, or an architecture: sm_80, sm_90a, x86-64-v3, ...",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Builders = Annotated[int, typer.Option(min=1, help="Processes that compile.  [default: one a core, at most 16]")]
+
+
+def default_builders() -> int:
+    return min(machine.cpu().cores, 16)
+
+
+# ------------------------------------------------------------------------------------------- what was asked for
+
+
+def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
+    """The problem of an operator's name and `axis=value` texts, or of a key."""
+    if "/" in operator and not axes:
+        return parse(operator)
+    values: dict[str, str] = {}
+    for text in axes or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise ProblemError(f"{operator}: expected axis=value, got {text!r}")
+        if name in values:
+            raise ProblemError(f"{operator}: axis {name} is given twice")
+        values[name] = value
+    return make(operator, values)
+
+
+def machine_here(target: str, doing: str) -> Machine:
+    """The machine of a target, which has to be this one; `doing` says what for."""
+    wanted = machine.resolve(target)
+    present = [found for found in (machine.gpu(), machine.cpu()) if found is not None]
+    if wanted not in present:
+        names = " and ".join(f"{found.arch} ({found.name})" for found in present)
+        raise UnknownArch(
+            f"target: {wanted.arch} is not here, and {doing} runs kernels; this machine has {names}."
+            " Other architectures can be exported for (tvm-sparse export) and explained, not measured"
+        )
+    return wanted
+
+
+def require(*extras: str) -> None:
+    """End with the command that installs what is missing of these extras."""
+    for extra in extras:
+        missing = [name for name in EXTRAS[extra] if not _installed(name)]
+        if missing:
+            fail(f'{", ".join(missing)} missing; install with: pip install "tvm_sparse[{extra}]"')
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
+
+
+# --------------------------------------------------------------------------------------------------- messages
+
+
+def fail(message: str, code: int = FAILED) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """Errors that the user can mend become one message on stderr; all others keep their traceback."""
+    try:
+        yield
+    except (ProblemError, UnknownArch) as error:
+        fail(str(error), USAGE)
+    except Exception as error:
+        # Here, because most runs of the command line need none of them.
+        from ..artifacts.compile import CompileError
+        from ..artifacts.cuda_toolchain import ToolchainError
+        from ..artifacts.manifest import ManifestError
+        from ..runtime.loading import LoadError
+        from ..tuning.processes import StartError
+        from ..tuning.session import NoValidRecord
+
+        known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, OSError)
+        if isinstance(error, known):
+            fail(str(error))
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------- printing
+
+
+def console() -> Console:
+    """A console on the present stdout; without a terminal its width is fixed, unless COLUMNS sets it."""
+    from rich.console import Console
+
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return Console(highlight=False)
+    return Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Table:
+    """An empty table in the package's look; the columns named in `right` hold figures and never wrap."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        figures = column in right
+        made.add_column(column, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+    return made
+
+
+def axes_text(problem: Problem) -> str:
+    """The axes as they are typed, without those that have their default value."""
+    defaults = {field.name: field.default for field in dataclasses.fields(problem)}
+    return " ".join(f"{name}={value}" for name, value in problem.axes.items() if defaults[name] != value)
+
+
+def label(problem: Problem) -> str:
+    """A problem as it is typed after `tvm-sparse tune`."""
+    return f"{problem.operator} {axes_text(problem)}"
+
+
+def us(seconds: float | None) -> str:
+    """Microseconds with about four digits."""
+    if seconds is None or seconds == float("inf"):
+        return "-"
+    value = seconds * 1e6
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def ratio(numerator: float | None, denominator: float | None) -> str:
+    """How many times faster: `1.83x`."""
+    if not numerator or not denominator or float("inf") in (numerator, denominator):
+        return "-"
+    value = numerator / denominator
+    return f"{value:.0f}x" if value >= 100 else f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
+
+
+def rate(byte_count: int, seconds: float | None) -> str:
+    """Compulsory bytes a second, in GB/s."""
+    if seconds is None or seconds == float("inf"):
+        return "-"
+    value = byte_count / seconds / 1e9
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def share(byte_count: int, seconds: float | None, where: Machine) -> str:
+    """The same as a share of the memory's bandwidth, where that is known."""
+    if seconds is None or seconds == float("inf") or where.bandwidth is None:
+        return "-"
+    return f"{byte_count / seconds / where.bandwidth:.0%}"
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `2 min 5 s`, `1 h 3 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size(byte_count: int) -> str:
+    return f"{byte_count / 1024:,.0f} KiB"
+
+
+def echo_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:
+    """The folders of records that are read: those named, or the package's own and the user's."""
+    from ..runtime import paths
+
+    return tuple(logs) if logs else (paths.shipped_logs(), paths.user_logs())

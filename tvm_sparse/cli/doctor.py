@@ -1,0 +1,229 @@
+"""`tvm-sparse doctor`: what is installed, whether it works, and the command that mends what does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+import typer
+
+from .. import machine
+from .common import FAILED, AsJson, console, echo_json, table
+
+# The smoke test of the compiler imports all of it from a cold disk.
+SMOKE_SECONDS = 180.0
+STYLES = {"ok": "green", "broken": "red", "absent": "dim", "info": ""}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    state: str  # a key of STYLES
+    found: str
+    mend: str = ""  # the command that mends it
+    needed: bool = False  # without it the CPU path does not work
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Report versions, compiler, GPU and what is missing, with the command that mends it.
+
+    Exit code 0 if kernels can be compiled and run on the CPU. A missing GPU is no error.
+    """
+    checks = [*_packages(), *_tools(), *_smoke(), *_gpu()]
+    works = not any(check.needed and check.state != "ok" for check in checks)
+    if as_json:
+        echo_json({"works": works, "checks": [asdict(check) for check in checks]})
+    else:
+        made = table("", "", "found", "to mend it")
+        for check in checks:
+            style = STYLES[check.state]
+            state = f"[{style}]{check.state}[/{style}]" if style else check.state
+            made.add_row(check.name, state, check.found.replace("[", "\\["), check.mend.replace("[", "\\["))
+        console().print(made)
+        typer.echo(_verdict(checks, works))
+    if not works:
+        raise typer.Exit(FAILED)
+
+
+def _verdict(checks: list[Check], works: bool) -> str:
+    if not works:
+        return "The CPU path does not work: mend what is marked broken, from the top."
+    cuda = next(check for check in checks if check.name == "CUDA smoke test")
+    if cuda.state != "ok":
+        return "The CPU path works; CUDA code cannot be built here."
+    if machine.gpu() is None:
+        return "The CPU path works, and CUDA kernels can be built (export --arch sm_90a); there is no GPU to run them on."
+    return "CPU and GPU work."
+
+
+# ---------------------------------------------------------------------------------------------------- packages
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def required(package: str) -> str:
+    """The range of versions that tvm_sparse declares for a package, as it stands in its metadata."""
+    for line in importlib.metadata.requires("tvm_sparse") or ():
+        match = re.match(r"([A-Za-z0-9_.-]+)\s*([^;]*)", line)
+        if match and match[1] == package and "extra ==" not in line:
+            return match[2].strip(" ()")
+    return ""
+
+
+def in_range(version: str, wanted: str) -> bool:
+    """Whether a version satisfies a range such as `>=0.1.14.post0,<0.1.15`.
+
+    By its numbers alone, which is enough for ranges of releases; `packaging` is not ours to depend on.
+    """
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(n) for n in re.findall(r"\d+", text))
+
+    found = numbers(version)
+    for clause in filter(None, wanted.split(",")):
+        match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*(\S+)\s*", clause)
+        if match is None:
+            continue
+        bound = numbers(match[2])
+        fits = {
+            ">=": found >= bound,
+            "<=": found <= bound,
+            "==": found == bound,
+            # 0.1.15.dev0 and 0.1.15.post1 are no 0.1.14 either.
+            "<": found < bound,
+            ">": found > bound,
+        }[match[1]]
+        if not fits:
+            return False
+    return True
+
+
+def _packages() -> list[Check]:
+    checks = [
+        Check("python", "ok", f"{platform.python_version()} at {sys.executable}", needed=True),
+        Check("tvm_sparse", "ok", _version("tvm_sparse") or "not installed (run from its sources)"),
+    ]
+    for package in ("apache-tvm", "apache-tvm-ffi", "numpy"):
+        version, wanted = _version(package), required(package)
+        mend = f'pip install "{package}{wanted}"'
+        if version is None:
+            checks.append(Check(package, "broken", "not installed", mend, needed=True))
+        elif not in_range(version, wanted):
+            checks.append(Check(package, "broken", f"{version}, outside of {wanted}", mend, needed=True))
+        else:
+            checks.append(Check(package, "ok", f"{version}, in the working range {wanted}", needed=True))
+    for names, extra, use in (
+        (("xgboost", "xgboost-cpu"), "tune", "the search's cost model"),
+        (("scipy",), "tune", "sparse peers"),
+        (("psutil",), "tune", "the search"),
+        (("cloudpickle",), "tune", "the search"),
+        (("torch",), "torch", "tensors and peers"),
+        (("cuda-bindings",), "cuda", "CUDA"),
+        (("nvidia-cuda-nvrtc",), "cuda", "the CUDA compiler"),
+        (("nvidia-cuda-cccl",), "cuda", "CUDA headers"),
+    ):
+        found = next(((name, v) for name in names if (v := _version(name))), None)
+        if found:
+            checks.append(Check(found[0], "ok", found[1]))
+        else:
+            checks.append(Check(names[0], "absent", f"not installed (optional: {use})", f'pip install "tvm_sparse[{extra}]"'))
+    return checks
+
+
+# ------------------------------------------------------------------------------------------------------- tools
+
+
+def _tools() -> list[Check]:
+    # The names that TVM tries when it links an exported library.
+    for name in (os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang", "c++", "cc"):
+        path = shutil.which(name) if name else None
+        if path:
+            first = _output([path, "--version"]).split("\n")[0]
+            return [Check("C compiler", "ok", f"{path}: {first}", needed=True)]
+    return [Check("C compiler", "broken", "none found; libraries are linked with it", "apt-get install g++", needed=True)]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def smoke(name: str) -> tuple[dict | None, str]:
+    """The result of a smoke test in a process of its own, or None and why it failed."""
+    command = [sys.executable, "-m", "tvm_sparse.cli.smoke", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"did not end within {SMOKE_SECONDS:g} s"
+    if done.returncode < 0:
+        return None, f"killed by signal {-done.returncode}" + (" (segmentation fault)" if done.returncode == -11 else "")
+    if done.returncode:
+        lines = done.stderr.strip().split("\n")
+        return None, lines[-1] if lines[-1] else f"exit status {done.returncode}"
+    try:
+        return json.loads(done.stdout.strip().split("\n")[-1]), ""
+    except ValueError:
+        return None, f"printed no result: {done.stdout[-200:]!r}"
+
+
+def _smoke() -> list[Check]:
+    ffi = f'pip install "apache-tvm-ffi{required("apache-tvm-ffi")}"'
+    checks = []
+    result, why = smoke("serialise")
+    name = "compiler IR"
+    if result:
+        checks.append(Check(name, "ok", "serialised in a subprocess", needed=True))
+    else:
+        checks.append(Check(name, "broken", why, ffi, needed=True))
+    result, why = smoke("cpu")
+    name = "CPU smoke test"
+    if result:
+        checks.append(Check(name, "ok", f"compiled for {result['arch']} in {result['seconds']} s, called, right", needed=True))
+    else:
+        checks.append(Check(name, "broken", why, "see the lines above; else report it", needed=True))
+    result, why = smoke("cuda")
+    name = "CUDA smoke test"
+    if result:
+        called = "called, right" if result["run"] else "not called: no GPU"
+        found = f"cubin for {result['arch']} by NVRTC {result['nvrtc']} in {result['seconds']} s, {called}"
+        checks.append(Check(name, "ok", found))
+    else:
+        mend = re.search(r"pip install \S+|apt-get install \S+", why)
+        # Where there is a GPU this is a fault; elsewhere CUDA may simply not be wanted.
+        checks.append(Check(name, "broken" if machine.gpu() else "absent", why, mend[0] if mend else ""))
+    return checks
+
+
+# --------------------------------------------------------------------------------------------------------- GPU
+
+
+def _gpu() -> list[Check]:
+    cpu = machine.cpu()
+    checks = [Check("CPU", "info", f"{cpu.name}, {cpu.cores} cores, {cpu.arch}")]
+    found = machine.gpu()
+    if found is None:
+        return [*checks, Check("GPU", "absent", "the driver reports none; kernels run on the CPU")]
+    limit = f", reads {found.bandwidth / 1e12:.2f} TB/s" if found.bandwidth else ""
+    checks.append(Check("GPU", "info", f"{found.name}, {found.arch}, {found.cores} multiprocessors{limit}"))
+    fields = "driver_version,memory.free,clocks.sm,clocks.mem,power.limit"
+    state = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"])
+    if state:
+        pairs = zip(fields.split(","), state.split(","), strict=False)
+        checks.append(Check("driver", "info", ", ".join(f"{name} {value.strip()}" for name, value in pairs)))
+    return checks

@@ -1,0 +1,22 @@
+"""`tvm-sparse explain`: which kernel a call runs, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import typer
+
+from .common import AsJson, Axes, Operator, Target, echo_json, errors, problem_of
+
+
+def explain(operator: Operator, axes: Axes = None, target: Target = "auto", as_json: AsJson = False) -> None:
+    """Print which kernel a call of this shape runs, and why: exact record, batch bucket, nearby record or fallback."""
+    with errors():
+        from .. import machine
+        from ..runtime.dispatch import dispatcher
+
+        found = dispatcher.explain(problem_of(operator, axes), machine.resolve(target))
+        if as_json:
+            echo_json(dataclasses.asdict(found))
+        else:
+            typer.echo(str(found))

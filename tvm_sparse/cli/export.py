@@ -1,0 +1,118 @@
+"""`tvm-sparse export`: tuned records into a folder of shared libraries."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..operators import OPERATORS, ProblemError, parse
+from ..operators import _nearest as nearest
+from .common import (
+    Builders,
+    Target,
+    console,
+    default_builders,
+    default_roots,
+    duration,
+    errors,
+    fail,
+    label,
+    ratio,
+    require,
+    size,
+    table,
+    us,
+)
+
+if TYPE_CHECKING:
+    from ..artifacts.manifest import Entry
+
+
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; made if it is not there.")],
+    target: Target = "auto",
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of records; may be given several times, later ones win.  [default: the package's, then yours]"),
+    ] = None,
+    operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
+    builders: Builders = default_builders(),
+) -> None:
+    """Compile the best record of every tuned problem into a folder that tvm_sparse.load reads.
+
+    The architecture need not be this machine's: code for sm_90a is built without a GPU.
+    """
+    with errors():
+        import time
+
+        from .. import machine
+        from ..artifacts.export import export as export_records
+        from ..artifacts.export import records
+
+        if operator is not None and operator not in OPERATORS:
+            raise ProblemError(f"operator: got {operator!r}; {nearest(operator, OPERATORS)}")
+        where = machine.resolve(target)
+        if where.kind == "cuda":
+            require("cuda")
+        roots = default_roots(logs)
+        count = sum(operator in (None, parse(key).operator) for key in records(roots, where.arch))
+        started = time.monotonic()
+        with _progress(count, where.arch) as show:
+            try:
+                entries = export_records(
+                    where,
+                    output,
+                    roots,
+                    only=lambda problem: operator in (None, problem.operator),
+                    builders=builders,
+                    show=show,
+                )
+            except LookupError as error:
+                fail(str(error.args[0] if error.args else error))
+        print_entries(entries, output)
+        typer.echo(
+            f"{len(entries)} {'library' if len(entries) == 1 else 'libraries'} for {where.arch} in {output},"
+            f" {duration(time.monotonic() - started)}.\nUse them with: tvm_sparse.load({str(output)!r})"
+        )
+
+
+@contextlib.contextmanager
+def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
+    """A bar on a terminal; a line a library elsewhere."""
+    screen = console()
+    if not screen.is_terminal:
+        done: list[Entry] = []
+
+        def line(entry: Entry) -> None:
+            done.append(entry)
+            typer.echo(f"built {len(done)}/{count}: {label(parse(entry.problem))}")
+
+        yield line
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn(f"compiling for {arch}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=screen, transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=count)
+        yield lambda entry: bar.advance(task)
+
+
+def print_entries(entries: list[Entry], folder: Path) -> None:
+    cuda = any(entry.resources for entry in entries)
+    figures = ["us", "x fallback", "size", *(["registers", "spills"] if cuda else [])]
+    made = table("problem", "candidate", *figures, right=figures)
+    for entry in entries:
+        seconds, fallback = entry.figures.get("seconds"), entry.figures.get("fallback_seconds")
+        cells = [us(seconds), ratio(fallback, seconds), size((folder / entry.library).stat().st_size)]
+        if cuda:
+            used = entry.resources or {}
+            cells += [str(used.get("registers", "-")), str(used.get("spill_instructions", "-"))]
+        made.add_row(label(parse(entry.problem)), str(entry.candidate), *cells)
+    console().print(made)

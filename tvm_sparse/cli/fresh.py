@@ -1,0 +1,64 @@
+"""The fresh process of the quickstart: `python -m tvm_sparse.cli.fresh FOLDER KIND KEY...`.
+
+Loads an exported folder, calls the public functions on inputs that tuning never saw, compares them with the float64
+reference, and times them beside the fastest peer. Prints one JSON line a problem.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from typing import Any
+
+import tvm_sparse
+from tvm_sparse import machine, peers
+from tvm_sparse.operators import Problem, parse
+
+
+def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "problem": problem.key, "correct": None, "error": "", "seconds": None, "peer": None, "compiler": False,
+    }
+    found = tvm_sparse.explain(problem, target=where.arch)
+    if found.how != "exact" or not (found.library or "").startswith(folder):
+        result["error"] = f"the exported kernel is not used: {found.how}: {found.why}"
+        return result
+    # Even: the public function's default of probabilities.
+    seed = 2 * secrets.randbelow(1 << 20)
+    try:
+        if where.device == "cuda" and not peers.has_torch("cuda"):
+            _check_without_torch(problem, where, seed)
+            result["correct"] = True
+        else:
+            compared = peers.compare(problem, where, seed=seed)
+            best = compared.best_peer
+            result.update(correct=True, seconds=compared.ours.median)
+            if best is not None:
+                result["peer"] = {"name": best.name, "seconds": best.median}
+    except AssertionError as error:
+        result.update(correct=False, error=f"wrong with seed {seed}: {error}")
+    result["compiler"] = "tvm" in sys.modules
+    return result
+
+
+def _check_without_torch(problem: Problem, where: machine.Machine, seed: int) -> None:
+    """On a GPU without PyTorch nothing else here holds arrays there: the kernel is called as the tuner calls it."""
+    from tvm_sparse.runtime.dispatch import dispatcher
+    from tvm_sparse.tuning import measure_worker
+
+    kernel = dispatcher.kernel(problem, where)
+    workspaces = list(kernel.entry.workspaces)
+    measure_worker.verify(kernel.function, problem, where.kind, problem.structures[0], seed, workspaces)
+
+
+def main(folder: str, kind: str, *keys: str) -> None:
+    where = machine.gpu() if kind == "cuda" else machine.cpu()
+    assert where is not None
+    tvm_sparse.load(folder)
+    for key in keys:
+        print(json.dumps(result_of(parse(key), where, folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

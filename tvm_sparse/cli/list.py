@@ -1,0 +1,107 @@
+"""`tvm-sparse list`: operators, templates, and what is tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..operators import OPERATORS, Problem, ProblemError, parse
+from ..operators import _nearest as nearest
+from .common import AsJson, console, default_roots, echo_json, errors, label, rate, ratio, table, us
+
+KINDS = {"llvm": "CPU", "cuda": "CUDA"}
+
+
+def list_operators(
+    operator: Annotated[str | None, typer.Argument(help="Only this operator.")] = None,
+    logs: Annotated[list[Path] | None, typer.Option(help="Folder of records.  [default: the package's, then yours]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List operators with their axes, their schedule templates, and the problems that are tuned, with figures."""
+    with errors():
+        if operator is not None and operator not in OPERATORS:
+            raise ProblemError(f"operator: got {operator!r}; {nearest(operator, OPERATORS)}")
+        chosen = [cls for name, cls in OPERATORS.items() if operator in (None, name)]
+        described = [_describe(cls, default_roots(logs)) for cls in chosen]
+        if as_json:
+            echo_json(described)
+            return
+        for one in described:
+            _print(one)
+
+
+def _describe(cls: type[Problem], roots: Iterable[Path]) -> dict[str, Any]:
+    from .. import schedules
+    from ..artifacts.export import records
+
+    roots = tuple(roots)
+    archs = sorted({path.parent.name for root in roots for path in root.glob(f"*/{cls.operator}")})
+    tuned = {}
+    for arch in archs:
+        found = {key: value for key, value in records(roots, arch).items() if key.startswith(f"{cls.operator}/")}
+        tuned[arch] = {
+            key: {"candidate": str(best.candidate), **figures, "bytes": parse(key).cost().bytes}
+            for key, (best, figures) in sorted(found.items())
+        }
+    return {
+        "operator": cls.operator,
+        "doc": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
+        "source": cls.source,
+        "axes": {
+            field.name: {
+                "type": str(field.type),
+                "default": None if field.default is dataclasses.MISSING else field.default,
+                "batch": field.name == cls.batch_axis,
+            }
+            for field in dataclasses.fields(cls)
+        },
+        "example": dict(cls.example),
+        "inputs": [dataclasses.asdict(argument) for argument in cls.inputs],
+        "outputs": [dataclasses.asdict(argument) for argument in cls.outputs],
+        "templates": [
+            {
+                "name": template.name,
+                "version": template.version,
+                "kind": template.kind,
+                "fallback": schedules.FALLBACKS[cls.operator, template.kind] is template,
+                "summary": template.summary,
+            }
+            for template in schedules.TEMPLATES
+            if template.operator == cls.operator
+        ],
+        "tuned": tuned,
+    }
+
+
+def _print(one: dict[str, Any]) -> None:
+    screen = console()
+    screen.print(f"[bold]{one['operator']}[/bold]")
+    for line in (one["doc"], f"source: {one['source']}"):
+        screen.print(f"  {line}", markup=False)
+    axes = [name if axis["default"] is None else f"{name}={axis['default']}" for name, axis in one["axes"].items()]
+    screen.print(f"  axes: {', '.join(axes)}", markup=False)
+    example = " ".join(f"{name}={value}" for name, value in one["example"].items())
+    screen.print(f"  try: tvm-sparse tune {one['operator']} {example}\n", markup=False, soft_wrap=True)
+
+    made = table("on", "template", "what it does")
+    for template in one["templates"]:
+        name = template["name"] + (" (fallback)" if template["fallback"] else "")
+        made.add_row(KINDS[template["kind"]], name, template["summary"])
+    screen.print(made)
+
+    tuned = [(arch, key, record) for arch, records in one["tuned"].items() for key, record in records.items()]
+    if not tuned:
+        screen.print("  nothing tuned yet\n")
+        return
+    right = ("us", "x fallback", "GB/s")
+    made = table("tuned for", "problem", "candidate", *right, right=right)
+    for arch, key, record in tuned:
+        made.add_row(
+            arch, label(parse(key)).removeprefix(f"{one['operator']} "), record["candidate"], us(record["seconds"]),
+            ratio(record["fallback_seconds"], record["seconds"]), rate(record["bytes"], record["seconds"]),
+        )
+    screen.print(made)

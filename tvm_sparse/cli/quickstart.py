@@ -1,0 +1,145 @@
+"""`tvm-sparse quickstart`: the main job in small, from tuning to a checked and compared call in a fresh process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import machine
+from ..operators import Problem, parse
+from .common import FAILED, INTERRUPTED, console, default_builders, duration, errors, fail, label, ratio, require, table, us
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..tuning.records import Best
+
+# Both operators, each at a shape that is bound by bytes and at one that is bound by latency.
+SHAPES = (
+    "softmax_topk/batch=10,vocab=25000,k=5",
+    "softmax_topk/batch=512,vocab=10240,k=5",
+    "bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.9",
+    "bsr_matmul/m=1,k=128,n=768,block=32,sparsity=0.8",
+)
+CHECK_SECONDS = 300.0
+
+
+def quickstart(
+    trials: Annotated[int, typer.Option(min=1, help="Candidates a shape.")] = 16,
+    keep: Annotated[
+        Path | None, typer.Option(help="Folder to keep records and libraries in.  [default: a temporary one]")
+    ] = None,
+) -> None:
+    """Tune four shapes, export them, and call them in a fresh process: the whole way in two or three minutes."""
+    with errors(), _folder(keep) as folder:
+        started = time.monotonic()
+        require("tune")
+        where = machine.gpu() or machine.cpu()
+        if where.kind == "cuda":
+            require("cuda")
+        problems = [parse(key) for key in SHAPES]
+        typer.echo(f"1/3 Tuning {len(problems)} shapes on {where.name} ({where.arch}), {trials} candidates each")
+        bests = _tune(problems, where, trials, folder / "logs")
+        typer.echo("2/3 Exporting shared libraries")
+        _export(where, folder)
+        typer.echo("3/3 Loading them in a fresh process, checking on fresh inputs, comparing")
+        results, wrong = _check(problems, where, folder / "kernels")
+        console().print(final_table(problems, bests, results))
+        typer.echo(_how(where, results, started))
+        if wrong:
+            fail("\n".join(wrong))
+        typer.echo("\n".join(_next(keep)))
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="tvm_sparse-quickstart-") as name:
+        yield Path(name)
+
+
+def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs: Path) -> dict[Problem, Best]:
+    from .tune import make_plans, run
+
+    plans = make_plans(problems, where, trials, logs, default_builders())
+    outcome = run(plans, logs, seed=0, again="tvm-sparse quickstart")
+    if outcome.interrupted:
+        typer.echo("Interrupted; start again with: tvm-sparse quickstart", err=True)
+        raise typer.Exit(INTERRUPTED)
+    if outcome.failures:
+        raise typer.Exit(FAILED)
+    return outcome.bests
+
+
+def _export(where: machine.Machine, folder: Path) -> None:
+    from ..artifacts.export import export
+
+    entries = export(where, folder / "kernels", [folder / "logs"], builders=default_builders())
+    total = sum((folder / "kernels" / entry.library).stat().st_size for entry in entries)
+    typer.echo(f"    {len(entries)} libraries, {total / 1024:,.0f} KiB")
+
+
+def _check(
+    problems: Sequence[Problem], where: machine.Machine, kernels: Path
+) -> tuple[dict[Problem, dict[str, Any]], list[str]]:
+    """What the fresh process reports for each problem, and what is wrong."""
+    command = [sys.executable, "-m", "tvm_sparse.cli.fresh", str(kernels), where.kind, *(p.key for p in problems)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHECK_SECONDS, check=False)
+    results: dict[Problem, dict[str, Any]] = {}
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError):
+            result = json.loads(line)
+            results[parse(result["problem"])] = result
+    wrong = [f"the fresh process ended with status {done.returncode}"] if done.returncode else []
+    for problem in problems:
+        result = results.get(problem)
+        if result is None:
+            wrong.append(f"{label(problem)}: no result")
+        elif result["error"]:
+            wrong.append(f"{label(problem)}: {result['error']}")
+    return results, wrong
+
+
+def final_table(problems: Sequence[Problem], bests: dict[Problem, Best], results: dict[Problem, dict[str, Any]]) -> Table:
+    right = ("fallback us", "tuned us", "gain", "call us", "peer us", "vs peer")
+    made = table("shape", *right, "fastest peer", "correct", right=right)
+    for problem in problems:
+        best, result = bests[problem], results.get(problem, {"seconds": None, "peer": None, "correct": None})
+        peer = result["peer"] or {"seconds": None, "name": "-"}
+        correct = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[red]-[/red]"}[result["correct"]]
+        made.add_row(
+            label(problem), us(best.fallback_seconds), us(best.seconds), ratio(best.fallback_seconds, best.seconds),
+            us(result["seconds"]), us(peer["seconds"]), ratio(peer["seconds"], result["seconds"]), peer["name"], correct,
+        )
+    return made
+
+
+def _how(where: machine.Machine, results: dict[Problem, dict[str, Any]], started: float) -> str:
+    timed = "in CUDA graphs" if where.kind == "cuda" else "from Python"
+    compiler = any(result.get("compiler") for result in results.values())
+    return (
+        f"fallback and tuned: the kernel alone, in tuning's final; call and peer: {timed}, in turn, in the fresh process,\n"
+        f"which {'loaded the compiler' if compiler else 'loaded no compiler'}. Inputs hot. {duration(time.monotonic() - started)} in all."
+    )
+
+
+def _next(keep: Path | None) -> list[str]:
+    kernels = keep / "kernels" if keep else "kernels"
+    return [
+        "Next:",
+        "  1. tune your own shapes:  tvm-sparse tune softmax_topk batch=1 vocab=32000 k=50   (many: --shapes shapes.toml)",
+        "  2. ship the result:       tvm-sparse export -o kernels",
+        f'  3. use it:                tvm_sparse.load("{kernels}"); values, indices = tvm_sparse.softmax_topk(logits, k=5)',
+    ]

@@ -1,0 +1,70 @@
+"""The smoke tests of `tvm-sparse doctor`, each in a process of its own: `python -m tvm_sparse.cli.smoke NAME`.
+
+A version of tvm-ffi that does not fit ends the process by a segmentation fault: nothing here may run in the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def serialise() -> dict[str, Any]:
+    """What the wrong tvm-ffi segfaults in."""
+    import tvm
+
+    text = tvm.ir.save_json(tvm.ir.Range(0, 3))
+    return {"bytes": len(text)}
+
+
+def cpu() -> dict[str, Any]:
+    """The whole way of a CPU kernel: compile, link, load, call, compare."""
+    from .. import machine
+
+    return _kernel(machine.cpu(), run=True)
+
+
+def cuda() -> dict[str, Any]:
+    """A cubin by NVRTC; with a GPU the kernel is run and compared as well."""
+    from .. import machine
+    from ..artifacts import cuda_toolchain
+
+    toolchain = cuda_toolchain.activate()
+    here = machine.gpu()
+    result = _kernel(here or machine.resolve("sm_90a"), run=here is not None)
+    return {**result, "nvrtc": ".".join(map(str, toolchain.nvrtc_version)), "driver_is_stub": toolchain.runtime.driver_is_stub}
+
+
+def _kernel(where: Any, run: bool) -> dict[str, Any]:
+    from .. import schedules
+    from ..artifacts.compile import compile_candidate
+    from ..operators import parse
+    from ..tuning import measure_worker
+
+    problem = parse("softmax_topk/batch=2,vocab=64,k=3")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "smoke.so"
+        built = compile_candidate(problem, schedules.fallback(problem, where), where, library)
+        if run:
+            measure_worker.handle(
+                {
+                    "problem": problem.key,
+                    "kind": where.kind,
+                    "library": str(library),
+                    "workspaces": built.workspaces,
+                    "seed": 0,
+                    "check_only": True,
+                }
+            )
+    return {"arch": where.arch, "seconds": round(built.seconds, 2), "run": run}
+
+
+if __name__ == "__main__":
+    tests = {"serialise": serialise, "cpu": cpu, "cuda": cuda}
+    try:
+        print(json.dumps(tests[sys.argv[1]]()))
+    except Exception as error:  # the message is what is asked for, whatever went wrong
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,474 @@
+"""Other libraries doing the same work, and the comparison with them: all in one process, checked, in turn.
+
+A peer is a name and a function that prepares one call. Its result is compared with the reference before it is timed,
+in the accuracy that its dtype gives: a peer that computes something else has no time. Libraries are imported when a
+peer is prepared; one that is absent is listed as absent.
+
+Inputs are not rotated ("hot"): what fits into a GPU's L2 cache (about 50 MB) is read from there, by all alike. On CUDA
+every contender is captured in a CUDA graph, so that no Python time is counted; what cannot be captured is timed eagerly
+and says so. On the CPU a call is timed from Python, allocation of the result included, as its user would see it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .machine import Machine
+from .operators import BsrMatmul, Problem, SoftmaxTopk
+from .operators.problem import Mismatch
+
+Call = Callable[[], Any]
+
+ROUNDS = {"cpu": 15, "cuda": 30}
+# On the CPU one round of a contender lasts about this long: many calls of a short one, one of a long one.
+ROUND_SECONDS = 0.02
+# Calls in one CUDA graph: about this long together, within the bounds.
+GRAPH_SECONDS = 0.001
+FEWEST_CALLS, MOST_CALLS = 10, 50
+# Calls from Python that are timed for the host's cost: fewer than a GPU's queue holds.
+HOST_CALLS = 200
+
+# What a peer's result may differ by, relative to the largest value: other libraries add in other orders, and in
+# half precision some round in between. It tells the same computation from another one.
+PEER_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library's way to compute an operator.
+
+    `prepare(problem, inputs, device)` does what is done once (copies, conversions to its sparse format) and returns
+    the call to be timed. It may raise: the message becomes the peer's line.
+    """
+
+    name: str
+    operator: str
+    needs: str  # the module that has to be importable
+    devices: tuple[str, ...]
+    prepare: Callable[[Any, Sequence[Any], str], Call]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender's line: times, or why there are none."""
+
+    name: str
+    seconds: tuple[float, ...] = ()  # of one call, one entry a round
+    how: str = ""  # "graph" or "eager"
+    correct: bool | None = None
+    note: str = ""
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All contenders on one problem. Ours is the first."""
+
+    problem: Problem
+    machine: Machine
+    timings: tuple[Timing, ...]
+    host_seconds: float | None  # of one call of our public function from Python; on the CPU, beyond the kernel's own
+    kernel: str  # how it was chosen, and which it is
+    threads: str  # of the CPU's libraries
+
+    @property
+    def ours(self) -> Timing:
+        return self.timings[0]
+
+    @property
+    def best_peer(self) -> Timing | None:
+        """The fastest peer that was right."""
+        timed = [t for t in self.timings[1:] if t.median is not None]
+        return min(timed, key=lambda t: t.median or 0.0, default=None)
+
+
+# ---------------------------------------------------------------------------------------------------- contenders
+
+
+def _torch_tensor(array: Any, device: str) -> Any:
+    import numpy as np
+    import torch
+
+    if array.dtype.name == "bfloat16":  # NumPy's is unknown to torch: the same bits by way of integers
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def _torch_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x = _torch_tensor(inputs[0], device)
+    return lambda: torch.topk(torch.softmax(x, -1, dtype=torch.float32), problem.k)
+
+
+def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x = _torch_tensor(inputs[0], device)
+
+    def call() -> Any:
+        values, indices = torch.topk(x, problem.k)
+        return torch.exp(values.float() - torch.logsumexp(x, -1, keepdim=True).float()), indices
+
+    return call
+
+
+def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import numpy as np
+
+    x, k = inputs[0], problem.k
+
+    def call() -> Any:
+        e = np.exp(x.astype(np.float32, copy=False) - x.max(axis=1, keepdims=True).astype(np.float32))
+        total = e.sum(axis=1, keepdims=True)
+        some = np.argpartition(e, -k, axis=1)[:, -k:]
+        order = np.argsort(-np.take_along_axis(e, some, axis=1), axis=1, kind="stable")
+        indices = np.take_along_axis(some, order, axis=1)
+        return np.take_along_axis(e, indices, axis=1) / total, indices
+
+    return call
+
+
+def dense_weight(problem: BsrMatmul, inputs: Sequence[Any]) -> Any:
+    """The weight of the inputs as a dense `(n, k)` array."""
+    import numpy as np
+
+    _, data, indices, indptr = inputs
+    rows, cols = problem.block_shape
+    block_rows, block_cols = problem.grid
+    blocks = np.zeros((block_rows, block_cols, rows, cols), data.dtype)
+    at = np.repeat(np.arange(block_rows), np.diff(indptr))
+    blocks[at, indices] = data
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3).reshape(problem.n, problem.k))
+
+
+def _torch_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x, weight = _torch_tensor(inputs[0], device), _torch_tensor(dense_weight(problem, inputs), device)
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def _torch_bsr_tensor(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Any:
+    import warnings
+
+    import torch
+
+    _, data, indices, indptr = (_torch_tensor(a, device) for a in inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse tensors are in beta
+        return torch.sparse_bsr_tensor(indptr, indices, data, size=(problem.n, problem.k))
+
+
+def _torch_bsr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
+    x, weight = _torch_tensor(inputs[0], device), _torch_bsr_tensor(problem, inputs, device)
+    return lambda: (weight @ x.T).T
+
+
+def _torch_bsr_triton(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
+    from torch.sparse._triton_ops import bsr_dense_mm
+
+    x, weight = _torch_tensor(inputs[0], device), _torch_bsr_tensor(problem, inputs, device)
+    return lambda: bsr_dense_mm(weight, x.T).T
+
+
+def _scipy_bsr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
+    import scipy.sparse
+
+    x, data, indices, indptr = inputs
+    if problem.dtype != "float32":
+        raise TypeError(f"SciPy has no {problem.dtype}")
+    weight = scipy.sparse.bsr_array((data, indices, indptr), shape=(problem.n, problem.k))
+    return lambda: (weight @ x.T).T
+
+
+def _numpy_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
+    x, weight = inputs[0], dense_weight(problem, inputs)
+    return lambda: x @ weight.T
+
+
+BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
+
+PEERS: tuple[Peer, ...] = (
+    Peer("torch softmax, topk", "softmax_topk", "torch", BOTH, _torch_softmax_topk),
+    Peer("torch topk, logsumexp", "softmax_topk", "torch", BOTH, _torch_topk_logsumexp),
+    Peer("NumPy exp, argpartition", "softmax_topk", "numpy", CPU, _numpy_softmax_topk),
+    Peer("torch dense linear", "bsr_matmul", "torch", BOTH, _torch_dense),
+    Peer("torch BSR @ dense", "bsr_matmul", "torch", BOTH, _torch_bsr),
+    Peer("torch bsr_dense_mm (Triton)", "bsr_matmul", "triton", CUDA, _torch_bsr_triton),
+    Peer("SciPy BSR @ dense", "bsr_matmul", "scipy", CPU, _scipy_bsr),
+    Peer("NumPy dense", "bsr_matmul", "numpy", CPU, _numpy_dense),
+)
+
+
+def _ours_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> Call:
+    from .functional import softmax_topk
+
+    logits, log = inputs
+    x = convert(logits)
+    return lambda: softmax_topk(x, problem.k, log=bool(log))
+
+
+def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> Call:
+    from .functional import bsr_matmul
+    from .layers import BsrWeight
+
+    x, *parts = map(convert, inputs)
+    weight = BsrWeight(parts, columns=problem.k, validate=True)
+    return lambda: bsr_matmul(x, weight)
+
+
+OURS: Mapping[str, Callable[..., Call]] = {"softmax_topk": _ours_softmax_topk, "bsr_matmul": _ours_bsr_matmul}
+NAME = "tvm_sparse"
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+
+
+def compare(problem: Problem, machine: Machine, *, seed: int = 0, peers: Sequence[Peer] = PEERS) -> Comparison:
+    """Check and time our public function and the peers on one problem.
+
+    Raises
+    ------
+    Mismatch
+        If our own result is wrong: nothing of it is worth timing.
+    ModuleNotFoundError
+        On CUDA without PyTorch, which holds the arrays there.
+    """
+    from .runtime.dispatch import dispatcher
+
+    device = machine.device
+    if device == "cuda" and not has_torch("cuda"):
+        raise ModuleNotFoundError('comparing on CUDA needs PyTorch with CUDA: pip install "tvm_sparse[torch]"', name="torch")
+    inputs = problem.generate(seed)
+    expected = problem.reference(inputs)
+    convert: Callable[[Any], Any] = lambda a: a  # noqa: E731
+    if has_torch(device):
+        import numpy as np
+
+        convert = lambda a: _torch_tensor(a, device) if isinstance(a, np.ndarray) else a  # noqa: E731
+
+    ours = OURS[problem.operator](problem, inputs, convert)
+    problem.check(inputs, expected, as_numpy(ours()))
+    calls: dict[str, Call] = {NAME: ours}
+    lines: dict[str, Timing] = {NAME: Timing(NAME, correct=True)}
+    for peer in peers:
+        if peer.operator != problem.operator or device not in peer.devices:
+            continue
+        lines[peer.name], call = _admit(peer, problem, inputs, expected, device)
+        if call is not None:
+            calls[peer.name] = call
+
+    timed = _time_cuda(calls) if device == "cuda" else _time_cpu(calls)
+    for name, (how, seconds) in timed.items():
+        line = lines[name]
+        if isinstance(seconds, str):
+            lines[name] = Timing(name, correct=line.correct, note=seconds)
+        else:
+            lines[name] = Timing(name, tuple(seconds), how, line.correct)
+    explained = dispatcher.explain(problem, machine)
+    return Comparison(
+        problem, machine, tuple(lines.values()), _host_seconds(problem, machine, ours, inputs),
+        f"{explained.how}: {explained.candidate}", _threads(device),
+    )
+
+
+def has_torch(device: str) -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return device == "cpu" or torch.cuda.is_available()
+
+
+def _admit(
+    peer: Peer, problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], device: str
+) -> tuple[Timing, Call | None]:
+    """Prepare a peer and compare its result with the reference."""
+    if importlib.util.find_spec(peer.needs) is None:
+        return Timing(peer.name, note=f"absent: {peer.needs} is not installed"), None
+    try:
+        call = peer.prepare(problem, inputs, device)
+        outputs = as_numpy(call())
+    except Exception as error:  # whatever another library does not support
+        return Timing(peer.name, note=f"not available: {str(error).strip().splitlines()[0][:120] if str(error) else error!r}"), None
+    try:
+        agree(problem, inputs, expected, outputs)
+    except Mismatch as error:
+        return Timing(peer.name, correct=False, note=str(error)), None
+    return Timing(peer.name, correct=True), call
+
+
+def as_numpy(outputs: Any) -> list[Any]:
+    """The outputs of a call as NumPy arrays; half precision as float32, which every library can convert to."""
+    import numpy as np
+
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    arrays = []
+    for array in outputs:
+        if hasattr(array, "detach"):
+            array = array.detach().cpu()
+            array = (array.float() if array.is_floating_point() else array).numpy()
+        arrays.append(np.asarray(array))
+    return arrays
+
+
+def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise `Mismatch` unless a peer computed the same, to within what its dtype allows; ties may be broken either way."""
+    import numpy as np
+
+    tolerance = PEER_TOLERANCE[problem.axes["dtype"]]
+    values, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
+    if values.shape != wanted.shape:
+        raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
+    worst = float(np.max(np.abs(values - wanted), initial=0.0)) / max(float(np.max(np.abs(wanted), initial=0.0)), 1e-30)
+    if not worst <= tolerance:
+        raise Mismatch(f"{problem.outputs[0].name} differ by {worst:.1e} of the largest")
+    if len(outputs) > 1:
+        logits = np.asarray(inputs[0]).astype(np.float64)
+        chosen, best = (np.take_along_axis(logits, np.asarray(i).astype(np.int64), axis=1) for i in (outputs[1], expected[1]))
+        if not np.array_equal(chosen, best):
+            raise Mismatch("indices are not those of the largest logits")
+
+
+# ---------------------------------------------------------------------------------------------------------- timing
+
+Times = dict[str, tuple[str, Any]]  # by name: how, and seconds or why there are none
+
+
+def clock(call: Call, calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return time.perf_counter() - started
+
+
+def _time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Times:
+    """Seconds a call by wall clock, in rounds that every contender takes part in."""
+    counts = {}
+    for name, call in contenders.items():
+        calls, spent = 1, clock(call, 1)
+        while spent < ROUND_SECONDS and calls < 1 << 20:
+            calls = max(calls * 2, int(calls * ROUND_SECONDS / max(spent, 1e-7)))
+            spent = clock(call, calls)
+        counts[name] = calls
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, call in contenders.items():
+                # The libraries' threads spin for a while after their work: each begins on a machine at rest.
+                time.sleep(0.002)
+                call()
+                times[name].append(clock(call, counts[name]) / counts[name])
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: ("eager", seconds) for name, seconds in times.items()}
+
+
+def _time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> Times:
+    """Seconds a call by events around replays of a graph of many calls, in rounds; each replay follows one that warms up."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    result: Times = {}
+    runs: dict[str, tuple[Call, int]] = {}
+    for name, call in contenders.items():
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        stream.synchronize()
+        try:
+            single, _kept = _captured(call, 1, stream)
+            once = min(_replay(single.replay, stream) for _ in range(5))
+            calls = max(FEWEST_CALLS, min(MOST_CALLS, int(GRAPH_SECONDS / max(once, 1e-7))))
+            graph, _kept = _captured(call, calls, stream)
+            result[name], runs[name] = ("graph", []), (graph.replay, calls)
+        except Exception:  # a library that synchronises or allocates by itself cannot be captured
+            torch.cuda.synchronize()
+
+            def eager(call: Call = call) -> None:
+                for _ in range(FEWEST_CALLS):
+                    call()
+
+            result[name], runs[name] = ("eager", []), (eager, FEWEST_CALLS)
+    for _ in range(rounds):
+        for name, (run, calls) in runs.items():
+            _replay(run, stream)
+            result[name][1].append(_replay(run, stream) / calls)
+    return result
+
+
+def _captured(call: Call, calls: int, stream: Any) -> tuple[Any, list[Any]]:
+    """A graph of `calls` calls, and their results: memory of the graph's own that must outlive it."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [call() for _ in range(calls)]
+    return graph, kept
+
+
+def _replay(run: Call, stream: Any) -> float:
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        begin.record()
+        run()
+        end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequence[Any]) -> float | None:
+    """What Python costs of one call of ours.
+
+    A GPU works while Python goes on, so there it is the time of the call itself. On the CPU the kernel's own time is
+    taken off: the same function is called directly, in turn with the public one.
+    """
+    if machine.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(5):
+            times.append(clock(ours, HOST_CALLS) / HOST_CALLS)
+            torch.cuda.synchronize()
+        return statistics.median(times)
+    import numpy as np
+
+    from .runtime import arrays
+    from .runtime.dispatch import dispatcher
+
+    kernel = dispatcher.kernel(problem, machine)
+    if kernel.entry.workspaces:
+        return None
+    arguments = [arrays.argument(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *problem.empty_outputs())]
+    timed = _time_cpu({"public": ours, "kernel": lambda: kernel.function(*arguments)}, rounds=9)
+    public, bare = (statistics.median(timed[name][1]) for name in ("public", "kernel"))
+    return max(public - bare, 0.0)
+
+
+def _threads(device: str) -> str:
+    if device == "cuda":
+        return ""
+    import os
+
+    counts = [f"tvm {os.environ.get('TVM_NUM_THREADS', '?')}"]
+    if has_torch("cpu"):
+        import torch
+
+        counts.append(f"torch {torch.get_num_threads()}")
+    return ", ".join(counts)
