@@ -19,8 +19,10 @@ TILE_N = powers(1, 8)
 ROWS = powers(1, 32)
 # Elements a load: 16 bytes of float32 or of float16.
 VECTOR = powers(1, 8)
-# Partial sums a thread keeps in registers, beside the two vectors that they are made of.
-MAX_SUMS = 64
+# Values a thread holds at once: its partial sums and the vectors that they are made of. Beyond these the compiler
+# spills; the sums of more than a warp are reduced with barriers, and it unrolls fewer of them, which would leave the
+# rest in local memory. Both were found by compiling the space.
+MAX_HELD, MAX_HELD_SHARED = 96, 64
 
 
 def space(lanes: tuple[int, ...], problem: Problem) -> Table:
@@ -45,14 +47,18 @@ def shared_space(problem: Problem, machine: Machine) -> Table:
     return space(tuple(lanes for lanes in powers(64, 256) if lanes <= problem.k), problem)
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: Problem, machine: Machine, decisions: Decisions, most: int = MAX_HELD) -> str | None:
     threads = decisions["lanes"] * decisions["rows"]
     if not 32 <= threads <= min(machine.max_threads, 512):
         return f"{threads} threads a block are not within 32 and 512"
     if (problem.n // decisions["tile_n"]) % decisions["rows"]:
         return f"{decisions['rows']} rows of {decisions['tile_n']} do not divide n={problem.n}"
-    sums = decisions["tile_m"] * decisions["tile_n"]
-    return f"{sums} partial sums exceed {MAX_SUMS}" if sums > MAX_SUMS else None
+    held = decisions["tile_m"] * decisions["tile_n"] + (decisions["tile_n"] + 1) * decisions["vec"]
+    return f"{held} sums and elements in registers exceed {most}" if held > most else None
+
+
+def shared_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    return allowed(problem, machine, decisions, MAX_HELD_SHARED)
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
@@ -189,5 +195,5 @@ cross_thread = Template(
     space=shared_space,
     default=shared_default,
     build=build,
-    allowed=allowed,
+    allowed=shared_allowed,
 )

@@ -17,6 +17,7 @@ FULL_WARP = 0xFFFFFFFF
 RADIX_BITS = 8
 BINS = 1 << RADIX_BITS
 MINUS_INFINITY = 0x007FFFFF  # order_bits(-inf)
+RANKERS = 8  # threads that share the ranking of one key
 
 
 def order_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -69,6 +70,8 @@ class DeviceFunctions(NamedTuple):
     find_digit: Any
     select_pivot: Any
     keep_selected: Any
+    kth_of_maxima: Any
+    rank_key: Any
     sort_descending: Any
 
 
@@ -78,6 +81,12 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
     lowest = T.min_value("float32")
     lanes_bins = BINS // 32
     digits = 64 // RADIX_BITS
+    # kth_of_maxima: the fewest rounds in a warp that leave at least one value of each warp to spare.
+    seed_lane = next((j for j in range(1, 33) if j * warps >= k), 32)
+    seed_warp = -(-k // seed_lane)
+    # sort_descending: keys, a power of two, and how many of them a thread holds.
+    rounded = 1 << (k - 1).bit_length()
+    each = max(1, rounded // threads)
 
     # fmt: off
     @T.inline
@@ -175,24 +184,93 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
         T.cuda.cta_sync()
 
     @T.inline
-    def sort_descending(t, keys, size):
-        """Bitonic sort of keys[0:size], size a power of two."""
-        for p in T.serial((size - 1).bit_length()):
-            for q in T.serial(p + 1):
+    def kth_of_maxima(t, bits, group, reached):
+        """`reached`: a lower bound of the k-th largest element, from the largest of each thread (`bits`, ordered).
+
+        Each warp finds the j-th largest of its lanes' values, the block the q-th largest of those: j * q >= k elements
+        are at least as large. Begins and ends in any order of warps; one barrier.
+        """
+        largest = T.alloc_local([1], "uint32")
+        lanes = T.alloc_local([1], "uint32")
+        rank = T.alloc_local([1], "int32")
+        for r in T.serial(seed_lane):
+            largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == largest[0])
+            if r < seed_lane - 1:
+                # only one of equals is taken out
+                if T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t % 32:
+                    bits[0] = T.uint32(0)
+        if t % 32 == 0:
+            group[t // 32] = largest[0]
+        T.cuda.cta_sync()
+        rank[0] = 0
+        largest[0] = group[t % warps]
+        for w in T.unroll(warps):
+            if group[w] > largest[0]:
+                rank[0] = rank[0] + 1
+            if group[w] == largest[0]:
+                if w < t % warps:
+                    rank[0] = rank[0] + 1
+        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), rank[0] == seed_warp - 1)
+        reached[0] = T.tvm_warp_shuffle(
+            T.uint32(FULL_WARP), largest[0], T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1, 32, 32)
+
+    @T.inline
+    def rank_key(t, i, keys, size, at, key, rank):
+        """In step i, RANKERS threads count how many of keys[0:size] are above one key: its place in the order.
+
+        `at` is the key's position, and `rank` is right in all of them. Every thread of the block must come here.
+        """
+        at[0] = (i * threads + t) // RANKERS
+        key[0] = keys[T.min(at[0], size - 1)]
+        rank[0] = 0
+        for j in T.serial((size - t % RANKERS + (RANKERS - 1)) // RANKERS):
+            if keys[j * RANKERS + t % RANKERS] > key[0]:
+                rank[0] = rank[0] + 1
+        for s in T.unroll(RANKERS.bit_length() - 1):
+            rank[0] = rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), rank[0], 1 << s, 32, 32)
+
+    @T.inline
+    def keep_ordered(t, e, p, distance, own, other):
+        """One comparator: of a pair `distance` apart, phase p wants the larger below if bit p + 1 of the place is 0."""
+        if (((e * threads + t) >> (p + 1)) & 1 == 0) == ((e * threads + t) & distance == 0):
+            own[e] = T.max(own[e], other[0])
+        else:
+            own[e] = T.min(own[e], other[0])
+
+    @T.inline
+    def sort_descending(t, keys):
+        """Bitonic sort of `rounded` keys, 32 or more; a thread holds keys t, t + threads, ...
+
+        Phase p compares elements 2^p, ..., 2, 1 apart. Within a warp the exchange is a shuffle, beyond it goes through
+        shared memory.
+        """
+        own = T.alloc_local([each], "uint64")
+        other = T.alloc_local([1], "uint64")
+        T.cuda.cta_sync()
+        for e in T.unroll(each):
+            own[e] = keys[T.min(e * threads + t, rounded - 1)]
+        for p in T.serial(rounded.bit_length() - 1):
+            for q in T.serial(T.max(p - 4, 0)):
                 T.cuda.cta_sync()
-                for i in T.serial((size // 2 - 1 - t + threads) // threads):
-                    # The q-th step of phase p compares elements 2^(p-q) apart; phases alternate in direction by 2^(p+1).
-                    lower = T.alloc_local([1], "int32")
-                    upper = T.alloc_local([1], "int32")
-                    a = T.alloc_local([1], "uint64")
-                    b = T.alloc_local([1], "uint64")
-                    lower[0] = (((i * threads + t) >> (p - q)) << (p - q + 1)) + ((i * threads + t) & ((1 << (p - q)) - 1))
-                    upper[0] = lower[0] + (1 << (p - q))
-                    a[0] = keys[lower[0]]
-                    b[0] = keys[upper[0]]
-                    if (a[0] < b[0]) == (((lower[0] >> (p + 1)) & 1) == 0):
-                        keys[lower[0]] = b[0]
-                        keys[upper[0]] = a[0]
+                for e in T.unroll(each):
+                    if e * threads + t < rounded:
+                        keys[e * threads + t] = own[e]
+                T.cuda.cta_sync()
+                for e in T.unroll(each):
+                    other[0] = keys[T.min((e * threads + t) ^ (1 << (p - q)), rounded - 1)]
+                    keep_ordered(t, e, p, 1 << (p - q), own, other)
+            for q in T.serial(T.min(p, 4) + 1):
+                for e in T.unroll(each):
+                    other[0] = T.tvm_warp_shuffle_xor(
+                        T.uint32(FULL_WARP), own[e], 1 << (T.min(p, 4) - q), 32, 32)
+                    keep_ordered(t, e, p, 1 << (T.min(p, 4) - q), own, other)
+        T.cuda.cta_sync()
+        for e in T.unroll(each):
+            if e * threads + t < rounded:
+                keys[e * threads + t] = own[e]
         T.cuda.cta_sync()
     # fmt: on
-    return DeviceFunctions(block_merge, find_digit, select_pivot, keep_selected, sort_descending)
+    return DeviceFunctions(
+        block_merge, find_digit, select_pivot, keep_selected, kth_of_maxima, rank_key, sort_descending
+    )

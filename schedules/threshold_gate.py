@@ -2,12 +2,14 @@
 
 Each thread streams 16-byte vectors of the row, keeps its own running maximum and sum of exponentials (Algorithm 3 of
 Milakov & Gimelshein, merged across threads once, at the end), and compares the largest of the elements in hand with
-the block's threshold. Only what exceeds it goes into a buffer in shared memory, by an atomic; when the next tile
-might overflow the buffer, radix selection cuts it to k and raises the threshold. So the insertion of Algorithm 4,
-whose cost grows with k, is paid for a few elements a row instead of all.
+the block's threshold. Only what reaches it goes into a buffer in shared memory, by an atomic; a warp that finds the
+buffer nearly full calls all others to a compaction, in which radix selection cuts it to k and raises the threshold.
+So the insertion of Algorithm 4, whose cost grows with k, is paid for a few elements a row instead of all, and warps
+stream without waiting for each other.
 
 The first threshold comes from the first tile: the k-th largest of the maxima of disjoint groups of elements is no
-larger than the k-th largest element. Groups are warps if k is at most their number, else threads.
+larger than the k-th largest element. A threshold is a key, value and index together, so that rows of equal elements
+pass it no more often than others; the value alone decides in all but a few comparisons.
 
 `threshold_gate` gives a row to a block. `cluster_gate` gives it to a cluster of blocks, for batches too small to fill
 the card with one block a row: each scans a part, and the first gathers the others' (m, d) and best keys over
@@ -25,13 +27,13 @@ THREADS = powers(128, 1024)
 # Vectors a thread loads before it looks at the first: the memory's latency times its rate needs about 40 KB in flight
 # on each multiprocessor, 20 bytes a thread at full occupancy.
 VECTORS = (1, 2, 4, 8)
-# Room in the buffer beyond k and a tile: survivors of a row in random order come to rest in it.
-SLACK = 1024
+# The least room in the buffer beyond k and a tile: survivors of a row in random order come to rest in it.
+SLACK = 256
+# Whether the next tile is loaded before this one is worked on: more bytes in flight a thread, for fewer threads.
+PREFETCH = (0, 1)
 # Up to here the survivors are ranked by counting, every one against every other; beyond, they are sorted.
 COUNTED = 64
 MAX_K = 2048
-# Bits of the threads' maxima that the search for the first threshold resolves: sign, exponent and 7 of the mantissa.
-SEED_BITS = 16
 # Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
 SPLITS = powers(2, 16)
 
@@ -45,7 +47,7 @@ def vector(problem: Problem) -> int:
 def space(problem: Problem, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
-    return {"threads": THREADS, "vectors": VECTORS}
+    return {"threads": THREADS, "vectors": VECTORS, "prefetch": PREFETCH}
 
 
 def cluster_space(problem: Problem, machine: Machine) -> Table:
@@ -54,7 +56,7 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     table = {"split": SPLITS, **space(problem, machine)}
-    if not any(cluster_allowed(problem, machine, {"split": 2, "threads": t, "vectors": 1}) is None for t in THREADS):
+    if not any(cluster_allowed(problem, machine, {"split": 2, "threads": t, "vectors": 1, "prefetch": 0}) is None for t in THREADS):
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
@@ -63,7 +65,8 @@ def sizes(problem: Problem, decisions: Decisions) -> tuple[int, int, int]:
     """Elements a tile, keys in the buffer, and k rounded up to a power of two."""
     tile = decisions["threads"] * decisions["vectors"] * vector(problem)
     rounded = 1 << (problem.k - 1).bit_length()
-    return tile, tile + rounded + SLACK, rounded
+    # Beyond k there is room for what comes to rest between two compactions, and for each warp's tile in hand.
+    return tile, tile + rounded + max(SLACK, 2 * rounded), rounded
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
@@ -72,8 +75,10 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"a buffer of {(capacity + rounded) * 8} bytes leaves no room for a second block"
     if decisions["vectors"] > 1 and tile >= 2 * problem.vocab:
         return f"half of a tile of {tile} lies beyond vocab={problem.vocab}"
-    if decisions["vectors"] * vector(problem) > 32:
+    if decisions["vectors"] * vector(problem) > 32 // (1 + decisions["prefetch"]):
         return "more than 32 elements in registers"
+    if decisions["prefetch"] and tile >= problem.vocab // decisions.get("split", 1):
+        return "there is no next tile to load"
     return None
 
 
@@ -89,20 +94,20 @@ def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) ->
 
 def cluster_default(problem: Problem, machine: Machine) -> Decisions:
     choices = [
-        {"split": split, "threads": threads, "vectors": 1}
+        {"split": split, "threads": threads, "vectors": 1, "prefetch": 0}
         for split in (8, 4, 2)
         for threads in (512, 256, 128)
-        if cluster_allowed(problem, machine, {"split": split, "threads": threads, "vectors": 1}) is None
+        if cluster_allowed(problem, machine, {"split": split, "threads": threads, "vectors": 1, "prefetch": 0}) is None
     ]
     return choices[0]
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
     choices = [
-        {"threads": threads, "vectors": vectors}
+        {"threads": threads, "vectors": vectors, "prefetch": 0}
         for threads in (512, 256, 128)
         for vectors in (2, 1)
-        if allowed(problem, machine, {"threads": threads, "vectors": vectors}) is None
+        if allowed(problem, machine, {"threads": threads, "vectors": vectors, "prefetch": 0}) is None
     ]
     return choices[0]
 
@@ -114,6 +119,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .arithmetic import LOG2_E, is_nan
     from .selection import (
         FULL_WARP,
+        RANKERS,
         MINUS_INFINITY,
         bits_value,
         device_functions,
@@ -127,33 +133,37 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     vocab, k, dtype = problem.vocab, problem.k, problem.dtype
     threads, vectors, width = decisions["threads"], decisions["vectors"], vector(problem)
+    prefetch = bool(decisions["prefetch"])
     tile, capacity, rounded = sizes(problem, decisions)
     warps, held = threads // 32, vectors * width
     split = decisions.get("split", 1)
     share = ceildiv(ceildiv(vocab, split), width) * width  # elements a block
     tiles = ceildiv(share, tile)
     ragged = share % tile != 0 or vocab % share != 0
-    limit = capacity - tile  # more keys than this before a tile, and it might not fit
-    seed_warps, seed_threads = k <= warps, warps < k <= threads
+    # A warp that fills this slot calls for compaction; the others may each be in the middle of one more tile.
+    limit = capacity - tile
+    seeded = k <= threads
     ranked = k <= COUNTED
     # Survivors that are ranked by counting may be more than k; sorted ones fill a power of two.
     fits = max(4 * COUNTED, rounded) if ranked else (rounded if split == 1 else k)
     lowest = T.min_value("float32")
     peer_float, peer_int = peer_read("peer_float", "float", "float32"), peer_read("peer_int", "int", "int32")
     peer_key = peer_read("peer_key", "unsigned long long", "uint64")
-    block_merge, _, select_pivot, keep_selected, sort_descending = device_functions(threads, k)
+    device = device_functions(threads, k)
+    block_merge, select_pivot, keep_selected = device.block_merge, device.select_pivot, device.keep_selected
+    kth_of_maxima, rank_key, sort_descending = device.kth_of_maxima, device.rank_key, device.sort_descending
 
     # fmt: off
     @T.inline
-    def load_tile(i, X, row, first, t, raw, x):
-        """The tile's elements of this thread, -inf beyond the block's share; loads first, conversions after.
-
-        What lies beyond is loaded from the row's end and dropped: a branch would keep the loads from being issued
-        together.
-        """
+    def load_tile(i, X, row, first, t, raw):
+        """The tile's elements of this thread; beyond the row its last ones, because a branch would delay the loads."""
         for u in T.unroll(vectors):
             for v in T.vectorized(width):
                 raw[u * width + v] = X[row, T.min(first + i * tile + (u * threads + t) * width, vocab - width) + v]
+
+    @T.inline
+    def convert_tile(i, first, t, raw, x):
+        """float32 of the elements, -inf for what lies beyond the block's share."""
         for e in T.unroll(held):
             if ragged:
                 x[e] = T.Select(
@@ -163,46 +173,20 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 x[e] = T.Cast("float32", raw[e])
 
     @T.inline
-    def raise_to_seed(t, top, gate, group, search):
-        """The first threshold, from the largest element of each thread in the first tile.
-
-        Stored as the float below it, because an element equal to it may belong to the k.
-        """
-        if seed_warps:
-            group_max = T.alloc_local([1], "float32")
-            rank = T.alloc_local([1], "int32")
-            group_max[0] = T.cuda.warp_max(top[0])
-            if t % 32 == 0:
-                group[t // 32] = group_max[0]
-            T.cuda.cta_sync()
-            if t < warps:
-                rank[0] = 0
-                for w in T.unroll(warps):
-                    if group[w] > group[t] or (group[w] == group[t] and w < t):
-                        rank[0] = rank[0] + 1
-                if rank[0] == k - 1:
-                    search[0] = order_bits(group[t])
-            T.cuda.cta_sync()
-        else:
-            bits = T.alloc_local([1], "uint32")
-            trial = T.alloc_local([1], "uint32")
-            reached = T.alloc_local([1], "int32")
-            bits[0] = T.uint32(0)
-            for b in T.serial(SEED_BITS):
-                trial[0] = bits[0] | (T.uint32(0x80000000) >> T.Cast("uint32", b))
-                reached[0] = T.call_extern("int32", "__syncthreads_count", order_bits(top[0]) >= trial[0])
-                if reached[0] >= k:
-                    bits[0] = trial[0]
-            if t == 0:
-                search[0] = bits[0]
-            T.cuda.cta_sync()
-        # Minus infinity has nothing below it, and passes no threshold: rows short of k are filled up at the end.
-        if search[0] > T.uint32(MINUS_INFINITY):
-            # 0.0 and -0.0 are equal and have different bits; the float below both is the one below -0.0.
-            if search[0] == T.uint32(0x80000000):
-                gate[0] = bits_value(T.uint32(0x7FFFFFFE))
-            else:
-                gate[0] = bits_value(search[0] - T.uint32(1))
+    def compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate):
+        """Cut the buffer to the best k and raise the threshold to the k-th. All threads come here, after a barrier."""
+        size[0] = count[0]
+        if size[0] > k:
+            select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
+            keep_selected(t, keys, size[0], kept, count, pivot)
+            gate[0] = bits_value(key_bits(pivot[0]))
+            if is_nan(gate[0]):
+                # k NaN already: what is no NaN has no chance, and passes no comparison with plus infinity but its equal.
+                gate[0] = T.infinity("float32")
+        T.cuda.cta_sync()
+        if t == 0:
+            T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(0)))
+        T.cuda.cta_sync()
 
     @T.inline
     def fill_up(X, row, first, t, keys, size, wanted, slot):
@@ -224,14 +208,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             i = i + 1
 
     @T.inline
-    def rank_of(keys, key, size, rank):
-        """How many of keys[0:size] are above `key`: its place in the sorted order."""
-        rank[0] = 0
-        for j in T.serial(size):
-            if keys[j] > key:
-                rank[0] = rank[0] + 1
-
-    @T.inline
     def write(V, Z, row, place, key, top, d, log):
         """One value and its index."""
         Z[row, place] = T.Cast("int64", key_index(key))
@@ -246,17 +222,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
 
     @T.inline
-    def publish(t, keys, kept, size, slot, exported, group, group_sum, top, d):
+    def publish(t, keys, kept, size, slot, need, pivot, exported, group, group_sum, top, d):
         """The block's (m, d) and its best k keys, for the first block of the cluster to read.
 
         Keys that can be ranked cheaply are published in order, in `kept`; others as they are, in `keys`.
         """
         T.cuda.cta_sync()
         if ranked:
-            for i in T.serial((size[0] - t + (threads - 1)) // threads):
-                rank_of(keys, keys[i * threads + t], size[0], slot)
-                if slot[0] < k:
-                    kept[slot[0]] = keys[i * threads + t]
+            for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
+                rank_key(t, i, keys, size[0], need, pivot, slot)
+                if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
+                    kept[slot[0]] = pivot[0]
         if t == 0:
             exported[0] = T.min(size[0], k)
             group[0] = top[0]
@@ -325,31 +301,47 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         count = T.alloc_shared([1], "int32")
         group = T.alloc_shared([32], "float32")
         group_sum = T.alloc_shared([32], "float32")
-        search = T.alloc_shared([1], "uint32")
+        group_bits = T.alloc_shared([32], "uint32")
+        full = T.alloc_shared([1], "uint32")
         exported = T.alloc_shared([1], "int32")
         raw = T.alloc_local([held], dtype)
         x = T.alloc_local([held], "float32")
         top = T.alloc_local([1], "float32")
         m = T.alloc_local([1], "float32")
         d = T.alloc_local([1], "float32")
+        power = T.alloc_local([1], "float32")
         gate = T.alloc_local([1], "float32")
         slot = T.alloc_local([1], "int32")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
         need = T.alloc_local([1], "int32")
+        key = T.alloc_local([1], "uint64")
+        bits = T.alloc_local([1], "uint32")
+        at = T.alloc_local([1], "int32")
+        reached = T.alloc_local([1], "uint32")
+        called = T.alloc_local([1], "uint32")
         wanted = T.alloc_local([1], "int32")
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
         if t == 0:
             count[0] = 0
+            full[0] = T.uint32(0)
         m[0] = lowest
         d[0] = T.float32(0)
-        gate[0] = -T.infinity("float32")
+        # Everything above minus infinity passes: rows that have fewer than k such elements are filled up at the end.
+        gate[0] = lowest
+        pivot[0] = T.Cast("uint64", T.uint32(MINUS_INFINITY + 1)) << T.uint64(32)
         T.cuda.cta_sync()
 
+        if prefetch:
+            load_tile(0, X, row, part * share, t, raw)
         for i in T.serial(tiles):
-            load_tile(i, X, row, part * share, t, raw, x)
+            if not prefetch:
+                load_tile(i, X, row, part * share, t, raw)
+            convert_tile(i, part * share, t, raw, x)
+            if prefetch:
+                load_tile(i + 1, X, row, part * share, t, raw)
             # (m, d) of equation 4, rescaled once for all elements in hand
             top[0] = x[0]
             for e in T.unroll(held - 1):
@@ -358,27 +350,47 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 d[0] = d[0] * T.exp2((m[0] - top[0]) * T.float32(LOG2_E))
                 m[0] = top[0]
             for e in T.unroll(held):
-                d[0] = d[0] + T.exp2((x[e] - m[0]) * T.float32(LOG2_E))
-            if i == 0 and (seed_warps or seed_threads):
-                raise_to_seed(t, top, gate, group, search)
-            # A NaN passes no comparison, but it stays in the sum.
+                # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
+                T.ptx.ex2.approx.ftz.f32(power[0], (x[e] - m[0]) * T.float32(LOG2_E))
+                d[0] = d[0] + power[0]
+            if i == 0 and seeded:
+                bits[0] = order_bits(top[0])
+                kth_of_maxima(t, bits, group_bits, reached)
+                if reached[0] > T.uint32(MINUS_INFINITY):
+                    gate[0] = bits_value(reached[0])
+                    pivot[0] = T.Cast("uint64", reached[0]) << T.uint64(32)
+            # A NaN passes no comparison of floats, but it stays in the sum; keys know its place.
             slot[0] = 0
-            if top[0] > gate[0] or is_nan(d[0]):
+            if top[0] >= gate[0] or is_nan(d[0]):
+                # One bit an element, then one round for each bit that any lane of the warp has. The element is read
+                # again, from L1: registers cannot be indexed.
+                bits[0] = T.uint32(0)
                 for e in T.unroll(held):
-                    if x[e] > gate[0] or is_nan(x[e]):
+                    if x[e] >= gate[0] or is_nan(x[e]):
+                        bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
+                while bits[0] != T.uint32(0):
+                    at[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1
+                    bits[0] = bits[0] & (bits[0] - T.uint32(1))
+                    at[0] = part * share + i * tile + (at[0] // width * threads + t) * width + at[0] % width
+                    key[0] = make_key(T.Cast("float32", X[row, at[0]]), at[0])
+                    if key[0] >= pivot[0]:
                         slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
-                        keys[slot[0]] = make_key(
-                            x[e], part * share + i * tile + ((e // width) * threads + t) * width + e % width)
-            # The vote is the barrier of the tile, and gives every thread the same answer.
-            if T.cuda.syncthreads_or(slot[0] >= limit) != 0:
-                size[0] = count[0]
-                select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
-                keep_selected(t, keys, size[0], kept, count, pivot)
-                # Later elements have higher indices: what equals the k-th loses to it. If that is NaN only NaN may pass.
-                gate[0] = bits_value(key_bits(pivot[0]))
-                if is_nan(gate[0]):
-                    gate[0] = T.infinity("float32")
-        T.cuda.cta_sync()
+                        keys[slot[0]] = key[0]
+            if slot[0] >= limit:
+                T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
+            T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
+            if T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)) != 0:
+                T.cuda.cta_sync()
+                compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate)
+        # Warps that are through with the row answer calls until all are.
+        waiting: T.int32 = 1
+        while waiting != 0:
+            T.cuda.cta_sync()
+            T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
+            if called[0] != T.uint32(0):
+                compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate)
+            else:
+                waiting = 0
 
         # top is free to hold the block's maximum, d its sum
         block_merge(t, m, d, top, group, group_sum)
@@ -398,7 +410,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             size[0] = k
 
         if split > 1:
-            publish(t, keys, kept, size, slot, exported, group, group_sum, top, d)
+            publish(t, keys, kept, size, slot, need, pivot, exported, group, group_sum, top, d)
             cluster_barrier()
             if part == 0:
                 gather(t, keys, kept, size, slot, need, pivot, count, exported, group, group_sum, top, d)
@@ -411,15 +423,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 size[0] = k
 
         if ranked:
-            for i in T.serial((size[0] - t + (threads - 1)) // threads):
-                rank_of(keys, keys[i * threads + t], size[0], slot)
-                if slot[0] < k:
-                    write(V, Z, row, slot[0], keys[i * threads + t], top, d, log)
+            T.cuda.cta_sync()
+            for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
+                rank_key(t, i, keys, size[0], need, pivot, slot)
+                if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
+                    write(V, Z, row, slot[0], pivot[0], top, d, log)
         else:
             if size[0] > 0:
                 for i in T.serial((rounded - size[0] - t + (threads - 1)) // threads):
                     keys[size[0] + i * threads + t] = T.uint64(0)
-                sort_descending(t, keys, rounded)
+                sort_descending(t, keys)
                 for i in T.serial((k - 1 - t + threads) // threads):
                     write(V, Z, row, i * threads + t, keys[i * threads + t], top, d, log)
     # fmt: on

@@ -278,6 +278,66 @@ def test_cooperative_grid_barrier():
     np.testing.assert_array_equal(a[0], np.arange(128) + 4)
 
 
+PEER = (
+    "__device__ __forceinline__ float peer(void* p, int r)"
+    " { return *(const volatile float*)__cluster_map_shared_rank(p, r); }"
+)
+
+
+def cluster_sum(first="split", second="asm", third="split", scope="shared", gather=False):
+    """Twice, each block of a cluster of 4 adds up the same place of all blocks' shared memory.
+
+    The barriers are before the first sums, before the second ones and before the blocks exit:
+    "split" into arrive and wait, the combined "asm", or "none". `gather`: only block 0 adds up.
+    """
+
+    @T.inline
+    def barrier(how):
+        if how == "split":
+            T.evaluate(T.call_extern("void", "__cluster_barrier_arrive"))
+            T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
+        elif how == "asm":
+            T.cuda.cluster_sync()
+
+    @T.prim_func
+    def func(X: T.Buffer((3, 4, 64), "float32"), Y: T.Buffer((3, 4, 64, 2), "float32")):
+        T.device_entry()
+        c = T.cluster_id([3])
+        r = T.cta_id_in_cluster([4])
+        t = T.thread_id([64])
+        T.alloc_shared([3], "float32")
+        s = T.alloc_buffer([2, 64], "float32", scope=scope)
+        s[0, 63 - t] = X[c, r, t]
+        barrier(first)
+        s[1, 63 - t] = X[c, r, t] * X[c, r, t]
+        if not gather or r == 0:
+            Y[c, r, t, 0] = T.float32(0)
+            for i in T.serial(4):
+                Y[c, r, t, 0] += T.cuda.func_call("peer", s.ptr_to([0, t]), i, source_code=PEER, return_type="float32")
+        barrier(second)
+        if not gather or r == 0:
+            Y[c, r, t, 1] = T.float32(0)
+            for i in T.serial(4):
+                Y[c, r, t, 1] += T.cuda.func_call("peer", s.ptr_to([1, t]), i, source_code=PEER, return_type="float32")
+        barrier(third)
+
+    return func
+
+
+def cluster_arrays():
+    return RNG.standard_normal((3, 4, 64)).astype("float32"), np.full((3, 4, 64, 2), np.nan, "float32")
+
+
+@pytest.mark.parametrize("scope", ["shared", "shared.dyn"])
+def test_cluster_reads_the_shared_memory_of_its_blocks(scope):
+    for seed in range(4):
+        x, y = cluster_arrays()
+        run_tirx(cluster_sum(scope=scope), [x, y], seed=seed)
+        for i in range(2):
+            expected = np.broadcast_to((x[:, :, ::-1] ** (i + 1)).sum(1, keepdims=True), x.shape)
+            np.testing.assert_allclose(y[..., i], expected, rtol=1e-5, atol=1e-5)
+
+
 # ---- wrong kernels -----------------------------------------------------------------------------
 
 
@@ -341,6 +401,68 @@ def test_scratch_of_a_block_reduction_used_twice_is_a_race():
 
     with pytest.raises(EmulationError, match="data race.*shared memory"):
         run_tirx(func, [np.ones(128, "float32"), np.zeros(128, "float32")])
+
+
+@pytest.mark.parametrize("scope", ["shared", "shared.dyn"])
+@pytest.mark.parametrize(
+    ("barriers", "message"),
+    [
+        ({"first": "none"}, "may not have started: no cluster barrier before"),
+        ({"second": "none"}, "data race: .*shared memory"),
+        ({"third": "none"}, "which has exited|exits with no cluster barrier after a peer's access"),
+        # Only block 0 reads: it is the others that have to stay.
+        ({"third": "none", "gather": True}, "which has exited|exits with no cluster barrier after a peer's access"),
+    ],
+)
+def test_missing_cluster_barrier(barriers, message, scope):
+    func = cluster_sum(scope=scope, **barriers)
+    for seed in range(4):
+        with pytest.raises(EmulationError, match=message):
+            run_tirx(func, list(cluster_arrays()), seed=seed)
+
+
+def test_missing_cluster_barrier_gives_wrong_results_in_shuffled_order():
+    x, y = cluster_arrays()
+    run_tirx(cluster_sum(second="none"), [x, y], check_races=False)
+    assert np.isnan(y[..., 1]).any()
+    assert not np.isnan(y[..., 0]).any()
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_cluster_barrier_orders_from_arrive_to_wait(place):
+    """Between arriving and waiting a block may use what no other block reads."""
+
+    @T.prim_func
+    def func(X: T.Buffer((2, 32), "float32"), Y: T.Buffer((2, 32), "float32")):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([32])
+        s = T.alloc_shared([32], "float32")
+        own = T.alloc_shared([32], "float32")
+        T.cuda.cluster_sync()
+        if place == "before":
+            s[t] = X[r, t]
+        T.ptx.barrier.cluster.arrive.release.aligned()
+        if place == "between":
+            s[t] = X[r, t]
+        own[t] = X[r, t]
+        T.cuda.cta_sync()
+        Y[r, t] = own[31 - t]
+        T.ptx.barrier.cluster.wait.acquire.aligned()
+        if place == "after":
+            s[t] = X[r, t]
+        Y[r, t] += T.cuda.func_call("peer", s.ptr_to([t]), 1 - r, source_code=PEER, return_type="float32")
+        T.cuda.cluster_sync()
+
+    x, y = RNG.standard_normal((2, 32)).astype("float32"), np.zeros((2, 32), "float32")
+    if place == "before":
+        run_tirx(func, [x, y])
+        np.testing.assert_array_equal(y, x[:, ::-1] + x[::-1])
+    else:
+        for seed in range(4):
+            with pytest.raises(EmulationError, match="data race"):
+                run_tirx(func, [x, y], seed=seed)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -464,7 +586,7 @@ def test_what_is_not_emulated_is_refused():
         T.device_entry()
         T.cta_id([1])
         t = T.thread_id([32])
-        T.cuda.cluster_sync()
+        T.ptx.barrier.cluster.arrive.relaxed()
         X[t] = 0.0
 
     with pytest.raises(NotImplementedError, match="barrier.cluster"):

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import pytest
-
 from cases import SM90
+
 from tvm_sparse import schedules
 from tvm_sparse.operators import parse
 from tvm_sparse.tuning.records import Candidate

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 import tuning_child
+
 from tvm_sparse import schedules
 from tvm_sparse.machine import cpu
 from tvm_sparse.operators import Problem, parse
@@ -42,7 +42,7 @@ def log(tmp_path: Path) -> Log:
 
 def run(log: Log, trials: int, problem: Problem = PROBLEM, **options) -> tuple[Best, list[Progress]]:
     shown: list[Progress] = []
-    best = tune(make_plan(problem, cpu(), trials, log, builders=2), log, show=shown.append, **options)
+    best = tune(make_plan(problem, cpu(), trials, log, builders=1), log, show=shown.append, **options)
     return best, shown
 
 
@@ -154,7 +154,7 @@ def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: p
     assert trials[best.candidate].outcome == "ok"
 
 
-@pytest.mark.parametrize("fault", ["compile", "wrong", "crash"])
+@pytest.mark.parametrize("fault", ["compile", "wrong"])
 def test_a_broken_environment_records_no_trial(fault: str, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, {"*": fault})
     with pytest.raises(NoValidRecord, match=f"the fallback .* failed \\({ {'compile': 'build-error'}.get(fault, fault)}"):

@@ -51,6 +51,10 @@ class Machine:
         return "cuda" if self.kind == "cuda" else "cpu"
 
 
+# Of the largest data-centre part of an architecture, for targets that are not here: templates ask whether a batch fills
+# the machine, and a record made on such a part must be a point of its template's space where it is exported.
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_90a": 132, "sm_100a": 148, "sm_120a": 188}
+
 # Bytes a second one kernel reads from device memory. H200: measured on one card (README, "Figures");
 # H100: the data sheet's ratio to the H200 applied to that.
 READ_BANDWIDTH = (("H200", 4.47e12), ("H100", 4.47e12 * 3.35 / 4.8))
@@ -141,7 +145,7 @@ def resolve(target: str) -> Machine:
         if present is not None and present.arch == target:
             return present
     if re.fullmatch(r"sm_\d{2,3}a?", target):
-        return Machine("cuda", target, target, cores=108)
+        return Machine("cuda", target, target, cores=MULTIPROCESSORS.get(target, 108))
     levels = [level for level, _ in X86_LEVELS] + ["x86-64", "aarch64"]
     if target in levels:
         return Machine("llvm", target, target, cores=cpu().cores)

@@ -34,6 +34,10 @@ FEWEST_CALLS, MOST_CALLS = 10, 50
 # Calls from Python that are timed for the host's cost: fewer than a GPU's queue holds.
 HOST_CALLS = 200
 
+# Rows that are compared with the reference, spread over the batch: it is in float64 and sorts, and a batch of 4000 by
+# 25000 would take it minutes.
+CHECKED_ROWS = 64
+
 # What a peer's result may differ by, relative to the largest value: other libraries add in other orders, and in
 # half precision some round in between. It tells the same computation from another one.
 PEER_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -77,7 +81,8 @@ class Comparison:
     machine: Machine
     timings: tuple[Timing, ...]
     host_seconds: float | None  # of one call of our public function from Python; on the CPU, beyond the kernel's own
-    kernel: str  # how it was chosen, and which it is
+    how: str  # our kernel was chosen: one of `runtime.dispatch.HOW`
+    kernel: str  # the candidate that it is
     threads: str  # of the CPU's libraries
 
     @property
@@ -210,32 +215,41 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
-def _ours_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> Call:
+def _ours_softmax_topk(
+    problem: SoftmaxTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]
+) -> tuple[Call, Problem]:
     from .functional import softmax_topk
 
     logits, log = inputs
     x = convert(logits)
-    return lambda: softmax_topk(x, problem.k, log=bool(log))
+    return lambda: softmax_topk(x, problem.k, log=bool(log)), problem
 
 
-def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> Call:
+def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
     from .functional import bsr_matmul
     from .layers import BsrWeight
 
     x, *parts = map(convert, inputs)
     weight = BsrWeight(parts, columns=problem.k, validate=True)
-    return lambda: bsr_matmul(x, weight)
+    return lambda: bsr_matmul(x, weight), weight.problem(problem.m)
 
 
-OURS: Mapping[str, Callable[..., Call]] = {"softmax_topk": _ours_softmax_topk, "bsr_matmul": _ours_bsr_matmul}
+# The call of our public function, and the problem that it finds in its arguments: of a sparse weight that is read off
+# the pattern, and decides which record is used.
+OURS: Mapping[str, Callable[..., tuple[Call, Problem]]] = {
+    "softmax_topk": _ours_softmax_topk,
+    "bsr_matmul": _ours_bsr_matmul,
+}
 NAME = "tvm_sparse"
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
-def compare(problem: Problem, machine: Machine, *, seed: int = 0, peers: Sequence[Peer] = PEERS) -> Comparison:
-    """Check and time our public function and the peers on one problem.
+def compare(
+    problem: Problem, machine: Machine, *, seed: int = 0, peers: Sequence[Peer] = PEERS, host: bool = True
+) -> Comparison:
+    """Check and time our public function and the peers on one problem; `host` also times what Python costs of ours.
 
     Raises
     ------
@@ -248,23 +262,25 @@ def compare(problem: Problem, machine: Machine, *, seed: int = 0, peers: Sequenc
 
     device = machine.device
     if device == "cuda" and not has_torch("cuda"):
-        raise ModuleNotFoundError('comparing on CUDA needs PyTorch with CUDA: pip install "tvm_sparse[torch]"', name="torch")
+        raise ModuleNotFoundError(
+            'comparing on CUDA needs PyTorch with CUDA: pip install "tvm_sparse[torch]"', name="torch"
+        )
     inputs = problem.generate(seed)
-    expected = problem.reference(inputs)
-    convert: Callable[[Any], Any] = lambda a: a  # noqa: E731
-    if has_torch(device):
-        import numpy as np
+    sample = _Sample(problem, inputs)
+    with_torch = has_torch(device)
 
-        convert = lambda a: _torch_tensor(a, device) if isinstance(a, np.ndarray) else a  # noqa: E731
+    def convert(argument: Any) -> Any:
+        # PyTorch's arrays where it is there: its users' way to call, and the peers' own.
+        return _torch_tensor(argument, device) if with_torch and hasattr(argument, "dtype") else argument
 
-    ours = OURS[problem.operator](problem, inputs, convert)
-    problem.check(inputs, expected, as_numpy(ours()))
+    ours, called = OURS[problem.operator](problem, inputs, convert)
+    problem.check(sample.inputs, sample.expected, sample.of(as_numpy(ours())))
     calls: dict[str, Call] = {NAME: ours}
     lines: dict[str, Timing] = {NAME: Timing(NAME, correct=True)}
     for peer in peers:
         if peer.operator != problem.operator or device not in peer.devices:
             continue
-        lines[peer.name], call = _admit(peer, problem, inputs, expected, device)
+        lines[peer.name], call = _admit(peer, problem, inputs, sample, device)
         if call is not None:
             calls[peer.name] = call
 
@@ -275,11 +291,31 @@ def compare(problem: Problem, machine: Machine, *, seed: int = 0, peers: Sequenc
             lines[name] = Timing(name, correct=line.correct, note=seconds)
         else:
             lines[name] = Timing(name, tuple(seconds), how, line.correct)
-    explained = dispatcher.explain(problem, machine)
+    explained = dispatcher.explain(called, machine)
     return Comparison(
-        problem, machine, tuple(lines.values()), _host_seconds(problem, machine, ours, inputs),
-        f"{explained.how}: {explained.candidate}", _threads(device),
+        problem,
+        machine,
+        tuple(lines.values()),
+        _host_seconds(called, machine, ours, inputs) if host else None,
+        explained.how,
+        explained.candidate,
+        _threads(device),
     )
+
+
+class _Sample:
+    """Some rows of a problem, the first and the last among them, and what the reference says of them."""
+
+    def __init__(self, problem: Problem, inputs: Sequence[Any]) -> None:
+        import numpy as np
+
+        self._rows = np.unique(np.linspace(0, problem.batch_extent - 1, CHECKED_ROWS).astype(int))
+        batched = [spec.shape[:1] == (problem.batch_axis,) for spec in problem.inputs]
+        self.inputs = [a[self._rows] if rows else a for a, rows in zip(inputs, batched, strict=True)]
+        self.expected = problem.with_batch(len(self._rows)).reference(self.inputs)
+
+    def of(self, outputs: Sequence[Any]) -> list[Any]:
+        return [array[self._rows] for array in outputs]
 
 
 def has_torch(device: str) -> bool:
@@ -291,7 +327,7 @@ def has_torch(device: str) -> bool:
 
 
 def _admit(
-    peer: Peer, problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], device: str
+    peer: Peer, problem: Problem, inputs: Sequence[Any], sample: _Sample, device: str
 ) -> tuple[Timing, Call | None]:
     """Prepare a peer and compare its result with the reference."""
     if importlib.util.find_spec(peer.needs) is None:
@@ -300,9 +336,10 @@ def _admit(
         call = peer.prepare(problem, inputs, device)
         outputs = as_numpy(call())
     except Exception as error:  # whatever another library does not support
-        return Timing(peer.name, note=f"not available: {str(error).strip().splitlines()[0][:120] if str(error) else error!r}"), None
+        reason = str(error).strip().partition("\n")[0] or repr(error)
+        return Timing(peer.name, note=f"not available: {reason[:120]}"), None
     try:
-        agree(problem, inputs, expected, outputs)
+        agree(problem, sample.inputs, sample.expected, sample.of(outputs))
     except Mismatch as error:
         return Timing(peer.name, correct=False, note=str(error)), None
     return Timing(peer.name, correct=True), call
@@ -323,19 +360,20 @@ def as_numpy(outputs: Any) -> list[Any]:
 
 
 def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Raise `Mismatch` unless a peer computed the same, to within what its dtype allows; ties may be broken either way."""
+    """Raise `Mismatch` unless a peer computed the same, within what its dtype allows; ties may go either way."""
     import numpy as np
 
     tolerance = PEER_TOLERANCE[problem.axes["dtype"]]
     values, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
-    if values.shape != wanted.shape:
+    if values.shape != wanted.shape or len(outputs) != len(expected):
         raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
     worst = float(np.max(np.abs(values - wanted), initial=0.0)) / max(float(np.max(np.abs(wanted), initial=0.0)), 1e-30)
     if not worst <= tolerance:
         raise Mismatch(f"{problem.outputs[0].name} differ by {worst:.1e} of the largest")
     if len(outputs) > 1:
         logits = np.asarray(inputs[0]).astype(np.float64)
-        chosen, best = (np.take_along_axis(logits, np.asarray(i).astype(np.int64), axis=1) for i in (outputs[1], expected[1]))
+        columns = (np.asarray(indices).astype(np.int64) for indices in (outputs[1], expected[1]))
+        chosen, best = (np.take_along_axis(logits, c, axis=1) for c in columns)
         if not np.array_equal(chosen, best):
             raise Mismatch("indices are not those of the largest logits")
 
@@ -378,9 +416,10 @@ def _time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Ti
 
 
 def _time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> Times:
-    """Seconds a call by events around replays of a graph of many calls, in rounds; each replay follows one that warms up."""
+    """Seconds a call by events around replays of a graph of many calls, in rounds, each after one that warms up."""
     import torch
 
+    torch.cuda.synchronize()  # what was prepared on the default stream
     stream = torch.cuda.Stream()
     result: Times = {}
     runs: dict[str, tuple[Call, int]] = {}
@@ -455,7 +494,8 @@ def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequen
     kernel = dispatcher.kernel(problem, machine)
     if kernel.entry.workspaces:
         return None
-    arguments = [arrays.argument(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *problem.empty_outputs())]
+    given = (*inputs, *problem.empty_outputs())
+    arguments = [arrays.argument(a) if isinstance(a, np.ndarray) else a for a in given]
     timed = _time_cpu({"public": ours, "kernel": lambda: kernel.function(*arguments)}, rounds=9)
     public, bare = (statistics.median(timed[name][1]) for name in ("public", "kernel"))
     return max(public - bare, 0.0)

@@ -6,8 +6,10 @@ function, so that launch extents, launch order and workspaces are those of the r
 in a forked child, which turns crashes, hangs and misbehaviour into an `EmulationError`:
 
 * results that depend on the order of threads or blocks (the order is drawn from `seed`);
-* data races between threads of a block, in shared and global memory (`check_races`);
+* data races between threads of a block, in shared and global memory, and between those of a cluster
+  in shared memory (`check_races`);
 * barriers and warp collectives which not all participants reach;
+* blocks which exit while others of their cluster may access their shared memory;
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1).
 
@@ -54,6 +56,7 @@ KNOWN_INCLUDES = {"cstdint", "type_traits", "cuda.h", "cuda_fp16.h", "cuda_bf16.
                   "math_constants.h", "sm_61_intrinsics.h", "cuda/std/cstdint",
                   "cuda/std/type_traits", "cuda/barrier", "cooperative_groups.h"}  # fmt: skip
 DIMS = ["blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z"]
+CLUSTER_DIMS = ["clusterCtaIdx.x", "clusterCtaIdx.y", "clusterCtaIdx.z"]
 DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Programmatic dependent launch: kernels run one after another here, which it permits.
@@ -100,7 +103,7 @@ def run_on_cpu(
     Raises
     ------
     EmulationError : a kernel misbehaved; the message says which, where and in which thread.
-    NotImplementedError : the kernel uses what is not emulated (clusters, TMA, mbarrier, MMA...).
+    NotImplementedError : the kernel uses what is not emulated (TMA, mbarrier, MMA...).
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
     host, device, target = _lower(mod, target, pipeline)
@@ -181,8 +184,10 @@ def _without_cuda_runtime(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _kernel(name: str, func: tirx.PrimFunc) -> Kernel:
     params = tuple(str(p) for p in func.attrs["tirx.kernel_launch_params"])
-    if unknown := [p for p in params if p not in {*DIMS, *FLAGS, DYNAMIC_SHARED}]:
+    if unknown := [p for p in params if p not in {*DIMS, *CLUSTER_DIMS, *FLAGS, DYNAMIC_SHARED}]:
         raise NotImplementedError(f"kernel {name}: launch parameter {unknown[0]} is not emulated")
+    if COOPERATIVE in params and {*CLUSTER_DIMS} & {*params}:
+        raise NotImplementedError(f"kernel {name}: a cooperative launch of clusters is not emulated")
     dtypes = tuple(
         "handle" if isinstance(p.ty, tvm.ir.PointerType) else str(p.ty) for p in func.params
     )
@@ -361,6 +366,9 @@ TYPES = {
 SPECIAL = {
     "laneid": "cuda_on_cpu::self().lane", "warpid": "cuda_on_cpu::self().warp",
     "tid": "threadIdx", "ctaid": "blockIdx", "ntid": "blockDim", "nctaid": "gridDim",
+    "clusterid": "cuda_on_cpu::cluster_index()", "cluster_nctaid": "cuda_on_cpu::machine.cluster",
+    "cluster_ctarank": "cuda_on_cpu::self().block->rank",
+    "cluster_nctarank": "cuda_on_cpu::cluster_size()",
     "lanemask_lt": "((1u << cuda_on_cpu::self().lane) - 1)",
     "lanemask_le": "((2u << cuda_on_cpu::self().lane) - 1)",
     "lanemask_eq": "(1u << cuda_on_cpu::self().lane)",
@@ -395,7 +403,7 @@ BITS = {
 }  # fmt: skip
 # Ordering is stronger here than anything these ask for.
 NO_EFFECT = re.compile(
-    r"(fence|membar)(\.(acq_rel|sc|cta|gpu|sys|gl|acquire|release))*|prefetch(u)?\..*"
+    r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*|prefetch(u)?\..*"
     r"|griddepcontrol\.(wait|launch_dependents)"
 )
 
@@ -490,6 +498,10 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         count, wait = (ops[1] if len(ops) > 1 else "0"), str(barrier.group(3) == "sync").lower()
         return (f'cuda_on_cpu::block_barrier("bar.{barrier.group(3)}", __builtin_LINE(), {ops[0]}, '
                 f"{count}, false, {wait});")  # fmt: skip
+    if re.fullmatch(
+        r"barrier\.cluster\.(arrive(?:\.release)?|wait(?:\.acquire)?)(?:\.aligned)?", opcode
+    ):
+        return f"cuda_on_cpu::cluster_{parts[2]}(__builtin_LINE());"
     if barrier := re.fullmatch(
         r"(bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", opcode
     ):
@@ -665,7 +677,7 @@ def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> object:
         base = ctypes.addressof(slots)
         pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
         sizes = dict(zip(extents, (int(v) for v in values[count:]), strict=True))
-        dims = (ctypes.c_uint * 6)(*(sizes.get(d, 1) for d in DIMS))
+        dims = (ctypes.c_uint * 9)(*(sizes.get(d, 1) for d in [*DIMS, *CLUSTER_DIMS]))
         lib.cuda_on_cpu_run(
             kernel.name.encode(),
             ctypes.cast(lib[f"emulated_{kernel.name}"], ctypes.c_void_p),

@@ -15,7 +15,8 @@
 // front of the kernels and under sanitizers, which the machine must not be.
 //
 // Every access of the kernel is reported by g++'s -fsanitize=thread instrumentation. The hooks
-// are defined here (libtsan is not linked) and look for data races between threads of a block.
+// are defined here (libtsan is not linked) and look for data races between threads of a block, and
+// in shared memory between those of a cluster.
 #pragma once
 
 #include <setjmp.h>
@@ -48,7 +49,7 @@ struct Dim {
   unsigned x, y, z;
 };
 
-enum class State { kReady, kWarp, kActiveMask, kBarrier, kGrid, kDone };
+enum class State { kReady, kWarp, kActiveMask, kBarrier, kCluster, kGrid, kDone };
 
 struct Block;
 
@@ -72,6 +73,9 @@ struct Thread {
   uint32_t participants = 0;
   // Vector clock over the lanes of the own warp, for the race detector.
   uint32_t clock[32];
+  // Cluster barriers: how many it arrived at and waited for, and the last one known to be behind
+  // all threads of the cluster, also from a block barrier with one that waited.
+  uint32_t arrived = 0, waited = 0, known = 0;
   // cp.async copies which were issued and not waited for yet.
   struct Copy {
     void* dst;
@@ -96,12 +100,21 @@ struct Block {
   unsigned alive = 0;
   int policy = 0;
   char* dynamic_shared = nullptr;
-  std::vector<char> saved_shared;  // __shared__ variables while another block runs
+  char* saved_shared = nullptr;  // __shared__ variables while another block runs
+  // Its number in the launch and its rank in the cluster, whose blocks are leader[0...].
+  uint32_t number = 0, rank = 0;
+  Block* leader = nullptr;
+  unsigned awaited = 0;    // of the leader: threads that the cluster barrier waits for,
+  uint32_t completed = 0;  // and how many cluster barriers were completed
+  uint32_t known = 0;      // the most of its threads' `known`
+  // The last cluster barrier before which a peer accessed its shared memory, plus one, and where.
+  uint32_t touched = 0;
+  void* touched_at = nullptr;
 };
 
 // Shadow of one byte: its last write and its last reads, for the race detector.
 struct Access {
-  uint32_t block, thread, epoch, clock;
+  uint32_t block, thread, epoch, clock, arrived;
 };
 struct Shadow {
   Access write, read, read_before;  // read_before is another thread's than read
@@ -110,6 +123,7 @@ struct Region {
   char *begin, *end;
   char name[48];
   Shadow* shadow;
+  Block* owner;  // of shared memory
 };
 
 struct PendingWrite {
@@ -124,9 +138,9 @@ struct Machine {
   int error_fd = 2;
   uint64_t random = 1;
   const char* kernel = "";
-  Dim grid, block;
+  Dim grid, block, cluster;
   bool cooperative = false, check_races = true;
-  std::vector<Block*> blocks;  // resident: one, or all for a cooperative launch
+  std::vector<Block*> blocks;  // resident: a cluster, or all for a cooperative launch
   Block* loaded = nullptr;     // the block that owns the __shared__ variables
   Thread* current = nullptr;
   jmp_buf scheduler;
@@ -150,10 +164,15 @@ void yield_point(bool always = false);
 Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value);
 int block_barrier(const char* op, int line, int id, int count, bool predicate, bool wait = true);
 void grid_barrier(int line);
+void cluster_arrive(int line);
+void cluster_wait(int line);
 void copy_async(void* dst, const void* src, int size, int filled);
 void wait_copies(int pending_groups);
 void check_address(const void* address, size_t size);
 inline Thread& self() { return *machine.current; }
+inline unsigned cluster_size() {
+  return machine.cluster.x * machine.cluster.y * machine.cluster.z;
+}
 
 }  // namespace cuda_on_cpu
 
@@ -235,12 +254,13 @@ void load_shared(Block* block) {
   if (machine.loaded == block) return;
   size_t size = __stop_cuda_shared - __start_cuda_shared;
   if (size && machine.loaded)
-    memcpy(machine.loaded->saved_shared.data(), __start_cuda_shared, size);
-  if (size) memcpy(__start_cuda_shared, block->saved_shared.data(), size);
+    memcpy(machine.loaded->saved_shared, __start_cuda_shared, size);
+  if (size) memcpy(__start_cuda_shared, block->saved_shared, size);
   machine.loaded = block;
 }
 
 static void finish_pending_write();
+static void count_arrival(Block* leader);
 
 void suspend() {
   finish_pending_write();
@@ -288,7 +308,11 @@ void thread_main() {
   finish_pending_write();
   Thread* t = machine.current;
   t->state = State::kDone;
-  t->block->alive--;
+  Block& b = *t->block;
+  if (!--b.alive && b.touched > b.known && machine.check_races)
+    fail("the block exits with no cluster barrier after a peer's access to its shared memory, "
+         "code+0x%lx", code_offset(b.touched_at));
+  if (t->arrived == b.leader->completed) count_arrival(b.leader);
   _longjmp(machine.scheduler, 1);
 }
 
@@ -403,8 +427,8 @@ char* guarded(size_t size, const char* name, size_t align = 16) {
   return begin;
 }
 
-void add_region(char* begin, size_t size, const char* name) {
-  Region r{begin, begin + size, {}, nullptr};
+void add_region(char* begin, size_t size, const char* name, Block* owner = nullptr) {
+  Region r{begin, begin + size, {}, nullptr, owner};
   snprintf(r.name, sizeof r.name, "%s", name);
   if (size)
     r.shadow = (Shadow*)mmap(nullptr, size * sizeof(Shadow), PROT_READ | PROT_WRITE,
@@ -412,19 +436,30 @@ void add_region(char* begin, size_t size, const char* name) {
   machine.regions.push_back(r);
 }
 
-void prepare(Block& b, unsigned index, unsigned slot) {
-  const Dim &g = machine.grid, &d = machine.block;
-  unsigned n = d.x * d.y * d.z;
-  b.idx = {index % g.x, index / g.x % g.y, index / g.x / g.y};
+void prepare(Block& b, unsigned cluster, unsigned rank, unsigned slot) {
+  const Dim &g = machine.grid, &d = machine.block, &c = machine.cluster;
+  unsigned n = d.x * d.y * d.z, across = g.x / c.x, down = g.y / c.y;
+  b.idx = {cluster % across * c.x + rank % c.x, cluster / across % down * c.y + rank / c.x % c.y,
+           cluster / across / down * c.z + rank / c.x / c.y};
+  b.number = machine.launch + cluster * cluster_size() + rank;
+  b.rank = rank, b.leader = &b - rank;
+  b.awaited = n * cluster_size();
+  b.completed = b.known = b.touched = 0;
   b.threads = std::vector<Thread>(n);
   b.alive = n;
   for (Barrier& barrier : b.barriers) barrier = Barrier();
   b.policy = random_number() % 3;
-  b.saved_shared.assign(__stop_cuda_shared - __start_cuda_shared, char(0xFF));
+  if (size_t size = __stop_cuda_shared - __start_cuda_shared) {
+    if (!b.saved_shared) {
+      b.saved_shared = guarded(size, "shared memory", 64);
+      add_region(b.saved_shared, size, "shared memory", &b);
+    }
+    memset(b.saved_shared, 0xFF, size);
+  }
   if (machine.dynamic_shared) {
     if (!b.dynamic_shared) {
       b.dynamic_shared = guarded(machine.dynamic_shared, "dynamic shared memory", 64);
-      add_region(b.dynamic_shared, machine.dynamic_shared, "dynamic shared memory");
+      add_region(b.dynamic_shared, machine.dynamic_shared, "dynamic shared memory", &b);
     }
     memset(b.dynamic_shared, 0xFF, machine.dynamic_shared);
   }
@@ -520,6 +555,7 @@ int block_barrier(const char* op, int line, int id, int count, bool predicate,
     for (Thread& o : b.threads)
       if (o.state == State::kBarrier && o.barrier == id) {
         o.value = barrier.true_predicates;
+        o.known = b.known;
         wake(o);
       }
     barrier = Barrier();
@@ -547,30 +583,94 @@ void grid_barrier(int line) {
   suspend();
 }
 
+// The cluster barrier needs all threads of all blocks of the cluster that have not exited.
+static void count_arrival(Block* leader) {
+  if (--leader->awaited) return;
+  leader->completed++;
+  for (unsigned r = 0; r < cluster_size(); r++) {
+    leader->awaited += leader[r].alive;
+    for (Thread& o : leader[r].threads)
+      if (o.state == State::kCluster) wake(o);
+  }
+}
+
+void cluster_arrive(int line) {
+  Thread& t = self();
+  if (t.arrived != t.waited)
+    fail("barrier.cluster.arrive at kernel.cu:%d: the thread has not waited since the last", line);
+  finish_pending_write();
+  t.arrived++;
+  count_arrival(t.block->leader);
+  yield_point();
+}
+
+void cluster_wait(int line) {
+  Thread& t = self();
+  if (t.arrived == t.waited)
+    fail("barrier.cluster.wait at kernel.cu:%d: the thread has not arrived", line);
+  t.op = "barrier.cluster.wait", t.line = line, t.mask = 0;
+  if (t.block->leader->completed < t.arrived) {
+    t.state = State::kCluster;
+    suspend();
+  }
+  t.waited = t.known = t.arrived;
+  t.block->known = std::max(t.block->known, t.known);
+}
+
 // ---- race detector ---------------------------------------------------------------------------
+
+// Each block has a shadow of its own for the __shared__ variables, though not their addresses.
+static char* home(char* address) {
+  if (address < __start_cuda_shared || address >= __stop_cuda_shared) return address;
+  return self().block->saved_shared + (address - __start_cuda_shared);
+}
+
+static Region* find_region(char* address, size_t size) {
+  address = home(address);
+  for (Region& r : machine.regions)
+    if (address >= r.begin && address + size <= r.end) return &r;
+  return nullptr;
+}
+
+// The shared memory of a peer is there from a cluster barrier on, and has to stay until another.
+static void check_peer(const Region& r, void* pc) {
+  const Thread& t = self();
+  if (!r.owner || r.owner == t.block) return;
+  const Dim& i = r.owner->idx;
+  if (!r.owner->alive)
+    fail("access to %s of block (%u, %u, %u), which has exited, code+0x%lx", r.name, i.x, i.y, i.z,
+         code_offset(pc));
+  if (!t.known && machine.check_races)
+    fail("access to %s of block (%u, %u, %u), which may not have started: no cluster barrier before, "
+         "code+0x%lx", r.name, i.x, i.y, i.z, code_offset(pc));
+  r.owner->touched = std::max(r.owner->touched, t.arrived + 1);
+  r.owner->touched_at = pc;
+}
 
 // Two accesses of different threads of one block to one byte, one of them a write, are a race
 // unless a barrier (or, within a warp, a collective that both lanes took part in) is between.
 // Atomics and ptx loads and stores with volatile, acquire... are not looked at, nor is ordering
-// through them known; threads of different blocks are not compared.
-bool ordered(const Access& before, const Thread& t) {
-  if (before.epoch == 0 || before.thread == t.rank) return true;
-  if (before.block != machine.launch + t.block->idx.x +
-                          machine.grid.x * (t.block->idx.y + machine.grid.y * t.block->idx.z))
-    return true;
-  if (before.epoch < t.block->epoch) return true;
+// through them known. Threads of different blocks are compared only if these are of one cluster,
+// and only in its shared memory: the cluster barrier has to be between.
+bool ordered(const Access& before, const Thread& t, bool shared) {
+  const Block& b = *t.block;
+  if (before.epoch == 0 || t.known > before.arrived) return true;
+  if (before.block != b.number)
+    return !shared || before.block - b.leader->number >= cluster_size();
+  if (before.thread == t.rank || before.epoch < b.epoch) return true;
   return before.thread / 32 == t.warp && t.clock[before.thread % 32] > before.clock;
 }
 
 [[noreturn]] void report_race(const char* what, char* address, Access other,
                                                    void* pc) {
+  const Region& r = *find_region(address, 1);
   const Dim& d = machine.block;
-  for (Region& r : machine.regions)
-    if (address >= r.begin && address < r.end)
-      fail("data race: %s byte %ld of %s, code+0x%lx; the other is thread (%u, %u, %u), with no "
-           "barrier between", what, long(address - r.begin), r.name, code_offset(pc),
-           other.thread % d.x, other.thread / d.x % d.y, other.thread / d.x / d.y);
-  abort();
+  const Block* b = self().block;
+  Dim idx = b->leader[other.block - b->leader->number].idx;
+  fail("data race: %s byte %ld of %s, code+0x%lx; the other is thread (%u, %u, %u) of block "
+       "(%u, %u, %u), with no barrier between", what, long(home(address) - r.begin), r.name,
+       code_offset(pc), other.thread % d.x, other.thread / d.x % d.y, other.thread / d.x / d.y,
+       idx.x, idx.y, idx.z);
 }
 
 static void finish_pending_write() {
@@ -582,12 +682,6 @@ static void finish_pending_write() {
   for (size_t i = 0; i < p.size; i++)
     if (address[i] != p.before[i])
       report_race("two threads write different values to", address + i, p.other, p.pc);
-}
-
-static Region* find_region(char* address, size_t size) {
-  for (Region& r : machine.regions)
-    if (address >= r.begin && address + size <= r.end) return &r;
-  return nullptr;
 }
 
 // Beside the arrays, a kernel touches its stack, constants of the library, and (through threadIdx
@@ -606,8 +700,9 @@ static void check_elsewhere(char* address, size_t size, void* pc) {
 }
 
 void check_address(const void* address, size_t size) {
-  if (!find_region((char*)address, size))
-    check_elsewhere((char*)address, size, __builtin_return_address(0));
+  void* pc = __builtin_return_address(0);
+  if (Region* found = find_region((char*)address, size)) return check_peer(*found, pc);
+  check_elsewhere((char*)address, size, pc);
 }
 
 void on_access(char* address, size_t size, bool is_write, void* pc) {
@@ -616,24 +711,24 @@ void on_access(char* address, size_t size, bool is_write, void* pc) {
   finish_pending_write();
   Region* found = find_region(address, size);
   if (!found) return check_elsewhere(address, size, pc);
+  check_peer(*found, pc);
   if (!machine.check_races) return;
-  Region& r = *found;
-  Access now{machine.launch + t->block->idx.x +
-                 machine.grid.x * (t->block->idx.y + machine.grid.y * t->block->idx.z),
-             t->rank, t->block->epoch, t->clock[t->lane]};
+  Shadow* shadow = found->shadow + (home(address) - found->begin);
+  bool shared = found->owner;
+  Access now{t->block->number, t->rank, t->block->epoch, t->clock[t->lane], t->arrived};
   for (size_t i = 0; i < size; i++) {
-    Shadow& s = r.shadow[address - r.begin + i];
+    Shadow& s = shadow[i];
     if (!is_write) {
-      if (!ordered(s.write, *t))
+      if (!ordered(s.write, *t, shared))
         report_race("a thread reads what another wrote,", address + i, s.write, pc);
-      if (s.read.thread != t->rank) s.read_before = s.read;
+      if (s.read.thread != now.thread || s.read.block != now.block) s.read_before = s.read;
       s.read = now;
       continue;
     }
     for (const Access& read : {s.read, s.read_before})
-      if (!ordered(read, *t))
+      if (!ordered(read, *t, shared))
         report_race("a thread writes what another read,", address + i, read, pc);
-    if (!ordered(s.write, *t) && !machine.pending.address && size <= 16) {
+    if (!ordered(s.write, *t, shared) && !machine.pending.address && size <= 16) {
       PendingWrite& p = machine.pending;
       p.address = address, p.size = size, p.other = s.write, p.pc = pc;
       memcpy(p.before, address, size);
@@ -665,8 +760,6 @@ void cuda_on_cpu_init(int error_fd, uint64_t seed, bool check_races, double time
   timer.it_value.tv_sec = long(timeout);
   timer.it_value.tv_usec = long((timeout - long(timeout)) * 1e6);
   setitimer(ITIMER_REAL, &timer, nullptr);
-  if (__stop_cuda_shared != __start_cuda_shared)
-    add_region(__start_cuda_shared, __stop_cuda_shared - __start_cuda_shared, "shared memory");
 }
 
 void cuda_on_cpu_region(void* begin, size_t size, const char* name) {
@@ -687,13 +780,19 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
   m.kernel = name, m.body = body, m.args = args;
   m.grid = {dims[0], dims[1], dims[2]};
   m.block = {dims[3], dims[4], dims[5]};
+  m.cluster = {dims[6], dims[7], dims[8]};
   m.dynamic_shared = dynamic_shared;
   m.cooperative = cooperative;
   size_t threads = size_t(dims[3]) * dims[4] * dims[5];
   size_t blocks = size_t(dims[0]) * dims[1] * dims[2];
   if (threads == 0 || threads > 1024) fail("a block of %zu threads", threads);
   if (blocks == 0) fail("an empty grid (cuLaunchKernel returns invalid value)");
-  size_t slots = cooperative ? blocks : 1;
+  size_t cluster = cluster_size();
+  if (cluster == 0 || cluster > 16) fail("a cluster of %zu blocks", cluster);
+  for (int i = 0; i < 3; i++)
+    if (dims[i] % dims[6 + i])
+      fail("a grid of %u blocks is no whole number of clusters of %u", dims[i], dims[6 + i]);
+  size_t slots = cooperative ? blocks : cluster;
   if (m.stack_count < slots * threads) {
     m.stack_count = slots * threads;
     m.stacks = (char*)mmap(nullptr, m.stack_count * kStack, PROT_READ | PROT_WRITE,
@@ -702,8 +801,8 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
     if (m.stack_count <= 8192)  // each guard page costs a mapping, and those are limited
       for (size_t i = 0; i < m.stack_count; i++) mprotect(m.stacks + i * kStack, kPage, PROT_NONE);
   }
-  std::vector<unsigned> order(blocks);
-  for (size_t i = 0; i < blocks; i++) {
+  std::vector<unsigned> order(blocks / cluster);
+  for (size_t i = 0; i < order.size(); i++) {
     size_t j = random_number() % (i + 1);
     order[i] = order[j], order[j] = i;
   }
@@ -712,15 +811,14 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
     m.blocks.clear();
     m.loaded = nullptr;
     for (size_t s = 0; s < slots; s++) {
-      prepare(resident[s], order[next + s], s);
+      prepare(resident[s], order[(next + s) / cluster], (next + s) % cluster, s);
       m.blocks.push_back(&resident[s]);
     }
     run_resident_blocks();
   }
-  for (Block& b : resident)  // dynamic shared memory is left mapped; its region is not
-    for (size_t i = 0; i < m.regions.size(); i++)
-      if (b.dynamic_shared && m.regions[i].begin == b.dynamic_shared)
-        m.regions.erase(m.regions.begin() + i--);
+  // Shared memory is left mapped; its regions are not.
+  m.regions.erase(std::remove_if(m.regions.begin(), m.regions.end(),
+                                 [](const Region& r) { return r.owner; }), m.regions.end());
   m.blocks.clear();
   m.launch += blocks;
   m.kernel = "(host)";
@@ -813,6 +911,18 @@ COC_UNCHECKED inline void* generic(uint32_t shared) {
 COC_UNCHECKED inline void* generic(const void* p) { return (void*)p; }
 COC_UNCHECKED inline void* generic(uint64_t p) { return (void*)p; }
 COC_UNCHECKED inline char* dynamic_shared() { return self().block->dynamic_shared; }
+COC_UNCHECKED inline void* map_shared(const void* p, unsigned rank) {
+  uint32_t offset = shared_address(p);
+  if (rank >= cluster_size()) fail("the cluster has no block of rank %u", rank);
+  const Block& peer = self().block->leader[rank];
+  if (&peer == self().block) return (void*)p;
+  if (offset >= kDynamicShared) return peer.dynamic_shared + (offset - kDynamicShared);
+  return peer.saved_shared + offset;  // where they are: it is this block that runs
+}
+COC_UNCHECKED inline Dim cluster_index() {
+  const Dim &b = self().block->idx, &c = machine.cluster;
+  return {b.x / c.x, b.y / c.y, b.z / c.z};
+}
 
 template <class To, class From>
 COC_UNCHECKED inline To pun(From from) {
@@ -898,7 +1008,7 @@ COC_VECTORS(double, double)
 #undef COC_VECTORS
 using dim3 = cuda_on_cpu::Dim;
 
-// ---- block, warp and grid --------------------------------------------------------------------
+// ---- block, cluster, warp and grid -----------------------------------------------------------
 
 COC_DEVICE void __syncthreads(COC_LINE) {
   cuda_on_cpu::block_barrier("__syncthreads", line, 0, 0, false);
@@ -911,6 +1021,11 @@ COC_DEVICE int __syncthreads_or(int p, COC_LINE) {
 }
 COC_DEVICE int __syncthreads_and(int p, COC_LINE) {
   return cuda_on_cpu::block_barrier("__syncthreads_and", line, 0, 0, p == 0) == 0;
+}
+COC_DEVICE void __cluster_barrier_arrive(COC_LINE) { cuda_on_cpu::cluster_arrive(line); }
+COC_DEVICE void __cluster_barrier_wait(COC_LINE) { cuda_on_cpu::cluster_wait(line); }
+COC_DEVICE void* __cluster_map_shared_rank(const void* p, unsigned rank) {
+  return cuda_on_cpu::map_shared(p, rank);
 }
 COC_DEVICE void __syncwarp(unsigned mask = 0xFFFFFFFFu, COC_LINE) {
   cuda_on_cpu::exchange("__syncwarp", line, mask, 0);

@@ -1,4 +1,4 @@
-"""The application: the commands and what they share. Commands import what is heavy themselves, so that `--help` is fast."""
+"""The application: its commands. They import what is heavy themselves, so that `--help` is fast."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def bench(
             echo_json(as_dict(result))
             return
         typer.echo(f"{label(problem)} on {where.name} ({where.arch})")
-        typer.echo(f"kernel: {result.kernel}")
+        typer.echo(f"kernel: {result.kernel} ({result.how})")
         console().print(comparison_table(result))
         typer.echo("\n".join(notes(result)))
 
@@ -83,7 +83,8 @@ def notes(result: Comparison) -> list[str]:
         lines.append("graph: replays of a CUDA graph of 10-50 calls, timed by events, median of 30 rounds in turn.")
         host = "of our public function costs the host"
     else:
-        lines.append(f"Hot: inputs are not rotated. Calls from Python, median of 15 rounds in turn; threads: {result.threads}.")
+        lines.append("Hot: inputs are not rotated. eager: calls from Python, median of 15 rounds in turn.")
+        lines.append(f"Threads: {result.threads}.")
         host = "of our public function costs beyond its kernel"
     if result.host_seconds is not None:
         spent = us(result.host_seconds) if result.host_seconds > 1e-7 else "less than 0.1"
@@ -98,6 +99,7 @@ def as_dict(result: Comparison) -> dict[str, Any]:
         "machine": result.machine.name,
         "arch": result.machine.arch,
         "kernel": result.kernel,
+        "how": result.how,
         "bytes": bytes_,
         "host_seconds": result.host_seconds,
         "timings": [

@@ -47,7 +47,9 @@ Target = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Builders = Annotated[int, typer.Option(min=1, help="Processes that compile.  [default: one a core, at most 16]")]
+Builders = Annotated[
+    int | None, typer.Option(min=1, help="Processes that compile.  [default: a core each, 16 at most]")
+]
 
 
 def default_builders() -> int:
@@ -80,7 +82,7 @@ def machine_here(target: str, doing: str) -> Machine:
         names = " and ".join(f"{found.arch} ({found.name})" for found in present)
         raise UnknownArch(
             f"target: {wanted.arch} is not here, and {doing} runs kernels; this machine has {names}."
-            " Other architectures can be exported for (tvm-sparse export) and explained, not measured"
+            " Other architectures can be exported for (tvm-sparse export), not measured"
         )
     return wanted
 
@@ -147,7 +149,9 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(
+        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for column in columns:
         figures = column in right
         made.add_column(column, justify="right" if figures else "left", no_wrap=figures, overflow="fold")

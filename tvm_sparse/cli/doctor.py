@@ -8,8 +8,10 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import typer
@@ -61,7 +63,7 @@ def _verdict(checks: list[Check], works: bool) -> str:
     if cuda.state != "ok":
         return "The CPU path works; CUDA code cannot be built here."
     if machine.gpu() is None:
-        return "The CPU path works, and CUDA kernels can be built (export --arch sm_90a); there is no GPU to run them on."
+        return "The CPU path works. CUDA kernels can be built (export --arch sm_90a); there is no GPU to run them."
     return "CPU and GPU work."
 
 
@@ -140,7 +142,8 @@ def _packages() -> list[Check]:
         if found:
             checks.append(Check(found[0], "ok", found[1]))
         else:
-            checks.append(Check(names[0], "absent", f"not installed (optional: {use})", f'pip install "tvm_sparse[{extra}]"'))
+            mend = f'pip install "tvm_sparse[{extra}]"'
+            checks.append(Check(names[0], "absent", f"not installed (optional: {use})", mend))
     return checks
 
 
@@ -154,7 +157,7 @@ def _tools() -> list[Check]:
         if path:
             first = _output([path, "--version"]).split("\n")[0]
             return [Check("C compiler", "ok", f"{path}: {first}", needed=True)]
-    return [Check("C compiler", "broken", "none found; libraries are linked with it", "apt-get install g++", needed=True)]
+    return [Check("C compiler", "broken", "none; it links libraries", "apt-get install g++", needed=True)]
 
 
 def _output(command: list[str]) -> str:
@@ -172,7 +175,7 @@ def smoke(name: str) -> tuple[dict | None, str]:
     except subprocess.TimeoutExpired:
         return None, f"did not end within {SMOKE_SECONDS:g} s"
     if done.returncode < 0:
-        return None, f"killed by signal {-done.returncode}" + (" (segmentation fault)" if done.returncode == -11 else "")
+        return None, f"killed by {signal.Signals(-done.returncode).name}"
     if done.returncode:
         lines = done.stderr.strip().split("\n")
         return None, lines[-1] if lines[-1] else f"exit status {done.returncode}"
@@ -183,21 +186,25 @@ def smoke(name: str) -> tuple[dict | None, str]:
 
 
 def _smoke() -> list[Check]:
+    # At the same time: each spends its seconds on importing the compiler.
+    with ThreadPoolExecutor() as pool:
+        serialise, cpu, cuda = pool.map(smoke, ("serialise", "cpu", "cuda"))
     ffi = f'pip install "apache-tvm-ffi{required("apache-tvm-ffi")}"'
     checks = []
-    result, why = smoke("serialise")
+    result, why = serialise
     name = "compiler IR"
     if result:
         checks.append(Check(name, "ok", "serialised in a subprocess", needed=True))
     else:
         checks.append(Check(name, "broken", why, ffi, needed=True))
-    result, why = smoke("cpu")
+    result, why = cpu
     name = "CPU smoke test"
     if result:
-        checks.append(Check(name, "ok", f"compiled for {result['arch']} in {result['seconds']} s, called, right", needed=True))
+        found = f"compiled for {result['arch']} in {result['seconds']} s, called, right"
+        checks.append(Check(name, "ok", found, needed=True))
     else:
         checks.append(Check(name, "broken", why, "see the lines above; else report it", needed=True))
-    result, why = smoke("cuda")
+    result, why = cuda
     name = "CUDA smoke test"
     if result:
         called = "called, right" if result["run"] else "not called: no GPU"

@@ -37,10 +37,10 @@ def export(
     target: Target = "auto",
     logs: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of records; may be given several times, later ones win.  [default: the package's, then yours]"),
+        typer.Option(help="Folder of records; of several the last wins.  [default: the package's, then yours]"),
     ] = None,
     operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
-    builders: Builders = default_builders(),
+    builders: Builders = None,
 ) -> None:
     """Compile the best record of every tuned problem into a folder that tvm_sparse.load reads.
 
@@ -68,7 +68,7 @@ def export(
                     output,
                     roots,
                     only=lambda problem: operator in (None, problem.operator),
-                    builders=builders,
+                    builders=builders or default_builders(),
                     show=show,
                 )
             except LookupError as error:
@@ -96,8 +96,12 @@ def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
-        TextColumn(f"compiling for {arch}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=screen, transient=True,
+        TextColumn(f"compiling for {arch}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=screen,
+        transient=True,
     )
     with bar:
         task = bar.add_task("", total=count)

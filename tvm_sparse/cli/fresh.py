@@ -18,7 +18,12 @@ from tvm_sparse.operators import Problem, parse
 
 def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "problem": problem.key, "correct": None, "error": "", "seconds": None, "peer": None, "compiler": False,
+        "problem": problem.key,
+        "correct": None,
+        "error": "",
+        "seconds": None,
+        "peer": None,
+        "compiler": False,
     }
     found = tvm_sparse.explain(problem, target=where.arch)
     if found.how != "exact" or not (found.library or "").startswith(folder):
@@ -31,9 +36,11 @@ def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str
             _check_without_torch(problem, where, seed)
             result["correct"] = True
         else:
-            compared = peers.compare(problem, where, seed=seed)
+            compared = peers.compare(problem, where, seed=seed, host=False)
             best = compared.best_peer
             result.update(correct=True, seconds=compared.ours.median)
+            if compared.how != "exact":
+                result["error"] = f"the call ran another kernel ({compared.how}): {compared.kernel}"
             if best is not None:
                 result["peer"] = {"name": best.name, "seconds": best.median}
     except AssertionError as error:

@@ -18,7 +18,9 @@ KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 
 def list_operators(
     operator: Annotated[str | None, typer.Argument(help="Only this operator.")] = None,
-    logs: Annotated[list[Path] | None, typer.Option(help="Folder of records.  [default: the package's, then yours]")] = None,
+    logs: Annotated[
+        list[Path] | None, typer.Option(help="Folder of records.  [default: the package's, then yours]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List operators with their axes, their schedule templates, and the problems that are tuned, with figures."""
@@ -101,7 +103,11 @@ def _print(one: dict[str, Any]) -> None:
     made = table("tuned for", "problem", "candidate", *right, right=right)
     for arch, key, record in tuned:
         made.add_row(
-            arch, label(parse(key)).removeprefix(f"{one['operator']} "), record["candidate"], us(record["seconds"]),
-            ratio(record["fallback_seconds"], record["seconds"]), rate(record["bytes"], record["seconds"]),
+            arch,
+            label(parse(key)).removeprefix(f"{one['operator']} "),
+            record["candidate"],
+            us(record["seconds"]),
+            ratio(record["fallback_seconds"], record["seconds"]),
+            rate(record["bytes"], record["seconds"]),
         )
     screen.print(made)

@@ -16,7 +16,20 @@ import typer
 
 from .. import machine
 from ..operators import Problem, parse
-from .common import FAILED, INTERRUPTED, console, default_builders, duration, errors, fail, label, ratio, require, table, us
+from .common import (
+    FAILED,
+    INTERRUPTED,
+    console,
+    default_builders,
+    duration,
+    errors,
+    fail,
+    label,
+    ratio,
+    require,
+    table,
+    us,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,26 +125,35 @@ def _check(
     return results, wrong
 
 
-def final_table(problems: Sequence[Problem], bests: dict[Problem, Best], results: dict[Problem, dict[str, Any]]) -> Table:
-    right = ("fallback us", "tuned us", "gain", "call us", "peer us", "vs peer")
-    made = table("shape", *right, "fastest peer", "correct", right=right)
+def final_table(
+    problems: Sequence[Problem], bests: dict[Problem, Best], results: dict[Problem, dict[str, Any]]
+) -> Table:
+    right = ("fallback", "tuned", "gain", "call", "peer", "vs peer")
+    made = table("shape", *right, "fastest peer", "correct", title="\nMicroseconds", right=right)
     for problem in problems:
         best, result = bests[problem], results.get(problem, {"seconds": None, "peer": None, "correct": None})
         peer = result["peer"] or {"seconds": None, "name": "-"}
         correct = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[red]-[/red]"}[result["correct"]]
         made.add_row(
-            label(problem), us(best.fallback_seconds), us(best.seconds), ratio(best.fallback_seconds, best.seconds),
-            us(result["seconds"]), us(peer["seconds"]), ratio(peer["seconds"], result["seconds"]), peer["name"], correct,
+            label(problem),
+            us(best.fallback_seconds),
+            us(best.seconds),
+            ratio(best.fallback_seconds, best.seconds),
+            us(result["seconds"]),
+            us(peer["seconds"]),
+            ratio(peer["seconds"], result["seconds"]),
+            peer["name"],
+            correct,
         )
     return made
 
 
 def _how(where: machine.Machine, results: dict[Problem, dict[str, Any]], started: float) -> str:
     timed = "in CUDA graphs" if where.kind == "cuda" else "from Python"
-    compiler = any(result.get("compiler") for result in results.values())
+    compiler = "loaded" if any(result.get("compiler") for result in results.values()) else "did not load"
     return (
-        f"fallback and tuned: the kernel alone, in tuning's final; call and peer: {timed}, in turn, in the fresh process,\n"
-        f"which {'loaded the compiler' if compiler else 'loaded no compiler'}. Inputs hot. {duration(time.monotonic() - started)} in all."
+        f"fallback, tuned: the kernel alone, in tuning's final; call, peer: {timed}, in turn, in the fresh process,\n"
+        f"which {compiler} the compiler. Inputs hot. {duration(time.monotonic() - started)} in all."
     )
 
 
@@ -139,7 +161,7 @@ def _next(keep: Path | None) -> list[str]:
     kernels = keep / "kernels" if keep else "kernels"
     return [
         "Next:",
-        "  1. tune your own shapes:  tvm-sparse tune softmax_topk batch=1 vocab=32000 k=50   (many: --shapes shapes.toml)",
+        "  1. tune your own shapes:  tvm-sparse tune softmax_topk batch=1 vocab=32000 k=50 (many: --shapes FILE)",
         "  2. ship the result:       tvm-sparse export -o kernels",
-        f'  3. use it:                tvm_sparse.load("{kernels}"); values, indices = tvm_sparse.softmax_topk(logits, k=5)',
+        f'  3. use it in Python:      tvm_sparse.load("{kernels}"); tvm_sparse.softmax_topk(logits, k=5)',
     ]

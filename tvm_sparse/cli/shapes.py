@@ -1,16 +1,16 @@
 """A file of shapes: many problems in TOML.
 
-    [[softmax_topk]]            # one table a group; the table's name is the operator
-    batch = [1, 10]             # a list stands for each of its values: this table means
-    vocab = 25000               # 2 x 1 x 2 problems
-    k = [5, 50]
+[[softmax_topk]]            # one table a group; the table's name is the operator
+batch = [1, 10]             # a list stands for each of its values: this table means
+vocab = 25000               # 2 x 1 x 2 problems
+k = [5, 50]
 
-    [[bsr_matmul]]
-    m = 8
-    k = 1024
-    n = 1024
-    block = 16
-    sparsity = [0.8, 0.95]
+[[bsr_matmul]]
+m = 8
+k = 1024
+n = 1024
+block = 16
+sparsity = [0.8, 0.95]
 """
 
 from __future__ import annotations

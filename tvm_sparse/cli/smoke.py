@@ -35,7 +35,11 @@ def cuda() -> dict[str, Any]:
     toolchain = cuda_toolchain.activate()
     here = machine.gpu()
     result = _kernel(here or machine.resolve("sm_90a"), run=here is not None)
-    return {**result, "nvrtc": ".".join(map(str, toolchain.nvrtc_version)), "driver_is_stub": toolchain.runtime.driver_is_stub}
+    return {
+        **result,
+        "nvrtc": ".".join(map(str, toolchain.nvrtc_version)),
+        "driver_is_stub": toolchain.runtime.driver_is_stub,
+    }
 
 
 def _kernel(where: Any, run: bool) -> dict[str, Any]:

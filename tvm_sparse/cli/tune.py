@@ -24,7 +24,6 @@ from .common import (
     default_builders,
     duration,
     errors,
-    fail,
     label,
     machine_here,
     problem_of,
@@ -48,19 +47,21 @@ ROWS_BEFORE, ROWS_AFTER = 6, 3
 
 def tune(
     operator: Annotated[
-        str | None, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")
+        str | None,
+        typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key."),
     ] = None,
     axes: Axes = None,
     shapes: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Many problems in TOML: a table \\[\\[operator]] each, whose lists mean the product of their values."
+            metavar="FILE",
+            help="Many problems in TOML: a table \\[\\[operator]] each, whose lists mean the product of their values.",
         ),
     ] = None,
     target: Target = "auto",
     trials: Annotated[int, typer.Option(min=1, help="Candidates a problem, counting those measured before.")] = 64,
     logs: Annotated[Path | None, typer.Option(help="Folder of records.  [default: your data folder]")] = None,
-    builders: Builders = default_builders(),
+    builders: Builders = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
@@ -75,7 +76,7 @@ def tune(
         from ..runtime import paths
 
         folder = logs if logs is not None else paths.user_logs()
-        plans = make_plans(problems, where, trials, folder, builders)
+        plans = make_plans(problems, where, trials, folder, builders or default_builders())
         console().print(plan_table(plans))
         left_out = left_out_lines(plans)
         if left_out:
@@ -117,7 +118,7 @@ def resume_command(
     target: str,
     trials: int,
     logs: Path | None,
-    builders: int,
+    builders: int | None,
     seed: int,
 ) -> str:
     """The command that does the same again; what was measured is not measured anew."""
@@ -127,7 +128,7 @@ def resume_command(
         ("target", target, "auto"),
         ("trials", trials, None),
         ("logs", logs, None),
-        ("builders", builders, default_builders()),
+        ("builders", builders, None),
         ("seed", seed, 0),
     ):
         if value != default:
@@ -303,12 +304,16 @@ class Live:
         from rich.progress import Progress as Bar
 
         self._plans, self._stop = plans, stop
+        self._limit = any(plan.machine.bandwidth for plan in plans)
         self._states: dict[Problem, Progress] = {}
         self._bests: dict[Problem, Best | None] = {}
         self._now = 0
         self._began = time.monotonic()
         self._bar = Bar(
-            TextColumn("trials"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("trials"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
         )
         self._task = self._bar.add_task("", total=sum(plan.trials for plan in plans), left="")
@@ -328,24 +333,28 @@ class Live:
 
         measured = sum(state.measured for state in self._states.values())
         self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left(measured))} left")
-        right = ("us", "GB/s", "of limit", "x fallback", "trials")
+        right = ("us", "GB/s", *(("of limit",) if self._limit else ()), "x fallback", "trials")
         made = table("problem", *right, "outcomes", right=right)
+        rest = [""] * (len(right) + 1)
         first = max(0, self._now - ROWS_BEFORE)
         shown = self._plans[first : self._now + ROWS_AFTER + 1]
         if first:
-            made.add_row(f"... {first} before", *[""] * 6, style="dim")
+            made.add_row(f"... {first} before", *rest, style="dim")
         for plan in shown:
             made.add_row(*self._row(plan), style="dim" if plan.problem not in self._states else None)
         after = len(self._plans) - first - len(shown)
         if after:
-            made.add_row(f"... {after} more", *[""] * 6, style="dim")
-        note = "stopping after this batch (Ctrl-C again: at once)" if self._stop() else "Ctrl-C stops after a batch; nothing is lost"
-        return Group(made, self._bar, Text(note, style="yellow" if self._stop() else "dim"))
+            made.add_row(f"... {after} more", *rest, style="dim")
+        stopping = self._stop()
+        note = (
+            "stopping after this batch (again: at once)" if stopping else "Ctrl-C stops after a batch; nothing is lost"
+        )
+        return Group(made, self._bar, Text(note, style="yellow" if stopping else "dim"))
 
     def _row(self, plan: Plan) -> list[str]:
         state, best = self._states.get(plan.problem), self._bests.get(plan.problem)
         if state is None:
-            return [label(plan.problem), *[""] * 4, str(plan.trials), "waiting"]
+            return [label(plan.problem), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
         fallback = best.fallback_seconds if best else state.fallback_seconds
         bytes_ = plan.problem.cost().bytes
@@ -353,9 +362,15 @@ class Live:
             what = "done: " + _counts(state) if best else "no valid record"
         else:
             what = "final" if state.phase == "final" else _counts(state)
+        figures = [us(seconds), rate(bytes_, seconds)]
+        if self._limit:
+            figures.append(share(bytes_, seconds, plan.machine))
         return [
-            label(plan.problem), us(seconds), rate(bytes_, seconds), share(bytes_, seconds, plan.machine),
-            ratio(fallback, seconds), f"{state.measured}/{plan.trials}", what,
+            label(plan.problem),
+            *figures,
+            ratio(fallback, seconds),
+            f"{state.measured}/{plan.trials}",
+            what,
         ]
 
     def _seconds_left(self, measured: int) -> float:
@@ -381,6 +396,3 @@ def result_table(plans: Sequence[Plan], bests: dict[Problem, Best]) -> Table:
             cells.append(share(bytes_, best.seconds, plan.machine))
         made.add_row(label(plan.problem), str(best.candidate), *cells)
     return made
-
-
-__all__ = ["fail", "make_plans", "plan_table", "result_table", "resume_command", "run", "tune"]

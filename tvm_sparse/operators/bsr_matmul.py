@@ -187,7 +187,9 @@ class BsrMatmul(Problem):
         x, data = (np.abs(np.asarray(a).astype(np.float64)) for a in inputs[:2])
         with np.errstate(invalid="ignore"):
             bound = SUMMATION * self._product(x, data, *inputs[2:]) + ROUNDING[self.dtype] * np.abs(wanted) + 1e-30
-            good = (np.abs(y - wanted) <= bound) | (y == wanted) | (np.isnan(y) & np.isnan(wanted))
+            # Where an infinity is wanted the bound is infinite too, and says nothing.
+            close = np.isfinite(wanted) & (np.abs(y - wanted) <= bound)
+            good = close | (y == wanted) | (np.isnan(y) & np.isnan(wanted))
         wrong = np.argwhere(~good)
         if len(wrong):
             i, j = wrong[0]

@@ -92,6 +92,8 @@ class Problem(ABC):
         """
         import math
 
+        if type(other) is not type(self):
+            return None
         total = 0.0
         for name, value in self.axes.items():
             theirs = other.axes.get(name)

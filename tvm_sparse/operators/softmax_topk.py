@@ -174,7 +174,9 @@ class SoftmaxTopk(Problem):
         values = np.asarray(values).astype(np.float64)
         bound = ABSOLUTE_LOG + 1e-6 * np.abs(wanted) if inputs[1] else TINY + RELATIVE * np.abs(wanted)
         with np.errstate(invalid="ignore"):
-            good = (np.abs(values - wanted) <= bound) | (values == wanted) | (np.isnan(values) & np.isnan(wanted))
+            # Where an infinity is wanted the bound is infinite too, and says nothing.
+            close = np.isfinite(wanted) & (np.abs(values - wanted) <= bound)
+            good = close | (values == wanted) | (np.isnan(values) & np.isnan(wanted))
         wrong = np.argwhere(~good)
         if len(wrong):
             row, column = wrong[0]

@@ -27,6 +27,9 @@ logger = logging.getLogger("tvm_sparse")
 
 HOW = ("exact", "bucket", "nearby", "fallback")
 
+# Axes that tell how the data lie: decisions are tuned for them, but programs read the structure when they run.
+DATA_AXES = ("sparsity", "pattern")
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -260,11 +263,11 @@ class Dispatcher:
         return _Choice("fallback", why, problem, schedules.fallback(problem, machine), None, {})
 
     def _find(self, choice: _Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
-        """A library of the chosen candidate for the chosen problem, at any batch."""
+        """A library of the chosen candidate for the chosen problem, at any batch and with any data."""
         for source in sources:
             for entry in source.entries:
                 if entry.candidate == choice.candidate and entry.kind == machine.kind and entry.arch == machine.arch:
-                    if _same_but_batch(entry.problem, choice.compiled_for):
+                    if _same_program(entry.problem, choice.compiled_for):
                         return source.folder, entry
         return None
 
@@ -291,12 +294,16 @@ class Dispatcher:
             return folder, entry
 
 
-def _same_but_batch(key: str, problem: Problem) -> bool:
+def _same_program(key: str, problem: Problem) -> bool:
+    """Whether a candidate's program for the problem of `key` is its program for `problem`."""
     try:
         other = parse(key)
     except ProblemError:
         return False
-    return type(other) is type(problem) and other.with_batch(problem.batch_extent) == problem
+    free = {problem.batch_axis, *DATA_AXES}
+    return type(other) is type(problem) and all(
+        other.axes[name] == value for name, value in problem.axes.items() if name not in free
+    )
 
 
 def _intact(folder: Path, entry: Entry) -> bool:

@@ -290,6 +290,10 @@ class _Bench:
 
         if not built.ok:
             return trial("timeout" if built.kind == "timeout" else "build-error", f"build: {built.message}")
+        spills = (built.value["resources"] or {}).get("spill_instructions", 0)
+        if spills:
+            # Another point holds the same work in registers; this one is not worth its share of the device's time.
+            return trial("rejected", f"spills registers: {spills} instructions")
         message = {
             "problem": self._problem.key,
             "kind": self._machine.kind,

@@ -1,0 +1,169 @@
+"""Our kernels beside other libraries over lists of shapes, on this machine: a table, and a CSV with its provenance.
+
+    python scripts/bench_peers.py --csv peers.csv                     # all of both operators
+    python scripts/bench_peers.py --operator softmax_topk --k 5 --k 50 --batch 512
+    python scripts/bench_peers.py --operator bsr_matmul --block 16 --dtype float16
+    python scripts/bench_peers.py --shapes shapes.toml --target cpu
+
+The softmax shapes are the batches 10 and 4000 of Milakov & Gimelshein 2018, and those of decoders with up to 128256
+entries; the block-sparse ones are those of Gu 2020 and a square layer.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tvm_sparse import peers
+from tvm_sparse.cli import shapes as shape_files
+from tvm_sparse.cli.bench import comparison_table, notes
+from tvm_sparse.cli.common import Target, console, errors, label, machine_here
+from tvm_sparse.machine import Machine
+from tvm_sparse.operators import Mismatch, Problem, make
+
+SOFTMAX = (
+    (1, 10240), (10, 25000), (512, 10240), (1024, 10240), (4000, 1000), (4000, 25000), (12, 128256), (64, 128256),
+)  # fmt: skip
+TOP = (5, 50, 400)
+PRODUCTS = ((1, 128, 768), (8, 128, 768), (1, 1024, 1024), (8, 1024, 1024))
+BLOCKS = (8, 16, 32)
+SPARSITIES = (0.8, 0.85, 0.95)
+
+COLUMNS = ("problem", "implementation", "microseconds", "peer_over_ours", "compulsory_GB_per_s", "share_of_limit",
+           "timed", "correct", "host_microseconds", "kernel", "note")  # fmt: skip
+
+
+def default_problems(dtype: str) -> list[Problem]:
+    softmax = [
+        make("softmax_topk", {"batch": batch, "vocab": vocab, "k": k, "dtype": dtype})
+        for batch, vocab in SOFTMAX
+        for k in TOP
+    ]
+    products = [
+        make("bsr_matmul", {"m": m, "k": k, "n": n, "block": block, "sparsity": sparsity, "dtype": dtype})
+        for m, k, n in PRODUCTS
+        for block in BLOCKS
+        for sparsity in SPARSITIES
+    ]
+    return [*softmax, *products]
+
+
+def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:
+    """Whether a problem has one of the wanted values in every axis that is restricted, of those that it has."""
+    axes = dict(problem.axes)
+    if problem.operator == "bsr_matmul":
+        axes["block"] = axes["block"].partition("x")[0]
+        axes.pop("k")  # there it is another axis
+    return all(not values or name not in axes or axes[name] in values for name, values in wanted.items())
+
+
+def provenance(where: Machine) -> dict[str, str]:
+    facts = {
+        "device": f"{where.name} ({where.arch})",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "python": platform.python_version(),
+    }
+    for package in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "scipy", "torch", "triton"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "absent"
+    if where.kind == "cuda" and peers.has_torch("cuda"):
+        import torch
+
+        facts["torch_cuda"] = str(torch.version.cuda)
+        facts["timing"] = "CUDA graphs of 10-50 calls, events, median of 30 rounds in turn; inputs not rotated (hot)"
+    else:
+        facts["timing"] = "calls from Python, median of 15 rounds in turn; inputs not rotated (hot)"
+    return facts
+
+
+def rows(result: peers.Comparison) -> list[list[Any]]:
+    bytes_, ours = result.problem.cost().bytes, result.ours.median
+    made = []
+    for timing in result.timings:
+        seconds, limit = timing.median, result.machine.bandwidth
+        first = timing is result.ours
+        made.append([
+            result.problem.key,
+            timing.name,
+            f"{seconds * 1e6:.3f}" if seconds else "",
+            f"{seconds / ours:.3f}" if seconds and ours else "",
+            f"{bytes_ / seconds / 1e9:.2f}" if seconds else "",
+            f"{bytes_ / seconds / limit:.3f}" if seconds and limit else "",
+            timing.how,
+            "" if timing.correct is None else timing.correct,
+            f"{result.host_seconds * 1e6:.2f}" if first and result.host_seconds is not None else "",
+            f"{result.kernel} ({result.how})" if first else "",
+            timing.note,
+        ])  # fmt: skip
+    return made
+
+
+def main(
+    target: Target = "auto",
+    operator: Annotated[list[str] | None, typer.Option(help="Only these operators.")] = None,
+    shapes: Annotated[Path | None, typer.Option(metavar="FILE", help="Shapes in TOML, not the default ones.")] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Only these k of softmax_topk.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Only these batches of softmax_topk.")] = None,
+    vocab: Annotated[list[int] | None, typer.Option(help="Only these vocabularies.")] = None,
+    m: Annotated[list[int] | None, typer.Option(help="Only these m of bsr_matmul.")] = None,
+    block: Annotated[list[int] | None, typer.Option(help="Only these block sizes.")] = None,
+    sparsity: Annotated[list[float] | None, typer.Option(help="Only these sparsities.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the default shapes.")] = "float32",
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+) -> None:
+    """Compare with PyTorch, NumPy and SciPy over many shapes."""
+    with errors():
+        where = machine_here(target, "comparing")
+        problems = shape_files.read(shapes) if shapes else default_problems(dtype)
+        wanted = {
+            "batch": batch or [],
+            "vocab": vocab or [],
+            "m": m or [],
+            "block": [str(size) for size in block or []],
+            "sparsity": sparsity or [],
+            "k": k or [],
+        }
+        problems = [p for p in problems if p.operator in (operator or [p.operator]) and chosen(p, wanted)]
+        facts = provenance(where)
+        for name, value in facts.items():
+            typer.echo(f"{name}: {value}")
+        file = csv_path.open("w", newline="") if csv_path else None
+        writer = csv.writer(file) if file else None
+        if file and writer:
+            file.writelines(f"# {name}: {value}\n" for name, value in facts.items())
+            writer.writerow(COLUMNS)
+        wrong = 0
+        last = None
+        for number, problem in enumerate(problems, start=1):
+            typer.echo(f"\n[{number}/{len(problems)}] {label(problem)}")
+            try:
+                last = peers.compare(problem, where, seed=seed)
+            except Mismatch as error:
+                wrong += 1
+                typer.echo(f"error: our own result is wrong: {error}", err=True)
+                continue
+            typer.echo(f"kernel: {last.kernel} ({last.how})")
+            console().print(comparison_table(last))
+            if file and writer:
+                writer.writerows(rows(last))
+                file.flush()  # what is measured is kept, whatever happens to the rest
+        if last:
+            typer.echo("\n".join(notes(last)[1:]))
+        if file:
+            file.close()
+        if wrong:
+            sys.exit(f"{wrong} of {len(problems)} problems were wrong")
+
+
+if __name__ == "__main__":
+    typer.run(main)

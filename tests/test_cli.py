@@ -1,0 +1,287 @@
+"""The command line: real runs on tiny shapes, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tvm_sparse import machine
+from tvm_sparse.cli import doctor, shapes
+from tvm_sparse.cli.app import app
+from tvm_sparse.operators import ProblemError
+from tvm_sparse.tuning.records import Log
+
+TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
+HERE = machine.cpu()
+
+
+def call(*words: str | Path, code: int = 0) -> str:
+    """Run a command in this process; what it prints on stdout, or on stderr where it is to fail."""
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "160"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result.stderr if code else result.stdout
+
+
+def started(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tvm_sparse.cli.app", *map(str, words)]
+    environment = {**os.environ, "COLUMNS": "160", **environment}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Records of the tiny problem, and what the run printed."""
+    logs = tmp_path_factory.mktemp("logs")
+    return logs, call("tune", *TINY, "--target", "cpu", "--trials", "3", "--builders", "1", "--logs", logs)
+
+
+# ------------------------------------------------------------------------------------------------- at a glance
+
+
+def test_help_and_version_load_no_compiler() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from tvm_sparse.cli.app import app;"
+        "r = CliRunner().invoke(app, ['--help']); assert r.exit_code == 0, r.output;"
+        "heavy = {'tvm', 'torch', 'numpy', 'scipy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert re.fullmatch(r"tvm-sparse \d+\.\d+\.\d+\n", call("--version"))
+    for command in ("tune", "export", "explain", "list", "doctor", "bench", "quickstart"):
+        assert command in call("--help") and "--help" in call(command, "--help")
+
+
+def test_list_names_operators_templates_and_records(tuned: tuple[Path, str]) -> None:
+    text = call("list", "--logs", tuned[0])
+    for word in ("softmax_topk", "bsr_matmul", "block_rows (fallback)", "Milakov", HERE.arch, "m=2 k=64 n=64"):
+        assert word in text
+    [one] = json.loads(call("list", "bsr_matmul", "--logs", tuned[0], "--json"))
+    [record] = one["tuned"][HERE.arch].values()
+    assert record["seconds"] > 0 and record["candidate"].startswith("block_rows@")
+    assert [axis for axis, facts in one["axes"].items() if facts["batch"]] == ["m"]
+    assert "did you mean bsr_matmul" in call("list", "bsr_matmull", code=2)
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("softmx_topk", "batch=1"), "did you mean softmax_topk"),
+        (("softmax_topk", "batch=1", "vocb=10", "k=1"), "did you mean vocab"),
+        (("softmax_topk", "batch=1"), "missing axis vocab, k"),
+        (("softmax_topk", "batch"), "expected axis=value, got 'batch'"),
+        (("softmax_topk", "batch=1", "batch=2"), "batch is given twice"),
+        (("softmax_topk", "batch=one", "vocab=10", "k=1"), "batch must be int, got 'one'"),
+        (("softmax_topk", "batch=1", "vocab=10", "k=11"), "k must be at most vocab"),
+        ((*TINY, "--target", "sm_9"), "sm_90a"),
+        ((*TINY, "--target", "sm_60"), "is not here, and tuning runs kernels"),
+        ((*TINY, "--shapes", "nowhere.toml"), "give one of them"),
+        (("--shapes", "nowhere.toml"), "nowhere.toml: No such file"),
+        ((), "see tvm-sparse list"),
+    ],
+)
+def test_mistakes_are_named_and_exit_with_2(words: tuple[str, ...], said: str) -> None:
+    assert said in call("tune", *words, code=2)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[[softmax_topk]\n", r"shapes\.toml: not TOML: .*line 1"),
+        ("", r"no shapes"),
+        ("[[softmax_topk]]\nbatch = 1\nvocab = 10\nk = 1\n[[softmax_topk]]\nbatch = 1\nvocabb = 10\nk = 1\n",
+         r"shapes\.toml: \[\[softmax_topk\]\] number 2: .*unknown axis 'vocabb'; did you mean vocab"),
+        ("[[softmax]]\nbatch = 1\n", r"\[\[softmax\]\] number 1: operator: got 'softmax'; did you mean softmax_topk"),
+        ("[[softmax_topk]]\nbatch = []\nvocab = 10\nk = 1\n", r"batch: the list is empty"),
+        ("[[softmax_topk]]\nbatch = true\nvocab = 10\nk = 1\n", r"batch: expected a number"),
+        ("[[softmax_topk]]\nbatch = 1.5\nvocab = 10\nk = 1\n", r"batch must be an integer"),
+        ("softmax_topk = 3\n", r"expected tables \[\[softmax_topk\]\]"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_of_shapes_is_named_with_its_table_and_axis(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "shapes.toml"
+    path.write_text(text)
+    with pytest.raises(ProblemError, match=said):
+        shapes.read(path)
+    assert str(path) in call("tune", "--shapes", path, "--dry-run", code=2)
+
+
+def test_lists_in_a_file_of_shapes_mean_their_product(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.toml"
+    path.write_text(
+        "[[softmax_topk]]\nbatch = [1, 2]\nvocab = 100\nk = [1, 5]\n"
+        "[[softmax_topk]]\nbatch = 1\nvocab = 100\nk = 1\n"  # one of them again
+        '[[bsr_matmul]]\nm = 1\nk = 64\nn = 64\nblock = [8, "8x16"]\nsparsity = 0.5\n'
+    )
+    problems = shapes.read(path)
+    assert [(p.operator, p.batch_extent) for p in problems[:4]] == [("softmax_topk", b) for b in (1, 1, 2, 2)]
+    assert [p.axes["block"] for p in problems[4:]] == ["8x8", "8x16"]
+    plan = call("tune", "--shapes", path, "--target", "cpu", "--trials", "5", "--dry-run", "--logs", tmp_path / "logs")
+    assert "6 problems" in plan and "30" in plan and not (tmp_path / "logs").exists()
+
+
+def test_export_without_a_record_says_what_to_do(tmp_path: Path) -> None:
+    said = call("export", "-o", tmp_path / "out", "--logs", tmp_path, "--target", "cpu", code=1)
+    assert "no record" in said and "tvm-sparse tune" in said and not (tmp_path / "out").exists()
+    assert "did you mean bsr_matmul" in call("export", "-o", tmp_path / "out", "--operator", "bsr_matmu", code=2)
+
+
+def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tvm_sparse.cli import common
+
+    monkeypatch.setattr(common, "_installed", lambda module: module != "xgboost")
+    said = call("tune", *TINY, "--target", "cpu", "--logs", tmp_path, code=1)
+    assert 'xgboost missing; install with: pip install "tvm_sparse[tune]"' in said
+
+
+# ------------------------------------------------------------------------------------------------ the main job
+
+
+def test_tune_prints_the_plan_its_progress_and_the_result(tuned: tuple[Path, str]) -> None:
+    logs, text = tuned
+    assert "block_rows" in text and "trials now" in text and f"records: {logs}" in text
+    assert "3/3 (3 ok)" in text and "final between the best" in text
+    assert "fallback us" in text and f"Recorded in {logs / HERE.arch}" in text
+    assert "\x1b" not in text, "control codes where stdout is no terminal"
+    log = Log(logs, HERE.arch, "bsr_matmul")
+    assert len(log.read().trials) == 3 and len(log.best()) == 1
+
+
+def test_tuning_again_goes_on_from_what_is_recorded(tuned: tuple[Path, str]) -> None:
+    logs, _ = tuned
+    text = call("tune", *TINY, "--target", "cpu", "--trials", "4", "--logs", logs, "--dry-run")
+    row = next(line for line in text.splitlines() if "bsr_matmul" in line)
+    assert re.search(r"\s1\s+3\s", row), "1 trial now, 3 paid"
+
+
+def test_export_writes_a_folder_that_loads(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    logs, _ = tuned
+    text = call("export", "-o", tmp_path / "kernels", "--logs", logs, "--target", "cpu")
+    assert "1 library" in text and "KiB" in text and "block_rows@" in text
+    code = (
+        f"import tvm_sparse; assert tvm_sparse.load({str(tmp_path / 'kernels')!r}) == 1;"
+        "e = tvm_sparse.explain('bsr_matmul', m=2, k=64, n=64, block=16, sparsity=0.5, target='cpu');"
+        f"assert e.how == 'exact' and e.library.startswith({str(tmp_path)!r}), e"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_explain_takes_axes_or_a_key() -> None:
+    by_axes = call("explain", "softmax_topk", "batch=3", "vocab=77", "k=2", "--target", "sm_90a")
+    by_key = call("explain", "softmax_topk/batch=3,vocab=77,k=2,dtype=float32", "--target", "sm_90a")
+    assert by_axes == by_key and "on sm_90a" in by_axes
+    found = json.loads(call("explain", "softmax_topk", "batch=3", "vocab=77", "k=2", "--target", "cpu", "--json"))
+    assert found["arch"] == HERE.arch and found["how"] in ("exact", "bucket", "nearby", "fallback")
+    assert "did you mean vocab" in call("explain", "softmax_topk", "batch=3", "vocb=77", "k=2", code=2)
+
+
+def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(tmp_path: Path) -> None:
+    tiny = ("softmax_topk", "batch=2", "vocab=100", "k=3", "--target", "cpu")
+    process = started("tune", *tiny, "--trials", "20", "--builders", "1", "--logs", tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:  # the fallback has been measured: trials are under way
+        if "20 trials" in line:
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, out + err
+    assert "stopping after this batch" in out and "Recorded in" in out
+    resume = f"tvm-sparse tune {' '.join(tiny)} --trials 20 --logs {tmp_path} --builders 1"
+    assert f"resume with:\n  {resume}\n" in err
+    log = Log(tmp_path, HERE.arch, "softmax_topk")
+    assert log.best() and 1 <= len(log.read().trials) < 20
+    assert call(*resume.split()[1:], "--dry-run")
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    process = started("tune", *TINY, "--target", "cpu", "--trials", "30", "--logs", tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "30 trials" in line:
+            break
+    for _ in range(2):
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Ended at once" in err and "tvm-sparse tune" in err and "Traceback" not in err
+
+
+def test_bench_checks_and_compares(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    words = ("bench", *TINY, "--target", "cpu")
+    process = started(*words, "--json", XDG_CACHE_HOME=str(tmp_path))
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    result = json.loads(out)
+    ours, *others = result["timings"]
+    assert ours["name"] == "tvm_sparse" and ours["correct"] and ours["seconds"] > 0
+    numpy = next(t for t in others if t["name"] == "NumPy dense")
+    assert numpy["correct"] and numpy["seconds"] > 0
+    assert all(t["correct"] or "absent" in t["note"] or "not available" in t["note"] for t in others)
+
+
+def test_a_peer_that_is_wrong_has_no_time() -> None:
+    from tvm_sparse import peers
+    from tvm_sparse.operators import parse
+
+    problem = parse("softmax_topk/batch=2,vocab=50,k=2")
+    inputs = problem.generate(0)
+    sample = peers._Sample(problem, inputs)
+    expected = sample.expected
+    call_wrong = lambda: (expected[0], expected[1] * 0)  # noqa: E731
+    wrong = peers.Peer("wrong", "softmax_topk", "numpy", ("cpu",), lambda p, i, d: call_wrong)
+    failing = peers.Peer("failing", "softmax_topk", "numpy", ("cpu",), lambda p, i, d: 1 / 0)
+    absent = peers.Peer("absent", "softmax_topk", "no_such_library", ("cpu",), lambda p, i, d: 1 / 0)
+    lines = [peers._admit(peer, problem, inputs, sample, "cpu") for peer in (wrong, failing, absent)]
+    assert [call for _, call in lines] == [None] * 3
+    assert lines[0][0].correct is False and "largest" in lines[0][0].note
+    assert "division by zero" in lines[1][0].note and "absent" in lines[2][0].note
+
+
+# ------------------------------------------------------------------------------------------- doctor, quickstart
+
+
+def test_doctor_reports_in_json() -> None:
+    process = started("doctor", "--json")
+    out, err = process.communicate(timeout=200)
+    report = json.loads(out)
+    assert process.returncode == 0 and report["works"], out + err
+    checks = {check["name"]: check for check in report["checks"]}
+    for name in ("python", "apache-tvm", "apache-tvm-ffi", "C compiler", "compiler IR", "CPU smoke test"):
+        assert checks[name]["state"] == "ok", checks[name]
+    assert "working range" in checks["apache-tvm-ffi"]["found"]
+
+
+@pytest.mark.parametrize(
+    "version, fits",
+    [("0.1.14", False), ("0.1.14.post0", True), ("0.1.14.post1", True), ("0.1.15", False), ("0.1.15.post2", False)],
+)
+def test_doctor_knows_the_working_range(version: str, fits: bool) -> None:
+    assert doctor.in_range(version, "<0.1.15,>=0.1.14.post0") == fits
+
+
+def test_doctor_survives_and_names_a_smoke_test_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+    crash = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
+    monkeypatch.setattr(doctor.subprocess, "run", lambda command, **options: run(crash, **options))
+    assert doctor.smoke("serialise") == (None, "killed by SIGSEGV")
+
+
+@pytest.mark.timeout(280)
+def test_the_quickstart_runs_the_whole_way(tmp_path: Path) -> None:
+    process = started("quickstart", "--trials", "2", "--keep", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    out, err = process.communicate(timeout=270)
+    assert process.returncode == 0, out + err
+    assert "correct" in out and out.count(" yes") == 4 and " NO" not in out
+    assert (tmp_path / "kernels" / "manifest.json").exists() and (tmp_path / "logs").is_dir()
+    assert "Next:" in out and "tvm-sparse tune" in out

@@ -1,0 +1,82 @@
+"""Every GPU template's kernels on a real GPU: what the tuner demands of a candidate before it is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cases import AWKWARD, case_id, sampled
+
+from tvm_sparse import machine, schedules
+from tvm_sparse.artifacts.compile import compile_candidate
+from tvm_sparse.operators import Problem, parse
+from tvm_sparse.schedules import FALLBACKS, TEMPLATES, Template
+from tvm_sparse.tuning import measure_worker
+
+pytestmark = pytest.mark.gpu
+
+LARGE = tuple(
+    parse(key)
+    for key in (
+        "softmax_topk/batch=4000,vocab=25000,k=5",
+        "softmax_topk/batch=10,vocab=25000,k=5",
+        "softmax_topk/batch=1,vocab=128256,k=50,dtype=bfloat16",
+        "softmax_topk/batch=7,vocab=50257,k=2048,dtype=float16",
+        "softmax_topk/batch=3,vocab=50021,k=5000",
+        "bsr_matmul/m=64,k=4096,n=4096,block=16,sparsity=0.9",
+        "bsr_matmul/m=1,k=1024,n=4096,block=32,sparsity=0.95,dtype=float16",
+        "bsr_matmul/m=33,k=768,n=768,block=64x8,sparsity=0.5,pattern=skewed,dtype=bfloat16",
+    )
+)
+
+
+@pytest.mark.parametrize("problem", AWKWARD + LARGE, ids=case_id)
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if t.kind == "cuda"], ids=case_id)
+def test_candidates_agree_with_the_reference(template: Template, problem: Problem, tmp_path: Path) -> None:
+    gpu = machine.gpu()
+    assert gpu is not None
+    if template.operator != problem.operator:
+        pytest.skip(f"a template of {template.operator}")
+    if reason := schedules.applicable(problem, gpu)[1].get(template.name):
+        assert FALLBACKS[problem.operator, "cuda"] is not template
+        pytest.skip(reason)
+    for number, candidate in enumerate(sampled(template, problem, gpu, 2)):
+        compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{number}.so")
+        function = measure_worker.load(compiled.path, "cuda")
+        workspaces = list(compiled.workspaces)
+        # A seed that is even asks for probabilities, an odd one for logarithms.
+        message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": workspaces}
+        for seed in (0, 1):
+            assert measure_worker.handle({**message, "seed": seed, "check_only": True}) == {"seconds": []}
+        small = problem.with_batch(min(problem.batch_extent, measure_worker.CHECKED_ROWS))
+        for seed, structure in enumerate(problem.structures, start=2):
+            measure_worker.verify(function, small, "cuda", structure, seed, workspaces)
+        # One library serves every batch.
+        for seed, batch in enumerate((1, 3, small.batch_extent + 5)):
+            case = problem.with_batch(batch)
+            measure_worker.verify(function, case, "cuda", problem.structures[1], seed, workspaces)
+
+
+def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
+    """4000 x 25000, of which the tuner compares 64 rows: here all of them, through each template's default."""
+    gpu, problem = machine.gpu(), LARGE[0]
+    assert gpu is not None
+    for name in schedules.applicable(problem, gpu)[0]:
+        template = schedules.find(name)
+        candidate = template.candidate(template.default(problem, gpu))
+        compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{name}.so")
+        function = measure_worker.load(compiled.path, "cuda")
+        measure_worker.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
+
+
+def test_a_candidate_is_timed(tmp_path: Path) -> None:
+    gpu, problem = machine.gpu(), LARGE[1]
+    assert gpu is not None
+    candidate = schedules.fallback(problem, gpu)
+    compiled = compile_candidate(problem, candidate, gpu, tmp_path / "kernel.so")
+    message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": [], "seed": 0}
+    seconds = measure_worker.handle(message)["seconds"]
+    assert len(seconds) == 2 * measure_worker.REPEATS
+    # Not faster than the memory, not slower than a launch and a hundred times the memory.
+    fastest = problem.cost().bytes / 20e12
+    assert all(fastest < s < 1e-3 for s in seconds)

@@ -1,0 +1,363 @@
+"""Manifests and the bytes that they vouch for: what is written is read back, and what is amiss is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm_ffi
+
+from tvm_sparse import machine, schedules
+from tvm_sparse.artifacts import export, manifest
+from tvm_sparse.artifacts.compile import CompileError
+from tvm_sparse.artifacts.manifest import Entry, ManifestError
+from tvm_sparse.operators import parse
+from tvm_sparse.runtime import loading
+from tvm_sparse.runtime.loading import LoadError
+from tvm_sparse.tuning.records import Best, Candidate, Log, Session
+
+ARCH = machine.cpu().arch
+TOPK = "softmax_topk/batch=3,vocab=37,k=4,dtype=float32"
+PRODUCT = "bsr_matmul/m=2,k=12,n=10,block=5x3,sparsity=0.5,pattern=uniform,dtype=float32"
+
+
+def entry(**changed: Any) -> Entry:
+    right = Entry(
+        problem=TOPK,
+        arch="sm_90a",
+        kind="cuda",
+        candidate=Candidate("threshold_gate", 3, (("threads", 256), ("vectors", 2))),
+        chosen="exact",
+        library="softmax_topk-0123456789abcdef.so",
+        sha256="0" * 64,
+        workspaces=({"name": "partial", "shape": ["batch", 4], "dtype": "float32", "fill": 255},),
+        figures={"seconds": 1.25e-6, "fallback_seconds": 3e-6, "session": "s", "machine": "H100", "date": ""},
+        resources={"registers": 40, "spill_instructions": 0},
+    )
+    return dataclasses.replace(right, **changed)
+
+
+def tuned(root: Path, *keys: str, arch: str = ARCH, version: int = 0, **changed: Any) -> None:
+    """A final ranking of each problem, won by a point that is not the default."""
+    cpu = machine.cpu()
+    for key in keys:
+        default = schedules.fallback(parse(key), cpu)
+        decisions = {"row_scan": {"chunk": 64, "lanes": 8}, "block_rows": {"tile_m": 1, "tile_n": 1, "lanes": 1}}[
+            default.template
+        ]
+        winner = Candidate(default.template, default.version + version, tuple(decisions.items()))
+        log = Log(root, arch, key.partition("/")[0])
+        log.append(Session("s1", "2026-01-02T03:04:05Z", {"name": "a machine"}, {}, "a timer", {"seed": 1}))
+        log.append_best(Best(**{
+            "problem": parse(key).key, "arch": arch, "candidate": winner, "seconds": 1e-6, "fallback": default,
+            "fallback_seconds": 2e-6, "rounds": 3, "session": "s1", **changed,
+        }))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Logs of two tuned problems, and the folder that they were exported into."""
+    logs, folder = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("exported")
+    tuned(logs, TOPK, PRODUCT)
+    export.export(machine.cpu(), folder, [logs])
+    return logs, folder
+
+
+# ---- the manifest --------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    entries = (entry(), entry(library="b.so", resources=None, workspaces=(), figures={}, chosen="fallback"))
+    folder = tmp_path / "made" / "on the way"
+    manifest.write(folder, entries)
+    assert manifest.read(folder) == entries
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+    assert (folder / "manifest.json").stat().st_mode & 0o777 == 0o644
+    manifest.write(folder, entries[1:])
+    assert manifest.read(folder) == entries[1:]
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest.write(tmp_path, [entry()])
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        manifest.write(tmp_path, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert manifest.read(tmp_path) == (entry(),)
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=re.escape(f"{tmp_path}/manifest.json: no such file; export kernels")):
+        manifest.read(tmp_path)
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(ManifestError, match="manifest.json: .*[Ii]s a directory"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe\x00", "can't decode"),
+        (b"[" * 100_000, "recursion"),
+        (b"[]", "format is 'list', expected 1"),
+        (b"{}", "format is None, expected 1"),
+        (b'{"format": 2}', "format is 2, expected 1; export again"),
+        (b'{"format": "1"}', "format is '1', expected 1"),
+    ],
+    ids=lambda value: str(value[:20]),
+)
+def test_what_is_no_manifest(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ManifestError, match=f"manifest.json: .*{message}"):
+        manifest.read(tmp_path)
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """A right manifest, but for one edit."""
+    manifest.write(folder, [entry(), entry(library="b.so")])
+    content = json.loads((folder / "manifest.json").read_text())
+    edit(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def test_an_edit_that_changes_nothing_is_read(tmp_path: Path) -> None:
+    """The edits below are refused for what they change, not for being edits."""
+    edited(tmp_path, lambda content: None)
+    assert manifest.read(tmp_path) == (entry(), entry(library="b.so"))
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Entry)])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    edited(tmp_path, lambda content: content["kernels"][1].pop(field))
+    with pytest.raises(ManifestError, match=f"manifest.json: kernel 1: missing {field}$"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Entry)])
+@pytest.mark.parametrize("value", [7, [7], "text", {"a": 1}, None, True], ids=repr)
+def test_a_field_of_a_wrong_type_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    right = {"workspaces": list, "figures": dict, "resources": dict | None}.get(field, str)
+    if isinstance(value, right) and field != "candidate":
+        pytest.skip("of the right type")
+    edited(tmp_path, lambda content: content["kernels"][1].update({field: value}))
+    with pytest.raises(
+        ManifestError, match="manifest.json: kernel 1: .*" + ("candidate" if field == "candidate" else field)
+    ):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, {}, "text", 7])
+def test_kernels_are_a_list_of_objects(tmp_path: Path, value: Any) -> None:
+    edited(tmp_path, lambda content: content.update(kernels=value))
+    with pytest.raises(ManifestError, match=f"kernels must be a list, got {type(value).__name__}"):
+        manifest.read(tmp_path)
+    if value is not None:
+        edited(tmp_path, lambda content: content.update(kernels=[value]))
+        if not isinstance(value, dict):
+            with pytest.raises(ManifestError, match=f"kernel 0: expected an object, got {type(value).__name__}"):
+                manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "library", ["../b.so", "/tmp/b.so", "a/b.so", "", ".", "..", "b.so/", "./b.so", "b\0.so", "b.so\n", "~", "a\\b.so"]
+)
+def test_a_library_elsewhere_is_refused(tmp_path: Path, library: str) -> None:
+    edited(tmp_path, lambda content: content["kernels"][1].update(library=library))
+    with pytest.raises(ManifestError, match="kernel 1: library must be a file name in the same folder"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "", None, 27])
+def test_another_compiler_version_is_refused(tmp_path: Path, version: Any) -> None:
+    edited(tmp_path, lambda content: content["versions"].update({"apache-tvm": version}))
+    message = (
+        f"exported with apache-tvm {version!r}, but {manifest.versions()['apache-tvm']} is installed; export again"
+    )
+    with pytest.raises(ManifestError, match=re.escape(message)):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("versions", [None, [], "text", {}])
+def test_versions_that_are_none_are_refused(tmp_path: Path, versions: Any) -> None:
+    edited(tmp_path, lambda content: content.update(versions=versions))
+    with pytest.raises(ManifestError, match="exported with apache-tvm None"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "row_scan", "row_scan@x()", "row_scan@1(lanes)", "row_scan@1(lanes=1.5)", "row_scan@1(a=1, a=2)", "@1()"],
+)
+def test_a_candidate_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    edited(tmp_path, lambda content: content["kernels"][1].update(candidate=text))
+    with pytest.raises(ManifestError, match="kernel 1: .*(candidate|decision)"):
+        manifest.read(tmp_path)
+
+
+# ---- the libraries -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A copy of an exported library and its hash; nothing may be handed to the loader."""
+    found = next(e for e in manifest.read(exported[1]) if e.problem == TOPK)
+    shutil.copy(exported[1] / found.library, tmp_path)
+    monkeypatch.setattr(tvm_ffi, "load_module", lambda *_: pytest.fail("a library was loaded"))
+    return tmp_path / found.library, found.sha256
+
+
+def test_the_library_itself_is_loaded(exported: tuple[Path, Path]) -> None:
+    for found in manifest.read(exported[1]):
+        assert callable(loading.load_function(exported[1] / found.library, found.kind, found.sha256))
+
+
+def test_a_missing_library(library: tuple[Path, str]) -> None:
+    path, sha256 = library
+    path.unlink()
+    with pytest.raises(LoadError, match=re.escape(f"{path}: no such library; export it again")):
+        loading.load_function(path, "llvm", sha256)
+    path.mkdir()
+    with pytest.raises(LoadError, match="no such library"):
+        loading.load_function(path, "llvm", sha256)
+
+
+@pytest.mark.parametrize("left", [0, 1, 0.5, -1])
+def test_a_truncated_library(library: tuple[Path, str], left: float) -> None:
+    path, sha256 = library
+    size = path.stat().st_size
+    os.truncate(path, {0: 0, 1: 1, 0.5: size // 2, -1: size - 1}[left])
+    with pytest.raises(LoadError, match="not the one that its manifest describes"):
+        loading.load_function(path, "llvm", sha256)
+
+
+def test_a_flipped_bit(library: tuple[Path, str]) -> None:
+    path, sha256 = library
+    whole = path.read_bytes()
+    for bit in [0, 8 * len(whole) - 1, *(random.randrange(8 * len(whole)) for _ in range(50))]:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(LoadError, match="not the one that its manifest describes"):
+            loading.load_function(path, "llvm", sha256)
+
+
+def test_swapped_libraries(exported: tuple[Path, Path], library: tuple[Path, str]) -> None:
+    path, sha256 = library
+    other = next(e.library for e in manifest.read(exported[1]) if e.problem == PRODUCT)
+    shutil.copy(exported[1] / other, path)
+    with pytest.raises(LoadError, match="not the one that its manifest describes"):
+        loading.load_function(path, "llvm", sha256)
+
+
+def test_what_is_no_library_does_not_load(tmp_path: Path) -> None:
+    """Without a hash to compare with it is the loader that refuses, and still by a LoadError."""
+    path = tmp_path / "text.so"
+    path.write_text("no library")
+    with pytest.raises(LoadError, match=re.escape(str(path))):
+        loading.load_function(path, "llvm", None)
+
+
+# ---- export --------------------------------------------------------------------------------------
+
+
+def test_export_describes_what_it_wrote(exported: tuple[Path, Path]) -> None:
+    logs, folder = exported
+    entries = manifest.read(folder)
+    assert sorted(e.problem for e in entries) == sorted([TOPK, PRODUCT])
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", *(e.library for e in entries)}
+    for found in entries:
+        assert (found.arch, found.kind, found.chosen, found.resources) == (ARCH, "llvm", "exact", None)
+        assert found.sha256 == manifest.digest(folder / found.library)
+        assert found.figures == {
+            "seconds": 1e-6, "fallback_seconds": 2e-6, "session": "s1", "machine": "a machine",
+            "date": "2026-01-02T03:04:05Z",
+        }  # fmt: skip
+        problem = parse(found.problem)
+        inputs, outputs = problem.generate(random.randrange(2**32)), problem.empty_outputs()
+        loading.load_function(folder / found.library, "llvm", found.sha256)(
+            *(tvm_ffi.from_dlpack(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs))
+        )
+        problem.check(inputs, problem.reference(inputs), outputs)
+
+
+def test_export_is_reproducible(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    logs, folder = exported
+    export.export(machine.cpu(), tmp_path / "elsewhere", [logs], builders=2)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "elsewhere").iterdir()} == {
+        p.name: p.read_bytes() for p in folder.iterdir()
+    }
+
+
+def test_export_removes_what_it_no_longer_names_and_nothing_else(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    logs, folder = exported
+    shutil.copytree(folder, tmp_path / "again")
+    kept = [
+        "mine-0123456789abcdef.so",
+        "softmax_topk-my_own_notes_abc.so",
+        "README",
+        "softmax_topk-0123456789abcdef.so.txt",
+    ]
+    for name in (*kept, "softmax_topk-0123456789abcdef.so"):
+        (tmp_path / "again" / name).write_text("")
+    export.export(machine.cpu(), tmp_path / "again", [logs], only=lambda problem: problem.key == TOPK)
+    [left] = manifest.read(tmp_path / "again")
+    assert left.problem == TOPK
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"manifest.json", left.library, *kept}
+
+
+def test_an_export_that_fails_leaves_the_folder_as_it_was(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    logs, folder = exported
+    shutil.copytree(folder, tmp_path / "again")
+    tuned(
+        tmp_path / "bad",
+        "softmax_topk/batch=3,vocab=38,k=4",
+        candidate=Candidate("row_scan", _version(), (("chunk", 7), ("lanes", 8))),
+    )
+    with pytest.raises(CompileError, match="vocab=38.*chunk=7 is not among"):
+        export.export(machine.cpu(), tmp_path / "again", [logs, tmp_path / "bad"])
+    assert manifest.read(tmp_path / "again") == manifest.read(folder)
+    for found in manifest.read(tmp_path / "again"):
+        assert manifest.digest(tmp_path / "again" / found.library) == found.sha256
+
+
+def _version() -> int:
+    return schedules.find("row_scan").version
+
+
+def test_records_that_mean_nothing_now_are_left_out(tmp_path: Path) -> None:
+    tuned(tmp_path, TOPK)
+    tuned(tmp_path, "softmax_topk/batch=3,vocab=38,k=4", version=1)
+    tuned(tmp_path, "softmax_topk/batch=3,vocab=39,k=4", candidate=Candidate("gone", 1))
+    tuned(tmp_path, "softmax_topk/batch=3,vocab=40,k=4", problem="softmax_topk/batch=3,words=40,k=4")
+    tuned(tmp_path, "softmax_topk/batch=3,vocab=41,k=4", arch="sm_90a")
+    assert list(export.records([tmp_path], ARCH)) == [TOPK]
+
+
+def test_later_folders_win(tmp_path: Path) -> None:
+    tuned(tmp_path / "a", TOPK)
+    tuned(tmp_path / "b", TOPK, candidate=Candidate("row_scan", _version(), (("chunk", 128), ("lanes", 8))))
+    for order, chunk in (("ab", 128), ("ba", 64)):
+        best, _ = export.records([tmp_path / name for name in order], ARCH)[TOPK]
+        assert best.candidate.values["chunk"] == chunk
+
+
+def test_nothing_to_export(tmp_path: Path) -> None:
+    tuned(tmp_path / "logs", TOPK, arch="sm_90a")
+    with pytest.raises(LookupError, match=re.escape(f"no record for {ARCH} in {tmp_path / 'logs'}; tune first")):
+        export.export(machine.cpu(), tmp_path / "out", [tmp_path / "logs"])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,358 @@
+"""What an operator declares: keys, valid inputs, references, checks that reject, definitions that are right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import tvm
+from cases import AWKWARD, case_id
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tvm_sparse.formats.bsr import check_structure, random_pattern, skew
+from tvm_sparse.operators import OPERATORS, BsrMatmul, Mismatch, Problem, ProblemError, SoftmaxTopk, make, parse
+from tvm_sparse.operators.problem import FLOATS
+
+SOFTMAX = [p for p in AWKWARD if isinstance(p, SoftmaxTopk)]
+BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
+
+softmax_problems = st.integers(1, 2**20).flatmap(
+    lambda vocab: st.builds(
+        SoftmaxTopk, batch=st.integers(1, 10**5), vocab=st.just(vocab), k=st.integers(1, vocab), dtype=st.sampled_from(FLOATS)
+    )
+)
+
+
+@st.composite
+def bsr_problems(draw: st.DrawFn) -> BsrMatmul:
+    rows, cols = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    k, n = cols * draw(st.integers(1, 100)), rows * draw(st.integers(1, 100))
+    block = draw(st.sampled_from([f"{rows}x{cols}"] + ([rows, str(rows)] if rows == cols else [])))
+    sparsity, pattern = draw(st.floats(0, 1)), draw(st.sampled_from(["uniform", "skewed"]))
+    return BsrMatmul(draw(st.integers(1, 500)), k, n, block, sparsity, pattern, draw(st.sampled_from(FLOATS)))
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+@given(st.one_of(softmax_problems, bsr_problems()))
+def test_keys_round_trip(problem: Problem) -> None:
+    assert parse(problem.key) == problem
+    assert make(problem.operator, {name: str(value) for name, value in problem.axes.items()}) == problem
+    assert hash(parse(problem.key)) == hash(problem) and parse(problem.key).key == problem.key
+    assert problem.with_batch(7).batch_extent == 7 and problem.with_batch(problem.batch_extent) == problem
+    assert problem.distance(problem) == 0
+
+
+def test_keys_are_stable() -> None:
+    """They stand in records on disk: a change here orphans what was measured."""
+    softmax = make("softmax_topk", {"batch": 10, "vocab": "25_000", "k": 5})
+    assert softmax.key == str(softmax) == "softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"
+    bsr = make("bsr_matmul", {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.899999})
+    assert bsr.key == "bsr_matmul/m=8,k=1024,n=1024,block=16x16,sparsity=0.9,pattern=uniform,dtype=float32"
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
+    problem = make(operator, OPERATORS[operator].example)
+    axes = {field.name for field in dataclasses.fields(problem)}
+    assert problem.batch_axis in axes and problem.source and problem.structures
+    assert len(problem.generate(0)) == len(problem.inputs)
+    assert [a.shape for a in problem.empty_outputs()] == [r.shape for r in problem.reference(problem.generate(0))]
+    assert problem.cost().bytes > 0 and problem.cost(problem.generate(0)).operations > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("softmax_topkk/batch=1,vocab=2,k=1", "did you mean softmax_topk?"),
+        ("conv2d/batch=1", "expected one of softmax_topk, bsr_matmul"),
+        ("softmax_topk/batch=1,vocabulary=2,k=1", "unknown axis 'vocabulary'; did you mean vocab?"),
+        ("softmax_topk/batch=1,vocab=2", "missing axis k; expected batch, vocab, k, dtype"),
+        ("softmax_topk/batch=1,vocab=2,k", "expected axis=value, got 'k'"),
+        ("softmax_topk/batch=1,vocab=2,k=one", "k must be int, got 'one'"),
+        ("softmax_topk/batch=1,vocab=2,k=1.0", "k must be int, got '1.0'"),
+        ("softmax_topk/batch=0,vocab=2,k=1", "batch must be an integer of at least 1, got 0"),
+        ("softmax_topk/batch=1,vocab=-5,k=1", "vocab must be an integer of at least 1, got -5"),
+        ("softmax_topk/batch=1,vocab=2,k=0", "k must be an integer of at least 1, got 0"),
+        ("softmax_topk/batch=1,vocab=2,k=3", "k must be at most vocab (2), got 3"),
+        ("softmax_topk/batch=1,vocab=2147483648,k=3", "vocab must be below 2^31"),
+        ("softmax_topk/batch=1,vocab=2,k=1,dtype=float64", "dtype must be one of float32, float16, bfloat16, got 'float64'"),
+        ("bsr_matmul/m=0,k=16,n=16,block=16,sparsity=0", "m must be an integer of at least 1, got 0"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16x,sparsity=0.5,k=17", "does not divide k=17"),
+        ("bsr_matmul/m=1,k=16,n=20,block=16,sparsity=0", "block 16x16 does not divide n=20"),
+        ("bsr_matmul/m=1,k=16,n=16,block=0,sparsity=0", "block must be like 16 or 16x32"),
+        ("bsr_matmul/m=1,k=16,n=16,block=4x-4,sparsity=0", "block must be like 16 or 16x32"),
+        ("bsr_matmul/m=1,k=16,n=16,block=big,sparsity=0", "block must be like 16 or 16x32 (rows x columns), got 'big'"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=1.5", "sparsity must lie in [0, 1], got 1.5"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=nan", "sparsity must lie in [0, 1], got nan"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=lots", "sparsity must be float, got 'lots'"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,pattern=diagonal", "pattern must be one of uniform, skewed"),
+        ("bsr_matmul/m=1,k=65536,n=65536,block=16,sparsity=0.9", "fewer than 2^31 elements"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,dtype=int8", "dtype must be one of"),
+    ],
+)
+def test_bad_keys_name_the_axis(key: str, message: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        parse(key)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [2.0, True, None, np.float32(3)])
+def test_axes_are_integers(value: Any) -> None:
+    with pytest.raises(ProblemError, match="batch must be an integer of at least 1"):
+        make("softmax_topk", {"batch": value, "vocab": 10, "k": 1})
+
+
+def test_distance_orders_by_likeness() -> None:
+    softmax = parse("softmax_topk/batch=8,vocab=1000,k=5")
+    near, far = softmax.with_batch(16), softmax.with_batch(256)
+    assert 0 < softmax.distance(near) < softmax.distance(far)
+    assert softmax.distance(dataclasses.replace(softmax, dtype="float16")) is None
+    bsr = parse("bsr_matmul/m=1,k=64,n=64,block=8,sparsity=0.9")
+    assert softmax.distance(bsr) is None and bsr.distance(softmax) is None
+    assert bsr.distance(dataclasses.replace(bsr, block="4x4")) is None
+    # Density counts, not sparsity: from 90 % to 95 % zero is half of the work, from 10 % to 15 % nearly none.
+    thin, thick = (dataclasses.replace(bsr, sparsity=s) for s in (0.95, 0.15))
+    assert bsr.distance(thin) > dataclasses.replace(bsr, sparsity=0.1).distance(thick)
+
+
+# ---- generated inputs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", SOFTMAX, ids=case_id)
+def test_logits_are_what_the_structure_says(problem: SoftmaxTopk) -> None:
+    shape = (problem.batch, problem.vocab)
+    for seed, structure in enumerate(problem.structures):
+        logits, log = problem.generate(seed, structure)
+        assert (logits.shape, str(logits.dtype), log) == (shape, problem.dtype, seed % 2)
+        again, _ = problem.generate(seed, structure)
+        assert logits.tobytes() == again.tobytes()
+        x = logits.astype(np.float64)
+        if structure == "ascending":
+            assert (np.diff(x, axis=1) >= 0).all()
+        elif structure == "constant":
+            assert (x == x[:, :1]).all()
+        elif structure == "ties" and problem.vocab > 50:
+            assert all(len(np.unique(row)) < len(row) // 2 for row in x)
+        elif structure == "masked":
+            assert np.isneginf(x).all(axis=1).any()
+        assert np.isfinite(x).all() or structure in ("masked", "special")
+    assert problem.generate(0)[0].tobytes() == problem.generate(0, problem.structures[0])[0].tobytes()
+
+
+def test_special_logits_are_special() -> None:
+    problem = parse("softmax_topk/batch=64,vocab=100,k=5")
+    logits, _ = problem.generate(0, "special")
+    assert np.isnan(logits).any() and np.isposinf(logits).any() and np.isneginf(logits).any()
+    assert np.signbit(logits[logits == 0]).any()
+
+
+@pytest.mark.parametrize("problem", BSR, ids=case_id)
+def test_weights_are_valid_for_every_structure(problem: BsrMatmul) -> None:
+    block_rows, block_cols = problem.grid
+    for seed, structure in enumerate(problem.structures):
+        x, data, indices, indptr = problem.generate(seed, structure)
+        assert x.shape == (problem.m, problem.k) and data.shape == (len(indices), *problem.block_shape)
+        assert str(x.dtype) == str(data.dtype) == problem.dtype and indices.dtype == indptr.dtype == np.int32
+        check_structure(indptr, indices, len(data), problem.grid)
+        counts = np.diff(indptr)
+        assert counts.max() <= block_cols
+        for start, stop in zip(indptr, indptr[1:], strict=False):
+            assert (np.diff(indices[start:stop]) > 0).all()  # sorted, none twice
+        if structure in ("random", "special"):
+            assert len(indices) == problem.nnzb
+        elif structure == "empty_rows":
+            assert (counts[::2] == 0).all()
+        elif structure == "one_row":
+            assert (counts > 0).sum() == min(problem.nnzb, 1)
+            assert counts.max() == min(problem.nnzb, block_cols)
+
+
+def test_skewed_patterns_are_skewed() -> None:
+    uniform = parse("bsr_matmul/m=1,k=2048,n=2048,block=16,sparsity=0.95")
+    skewed = dataclasses.replace(uniform, pattern="skewed")
+    assert skew(skewed.generate(0)[3]) > 3 > 2.5 > skew(uniform.generate(0)[3])
+    assert len(skewed.generate(0)[2]) == skewed.nnzb  # full rows pass on what they have no room for
+
+
+@given(st.integers(0, 400), st.integers(1, 12), st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=20))
+def test_random_patterns_hold_as_many_blocks_as_fit(nnzb: int, block_cols: int, weights: list[float]) -> None:
+    indptr, indices = random_pattern(np.random.default_rng(nnzb), nnzb, block_cols, np.array(weights))
+    check_structure(indptr, indices, len(indices), (len(weights), block_cols))
+    room = block_cols * np.count_nonzero(weights)
+    assert len(indices) == min(nnzb, room)
+    assert not np.diff(indptr)[np.array(weights) == 0].any()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_unknown_structure(operator: str) -> None:
+    with pytest.raises(ProblemError, match="structure: got 'strange'; expected one of random"):
+        make(operator, OPERATORS[operator].example).generate(0, "strange")
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", SoftmaxTopk.structures)
+@pytest.mark.parametrize("log", [0, 1])
+def test_softmax_topk_reference_against_torch(structure: str, log: int) -> None:
+    torch = pytest.importorskip("torch")
+    problem = parse("softmax_topk/batch=24,vocab=53,k=9")
+    logits, _ = problem.generate(log, structure)
+    values, indices = problem.reference([logits, log])
+    x = torch.from_numpy(logits.astype(np.float64))
+    every = (torch.log_softmax if log else torch.softmax)(x, -1).numpy()
+    # A probability does not tell which of several logits it came from: the order is that of the logits, as torch
+    # orders them, NaN first; where they are equal torch may choose any, and ours is the lowest index.
+    order = torch.sort(x, dim=-1, descending=True, stable=True).indices.numpy()[:, : problem.k]
+    np.testing.assert_array_equal(indices, order)
+    np.testing.assert_allclose(values, np.take_along_axis(every, indices, 1), rtol=1e-12, equal_nan=True)
+    np.testing.assert_array_equal(np.take_along_axis(x.numpy(), indices, 1), torch.topk(x, problem.k).values.numpy())
+
+
+@pytest.mark.parametrize("problem", BSR, ids=case_id)
+def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
+    for seed, structure in enumerate(problem.structures):
+        x, data, indices, indptr = problem.generate(seed, structure)
+        wide = data.astype(np.float64)
+        weight = scipy.sparse.bsr_array((wide, indices, indptr), shape=(problem.n, problem.k))
+        if structure == "special":
+            # SciPy's zeros stay zeros times infinity: multiply block by block, as a sum of outer positions.
+            wanted = np.zeros((problem.m, problem.n))
+            rows, cols = problem.block_shape
+            stored = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+            with np.errstate(invalid="ignore"):
+                for b, (r, c) in enumerate(zip(stored, indices, strict=True)):
+                    terms = x.astype(np.float64)[:, None, c * cols : (c + 1) * cols] * wide[b][None]
+                    wanted[:, r * rows : (r + 1) * rows] += terms.sum(axis=2)
+        else:
+            wanted = (weight @ x.astype(np.float64).T).T
+        (y,) = problem.reference([x, data, indices, indptr])
+        np.testing.assert_allclose(y, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def right(problem: Problem, structure: str, seed: int) -> tuple[list[Any], list[np.ndarray], list[np.ndarray]]:
+    """Inputs, the reference's outputs, and those in the dtypes that a kernel writes."""
+    inputs = problem.generate(seed, structure)
+    expected = problem.reference(inputs)
+    outputs = problem.empty_outputs()
+    for output, value in zip(outputs, expected, strict=True):
+        output[...] = value
+    return inputs, expected, outputs
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+def test_check_accepts_the_rounded_reference_and_rejects_poison(problem: Problem, seed: int) -> None:
+    for structure in problem.structures:
+        inputs, expected, outputs = right(problem, structure, seed)
+        problem.check(inputs, expected, outputs)
+        for number, poison in enumerate(problem.empty_outputs()):
+            left = [*outputs]
+            left[number] = poison
+            if np.isnan(expected[number]).all() if poison.dtype.kind != "i" else False:
+                continue  # NaN is right here
+            with pytest.raises(Mismatch, match=problem.outputs[number].name):
+                problem.check(inputs, expected, left)
+
+
+@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+def test_check_rejects_one_wrong_value_anywhere(problem: Problem) -> None:
+    rng = np.random.default_rng(0)
+    for seed in (0, 1):
+        inputs, expected, outputs = right(problem, "random", seed)
+        for number in range(len(outputs)):
+            place = tuple(rng.integers(outputs[number].shape))
+            broken = [o.copy() for o in outputs]
+            if broken[number].dtype.kind == "i":
+                broken[number][place] += 1
+            else:
+                # Twice what a kernel's rounding can make of it, for the dtype that it is written in.
+                step = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 4e-2}[str(broken[number].dtype)]
+                value = float(broken[number][place])
+                broken[number][place] = value * (1 + step) + (0 if abs(value) > 0.01 and number else step)
+            with pytest.raises(Mismatch, match=problem.outputs[number].name):
+                problem.check(inputs, expected, broken)
+
+
+def test_check_rejects_swapped_indices_missing_nan_and_wrong_infinities() -> None:
+    problem = parse("softmax_topk/batch=40,vocab=61,k=4")
+    inputs, expected, outputs = right(problem, "ties", 0)
+    equal = np.argwhere(outputs[0][:, 0] == outputs[0][:, 1])[0, 0]  # swapping these changes no value
+    outputs[1][equal, :2] = outputs[1][equal, 1::-1]
+    with pytest.raises(Mismatch, match=rf"indices\[{equal}, 0\] is .*2 of 160 differ"):
+        problem.check(inputs, expected, outputs)
+
+    for seed in (0, 1):
+        inputs, expected, outputs = right(problem, "special", seed)
+        assert np.isnan(expected[0]).any()
+        for value in (0.0, np.inf):
+            broken = [np.where(np.isnan(outputs[0]), value, outputs[0]), outputs[1]]
+            with pytest.raises(Mismatch, match="expected nan"):
+                problem.check(inputs, expected, broken)
+    inputs, expected, outputs = right(problem, "masked", 1)
+    assert np.isneginf(expected[0]).any()
+    with pytest.raises(Mismatch, match="expected -inf"):
+        problem.check(inputs, expected, [np.where(np.isneginf(outputs[0]), -1e30, outputs[0]), outputs[1]])
+
+    bsr = parse("bsr_matmul/m=16,k=64,n=64,block=8,sparsity=0.2")
+    inputs, expected, outputs = right(bsr, "special", 0)
+    assert np.isnan(expected[0]).any() and np.isinf(expected[0]).any()
+    for wrong in (np.nan_to_num(outputs[0]), np.where(np.isinf(outputs[0]), -outputs[0], outputs[0])):
+        with pytest.raises(Mismatch, match=r"y\["):
+            bsr.check(inputs, expected, [wrong])
+
+
+# ---- definitions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+def test_definition_agrees_with_the_reference(problem: Problem) -> None:
+    function = tvm.compile(tvm.IRModule({"main": problem.definition()}), target="llvm")["main"]
+    for seed, structure in enumerate(problem.structures):
+        for case in (problem, problem.with_batch(problem.batch_extent + 1 + seed)):
+            inputs = case.generate(seed, structure)
+            arrays = [*inputs, *case.empty_outputs()]
+            arguments = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
+            function(*arguments)
+            case.check(inputs, case.reference(inputs), [a.numpy() for a in arguments[len(inputs) :]])
+
+
+# ---- structures ----------------------------------------------------------------------------------
+
+
+INDPTR, INDICES, GRID = [0, 2, 2, 3], [0, 4, 1], (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "nnzb", "message"),
+    [
+        ([0, 2, 3], INDICES, 3, r"indptr: expected 4 entries .* got shape \(3,\)"),
+        ([INDPTR], INDICES, 3, r"indptr: expected 4 entries .* got shape \(1, 4\)"),
+        (INDPTR, [0, 4], 3, r"indices: expected 3 entries .* got shape \(2,\)"),
+        (INDPTR, [[0, 4, 1]], 3, r"indices: expected 3 entries .* got shape \(1, 3\)"),
+        ([1, 2, 2, 3], INDICES, 3, r"indptr: must start at 0 and end at 3 .* got 1 and 3"),
+        ([0, 2, 2, 4], INDICES, 3, r"indptr: must start at 0 and end at 3 .* got 0 and 4"),
+        ([0, 3, 2, 3], INDICES, 3, r"indptr: must never fall, but indptr\[2\]=2 < indptr\[1\]=3"),
+        ([0, -1, 2, 3], INDICES, 3, r"indptr: must never fall, but indptr\[1\]=-1 < indptr\[0\]=0"),
+        (INDPTR, [0, 5, 1], 3, r"indices: indices\[1\]=5 is outside \[0, 5\)"),
+        (INDPTR, [0, 4, -1], 3, r"indices: indices\[2\]=-1 is outside \[0, 5\)"),
+    ],
+)
+def test_bad_structures_are_named(indptr: list, indices: list, nnzb: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_structure(np.array(indptr, np.int32), np.array(indices, np.int32), nnzb, GRID)
+
+
+def test_good_structures_pass() -> None:
+    check_structure(np.array(INDPTR), np.array(INDICES), 3, GRID)
+    check_structure(np.zeros(4, np.int32), np.zeros(0, np.int32), 0, GRID)
+    assert skew(np.array(INDPTR)) == 2.0 and skew(np.zeros(4, np.int32)) == 1.0

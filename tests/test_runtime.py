@@ -1,0 +1,454 @@
+"""Which kernel a call runs, from which library, and what it costs to find out: look-up, cache, folders, processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm_ffi
+
+import tvm_sparse
+from tvm_sparse import functional, machine, schedules
+from tvm_sparse.artifacts import export, manifest
+from tvm_sparse.artifacts.compile import compile_candidate
+from tvm_sparse.artifacts.manifest import Entry
+from tvm_sparse.operators import Problem, ProblemError, parse
+from tvm_sparse.runtime import dispatch
+from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
+from tvm_sparse.runtime.loading import LoadError
+from tvm_sparse.tuning.records import Best, Candidate, Log, Session
+
+CPU = machine.cpu()
+VERSION = schedules.find("row_scan").version
+TOPK = "softmax_topk/batch={batch},vocab=37,k=4,dtype=float32"
+
+
+def point(chunk: int, lanes: int = 8, version: int = VERSION) -> Candidate:
+    return Candidate("row_scan", version, (("chunk", chunk), ("lanes", lanes)))
+
+
+def record(root: Path, key: str, candidate: Candidate, arch: str = CPU.arch, fallback: Candidate | None = None) -> None:
+    """A final ranking that `candidate` won."""
+    problem = parse(key)
+    log = Log(root, arch, problem.operator)
+    log.append(Session("s1", "2026-01-02T03:04:05Z", {"name": "a machine"}, {}, "a timer", {"seed": 1}))
+    fallback = fallback or schedules.fallback(problem, CPU)
+    log.append_best(Best(problem.key, arch, candidate, 1e-6, fallback, 2e-6, 3, "s1"))
+
+
+def topk(batch: int) -> Problem:
+    return parse(TOPK.format(batch=batch))
+
+
+def run(kernel: Kernel, problem: Problem) -> None:
+    """Call a kernel on new inputs, with poisoned outputs, and compare with the reference."""
+    inputs, outputs = problem.generate(int.from_bytes(os.urandom(4), "little")), problem.empty_outputs()
+    kernel.function(*(tvm_ffi.from_dlpack(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs)))
+    problem.check(inputs, problem.reference(inputs), outputs)
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Candidate]]:
+    """What was compiled: in this process, which spares the start of another; the real way has its own tests."""
+    done: list[tuple[str, Candidate]] = []
+
+    def build(jobs: Sequence[Any], target: Any, folder: Path, **_: Any) -> list[Entry]:
+        entries = []
+        for problem, candidate, chosen, figures in jobs:
+            path = folder / export.library_name(problem, candidate, target.arch)
+            compiled = compile_candidate(problem, candidate, target, path)
+            sha256 = manifest.digest(path)
+            entries.append(
+                Entry(
+                    problem.key, target.arch, target.kind, candidate, chosen, path.name, sha256, (), figures,
+                    compiled.resources,
+                )
+            )  # fmt: skip
+            done.append((problem.key, candidate))
+        return entries
+
+    monkeypatch.setattr(export, "build", build)
+    return done
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """Two batches tuned, of one shape."""
+    record(tmp_path / "logs", TOPK.format(batch=4), point(64))
+    record(tmp_path / "logs", TOPK.format(batch=16), point(128))
+    return tmp_path / "logs"
+
+
+def dispatcher(tmp_path: Path, *logs: Path) -> Dispatcher:
+    return Dispatcher(logs=logs, shipped=tmp_path / "shipped", cache=tmp_path / "cache")
+
+
+def export_by_hand(folder: Path, key: str, candidate: Candidate) -> None:
+    """A folder with one exported kernel."""
+    problem = parse(key)
+    figures = {"seconds": 1e-6, "fallback_seconds": 2e-6, "session": "s1", "machine": "a machine", "date": ""}
+    manifest.write(folder, export.build([(problem, candidate, "exact", figures)], CPU, folder))
+
+
+# ---- which decisions -----------------------------------------------------------------------------
+
+ORDER = [
+    # batch, how, the candidate, the record, what the reason says
+    (4, "exact", point(64), 4, "tuned for this very problem"),
+    (16, "exact", point(128), 16, "tuned for this very problem"),
+    (1, "bucket", point(64), 4, "the next larger batch that was tuned is 4"),
+    (3, "bucket", point(64), 4, "the next larger batch that was tuned is 4"),
+    (5, "bucket", point(128), 16, "the next larger batch that was tuned is 16"),
+    (17, "nearby", point(128), 16, "0.1 octaves away; tune this problem"),
+    (64, "nearby", point(128), 16, "2.0 octaves away; tune this problem"),
+]
+
+
+def test_exact_then_bucket_then_nearby(tmp_path: Path, logs: Path, builds: list[Any]) -> None:
+    """And all of them with two libraries, because a library serves every batch."""
+    kernels = dispatcher(tmp_path, logs)
+    for batch, how, candidate, recorded, why in ORDER:
+        said = kernels.explain(topk(batch), CPU)
+        assert (said.how, said.candidate, said.record) == (how, str(candidate), TOPK.format(batch=recorded)), batch
+        assert why in said.why
+        assert said.figures["seconds"] == 1e-6 and said.figures["machine"] == "a machine"
+        kernel = kernels.kernel(topk(batch), CPU)
+        assert kernel.entry.candidate == candidate
+        run(kernel, topk(batch))
+    assert builds == [(TOPK.format(batch=4), point(64)), (TOPK.format(batch=16), point(128))]
+
+
+def test_nearby_takes_the_nearest_whose_decisions_fit(tmp_path: Path, builds: list[Any]) -> None:
+    """Of another shape: compiled for the call's own problem, by the decisions of the nearest that are allowed there."""
+    key = "bsr_matmul/m={m},k=12,n=10,block=5x3,sparsity=0.5"
+    wide = Candidate("block_rows", schedules.find("block_rows").version, (("tile_m", 8), ("tile_n", 1), ("lanes", 1)))
+    narrow = Candidate(wide.template, wide.version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1)))
+    record(tmp_path / "logs", key.format(m=8).replace("k=12", "k=15"), wide)
+    record(tmp_path / "logs", key.format(m=64).replace("k=12", "k=18"), narrow)
+    near, far = (parse(key.format(m=m).replace("k=12", k)).key for m, k in ((8, "k=15"), (64, "k=18")))
+    kernels = dispatcher(tmp_path, tmp_path / "logs")
+    for m, candidate, recorded in ((8, wide, near), (2, narrow, far)):  # a tile of 8 rows is no point of the space at 2
+        problem = parse(key.format(m=m))
+        said = kernels.explain(problem, CPU)
+        assert (said.how, said.candidate, said.record) == ("nearby", str(candidate), recorded)
+        run(kernels.kernel(problem, CPU), problem)
+    assert builds == [(parse(key.format(m=8)).key, wide), (parse(key.format(m=2)).key, narrow)]
+
+
+def test_nothing_like_it_was_tuned(
+    tmp_path: Path, logs: Path, builds: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another dtype: the fallback, said once, compiled once for all batches."""
+    kernels = dispatcher(tmp_path, logs)
+    for batch in (4, 4, 9, 1):
+        problem = parse(TOPK.format(batch=batch).replace("float32", "float16"))
+        said = kernels.explain(problem, CPU)
+        assert (said.how, said.record, said.figures) == ("fallback", None, {})
+        assert said.candidate == str(schedules.fallback(problem, CPU))
+        assert CPU.arch in said.why and "tvm-sparse tune" in said.why
+        run(kernels.kernel(problem, CPU), problem)
+    assert len(builds) == 1
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [text.partition(",")[0] for text in warned] == [f"softmax_topk/batch={batch}" for batch in (4, 9, 1)]
+
+
+@pytest.mark.parametrize("what", ["arch", "version", "template", "axes"])
+def test_a_record_that_means_something_else_is_not_used(tmp_path: Path, what: str) -> None:
+    key = TOPK.format(batch=4)
+    if what == "arch":
+        record(tmp_path / "logs", key, point(64), arch="x86-64-v2" if CPU.arch != "x86-64-v2" else "x86-64-v3")
+    elif what == "version":
+        record(tmp_path / "logs", key, point(64, version=VERSION + 1))
+    elif what == "template":
+        record(tmp_path / "logs", key, Candidate("gone", 1))
+    else:
+        fallback = schedules.fallback(parse(key), CPU)
+        best = Best(key.replace("vocab", "words"), CPU.arch, point(64), 1e-6, fallback, 2e-6, 3, "s1")
+        Log(tmp_path / "logs", CPU.arch, "softmax_topk").append_best(best)
+    for batch in (4, 3, 5):
+        assert dispatcher(tmp_path, tmp_path / "logs").explain(topk(batch), CPU).how == "fallback"
+
+
+def test_later_logs_win(tmp_path: Path, logs: Path) -> None:
+    record(tmp_path / "mine", TOPK.format(batch=4), point(256))
+    assert dispatcher(tmp_path, logs, tmp_path / "mine").explain(topk(4), CPU).candidate == str(point(256))
+    assert dispatcher(tmp_path, tmp_path / "mine", logs).explain(topk(4), CPU).candidate == str(point(64))
+
+
+def test_explain_compiles_nothing(tmp_path: Path, logs: Path, builds: list[Any]) -> None:
+    kernels = dispatcher(tmp_path, logs)
+    said = kernels.explain(topk(4), CPU)
+    assert said.library is None and not builds and not (tmp_path / "cache").exists()
+    assert str(said) == (
+        f"{TOPK.format(batch=4)} on {CPU.arch}\n"
+        "  row_scan@{}(chunk=64, lanes=8)\n"
+        "  exact: tuned for this very problem\n"
+        "  tuned 2026-01-02T03:04:05Z on a machine: 1.00 us, 2.00x the fallback's speed\n"
+        "  library: compiled at the first call"
+    ).format(VERSION)
+    kernel = kernels.kernel(topk(4), CPU)
+    path = tmp_path / "cache" / CPU.arch / kernel.entry.library
+    assert kernels.explain(topk(4), CPU).library == kernel.explanation.library == str(path)
+    assert path.is_file() and f"library: {path}" in str(kernel.explanation)
+
+
+def test_the_public_explain(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "dispatcher", dispatcher(tmp_path, logs))
+    by_name = tvm_sparse.explain("softmax_topk", batch=3, vocab="37", k=4, target="cpu")
+    assert by_name.how == "bucket" and by_name.problem == TOPK.format(batch=3)
+    assert (
+        by_name
+        == tvm_sparse.explain(TOPK.format(batch=3), target="cpu")
+        == tvm_sparse.explain(topk(3), target=CPU.arch)
+    )
+    assert tvm_sparse.explain(topk(3), target="sm_90a").how == "fallback"
+    for wrong, message in (
+        (lambda: tvm_sparse.explain("softmax_topp", batch=1), "did you mean softmax_topk"),
+        (lambda: tvm_sparse.explain("softmax_topk", batch=1, vocap=3, k=1), "unknown axis 'vocap'; did you mean vocab"),
+        (lambda: tvm_sparse.explain("softmax_topk", batch=1, vocab=3), "missing axis k"),
+        (lambda: tvm_sparse.explain("softmax_topk", batch=1, vocab=3, k=4), r"k must be at most vocab \(3\), got 4"),
+    ):
+        with pytest.raises(ProblemError, match=message):
+            wrong()
+    with pytest.raises(machine.UnknownArch, match="target: got 'sm90'; nearest valid names: .*sm_90a"):
+        tvm_sparse.explain(topk(3), target="sm90")
+    with pytest.raises(TypeError, match="problem: expected a Problem, its key or an operator's name, got int"):
+        tvm_sparse.explain(7)
+
+
+def test_weights_that_differ_in_their_blocks_share_a_library(tmp_path: Path, builds: list[Any]) -> None:
+    """A pruned model has another sparsity in every layer, and its programs read the structure when they run."""
+    kernels = dispatcher(tmp_path)
+    for rest in ("0.5", "0.9", "0.99", "0.7,pattern=skewed"):
+        problem = parse(f"bsr_matmul/m=8,k=60,n=50,block=5x3,sparsity={rest}")
+        run(kernels.kernel(problem, CPU), problem)
+    assert len(builds) == 1
+    other = parse("bsr_matmul/m=8,k=60,n=50,block=5x3,sparsity=0.5,dtype=float16")
+    run(kernels.kernel(other, CPU), other)
+    assert len(builds) == 2
+
+
+# ---- which library -------------------------------------------------------------------------------
+
+
+def test_the_cache_outlives_the_dispatcher(tmp_path: Path, logs: Path, builds: list[Any]) -> None:
+    first = dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    again = dispatcher(tmp_path, logs).kernel(topk(3), CPU)
+    assert len(builds) == 1
+    assert again.entry == first.entry and again.explanation.how == "bucket"
+
+
+def test_the_cache_decides_nothing(tmp_path: Path, logs: Path, builds: list[Any]) -> None:
+    """What was compiled for an older record, or for a fallback, does not stand in the way of a newer record."""
+    dispatcher(tmp_path).kernel(topk(4), CPU)
+    dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    record(logs, TOPK.format(batch=4), point(256))
+    kernel = dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    assert kernel.entry.candidate == point(256)
+    run(kernel, topk(4))
+    assert [candidate for _, candidate in builds] == [schedules.fallback(topk(4), CPU), point(64), point(256)]
+    assert dispatcher(tmp_path).explain(topk(4), CPU).how == "fallback"
+
+
+def test_a_loaded_folder_wins(tmp_path: Path, logs: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over logs and cache, also for calls that were made before it was loaded; the last loaded first of all."""
+    torch = pytest.importorskip("torch")
+    kernels = dispatcher(tmp_path, logs)
+    monkeypatch.setattr(functional, "dispatcher", kernels)
+    monkeypatch.setattr(dispatch, "dispatcher", kernels)
+    logits = torch.randn(4, 37)
+    expected = tvm_sparse.softmax_topk(logits, 4)
+    for name, candidate in (("one", point(512)), ("two", point(1024))):
+        export_by_hand(tmp_path / name, TOPK.format(batch=4), candidate)
+        compiled = len(builds)
+        assert tvm_sparse.load(str(tmp_path / name)) == 1
+        asked = []
+        monkeypatch.setattr(
+            Dispatcher, "kernel", lambda *a, asked=asked, real=Dispatcher.kernel: asked.append(a) or real(*a)
+        )
+        for got, wanted in zip(tvm_sparse.softmax_topk(logits, 4), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+        assert len(asked) == 1  # the short way of the calls before the folder was loaded is closed
+        for batch in (4, 3, 5):
+            kernel = kernels.kernel(topk(batch), CPU)
+            if batch != 5:  # the logs' batch of 16 is the bucket of 5
+                assert kernel.entry.candidate == candidate
+                assert kernel.explanation.library == str(tmp_path / name / kernel.entry.library)
+            run(kernel, topk(batch))
+        assert len(builds) - compiled == (name == "one")  # that of the logs' batch of 16
+
+
+def test_a_folder_loaded_after_a_product(tmp_path: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `BsrWeight` holds kernels of its own, and lets them go too."""
+    torch = pytest.importorskip("torch")
+    kernels = dispatcher(tmp_path)
+    monkeypatch.setattr(functional, "dispatcher", kernels)
+    problem = parse("bsr_matmul/m=2,k=12,n=10,block=5x3,sparsity=0.5")
+    inputs = problem.generate(1)
+    x, *arrays = map(torch.from_numpy, inputs)
+    weight = tvm_sparse.BsrWeight(tuple(arrays), columns=12)
+    tvm_sparse.bsr_matmul(x, weight)
+    candidate = Candidate(
+        "block_rows", schedules.find("block_rows").version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1))
+    )
+    export_by_hand(tmp_path / "folder", problem.key, candidate)
+    kernels.add(tmp_path / "folder")
+    y = tvm_sparse.bsr_matmul(x, weight)
+    problem.check(inputs, problem.reference(inputs), [y.numpy()])
+    [(function, *_)] = weight.kernels.values()
+    assert function is kernels.kernel(problem, CPU).function
+    assert kernels.kernel(problem, CPU).entry.candidate == candidate
+
+
+def test_a_folder_of_another_machine_serves_nobody_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "dispatcher", dispatcher(tmp_path))
+    other = "sm_80" if machine.gpu() is None or machine.gpu().arch != "sm_80" else "sm_90a"
+    foreign = Entry(TOPK.format(batch=4), other, "cuda", point(64), "exact", "a.so", "0" * 64, (), {}, None)
+    manifest.write(tmp_path / "folder", [foreign])
+    assert tvm_sparse.load(str(tmp_path / "folder")) == 0
+    assert dispatch.dispatcher.explain(topk(4), CPU).how == "fallback"
+
+
+def test_a_damaged_library_of_a_folder_is_refused(tmp_path: Path, builds: list[Any]) -> None:
+    """It is somebody's export: it is neither loaded nor silently replaced by another kernel."""
+    export_by_hand(tmp_path / "folder", TOPK.format(batch=4), point(64))
+    [library] = (tmp_path / "folder").glob("*.so")
+    os.truncate(library, library.stat().st_size - 1)
+    kernels = dispatcher(tmp_path)
+    kernels.add(tmp_path / "folder")
+    with pytest.raises(LoadError, match=re.escape(f"{library}: the file is not the one that its manifest describes")):
+        kernels.kernel(topk(4), CPU)
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated"])
+def test_a_damaged_library_of_the_cache_is_compiled_again(
+    tmp_path: Path, logs: Path, builds: list[Any], caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    library = Path(dispatcher(tmp_path, logs).kernel(topk(4), CPU).explanation.library)
+    library.unlink()  # its pages are mapped into this process: never truncate the file itself
+    if damage == "truncated":
+        library.write_bytes(b"\x7fELF")
+    caplog.clear()
+    kernel = dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    run(kernel, topk(4))
+    assert len(builds) == 2
+    assert "a library of the user's cache is compiled again" in caplog.text and str(library) in caplog.text
+    assert [e.sha256 for e in manifest.read(library.parent)] == [manifest.digest(library)]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 1, "versions": {"apache-tvm": "0.1"}, "kernels": []}'])
+def test_a_cache_that_cannot_be_read_is_begun_anew(
+    tmp_path: Path, logs: Path, builds: list[Any], caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    cache = tmp_path / "cache" / CPU.arch
+    cache.mkdir(parents=True)
+    (cache / "manifest.json").write_text(content)
+    run(dispatcher(tmp_path, logs).kernel(topk(4), CPU), topk(4))
+    assert "the user's cache is begun anew" in caplog.text and str(cache / "manifest.json") in caplog.text
+    assert [e.problem for e in manifest.read(cache)] == [TOPK.format(batch=4)]
+    caplog.clear()
+    dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    assert len(builds) == 1 and not caplog.text
+
+
+def test_shipped_kernels_come_before_the_cache(tmp_path: Path, logs: Path, builds: list[Any]) -> None:
+    dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    export_by_hand(tmp_path / "shipped", TOPK.format(batch=4), point(64))
+    kernel = dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    assert Path(kernel.explanation.library).parent == tmp_path / "shipped"
+    assert len(builds) == 2
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def python(code: str, tmp_path: Path, **options: Any) -> subprocess.Popen[str]:
+    """A process whose cache and logs lie in `tmp_path`."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def output(process: subprocess.Popen[str]) -> Any:
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+def test_importing_costs_next_to_nothing(tmp_path: Path) -> None:
+    code = (
+        "import time; start = time.perf_counter(); import tvm_sparse; spent = time.perf_counter() - start\n"
+        "import json, sys; print(json.dumps([spent, [n for n in ('torch', 'tvm', 'tvm_ffi') if n in sys.modules]]))"
+    )
+    found = [output(python(code, tmp_path)) for _ in range(3)]
+    assert min(spent for spent, _ in found) < 0.3
+    assert all(modules == [] for _, modules in found)
+
+
+CALL = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+import tvm_sparse
+from tvm_sparse.artifacts import export
+
+builds, real = [], export.build
+def build(jobs, *rest, **options):
+    builds.append([str(candidate) for _, candidate, *_ in jobs])
+    return real(jobs, *rest, **options)
+export.build = build
+
+folder, go = sys.stdin.readline().split()
+if folder != "-":
+    assert tvm_sparse.load(folder) == 1
+print("ready", file=sys.stderr, flush=True)
+while go != "-" and not Path(go).exists():
+    time.sleep(0.005)
+logits = np.random.default_rng().standard_normal((4, 37), np.float32)
+values, indices = tvm_sparse.softmax_topk(logits, 4)
+right = np.array_equal(indices, np.argsort(-logits, axis=1, kind="stable")[:, :4])
+print(json.dumps([builds, bool(right), "tvm" in sys.modules]))
+"""
+
+
+def call(tmp_path: Path, folder: str = "-", go: str = "-") -> subprocess.Popen[str]:
+    process = python(CALL, tmp_path, stdin=subprocess.PIPE)
+    process.stdin.write(f"{folder} {go}\n")
+    process.stdin.flush()
+    return process
+
+
+def test_processes_at_once_compile_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
+    """By the whole of the real way: a call, the user's cache, the process that compiles. None imports the compiler."""
+    both = [call(tmp_path, go=str(tmp_path / "go")) for _ in range(2)]
+    for process in both:
+        assert process.stderr.readline() == "ready\n"
+    (tmp_path / "go").touch()
+    found = [output(process) for process in both]
+    assert sorted(len(builds) for builds, _, _ in found) == [0, 1]
+    assert all(right and not compiler for _, right, compiler in found)
+    assert output(call(tmp_path)) == [[], True, False]
+    libraries = list((tmp_path / "cache" / "tvm_sparse" / "kernels" / CPU.arch).glob("*.so"))
+    assert len(libraries) == len(manifest.read(libraries[0].parent)) == 1
+
+
+def test_an_exported_kernel_is_called_without_the_compiler(tmp_path: Path, builds: list[Any]) -> None:
+    export_by_hand(tmp_path / "folder", TOPK.format(batch=4), point(64))
+    assert output(call(tmp_path, folder=str(tmp_path / "folder"))) == [[], True, False]
+    assert not (tmp_path / "cache").exists()
