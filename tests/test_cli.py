@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tvm_sparse import machine
+from tvm_sparse import machine, schedules
 from tvm_sparse.cli import doctor, shapes
 from tvm_sparse.cli.app import app
-from tvm_sparse.operators import ProblemError
-from tvm_sparse.tuning.records import Log
+from tvm_sparse.operators import ProblemError, parse
+from tvm_sparse.tuning.records import Best, Log
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
 HERE = machine.cpu()
@@ -176,6 +176,18 @@ def test_export_writes_a_folder_that_loads(tuned: tuple[Path, str], tmp_path: Pa
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_cuda_is_exported_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings")
+    problem, where = parse("softmax_topk/batch=10,vocab=3000,k=5"), machine.resolve("sm_90a")
+    fallback = schedules.fallback(problem, where)
+    best = Best(problem.key, where.arch, fallback, 1e-6, fallback, 1e-6, rounds=1, session="none")
+    Log(tmp_path, where.arch, problem.operator).append_best(best)
+    text = call("export", "-o", tmp_path / "kernels", "--logs", tmp_path, "--arch", "sm_90a", "--builders", "1")
+    assert "registers" in text and "spills" in text and "1 library for sm_90a" in text
+    [kernel] = json.loads((tmp_path / "kernels" / "manifest.json").read_text())["kernels"]
+    assert kernel["arch"] == "sm_90a" and kernel["resources"]["registers"] > 0
+
+
 def test_explain_takes_axes_or_a_key() -> None:
     by_axes = call("explain", "softmax_topk", "batch=3", "vocab=77", "k=2", "--target", "sm_90a")
     by_key = call("explain", "softmax_topk/batch=3,vocab=77,k=2,dtype=float32", "--target", "sm_90a")
@@ -232,7 +244,6 @@ def test_bench_checks_and_compares(tuned: tuple[Path, str], tmp_path: Path) -> N
 
 def test_a_peer_that_is_wrong_has_no_time() -> None:
     from tvm_sparse import peers
-    from tvm_sparse.operators import parse
 
     problem = parse("softmax_topk/batch=2,vocab=50,k=2")
     inputs = problem.generate(0)

@@ -22,7 +22,7 @@ BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
 
 softmax_problems = st.integers(1, 2**20).flatmap(
     lambda vocab: st.builds(
-        SoftmaxTopk, batch=st.integers(1, 10**5), vocab=st.just(vocab), k=st.integers(1, vocab), dtype=st.sampled_from(FLOATS)
+        SoftmaxTopk, st.integers(1, 10**5), st.just(vocab), k=st.integers(1, vocab), dtype=st.sampled_from(FLOATS)
     )
 )
 
@@ -81,7 +81,7 @@ def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
         ("softmax_topk/batch=1,vocab=2,k=0", "k must be an integer of at least 1, got 0"),
         ("softmax_topk/batch=1,vocab=2,k=3", "k must be at most vocab (2), got 3"),
         ("softmax_topk/batch=1,vocab=2147483648,k=3", "vocab must be below 2^31"),
-        ("softmax_topk/batch=1,vocab=2,k=1,dtype=float64", "dtype must be one of float32, float16, bfloat16, got 'float64'"),
+        ("softmax_topk/batch=1,vocab=2,k=1,dtype=float64", "dtype must be one of float32, float16, bfloat16, got"),
         ("bsr_matmul/m=0,k=16,n=16,block=16,sparsity=0", "m must be an integer of at least 1, got 0"),
         ("bsr_matmul/m=1,k=16,n=16,block=16x,sparsity=0.5,k=17", "does not divide k=17"),
         ("bsr_matmul/m=1,k=16,n=20,block=16,sparsity=0", "block 16x16 does not divide n=20"),
@@ -355,4 +355,4 @@ def test_bad_structures_are_named(indptr: list, indices: list, nnzb: int, messag
 def test_good_structures_pass() -> None:
     check_structure(np.array(INDPTR), np.array(INDICES), 3, GRID)
     check_structure(np.zeros(4, np.int32), np.zeros(0, np.int32), 0, GRID)
-    assert skew(np.array(INDPTR)) == 2.0 and skew(np.zeros(4, np.int32)) == 1.0
+    assert skew(np.array([0, 4, 8])) <= skew(np.zeros(4, np.int32)) == 1.0 < skew(np.array([0, 0, 8]))

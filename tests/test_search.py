@@ -55,7 +55,9 @@ def run(
     return measured
 
 
-def start(problem, trials: int, *, known: Mapping[Candidate, float | None] = {}, seed: int = 0, batch: int = BATCH) -> Search:
+def start(
+    problem, trials: int, *, known: Mapping[Candidate, float | None] = {}, seed: int = 0, batch: int = BATCH
+) -> Search:
     return Search(problem, SM90, tables(problem), known=known, trials=trials, batch=batch, seed=seed)
 
 

@@ -36,7 +36,7 @@ Operator = Annotated[
     str, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")
 ]
 Axes = Annotated[
-    list[str] | None, typer.Argument(metavar="AXIS=VALUE ...", help="Its axes, such as batch=10 vocab=25000 k=5.")
+    list[str] | None, typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.")
 ]
 Target = Annotated[
     str,
@@ -48,7 +48,7 @@ Target = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Builders = Annotated[
-    int | None, typer.Option(min=1, help="Processes that compile.  [default: a core each, 16 at most]")
+    int | None, typer.Option(min=1, help="Processes that compile.  \\[default: a core each, 16 at most]")
 ]
 
 

@@ -37,7 +37,7 @@ def export(
     target: Target = "auto",
     logs: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of records; of several the last wins.  [default: the package's, then yours]"),
+        typer.Option(help="Folder of records; of several the last wins.  \\[default: the package's, then yours]"),
     ] = None,
     operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
     builders: Builders = None,

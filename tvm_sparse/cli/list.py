@@ -19,7 +19,7 @@ KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 def list_operators(
     operator: Annotated[str | None, typer.Argument(help="Only this operator.")] = None,
     logs: Annotated[
-        list[Path] | None, typer.Option(help="Folder of records.  [default: the package's, then yours]")
+        list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -49,7 +49,7 @@ CHECK_SECONDS = 300.0
 def quickstart(
     trials: Annotated[int, typer.Option(min=1, help="Candidates a shape.")] = 16,
     keep: Annotated[
-        Path | None, typer.Option(help="Folder to keep records and libraries in.  [default: a temporary one]")
+        Path | None, typer.Option(help="Folder to keep records and libraries in.  \\[default: a temporary one]")
     ] = None,
 ) -> None:
     """Tune four shapes, export them, and call them in a fresh process: the whole way in two or three minutes."""

@@ -60,7 +60,7 @@ def tune(
     ] = None,
     target: Target = "auto",
     trials: Annotated[int, typer.Option(min=1, help="Candidates a problem, counting those measured before.")] = 64,
-    logs: Annotated[Path | None, typer.Option(help="Folder of records.  [default: your data folder]")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: your data folder]")] = None,
     builders: Builders = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,

@@ -153,7 +153,7 @@ def tune(
         bench = _Bench(problem, machine, seed, Path(folder), pool, runner)
 
         def require_fallback() -> None:
-            """The fallback is right for every shape: where it fails the machine is at fault, and no candidate is to pay."""
+            """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
             bench.forget(fallback)
             (trial,) = bench.measure([fallback], session.id, 0)
             if trial.outcome != "ok":
