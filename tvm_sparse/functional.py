@@ -73,9 +73,8 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
             and not logits.data_ptr() % arrays.CUDA_ALIGNMENT
             and not logits.requires_grad
         ):
-            function, shape, device = found
-            values = torch.empty(shape, dtype=torch.float32, device=device)
-            indices = torch.empty(shape, dtype=torch.int64, device=device)
+            function, values_like, indices_like = found
+            values, indices = torch.empty_like(values_like), torch.empty_like(indices_like)
             function(logits, 1 if log else 0, values, indices)
             return values, indices
 
@@ -99,8 +98,9 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
         launchers = dispatcher.launchers
         function = dispatcher.kernel(problem, _machine("logits", known)).function
         function(arrays.argument(prepared), int(log), arrays.argument(values), arrays.argument(indices))
-        if arrays.is_torch(logits) and type(logits) is sys.modules["torch"].Tensor:
-            launchers[logits.shape, logits.dtype, logits.device, k] = (function, shape, logits.device)
+        if type(logits) is getattr(torch, "Tensor", None):
+            likes = arrays.prototype(values), arrays.prototype(indices)
+            launchers[logits.shape, logits.dtype, logits.device, k] = (function, *likes)
     return out if out is not None else (arrays.returned(values, logits), arrays.returned(indices, logits))
 
 
@@ -161,8 +161,8 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
             and not x.data_ptr() % arrays.CUDA_ALIGNMENT
             and not x.requires_grad
         ):
-            function, shape, _ = found
-            y = torch.empty(shape, dtype=x.dtype, device=x.device)
+            function, like, _ = found
+            y = torch.empty_like(like)
             function(x, *weight.arguments, y)
             return y
 
@@ -191,7 +191,7 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
             function = dispatcher.kernel(weight.problem(m), _machine("x", known)).function
             function(arrays.argument(prepared), *weight.arguments, arrays.argument(y))
             if type(x) is getattr(torch, "Tensor", None) and arrays.is_torch(weight.data):
-                weight.kernels[x.shape, x.dtype, x.device] = (function, (m, n), launchers)
+                weight.kernels[x.shape, x.dtype, x.device] = (function, arrays.prototype(y), launchers)
     return out if out is not None else arrays.returned(y, x)
 
 
