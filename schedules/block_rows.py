@@ -76,30 +76,31 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 part = T.sblock_alloc_buffer((outputs, lanes), "float32")
                 for i, j in T.grid((m + (tile_m - 1)) // tile_m, rows // tile_n):
                     for o in T.unroll(outputs):
-                        for l in T.vectorized(lanes):
-                            part[o, l] = T.float32(0)
+                        for lane in T.vectorized(lanes):
+                            part[o, lane] = T.float32(0)
                     for b in range(indptr[row + 1] - indptr[row]):
                         for c in range(cols // lanes):
                             for o in T.unroll(outputs):
-                                for l in T.vectorized(lanes):
+                                for lane in T.vectorized(lanes):
                                     # Rows beyond m repeat the last one and are not stored.
-                                    part[o, l] = part[o, l] + T.Cast(
-                                        "float32", data[indptr[row] + b, j * tile_n + o // tile_m, c * lanes + l]
+                                    part[o, lane] = part[o, lane] + T.Cast(
+                                        "float32", data[indptr[row] + b, j * tile_n + o // tile_m, c * lanes + lane]
                                     ) * T.Cast(
                                         "float32",
                                         x[
                                             T.min(i * tile_m + o % tile_m, m - 1),
-                                            indices[indptr[row] + b] * cols + c * lanes + l,
+                                            indices[indptr[row] + b] * cols + c * lanes + lane,
                                         ],
                                     )
                     for h in T.unroll(halvings):
                         for o in T.unroll(outputs):
-                            for l in T.vectorized(T.max(lanes // 2, 1)):
+                            for lane in T.vectorized(T.max(lanes // 2, 1)):
                                 # Lanes past the half add up again what is no longer looked at.
-                                part[o, l] = part[o, l] + part[o, l + (lanes >> (h + 1))]
+                                part[o, lane] = part[o, lane] + part[o, lane + (lanes >> (h + 1))]
                     for o in T.unroll(outputs):
                         if i * tile_m + o % tile_m < m:
-                            y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = T.Cast(dtype, part[o, 0])
+                            y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = T.Cast(
+                                dtype, part[o, 0])
     # fmt: on
     return Program(tvm.IRModule({"main": main}))
 

@@ -108,8 +108,12 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
                 for jj, ii in T.grid(tile_n, tile_m):
                     part[vi, vj, jj, ii, lane] = T.float32(0)
                 # A row with no blocks takes one step in which every lane finds nothing to do.
-                for q in range(((indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]) * cols + (step - 1)) // step):
-                    if (q * lanes + lane) * vec < (indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]) * cols:
+                for q in range((
+                    (indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]) * cols + (step - 1)
+                ) // step):
+                    if (q * lanes + lane) * vec < (
+                        indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]
+                    ) * cols:
                         for jj in T.unroll(tile_n):
                             for v in T.vectorized(vec):
                                 w[jj, v] = data[

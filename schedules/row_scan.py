@@ -103,44 +103,44 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 fold = T.sblock_alloc_buffer((lanes,), "float32")
                 j = T.sblock_alloc_buffer((1,), "int32")
                 m[0] = lowest
-                for l in T.vectorized(lanes):
-                    part[l] = T.float32(0)
+                for lane in T.vectorized(lanes):
+                    part[lane] = T.float32(0)
                 fill_heap(X, row, heap, node, child, key)
                 tau[0] = key_value(heap[0])
                 for c in range(chunks):
-                    for l in T.vectorized(lanes):
-                        top[l] = lowest
+                    for lane in T.vectorized(lanes):
+                        top[lane] = lowest
                     for u in range(T.min(step, whole - c * step)):
-                        for l in T.vectorized(lanes):
-                            top[l] = T.max(top[l], T.Cast("float32", X[row, (c * step + u) * lanes + l]))
+                        for lane in T.vectorized(lanes):
+                            top[lane] = T.max(top[lane], T.Cast("float32", X[row, (c * step + u) * lanes + lane]))
                     # The chunk's maximum by halving, in vectors; lanes past the half only repeat a comparison.
-                    for l in T.vectorized(lanes):
-                        fold[l] = top[l]
+                    for lane in T.vectorized(lanes):
+                        fold[lane] = top[lane]
                     for h in T.unroll(halvings):
-                        for l in T.vectorized(lanes // 2):
-                            fold[l] = T.max(fold[l], fold[l + (lanes >> (h + 1))])
+                        for lane in T.vectorized(lanes // 2):
+                            fold[lane] = T.max(fold[lane], fold[lane + (lanes >> (h + 1))])
                     if fold[0] > m[0]:
-                        for l in T.vectorized(lanes):
-                            part[l] = part[l] * T.exp(m[0] - fold[0])
+                        for lane in T.vectorized(lanes):
+                            part[lane] = part[lane] * T.exp(m[0] - fold[0])
                         m[0] = fold[0]
                     # Few lanes have the elements that made the chunk exceed the threshold; each is a column of the
                     # chunk, not in index order, so equals must be offered too: the keys decide.
                     if fold[0] > tau[0]:
-                        for l in range(lanes):
-                            if top[l] >= tau[0]:
+                        for lane in range(lanes):
+                            if top[lane] >= tau[0]:
                                 for u in range(T.min(step, whole - c * step)):
-                                    j[0] = (c * step + u) * lanes + l
+                                    j[0] = (c * step + u) * lanes + lane
                                     if T.Cast("float32", X[row, j[0]]) >= tau[0] and j[0] >= k:
                                         offer(X, row, j[0], heap, node, child, key)
                                         tau[0] = key_value(heap[0])
                     for u in range(T.min(step, whole - c * step)):
-                        for l in T.vectorized(lanes):
-                            part[l] = part[l] + exp_nonpositive(
-                                T.Cast("float32", X[row, (c * step + u) * lanes + l]) - m[0]
+                        for lane in T.vectorized(lanes):
+                            part[lane] = part[lane] + exp_nonpositive(
+                                T.Cast("float32", X[row, (c * step + u) * lanes + lane]) - m[0]
                             )
                 d[0] = T.float32(0)
-                for l in range(lanes):
-                    d[0] = d[0] + part[l]
+                for lane in range(lanes):
+                    d[0] = d[0] + part[lane]
                 for i in range(vocab - scalars):
                     top[0] = T.Cast("float32", X[row, scalars + i])
                     if top[0] > m[0]:

@@ -56,7 +56,10 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     table = {"split": SPLITS, **space(problem, machine)}
-    if not any(cluster_allowed(problem, machine, {"split": 2, "threads": t, "vectors": 1, "prefetch": 0}) is None for t in THREADS):
+    if not any(
+        cluster_allowed(problem, machine, {"split": 2, "threads": t, "vectors": 1, "prefetch": 0}) is None
+        for t in THREADS
+    ):
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
@@ -119,8 +122,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .arithmetic import LOG2_E, is_nan
     from .selection import (
         FULL_WARP,
-        RANKERS,
         MINUS_INFINITY,
+        RANKERS,
         bits_value,
         device_functions,
         join_key,
@@ -135,7 +138,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     threads, vectors, width = decisions["threads"], decisions["vectors"], vector(problem)
     prefetch = bool(decisions["prefetch"])
     tile, capacity, rounded = sizes(problem, decisions)
-    warps, held = threads // 32, vectors * width
+    held = vectors * width
     split = decisions.get("split", 1)
     share = ceildiv(ceildiv(vocab, split), width) * width  # elements a block
     tiles = ceildiv(share, tile)
@@ -181,7 +184,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             keep_selected(t, keys, size[0], kept, count, pivot)
             gate[0] = bits_value(key_bits(pivot[0]))
             if is_nan(gate[0]):
-                # k NaN already: what is no NaN has no chance, and passes no comparison with plus infinity but its equal.
+                # k NaN already: what is no NaN has no chance, and only plus infinity still passes for a candidate.
                 gate[0] = T.infinity("float32")
         T.cuda.cta_sync()
         if t == 0:

@@ -67,9 +67,7 @@ print("loaded")
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh process, which has loaded nothing yet."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
 def build(out: Path, arch: str, late: bool = False) -> bytes:
@@ -168,9 +166,7 @@ def test_cubins_of_anything_else(tmp_path: Path) -> None:
 def test_missing_compiler_is_named(tmp_path: Path) -> None:
     if (
         "libcuda.so.1"
-        in subprocess.run(
-            [shutil.which("ldconfig") or "/sbin/ldconfig", "-p"], capture_output=True, text=True
-        ).stdout
+        in subprocess.run([shutil.which("ldconfig") or "/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
     ):
         pytest.skip("this machine has a driver, so no stub is built")
     code = "from tvm_sparse.artifacts import cuda_toolchain as c; c.load_runtime(allow_stub=True)"

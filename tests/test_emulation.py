@@ -110,9 +110,7 @@ def compaction(n):
     """Keeps the positive entries, in any order: ballot, popc, shuffle, shared atomic."""
 
     @T.prim_func
-    def compact(
-        X: T.Buffer((n,), "float32"), Y: T.Buffer((n,), "float32"), N: T.Buffer((1,), "int32")
-    ):
+    def compact(X: T.Buffer((n,), "float32"), Y: T.Buffer((n,), "float32"), N: T.Buffer((1,), "int32")):
         T.device_entry()
         T.cta_id([1])
         t = T.thread_id([128])
@@ -152,9 +150,7 @@ def test_stream_compaction_in_any_order():
 
 def test_ptx_and_builtins():
     @T.prim_func
-    def func(
-        U: T.Buffer((64,), "uint32"), L: T.Buffer((64,), "uint64"), Y: T.Buffer((12, 64), "uint32")
-    ):
+    def func(U: T.Buffer((64,), "uint32"), L: T.Buffer((64,), "uint64"), Y: T.Buffer((12, 64), "uint32")):
         T.device_entry()
         T.cta_id([1])
         t = T.thread_id([64])
@@ -182,16 +178,12 @@ def test_ptx_and_builtins():
         Y[5, t] = u[0]
         T.ptx.bar.red.popc.u32(u[0], T.uint32(0), T.ptx.pred(U[t] % T.uint32(2) == T.uint32(0)))
         Y[6, t] = u[0]
-        Y[7, t] = T.cast(
-            T.call_extern("int32", "__syncthreads_count", U[t] > T.uint32(100)), "uint32"
-        )
+        Y[7, t] = T.cast(T.call_extern("int32", "__syncthreads_count", U[t] > T.uint32(100)), "uint32")
         Y[8, t] = T.call_extern("uint32", "__match_any_sync", T.uint32(FULL), U[t] % T.uint32(4))
         T.ptx.ld.global_.v2.u32(u[0], u[1], U.ptr_to([t // 2 * 2]))
         Y[9, t] = u[0] + u[1]
         Y[10, t] = T.cuda.float_as_uint(T.cast(U[t], "float32"))
-        Y[11, t] = T.cast(
-            T.tvm_warp_shuffle_xor(T.uint32(FULL), L[t], 3, 32, 32) >> T.uint64(32), "uint32"
-        )
+        Y[11, t] = T.cast(T.tvm_warp_shuffle_xor(T.uint32(FULL), L[t], 3, 32, 32) >> T.uint64(32), "uint32")
 
     u = RNG.integers(0, 1000, 64).astype("uint32")
     wide = RNG.integers(0, 2**63, 64).astype("uint64")

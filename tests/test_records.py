@@ -47,9 +47,7 @@ candidates = st.builds(
 
 
 def trial(order: int = 0, **changes) -> Trial:
-    good = Trial(
-        PROBLEM, ARCH, CANDIDATE, "ok", "", (2.0e-6, 1.0e-6, 4.0e-6), 0.5, "s1", order, {"regs": 40}
-    )
+    good = Trial(PROBLEM, ARCH, CANDIDATE, "ok", "", (2.0e-6, 1.0e-6, 4.0e-6), 0.5, "s1", order, {"regs": 40})
     return replace(good, **changes)
 
 
@@ -472,7 +470,5 @@ def test_imports_neither_tvm_nor_numpy():
         "print({'tvm', 'torch', 'numpy'} & (set(sys.modules) - before))"
     )
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
-    out = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

@@ -20,6 +20,7 @@ from .runtime import arrays
 from .runtime.arrays import Facts
 from .runtime.dispatch import Explanation, dispatcher
 
+
 def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The k most probable entries of softmax(logits, -1), in one pass over the logits.
 
@@ -62,27 +63,32 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and type(logits) is torch.Tensor and type(k) is int and out is None:
-        # The common case, in as few steps as it takes: everything that was checked for this key holds again, but
-        # layout, alignment and gradients, which are properties of the tensor.
+    if torch is not None and type(logits) is torch.Tensor and type(k) is int:
+        # The common case, in as few steps as it takes: what was checked for this key holds again, but layout, alignment
+        # and gradients, which are properties of the tensor.
         found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, k))
-        if (
-            found is not None
-            and logits.layout is torch.strided
-            and logits.is_contiguous()
-            and not logits.data_ptr() % arrays.CUDA_ALIGNMENT
-            and not logits.requires_grad
-        ):
+        if found is not None and _plain(logits, torch):
             function, values_like, indices_like = found
-            values, indices = torch.empty_like(values_like), torch.empty_like(indices_like)
-            function(logits, 1 if log else 0, values, indices)
-            return values, indices
+            if out is None:
+                values, indices = torch.empty_like(values_like), torch.empty_like(indices_like)
+                function(logits, 1 if log else 0, values, indices)
+                return values, indices
+            if (
+                type(out) is tuple
+                and len(out) == 2
+                and _fits(out[0], values_like, torch)
+                and _fits(out[1], indices_like, torch)
+            ):
+                function(logits, 1 if log else 0, *out)
+                return out
 
     known = arrays.facts("logits", logits)
     _check_floats("logits", known, rank=2)
     _refuse_gradient("logits", logits)
     try:
-        k = operator.index(None if isinstance(k, bool) else k)
+        if isinstance(k, bool):
+            raise TypeError
+        k = operator.index(k)
     except TypeError:
         raise TypeError(f"k: expected an integer, got {type(k).__name__}") from None
     batch, vocab = known.shape
@@ -151,20 +157,18 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     elif validate:
         weight.validate()
     torch = sys.modules.get("torch")
-    if torch is not None and type(x) is torch.Tensor and out is None:
+    if torch is not None and type(x) is torch.Tensor:
         found = weight.kernels.get((x.shape, x.dtype, x.device))
-        if (
-            found is not None
-            and found[2] is dispatcher.launchers  # else other kernels have been loaded since
-            and x.layout is torch.strided
-            and x.is_contiguous()
-            and not x.data_ptr() % arrays.CUDA_ALIGNMENT
-            and not x.requires_grad
-        ):
+        # Other launchers: other kernels have been loaded since.
+        if found is not None and found[2] is dispatcher.launchers and _plain(x, torch):
             function, like, _ = found
-            y = torch.empty_like(like)
-            function(x, *weight.arguments, y)
-            return y
+            if out is None:
+                y = torch.empty_like(like)
+                function(x, *weight.arguments, y)
+                return y
+            if _fits(out, like, torch):
+                function(x, *weight.arguments, out)
+                return out
 
     known = arrays.facts("x", x)
     _check_floats("x", known, rank=2)
@@ -177,10 +181,13 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
         raise ValueError(f"x: expected dtype {weight.dtype}, as the weight has, got {known.dtype}")
     if (known.device, known.index) != (weight.device, weight.device_index):
         raise ValueError(
-            f"x: expected an array on {weight.device}:{weight.device_index}, as the weight is, got {known.device}:{known.index}"
+            f"x: expected an array on {weight.device}:{weight.device_index}, as the weight is,"
+            f" got {known.device}:{known.index}"
         )
     if max(m * k, m * n) >= 2**31:
-        raise ValueError(f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})")
+        raise ValueError(
+            f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})"
+        )
     [y] = _outputs(out, (("out", (m, n), known.dtype),), x, known)
     if m and n:
         if weight.nnzb == 0 or k == 0:
@@ -243,13 +250,36 @@ def _refuse_gradient(name: str, array: Any) -> None:
         raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
 
 
+def _plain(tensor: Any, torch: Any) -> bool:
+    """Whether a kernel takes a torch tensor as it is."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.data_ptr() % arrays.CUDA_ALIGNMENT
+        and not tensor.requires_grad
+    )
+
+
+def _fits(tensor: Any, like: Any, torch: Any) -> bool:
+    """Whether a kernel can write into a torch tensor in the place of `like`."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is like.dtype
+        and tensor.shape == like.shape
+        and tensor.device == like.device
+        and _plain(tensor, torch)
+    )
+
+
 def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], like: Any, known: Facts) -> list[Any]:
     """The arrays to write into: new ones, or those of `out`, checked."""
     if out is None:
         return [arrays.empty(shape, dtype, like, known) for _, shape, dtype in wanted]
     given = list(out) if isinstance(out, (tuple, list)) else [out]
     if len(given) != len(wanted):
-        raise ValueError(f"out: expected {len(wanted)} arrays ({', '.join(name for name, _, _ in wanted)}), got {len(given)}")
+        raise ValueError(
+            f"out: expected {len(wanted)} arrays ({', '.join(name for name, _, _ in wanted)}), got {len(given)}"
+        )
     for array, (name, shape, dtype) in zip(given, wanted, strict=True):
         name = "out" if name == "out" else f"out ({name})"
         theirs = arrays.facts(name, array)
@@ -257,7 +287,9 @@ def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], lik
         if theirs.shape != shape or theirs.dtype != dtype:
             raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}, got {theirs.shape} and {theirs.dtype}")
         if (theirs.device, theirs.index) != (known.device, known.index):
-            raise ValueError(f"{name}: expected an array on {known.device}:{known.index}, got {theirs.device}:{theirs.index}")
+            raise ValueError(
+                f"{name}: expected an array on {known.device}:{known.index}, got {theirs.device}:{theirs.index}"
+            )
         if not theirs.contiguous or not theirs.aligned:
             raise ValueError(f"{name}: expected a contiguous, writeable and aligned array")
     return given

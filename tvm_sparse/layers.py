@@ -47,7 +47,9 @@ class BsrWeight:
         if known.dtype not in FLOATS:
             raise ValueError(f"data: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
         if arrays.is_torch(data) and data.requires_grad and sys.modules["torch"].is_grad_enabled():
-            raise RuntimeError("weight: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+            raise RuntimeError(
+                "weight: requires a gradient, and there is no backward pass; call it under torch.no_grad()"
+            )
         self.nnzb, *block = known.shape
         rows, cols = self.block_shape = tuple(block)
         if rows < 1 or cols < 1:
@@ -56,7 +58,9 @@ class BsrWeight:
         for name, array in (("indices", indices), ("indptr", indptr)):
             theirs = arrays.facts(name, array)
             if len(theirs.shape) != 1 or theirs.dtype not in ("int32", "int64"):
-                raise ValueError(f"{name}: expected one dimension of int32 or int64, got {theirs.dtype} of shape {theirs.shape}")
+                raise ValueError(
+                    f"{name}: expected one dimension of int32 or int64, got {theirs.dtype} of shape {theirs.shape}"
+                )
             if (theirs.device, theirs.index) != (known.device, known.index):
                 raise ValueError(
                     f"{name}: expected an array on {known.device}:{known.index}, as data is, got one on"
@@ -99,10 +103,10 @@ class BsrWeight:
     def _check(self, indptr: Any, indices: Any) -> None:
         from .formats.bsr import check_structure, skew
 
-        on_host = [_to_numpy(array) for array in (indptr, indices)]
+        starts, columns = _to_numpy(indptr), _to_numpy(indices)
         rows, cols = self.block_shape
-        check_structure(*on_host, self.nnzb, (self.shape[0] // rows, self.shape[1] // cols))
-        if skew(on_host[0]) > SKEWED:
+        check_structure(starts, columns, self.nnzb, (self.shape[0] // rows, self.shape[1] // cols))
+        if skew(starts) > SKEWED:
             self.pattern = "skewed"
 
     def problem(self, m: int) -> BsrMatmul:
@@ -113,7 +117,10 @@ class BsrWeight:
 
     def __repr__(self) -> str:
         rows, cols = self.block_shape
-        return f"BsrWeight(shape={self.shape}, block={rows}x{cols}, nnzb={self.nnzb}, dtype={self.dtype}, device={self.device})"
+        return (
+            f"BsrWeight(shape={self.shape}, block={rows}x{cols}, nnzb={self.nnzb},"
+            f" dtype={self.dtype}, device={self.device})"
+        )
 
 
 def _no_columns() -> int:
@@ -129,14 +136,18 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
     if arrays.is_torch(weight):
         torch = sys.modules["torch"]
         if weight.layout is not torch.sparse_bsr:
-            raise TypeError(f"weight: expected layout torch.sparse_bsr, got {weight.layout}; use weight.to_sparse_bsr(block)")
+            raise TypeError(
+                f"weight: expected layout torch.sparse_bsr, got {weight.layout}; use weight.to_sparse_bsr(block)"
+            )
         if weight.dim() != 2:
             raise ValueError(f"weight: expected 2 dimensions, got shape {tuple(weight.shape)}")
         return weight.values(), weight.col_indices(), weight.crow_indices(), tuple(weight.shape)
     if getattr(weight, "format", None) == "bsr":
         return weight.data, weight.indices, weight.indptr, weight.shape
     if getattr(weight, "format", None) is not None:
-        raise TypeError(f"weight: expected a SciPy matrix in BSR format, got {weight.format}; use weight.tobsr(blocksize=...)")
+        raise TypeError(
+            f"weight: expected a SciPy matrix in BSR format, got {weight.format}; use weight.tobsr(blocksize=...)"
+        )
     raise TypeError(
         "weight: expected a BsrWeight, a scipy.sparse.bsr_array, a torch.sparse_bsr tensor or (data, indices, indptr),"
         f" got {type(weight).__name__}"
@@ -160,5 +171,7 @@ def _as_int32(name: str, array: Any) -> Any:
 
         return np.array(_to_numpy(array), np.int32)
     if known.dtype != "int32":
-        raise ValueError(f"{name}: expected int32 of another library's array on a GPU, got {known.dtype}; convert it first")
+        raise ValueError(
+            f"{name}: expected int32 of another library's array on a GPU, got {known.dtype}; convert it first"
+        )
     return arrays.ready(name, array, known)

@@ -62,7 +62,12 @@ READ_BANDWIDTH = (("H200", 4.47e12), ("H100", 4.47e12 * 3.35 / 4.8))
 
 def cpu() -> Machine:
     """This machine's CPU."""
-    return Machine("llvm", cpu_arch(), cpu_name(), cores=os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0)))
+    return Machine(
+        "llvm",
+        cpu_arch(),
+        cpu_name(),
+        cores=os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0)),
+    )
 
 
 @functools.cache
@@ -139,7 +144,9 @@ def resolve(target: str) -> Machine:
     if target == "cuda":
         found = gpu()
         if found is None:
-            raise UnknownArch("target: got 'cuda', but no CUDA GPU was found; name an architecture (sm_90a) to compile for one")
+            raise UnknownArch(
+                "target: got 'cuda', but no CUDA GPU was found; name an architecture (sm_90a) to compile for one"
+            )
         return found
     for present in (gpu(), cpu()):
         if present is not None and present.arch == target:

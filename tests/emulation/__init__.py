@@ -118,10 +118,7 @@ def run_on_cpu(
         library = Path(folder) / "kernel.so"
         library.write_bytes(_compiled(source, tuple(kernels)))
         runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
-        placed = [
-            _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a
-            for i, a in enumerate(args)
-        ]
+        placed = [_GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)]
         arrays = [a for a in args if isinstance(a, np.ndarray)]
         copies = [p for p in placed if isinstance(p, _GuardedArray)]
         error = _run_in_child(library, runtime, entry, kernels, placed, seed, timeout, check_races)
@@ -134,9 +131,7 @@ def run_on_cpu(
         array[...] = copy.array
 
 
-def cuda_source(
-    mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None
-) -> str:
+def cuda_source(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None) -> str:
     """The CUDA C++ text that `run_on_cpu` would emulate, before translation."""
     _, device, target = _lower(mod, target, pipeline)
     return _device_source(device, target)
@@ -188,9 +183,7 @@ def _kernel(name: str, func: tirx.PrimFunc) -> Kernel:
         raise NotImplementedError(f"kernel {name}: launch parameter {unknown[0]} is not emulated")
     if COOPERATIVE in params and {*CLUSTER_DIMS} & {*params}:
         raise NotImplementedError(f"kernel {name}: a cooperative launch of clusters is not emulated")
-    dtypes = tuple(
-        "handle" if isinstance(p.ty, tvm.ir.PointerType) else str(p.ty) for p in func.params
-    )
+    dtypes = tuple("handle" if isinstance(p.ty, tvm.ir.PointerType) else str(p.ty) for p in func.params)
     return Kernel(name, dtypes, params)
 
 
@@ -223,8 +216,7 @@ def _compiled(source: str, kernels: tuple[Kernel, ...]) -> bytes:
 def _compile(source: str, kernels: Sequence[Kernel], folder: Path) -> Path:
     text, library = folder / "kernel.cu", folder / "kernel.so"
     entries = "".join(
-        f'extern "C" void emulated_{k.name}(void** args) {{\n'
-        f"  cuda_on_cpu::call(&{k.name}, args);\n}}\n"
+        f'extern "C" void emulated_{k.name}(void** args) {{\n  cuda_on_cpu::call(&{k.name}, args);\n}}\n'
         for k in kernels
     )
     text.write_text(f'#include "{HEADER}"\n#line 1 "kernel.cu"\n{source}\n{entries}')
@@ -334,9 +326,7 @@ def _split(text: str, separator: str) -> list[str]:
 def _asm_to_cpp(body: str) -> str:
     # "a" :: "b" has an empty section of outputs: part the colons first.
     sections = _split(re.sub(r'(?<=["\s)])::(?=\s*")', ": :", body), ":")
-    text = "".join(
-        s.encode().decode("unicode_escape") for s in re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])
-    )
+    text = "".join(s.encode().decode("unicode_escape") for s in re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0]))
     operands = [
         re.fullmatch(r'\s*"[^"]*"\s*\((.*)\)\s*', o, re.S).group(1)
         for section in sections[1:3] for o in _split(section, ",") if o.strip()
@@ -488,27 +478,18 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     if opcode == "elect.sync":
         d, _, p = ops[0].partition("|")
         first = f"__builtin_ctz(__ballot_sync({ops[1]}, 1))"
-        return (
-            f"{{ unsigned first = {first}; {p} = cuda_on_cpu::self().lane == first; "
-            f"{_set(d, 'first')} }}"
-        )
+        return f"{{ unsigned first = {first}; {p} = cuda_on_cpu::self().lane == first; {_set(d, 'first')} }}"
     if opcode == "bar.warp.sync":
         return f"__syncwarp({ops[0]});"
     if barrier := re.fullmatch(r"(bar|barrier)(\.cta)?\.(sync|arrive)(\.aligned)?", opcode):
         count, wait = (ops[1] if len(ops) > 1 else "0"), str(barrier.group(3) == "sync").lower()
         return (f'cuda_on_cpu::block_barrier("bar.{barrier.group(3)}", __builtin_LINE(), {ops[0]}, '
                 f"{count}, false, {wait});")  # fmt: skip
-    if re.fullmatch(
-        r"barrier\.cluster\.(arrive(?:\.release)?|wait(?:\.acquire)?)(?:\.aligned)?", opcode
-    ):
+    if re.fullmatch(r"barrier\.cluster\.(arrive(?:\.release)?|wait(?:\.acquire)?)(?:\.aligned)?", opcode):
         return f"cuda_on_cpu::cluster_{parts[2]}(__builtin_LINE());"
-    if barrier := re.fullmatch(
-        r"(bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", opcode
-    ):
+    if barrier := re.fullmatch(r"(bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", opcode):
         count, p = (ops[2], ops[3]) if len(ops) == 4 else ("0", ops[2])
-        negate, compare = {"popc": ("", ""), "and": ("!", " == 0"), "or": ("", " > 0")}[
-            barrier.group(2)
-        ]
+        negate, compare = {"popc": ("", ""), "and": ("!", " == 0"), "or": ("", " > 0")}[barrier.group(2)]
         call = (f'cuda_on_cpu::block_barrier("bar.red", __builtin_LINE(), {ops[1]}, {count}, '
                 f"{negate}({p}))")  # fmt: skip
         return f"{ops[0]} = {call}{compare};"
@@ -610,7 +591,7 @@ def _run_in_child(
         try:
             _child(library, runtime, entry, kernels, args, seed, timeout, check_races, write_end)
             os._exit(0)
-        except BaseException as error:  # noqa: BLE001  (all of it goes to the parent)
+        except BaseException as error:
             os.write(write_end, f"\0{type(error).__name__}\0{error}".encode())
             os._exit(4)
     os.close(write_end)
@@ -692,9 +673,7 @@ def _with_source_lines(message: str, source: str, library: Path) -> str:
     """Replace code addresses by lines, and quote the lines of the CUDA source."""
 
     def locate(match: re.Match[str]) -> str:
-        done = subprocess.run(
-            ["addr2line", "-i", "-e", str(library), match.group(1)], capture_output=True, text=True
-        )
+        done = subprocess.run(["addr2line", "-i", "-e", str(library), match.group(1)], capture_output=True, text=True)
         lines = re.findall(r"kernel\.cu:(\d+)", done.stdout)
         return f"kernel.cu:{lines[-1]}" if lines else match.group(0)
 

@@ -49,7 +49,7 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
         If the candidate's template has another version, its decisions are not a point of the template's space, the
         compiler fails, or a CUDA library holds no cubin for the machine's architecture.
     """
-    from tvm_sparse import schedules
+    import tvm_sparse.schedules as schedules
 
     started = time.perf_counter()
     template = schedules.find(candidate.template)

@@ -259,9 +259,7 @@ def _stub_driver() -> Path:
         built = Path(scratch, "libcuda.so.1")
         command = [cc, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
         command += ["-o", str(built)]
-        done = subprocess.run(
-            command, input=_STUB_SOURCE, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, input=_STUB_SOURCE, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ToolchainError(f"{cc} could not build the stub driver:\n{done.stderr}")
         built.replace(library)
@@ -358,8 +356,7 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
         raise ToolchainError(f"NVRTC (package nvidia-cuda-nvrtc) is missing: {_INSTALL}")
     if found[0] != CUDA_MAJOR:
         raise ToolchainError(
-            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}: "
-            f"{_INSTALL}"
+            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}: {_INSTALL}"
         )
     return found, _mapped_path("libnvrtc.so")
 

@@ -25,10 +25,10 @@ BUILD_TIMEOUT = 300.0
 def records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str, Any]]]:
     """The best record of each problem for `arch`, with its figures; later folders win.
 
-    Records whose template has gone or has another version now are left out: their decisions mean another program. So are
-    those whose problem cannot be read: their operator had other axes.
+    Records whose template has gone or has another version now are left out: their decisions mean another program.
+    So are those whose problem cannot be read: their operator had other axes.
     """
-    from tvm_sparse import schedules
+    import tvm_sparse.schedules as schedules
 
     current = {template.name: template.version for template in schedules.TEMPLATES}
     found: dict[str, tuple[Best, dict[str, Any]]] = {}
@@ -85,7 +85,9 @@ def build(
         for problem, candidate, _, _ in jobs
     ]
     with Pool(builders, [sys.executable, "-m", "tvm_sparse.tuning.build_worker"], name="build") as pool:
-        for (problem, candidate, chosen, figures), reply in zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True):
+        for (problem, candidate, chosen, figures), reply in zip(
+            jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True
+        ):
             if not reply.ok:
                 raise CompileError(f"{problem} with {candidate}: {reply.message}")
             path = Path(reply.value["path"])
@@ -134,7 +136,9 @@ def export(
     ]
     if not jobs:
         places = ", ".join(map(str, roots))
-        raise LookupError(f"no record for {machine.arch} in {places}; tune first (tvm-sparse tune ... --target {machine.arch})")
+        raise LookupError(
+            f"no record for {machine.arch} in {places}; tune first (tvm-sparse tune ... --target {machine.arch})"
+        )
     entries = build(jobs, machine, folder, builders=builders, show=show)
     manifest.write(folder, entries)
     named = {entry.library for entry in entries}

@@ -1,9 +1,9 @@
 """The manifest of a folder of exported libraries: what each is, and what its bytes must be.
 
-    manifest.json
-        format      version of this layout
-        versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
-        kernels     one entry a library, see `Entry`
+manifest.json
+    format      version of this layout
+    versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
+    kernels     one entry a library, see `Entry`
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def read(folder: Path) -> tuple[Entry, ...]:
     installed = importlib.metadata.version("apache-tvm")
     if exported.get("apache-tvm") != installed:
         raise ManifestError(
-            f"{path}: exported with apache-tvm {exported.get('apache-tvm')!r}, but {installed} is installed; export again"
+            f"{path}: exported with apache-tvm {exported.get('apache-tvm')!r},"
+            f" but {installed} is installed; export again"
         )
     kernels = content.get("kernels")
     if not isinstance(kernels, list):

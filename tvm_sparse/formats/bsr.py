@@ -38,11 +38,15 @@ def check_structure(indptr: np.ndarray, indices: np.ndarray, nnzb: int, grid: tu
     if indices.ndim != 1 or len(indices) != nnzb:
         raise ValueError(f"indices: expected {nnzb} entries (one a block of data), got shape {indices.shape}")
     if indptr[0] != 0 or indptr[-1] != nnzb:
-        raise ValueError(f"indptr: must start at 0 and end at {nnzb} (blocks in data), got {indptr[0]} and {indptr[-1]}")
+        raise ValueError(
+            f"indptr: must start at 0 and end at {nnzb} (blocks in data), got {indptr[0]} and {indptr[-1]}"
+        )
     falls = np.flatnonzero(indptr[1:] < indptr[:-1])
     if len(falls):
         row = int(falls[0])
-        raise ValueError(f"indptr: must never fall, but indptr[{row + 1}]={indptr[row + 1]} < indptr[{row}]={indptr[row]}")
+        raise ValueError(
+            f"indptr: must never fall, but indptr[{row + 1}]={indptr[row + 1]} < indptr[{row}]={indptr[row]}"
+        )
     outside = np.flatnonzero((indices < 0) | (indices >= block_cols))
     if len(outside):
         at = int(outside[0])

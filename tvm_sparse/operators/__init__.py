@@ -11,7 +11,18 @@ from .bsr_matmul import BsrMatmul
 from .problem import Argument, Cost, Mismatch, Problem, ProblemError
 from .softmax_topk import SoftmaxTopk
 
-__all__ = ["OPERATORS", "Argument", "BsrMatmul", "Cost", "Mismatch", "Problem", "ProblemError", "SoftmaxTopk", "make", "parse"]
+__all__ = [
+    "OPERATORS",
+    "Argument",
+    "BsrMatmul",
+    "Cost",
+    "Mismatch",
+    "Problem",
+    "ProblemError",
+    "SoftmaxTopk",
+    "make",
+    "parse",
+]
 
 OPERATORS: Mapping[str, type[Problem]] = {cls.operator: cls for cls in (SoftmaxTopk, BsrMatmul)}
 

@@ -60,9 +60,9 @@ class BsrMatmul(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "m", "k", "n")
         require_dtype(self)
-        rows, _, cols = str(self.block).partition("x")
+        high, _, wide = str(self.block).partition("x")
         try:
-            rows, cols = int(rows), int(cols or rows)
+            rows, cols = int(high), int(wide or high)
         except ValueError:
             rows = cols = 0
         if rows < 1 or cols < 1:
@@ -159,7 +159,7 @@ class BsrMatmul(Problem):
         data = rng.standard_normal((len(indices), *self.block_shape), dtype=np.float32)
         if structure == "special":
             for array in (x, data):
-                spots = rng.integers(array.size, size=2) if array.size else []
+                spots: Any = rng.integers(array.size, size=2) if array.size else []
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
         return [x.astype(dtype), data.astype(dtype), indices, indptr]
 
@@ -193,12 +193,15 @@ class BsrMatmul(Problem):
         wrong = np.argwhere(~good)
         if len(wrong):
             i, j = wrong[0]
-            raise Mismatch(f"y[{i}, {j}] is {y[i, j]:.9g}, expected {wanted[i, j]:.9g} ({len(wrong)} of {y.size} differ)")
+            raise Mismatch(
+                f"y[{i}, {j}] is {y[i, j]:.9g}, expected {wanted[i, j]:.9g} ({len(wrong)} of {y.size} differ)"
+            )
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         nnzb = self.nnzb if inputs is None else len(inputs[2])
         rows, cols = self.block_shape
         elements = self.m * self.k + nnzb * rows * cols + self.m * self.n
         return Cost(
-            elements * numpy_dtype(self.dtype).itemsize + (nnzb + self.n // rows + 1) * 4, 2 * self.m * nnzb * rows * cols
+            elements * numpy_dtype(self.dtype).itemsize + (nnzb + self.n // rows + 1) * 4,
+            2 * self.m * nnzb * rows * cols,
         )

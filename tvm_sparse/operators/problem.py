@@ -96,7 +96,7 @@ class Problem(ABC):
             return None
         total = 0.0
         for name, value in self.axes.items():
-            theirs = other.axes.get(name)
+            theirs = other.axes[name]
             if isinstance(value, str):
                 if value != theirs:
                     return None

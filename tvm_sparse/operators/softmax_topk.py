@@ -160,7 +160,7 @@ class SoftmaxTopk(Problem):
         return [values, indices.astype(np.int64)]
 
     def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-        """Indices must be equal (the order is total); values within float32 rounding; NaN where the reference has it."""
+        """Equal indices, as the order is total; values within float32 rounding; NaN where the reference has it."""
         import numpy as np
 
         (values, indices), (wanted, wanted_indices) = outputs, expected

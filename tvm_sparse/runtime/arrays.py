@@ -57,17 +57,27 @@ def facts(name: str, array: Any) -> Facts:
         dtype = str(array.dtype).removeprefix("torch.")
         alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
         return Facts(
-            tuple(array.shape), dtype, device, array.device.index or 0, array.is_contiguous(),
+            tuple(array.shape),
+            dtype,
+            device,
+            array.device.index or 0,
+            array.is_contiguous(),
             array.data_ptr() % alignment == 0,
         )
     if is_numpy(array):
         dtype = array.dtype.name if array.dtype.isnative else f"{array.dtype.name} of the other byte order"
         return Facts(
-            array.shape, dtype, "cpu", 0, array.flags.c_contiguous and array.flags.writeable,
+            array.shape,
+            dtype,
+            "cpu",
+            0,
+            array.flags.c_contiguous and array.flags.writeable,
             array.flags.aligned,
         )
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
-        raise TypeError(f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}")
+        raise TypeError(
+            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}"
+        )
     import tvm_ffi
 
     kind, index = (int(part) for part in array.__dlpack_device__())
@@ -82,7 +92,7 @@ def facts(name: str, array: Any) -> Facts:
 
 
 def ready(name: str, array: Any, known: Facts) -> Any:
-    """The array of the argument `name` as a kernel takes it: itself if it is contiguous and aligned, else a copy that is.
+    """The array of the argument `name` as a kernel takes it: itself if contiguous and aligned, else a copy that is.
 
     Raises
     ------
@@ -101,7 +111,9 @@ def ready(name: str, array: Any, known: Facts) -> Any:
         return array
     if not known.contiguous or not known.aligned:
         what = "a non-contiguous" if not known.contiguous else "a misaligned"
-        raise ValueError(f"{name}: got {what} array of another library, which is not copied; make a contiguous copy first")
+        raise ValueError(
+            f"{name}: got {what} array of another library, which is not copied; make a contiguous copy first"
+        )
     return array
 
 
@@ -128,13 +140,18 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
     if known.device == "cuda":
         if namespace is None:
-            raise TypeError(f"out: {type(like).__name__} offers no way to make arrays on a GPU; pass the outputs as `out`")
+            raise TypeError(
+                f"out: {type(like).__name__} offers no way to make arrays on a GPU; pass the outputs as `out`"
+            )
         return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
     return np.empty(shape, numpy_dtype(dtype))
 
 
 def prototype(tensor: Any) -> Any:
-    """Four bytes of a torch tensor's shape, dtype and device: `torch.empty_like` of it takes half of `torch.empty`'s time."""
+    """A few bytes that have a torch tensor's shape, dtype and device.
+
+    `torch.empty_like` of it makes a new contiguous tensor in half of the time that `torch.empty` takes.
+    """
     return tensor.new_empty((1,) * tensor.dim()).expand(tensor.shape)
 
 

@@ -49,7 +49,8 @@ class Explanation:
         if self.figures:
             tuned, untuned = self.figures["seconds"], self.figures["fallback_seconds"]
             lines.append(
-                f"  tuned {self.figures['date'] or 'at an unknown date'} on {self.figures['machine'] or 'an unknown machine'}:"
+                f"  tuned {self.figures['date'] or 'at an unknown date'}"
+                f" on {self.figures['machine'] or 'an unknown machine'}:"
                 f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
             )
         lines.append(f"  library: {self.library or 'compiled at the first call'}")
@@ -151,7 +152,7 @@ class Dispatcher:
             return _explanation(problem, machine, choice, self._find(choice, machine, sources))
 
     def _refuse_fork(self) -> None:
-        """Raise in a process forked from one that has loaded CPU kernels: their threads are not there, and calls hang."""
+        """Raise in a process forked from one that has loaded CPU kernels: their threads are not there; calls hang."""
         if self._forked:
             raise loading.LoadError(
                 "this process was forked from one that had used CPU kernels, whose threads do not survive a fork;"
@@ -195,7 +196,10 @@ class Dispatcher:
     def _sources(self, machine: Machine) -> list[_Source]:
         """Folders in order of preference, with their entries for this architecture."""
         sources = list(self._folders)
-        for name, folder in (("package", self._shipped or paths.shipped_kernels()), ("cache", self._cache_folder(machine))):
+        for name, folder in (
+            ("package", self._shipped or paths.shipped_kernels()),
+            ("cache", self._cache_folder(machine)),
+        ):
             if (folder / manifest.NAME).exists():
                 try:
                     sources.append(_Source(name, folder, manifest.read(folder)))
@@ -219,10 +223,10 @@ class Dispatcher:
 
     def _choose(self, problem: Problem, machine: Machine, sources: list[_Source]) -> _Choice:
         """The decisions for a problem, from what is exported and what is recorded."""
-        from tvm_sparse import schedules
+        import tvm_sparse.schedules as schedules
 
-        # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides nothing: it
-        # holds what logs said when it was compiled, and they may say better now.
+        # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides
+        # nothing: it holds what logs said when it was compiled, and they may say better now.
         known: dict[str, tuple[Any, dict[str, Any]]] = {}
         for key, (best, figures) in self._tuned(machine).items():
             known[key] = (best.candidate, figures)
@@ -242,7 +246,9 @@ class Dispatcher:
             if type(other) is type(problem):
                 others[other] = value
         axis = problem.batch_axis
-        larger = [o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent]
+        larger = [
+            o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent
+        ]
         if larger:
             other = min(larger, key=lambda o: o.batch_extent)
             candidate, figures = others[other]

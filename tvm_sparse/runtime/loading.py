@@ -58,7 +58,9 @@ def load_function(path: Path, kind: str, sha256: str | None) -> Any:
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error
     if not same:
-        raise LoadError(f"{path}: the file is not the one that its manifest describes (sha256 differs); export it again")
+        raise LoadError(
+            f"{path}: the file is not the one that its manifest describes (sha256 differs); export it again"
+        )
     prepare(kind)
     import tvm_ffi
 

@@ -9,7 +9,7 @@ from pathlib import Path
 @functools.cache
 def shipped_logs() -> Path:
     """The tuning logs that come with the package."""
-    from tvm_sparse import tuning_logs
+    import tvm_sparse.tuning_logs as tuning_logs
 
     return Path(tuning_logs.__file__).parent
 

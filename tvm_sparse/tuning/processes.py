@@ -356,8 +356,7 @@ class Pool:
         if size < 1:
             raise ValueError(f"a pool has at least one worker, not {size}")
         self.workers = tuple(
-            Worker(argv, env=env, name=f"{name}-{number}", start_timeout=start_timeout)
-            for number in range(size)
+            Worker(argv, env=env, name=f"{name}-{number}", start_timeout=start_timeout) for number in range(size)
         )
 
     def __enter__(self) -> Pool:

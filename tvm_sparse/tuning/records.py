@@ -476,9 +476,7 @@ class Log:
         """Return the last ranking of each problem, by problem key."""
         return {best.problem: best for best in self.read_best().bests}
 
-    def _append(
-        self, path: Path, records: Iterable[Record], types: tuple[type[Record], ...]
-    ) -> None:
+    def _append(self, path: Path, records: Iterable[Record], types: tuple[type[Record], ...]) -> None:
         records = tuple(records)
         for record in records:
             if not isinstance(record, types):

@@ -41,7 +41,9 @@ def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> I
 
 def candidate_of(module: Any) -> Candidate:
     """The candidate that a placeholder's annotations stand for."""
-    notes = {str(k)[len(MARK) :]: v for k, v in module["main"].body.block.annotations.items() if str(k).startswith(MARK)}
+    notes = {
+        str(k)[len(MARK) :]: v for k, v in module["main"].body.block.annotations.items() if str(k).startswith(MARK)
+    }
     template = find(str(notes.pop("template")))
     return template.candidate({name: int(value) for name, value in notes.items()})
 
@@ -69,7 +71,9 @@ class Search:
     ) -> None:
         self._known = dict(known)
         # A search of a space that the budget covers would only miss points.
-        everything = [c for c in itertools.islice(points(problem, machine, tables), trials + len(known) + 1) if c not in known]
+        everything = [
+            c for c in itertools.islice(points(problem, machine, tables), trials + len(known) + 1) if c not in known
+        ]
         self._rest: list[Candidate] | None = None
         self._batch = batch
         if len(everything) <= trials:
@@ -189,7 +193,9 @@ class _MetaSchedule:
         proposals = self._context.generate_measure_candidates() or []
         return {candidate_of(p.sch.mod): p for p in proposals}
 
-    def notify(self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None], tell_strategy: bool = True) -> None:
+    def notify(
+        self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None], tell_strategy: bool = True
+    ) -> None:
         measured = list(asked.values())
         results = [self._ms.runner.RunnerResult([s] if s else None, None if s else "failed") for s in seconds]
         if tell_strategy:
@@ -257,7 +263,9 @@ def decision_features(tables: Mapping[str, Table]) -> Any:
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
 
-    columns = {(name, decision): i for i, (name, decision) in enumerate((n, d) for n, t in tables.items() for d in (None, *t))}
+    columns = {
+        (name, decision): i for i, (name, decision) in enumerate((n, d) for n, t in tables.items() for d in (None, *t))
+    }
 
     @derived_object
     class DecisionFeatures(ms.feature_extractor.PyFeatureExtractor):

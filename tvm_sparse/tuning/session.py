@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tvm_sparse import schedules
+import tvm_sparse.schedules as schedules
 
 from ..machine import Machine
 from ..operators.problem import Problem
@@ -185,9 +185,11 @@ def tune(
             require_fallback()
         for batch in (first[:1], first[1:]):
             known.update(run(batch))
-        search = Search(
-            problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed
-        ) if plan.trials > len(first) else None
+        search = (
+            Search(problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed)
+            if plan.trials > len(first)
+            else None
+        )
         while search and progress.measured < plan.trials and not stop():
             batch = search.propose()[: plan.trials - progress.measured]
             if not batch:
@@ -313,7 +315,8 @@ class _Bench:
 def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
     """The provenance of a run that starts now."""
     versions = {
-        name: importlib.metadata.version(name) for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
+        name: importlib.metadata.version(name)
+        for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
         if _installed(name)
     }
     versions["python"] = platform.python_version()
@@ -350,7 +353,10 @@ def _device_state(machine: Machine) -> dict[str, Any]:
     try:
         text = subprocess.run(
             ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"],
-            capture_output=True, text=True, timeout=20, check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
@@ -359,8 +365,8 @@ def _device_state(machine: Machine) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """For `tune(stop=...)`: the first Ctrl-C (or SIGTERM) asks to stop after the batch in hand, a second one ends at once."""
-    asked = []
+    """For `tune(stop=...)`: the first Ctrl-C or SIGTERM asks to stop after the batch in hand, a second ends at once."""
+    asked: list[int] = []
 
     def handler(number: int, frame: Any) -> None:
         if asked:
