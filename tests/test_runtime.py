@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from tvm_sparse import functional, machine, schedules
 from tvm_sparse.artifacts import export, manifest
 from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.artifacts.manifest import Entry
-from tvm_sparse.operators import Problem, ProblemError, parse
-from tvm_sparse.runtime import dispatch
+from tvm_sparse.operators import Problem, ProblemError, make, parse
+from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
 from tvm_sparse.runtime.loading import LoadError
 from tvm_sparse.tuning.records import Best, Candidate, Log, Session
@@ -452,3 +453,33 @@ def test_an_exported_kernel_is_called_without_the_compiler(tmp_path: Path, build
     export_by_hand(tmp_path / "folder", TOPK.format(batch=4), point(64))
     assert output(call(tmp_path, folder=str(tmp_path / "folder"))) == [[], True, False]
     assert not (tmp_path / "cache").exists()
+
+
+def test_workspaces_are_filled_once_and_are_each_threads_own(tmp_path: Path) -> None:
+    """A library that counts its calls in a workspace sees it filled, kept between calls, and no other thread's."""
+    import tvm
+    from tvm.script import tirx as T
+
+    @T.prim_func(s_tir=True)
+    def main(y: T.Buffer((1,), "int32"), count: T.Buffer((3, 2), "int32")):
+        T.func_attr({"global_symbol": "main"})
+        with T.sblock("count"):
+            count[2, 1] = count[2, 1] + 1
+            y[0] = count[2, 1]
+
+    path = tmp_path / "counting.so"
+    tvm.compile(tvm.IRModule({"main": main}), target="llvm").export_library(str(path))
+    problem = make("softmax_topk", {"batch": 3, "vocab": 7, "k": 2})
+    workspace = {"name": "count", "shape": ["batch", 2], "dtype": "int32", "fill": 1}
+    function = loading.with_workspaces(loading.load_function(path, "llvm", None), [workspace], problem, "llvm")
+    filled = 0x01010101
+
+    def call() -> int:
+        y = np.zeros(1, np.int32)
+        function(tvm_ffi.from_dlpack(y))
+        return int(y[0])
+
+    assert [call(), call()] == [filled + 1, filled + 2]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(call).result() == filled + 1
+    assert call() == filled + 3

@@ -20,6 +20,8 @@ from .runtime import arrays
 from .runtime.arrays import Facts
 from .runtime.dispatch import Explanation, dispatcher
 
+_MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
+
 
 def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The k most probable entries of softmax(logits, -1), in one pass over the logits.
@@ -255,7 +257,7 @@ def _plain(tensor: Any, torch: Any) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not tensor.data_ptr() % arrays.CUDA_ALIGNMENT
+        and not tensor.data_ptr() & _MISALIGNED
         and not tensor.requires_grad
     )
 

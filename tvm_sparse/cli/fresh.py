@@ -55,8 +55,7 @@ def _check_without_torch(problem: Problem, where: machine.Machine, seed: int) ->
     from tvm_sparse.tuning import measure_worker
 
     kernel = dispatcher.kernel(problem, where)
-    workspaces = list(kernel.entry.workspaces)
-    measure_worker.verify(kernel.function, problem, where.kind, problem.structures[0], seed, workspaces)
+    measure_worker.verify(kernel.function, problem, where.kind, problem.structures[0], seed, workspaces=[])
 
 
 def main(folder: str, kind: str, *keys: str) -> None:

@@ -59,7 +59,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded kernel: `function(inputs..., outputs..., workspaces...)`."""
+    """A loaded kernel: `function(inputs..., outputs...)`, its workspaces bound."""
 
     function: Any
     entry: Entry
@@ -184,6 +184,7 @@ class Dispatcher:
             logger.warning("a library of the user's cache is compiled again: %s", error)
             located = self._compile(choice, machine)
             function = self._function(*located)
+        function = loading.with_workspaces(function, located[1].workspaces, problem, machine.kind)
         return Kernel(function, located[1], _explanation(problem, machine, choice, located))
 
     def _function(self, folder: Path, entry: Entry) -> Any:

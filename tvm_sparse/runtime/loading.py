@@ -10,11 +10,15 @@ import ctypes
 import functools
 import importlib.util
 import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import machine
 from ..artifacts.manifest import digest
+from ..operators.problem import Problem, numpy_dtype
 
 
 class LoadError(RuntimeError):
@@ -72,6 +76,52 @@ def load_function(path: Path, kind: str, sha256: str | None) -> Any:
         raise LoadError(f"{path}: {error}") from error
     _MODULES.append(module)
     return function
+
+
+def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], problem: Problem, kind: str) -> Any:
+    """`function` with a library's workspaces passed after the outputs, for calls of one problem.
+
+    They are allocated and filled at the first call on a CUDA stream, or in a CPU thread, and kept: calls on different
+    streams share nothing. CUDA graphs that were captured on one stream share that stream's, and must not be replayed at
+    the same time. On a GPU PyTorch allocates them.
+    """
+    if not workspaces:
+        return function
+    held: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+    def call(*arguments: Any) -> None:
+        if kind == "cuda":
+            torch = sys.modules.get("torch")
+            if torch is None:
+                raise LoadError(
+                    f"{problem}: this kernel needs workspaces on the GPU, which PyTorch allocates; import torch"
+                )
+            index = next(a.device.index for a in arguments if isinstance(a, torch.Tensor))
+            owner = index, torch.cuda.current_stream(index).cuda_stream
+        else:
+            owner = 0, threading.get_ident()
+        buffers = held.get(owner)
+        if buffers is None:
+            buffers = held[owner] = tuple(_workspace(workspace, problem, kind, owner[0]) for workspace in workspaces)
+        function(*arguments, *buffers)
+
+    return call
+
+
+def _workspace(workspace: Mapping[str, Any], problem: Problem, kind: str, index: int) -> Any:
+    import math
+
+    import numpy as np
+    import tvm_ffi
+
+    shape = [problem.axes[extent] if isinstance(extent, str) else extent for extent in workspace["shape"]]
+    dtype = numpy_dtype(workspace["dtype"])
+    size = math.prod(shape) * dtype.itemsize
+    if kind == "cuda":
+        torch = sys.modules["torch"]
+        filled = torch.full((size,), workspace["fill"], dtype=torch.uint8, device=f"cuda:{index}")
+        return filled.view(getattr(torch, workspace["dtype"])).view(shape)
+    return tvm_ffi.from_dlpack(np.full(size, workspace["fill"], np.uint8).view(dtype).reshape(shape))
 
 
 # Modules are never unloaded: a kernel may be running on a stream when Python drops its last reference.
