@@ -69,7 +69,7 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
         # The common case, in as few steps as it takes: what was checked for this key holds again, but layout, alignment
         # and gradients, which are properties of the tensor.
         found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, k))
-        if found is not None and _plain(logits, torch):
+        if found is not None and _plain(logits):
             function, values_like, indices_like = found
             if out is None:
                 values, indices = torch.empty_like(values_like), torch.empty_like(indices_like)
@@ -162,7 +162,7 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     if torch is not None and type(x) is torch.Tensor:
         found = weight.kernels.get((x.shape, x.dtype, x.device))
         # Other launchers: other kernels have been loaded since.
-        if found is not None and found[2] is dispatcher.launchers and _plain(x, torch):
+        if found is not None and found[2] is dispatcher.launchers and _plain(x):
             function, like, _ = found
             if out is None:
                 y = torch.empty_like(like)
@@ -252,14 +252,12 @@ def _refuse_gradient(name: str, array: Any) -> None:
         raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
 
 
-def _plain(tensor: Any, torch: Any) -> bool:
+def _plain(tensor: Any) -> bool:
     """Whether a kernel takes a torch tensor as it is."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.data_ptr() & _MISALIGNED
-        and not tensor.requires_grad
-    )
+    try:
+        return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED and not tensor.requires_grad
+    except RuntimeError:  # sparse layouts know neither contiguity nor an address
+        return False
 
 
 def _fits(tensor: Any, like: Any, torch: Any) -> bool:
@@ -269,7 +267,7 @@ def _fits(tensor: Any, like: Any, torch: Any) -> bool:
         and tensor.dtype is like.dtype
         and tensor.shape == like.shape
         and tensor.device == like.device
-        and _plain(tensor, torch)
+        and _plain(tensor)
     )
 
 
