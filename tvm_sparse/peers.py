@@ -28,6 +28,7 @@ Call = Callable[[], Any]
 ROUNDS = {"cpu": 15, "cuda": 30}
 # On the CPU one round of a contender lasts about this long: many calls of a short one, one of a long one.
 ROUND_SECONDS = 0.02
+REST_SECONDS = 0.06
 # Calls in one CUDA graph: about this long together, within the bounds.
 GRAPH_SECONDS = 0.001
 FEWEST_CALLS, MOST_CALLS = 10, 50
@@ -405,8 +406,8 @@ def _time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Ti
     try:
         for _ in range(rounds):
             for name, call in contenders.items():
-                # The libraries' threads spin for a while after their work: each begins on a machine at rest.
-                time.sleep(0.002)
+                # The libraries' threads spin after their work, OpenBLAS's for 2^26 cycles: each begins at rest.
+                time.sleep(REST_SECONDS)
                 call()
                 times[name].append(clock(call, counts[name]) / counts[name])
     finally:
