@@ -89,6 +89,7 @@ class BsrWeight:
         self.arguments = tuple(arrays.argument(array) for array in (self.data, self.indices, self.indptr))
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
+        self._problems: dict[int, BsrMatmul] = {}
 
     def validate(self) -> None:
         """Check indices and indptr again, wherever they lie, which on a GPU costs a synchronisation.
@@ -111,6 +112,11 @@ class BsrWeight:
 
     def problem(self, m: int) -> BsrMatmul:
         """The problem of a product with `m` rows of x."""
+        if m not in self._problems:
+            self._problems[m] = self._problem(m)
+        return self._problems[m]
+
+    def _problem(self, m: int) -> BsrMatmul:
         (n, k), (rows, cols) = self.shape, self.block_shape
         sparsity = 1 - self.nnzb / max(1, (n // rows) * (k // cols))
         return BsrMatmul(m, k, n, f"{rows}x{cols}", min(max(sparsity, 0.0), 1.0), self.pattern, self.dtype)

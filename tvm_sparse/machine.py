@@ -60,6 +60,7 @@ MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_90
 READ_BANDWIDTH = (("H200", 4.47e12), ("H100", 4.47e12 * 3.35 / 4.8))
 
 
+@functools.cache
 def cpu() -> Machine:
     """This machine's CPU."""
     return Machine(

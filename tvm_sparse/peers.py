@@ -409,7 +409,8 @@ def _time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Ti
                 # The libraries' threads spin after their work, OpenBLAS's for 2^26 cycles: each begins at rest.
                 time.sleep(REST_SECONDS)
                 call()
-                times[name].append(clock(call, counts[name]) / counts[name])
+                # The median call of the round: on a shared machine one in many waits for a core that was taken away.
+                times[name].append(statistics.median(clock(call, 1) for _ in range(counts[name])))
     finally:
         if collecting:
             gc.enable()
