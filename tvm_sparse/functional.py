@@ -14,7 +14,7 @@ from typing import Any
 from . import machine
 from .layers import BsrWeight
 from .machine import Machine
-from .operators import BsrMatmul, ProblemError, SoftmaxTopk, make
+from .operators import SoftmaxTopk, make, parse
 from .operators.problem import FLOATS, Problem
 from .runtime import arrays
 from .runtime.arrays import Facts
@@ -223,8 +223,6 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
         For an unknown target.
     """
     if isinstance(problem, str):
-        from .operators import parse
-
         problem = parse(problem) if "/" in problem else make(problem, axes)
     elif not isinstance(problem, Problem):
         raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
@@ -300,6 +298,3 @@ def _fill_zero(y: Any) -> None:
         y.detach().zero_()
     else:
         y[...] = 0
-
-
-__all__ = ["BsrMatmul", "ProblemError", "bsr_matmul", "explain", "softmax_topk"]

@@ -39,7 +39,6 @@ def make(operator: str, axes: Mapping[str, Any]) -> Problem:
         raise ProblemError(f"operator: got {operator!r}; {_nearest(operator, OPERATORS)}")
     cls = OPERATORS[operator]
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    axes = cls.expand(axes) if hasattr(cls, "expand") else axes
     for name in axes:
         if name not in fields:
             raise ProblemError(f"{operator}: unknown axis {name!r}; {_nearest(name, fields)}")
