@@ -51,18 +51,6 @@ def key_index(key: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.uint32(0xFFFFFFFF) - T.Cast("uint32", key & T.uint64(0xFFFFFFFF))
 
 
-def peer_read(name: str, kind: str, dtype: str) -> Any:
-    """A function (shared address, rank) that reads a `kind` there in the rank-th block of the cluster.
-
-    A few words of CUDA, because no TIR intrinsic maps a shared address to a peer's and reads it.
-    """
-    source = (
-        f"__device__ __forceinline__ {kind} {name}(void* p, int r)"
-        f" {{ return *(const volatile {kind}*)__cluster_map_shared_rank(p, r); }}"
-    )
-    return lambda pointer, rank: T.cuda.func_call(name, pointer, rank, source_code=source, return_type=dtype)
-
-
 class DeviceFunctions(NamedTuple):
     """What `device_functions` makes, to be called in a kernel."""
 

@@ -120,6 +120,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from .arithmetic import LOG2_E, is_nan
+    from .cluster import cluster_barrier, peer_read
     from .selection import (
         FULL_WARP,
         MINUS_INFINITY,
@@ -131,7 +132,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         key_index,
         make_key,
         order_bits,
-        peer_read,
     )
 
     vocab, k, dtype = problem.vocab, problem.k, problem.dtype
@@ -218,11 +218,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             V[row, place] = bits_value(key_bits(key)) - top[0] - T.log(d[0])
         else:
             V[row, place] = T.exp(bits_value(key_bits(key)) - top[0]) / d[0]
-
-    @T.inline
-    def cluster_barrier():
-        T.evaluate(T.call_extern("void", "__cluster_barrier_arrive"))
-        T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
 
     @T.inline
     def publish(t, keys, kept, size, slot, need, pivot, exported, group, group_sum, top, d):
