@@ -61,7 +61,7 @@ def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
     problem = make(operator, OPERATORS[operator].example)
     axes = {field.name for field in dataclasses.fields(problem)}
     assert problem.batch_axis in axes and problem.source and problem.structures
-    assert len(problem.generate(0)) == len(problem.inputs)
+    assert len(problem.generate(0)) == len(problem.kernel_inputs)
     assert [a.shape for a in problem.empty_outputs()] == [r.shape for r in problem.reference(problem.generate(0))]
     assert problem.cost().bytes > 0 and problem.cost(problem.generate(0)).operations > 0
 
@@ -260,7 +260,7 @@ def test_check_accepts_the_rounded_reference_and_rejects_poison(problem: Problem
             left[number] = poison
             if np.isnan(expected[number]).all() if poison.dtype.kind != "i" else False:
                 continue  # NaN is right here
-            with pytest.raises(Mismatch, match=problem.outputs[number].name):
+            with pytest.raises(Mismatch, match=problem.kernel_outputs[number].name):
                 problem.check(inputs, expected, left)
 
 
@@ -279,7 +279,7 @@ def test_check_rejects_one_wrong_value_anywhere(problem: Problem) -> None:
                 step = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 4e-2}[str(broken[number].dtype)]
                 value = float(broken[number][place])
                 broken[number][place] = value * (1 + step) + (0 if abs(value) > 0.01 and number else step)
-            with pytest.raises(Mismatch, match=problem.outputs[number].name):
+            with pytest.raises(Mismatch, match=problem.kernel_outputs[number].name):
                 problem.check(inputs, expected, broken)
 
 

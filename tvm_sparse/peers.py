@@ -311,7 +311,7 @@ class _Sample:
         import numpy as np
 
         self._rows = np.unique(np.linspace(0, problem.batch_extent - 1, CHECKED_ROWS).astype(int))
-        batched = [spec.shape[:1] == (problem.batch_axis,) for spec in problem.inputs]
+        batched = [spec.shape[:1] == (problem.batch_axis,) for spec in problem.kernel_inputs]
         self.inputs = [a[self._rows] if rows else a for a, rows in zip(inputs, batched, strict=True)]
         self.expected = problem.with_batch(len(self._rows)).reference(self.inputs)
 
@@ -370,7 +370,7 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
         raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
     worst = float(np.max(np.abs(values - wanted), initial=0.0)) / max(float(np.max(np.abs(wanted), initial=0.0)), 1e-30)
     if not worst <= tolerance:
-        raise Mismatch(f"{problem.outputs[0].name} differ by {worst:.1e} of the largest")
+        raise Mismatch(f"{problem.kernel_outputs[0].name} differ by {worst:.1e} of the largest")
     if len(outputs) > 1:
         logits = np.asarray(inputs[0]).astype(np.float64)
         columns = (np.asarray(indices).astype(np.int64) for indices in (outputs[1], expected[1]))

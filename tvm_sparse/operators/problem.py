@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 FLOATS = ("float32", "float16", "bfloat16")
 
+# For fields of extras that most problems do without: `field(default=0, metadata=OPTIONAL)` keeps them out of the key.
+OPTIONAL = {"optional": True}
+
 
 class ProblemError(ValueError):
     """An axis, dtype or key that no problem of the operator can have."""
@@ -39,12 +42,14 @@ class Argument:
     """One argument of a kernel, in calling order.
 
     `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may be "dtype", the problem's own.
+    `when` names an axis: kernels of problems where it is 0 or empty do not have this argument.
     """
 
     name: str
     shape: tuple[str | int, ...]
     dtype: str
     doc: str
+    when: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Problem(ABC):
 
     operator: ClassVar[str]
     batch_axis: ClassVar[str]  # the axis that one library serves at every extent
-    inputs: ClassVar[tuple[Argument, ...]]
+    inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one
     outputs: ClassVar[tuple[Argument, ...]]
     structures: ClassVar[tuple[str, ...]]  # what `generate` can make; the first is what is tuned and timed
     example: ClassVar[Mapping[str, Any]]  # a small shape, for the quickstart and the listing
@@ -73,7 +78,23 @@ class Problem(ABC):
 
     @property
     def key(self) -> str:
-        return f"{self.operator}/" + ",".join(f"{name}={value}" for name, value in self.axes.items())
+        """The axes as text; those whose field says `metadata=OPTIONAL` only where they differ from the default."""
+        shown = (
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if not (field.metadata.get("optional") and getattr(self, field.name) == field.default)
+        )
+        return f"{self.operator}/" + ",".join(shown)
+
+    @property
+    def kernel_inputs(self) -> tuple[Argument, ...]:
+        """The inputs that kernels of this very problem take, in calling order."""
+        return tuple(a for a in self.inputs if not a.when or self.axes[a.when])
+
+    @property
+    def kernel_outputs(self) -> tuple[Argument, ...]:
+        """The outputs that kernels of this very problem write, in calling order."""
+        return tuple(a for a in self.outputs if not a.when or self.axes[a.when])
 
     def __str__(self) -> str:
         return self.key
@@ -135,7 +156,7 @@ class Problem(ABC):
         import numpy as np
 
         arrays = []
-        for argument in self.outputs:
+        for argument in self.kernel_outputs:
             shape = tuple(self.axes[axis] if isinstance(axis, str) else axis for axis in argument.shape)
             dtype = numpy_dtype(self.axes["dtype"] if argument.dtype == "dtype" else argument.dtype)
             poison = np.iinfo(dtype).min if dtype.kind == "i" else np.nan

@@ -80,12 +80,12 @@ def verify(function: Any, problem: Problem, kind: str, structure: str, seed: int
             returned = [a.numpy() if hasattr(a, "numpy") else a for a in arguments]
         except Exception as error:
             raise Fatal(str(error)) from error
-        outputs = returned[len(inputs) : len(inputs) + len(problem.outputs)]
+        outputs = returned[len(inputs) : len(inputs) + len(problem.kernel_outputs)]
         try:
             problem.check(inputs, expected, outputs)
         except Mismatch as error:
             raise Mismatch(f"{structure}: {error}") from None
-        for argument, before, after in zip(problem.inputs, inputs, returned, strict=False):
+        for argument, before, after in zip(problem.kernel_inputs, inputs, returned, strict=False):
             if isinstance(before, np.ndarray) and before.tobytes() != after.tobytes():
                 raise Mismatch(f"{structure}: the input {argument.name} was changed")
         if first is not None and any(a.tobytes() != b.tobytes() for a, b in zip(first, outputs, strict=True)):
