@@ -15,6 +15,7 @@ from .per_element import per_element, per_tile
 from .radix_select import radix_select
 from .row_scan import row_scan
 from .template import Decisions, NotApplicable, Program, Table, Template, Workspace
+from .tensor_core import tensor_core
 from .threshold_gate import cluster_gate, threshold_gate
 
 __all__ = [
@@ -41,6 +42,7 @@ TEMPLATES: tuple[Template, ...] = (
     per_tile,
     cross_thread,
     warp_shuffle,
+    tensor_core,
 )
 
 # For each operator and kind of machine the template that fits every shape, and is measured with the others.

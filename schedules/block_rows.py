@@ -49,16 +49,21 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
+    from .epilogue import drop_parameter, finish
+
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
+    biased, activation = bool(problem.bias), problem.activation
     tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["lanes"]
     outputs = tile_m * tile_n
     halvings = lanes.bit_length() - 1
 
     # fmt: off
     @T.prim_func(s_tir=True)
-    def main(x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, y_h: T.handle):
+    def main(
+        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, bias_h: T.handle, y_h: T.handle
+    ):
         T.func_attr({"global_symbol": "main", "tirx.noalias": True})
         m = T.int32()
         nnzb = T.int32()
@@ -67,11 +72,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         data = T.match_buffer(data_h, (nnzb, rows, cols), dtype, align=2)
         indices = T.match_buffer(indices_h, (nnzb,), "int32", align=4)
         indptr = T.match_buffer(indptr_h, (block_rows + 1,), "int32", align=4)
+        bias = T.match_buffer(bias_h, (n,), dtype, align=2)
         y = T.match_buffer(y_h, (m, n), dtype, align=2)
         for r in T.parallel(block_rows):
             with T.sblock("block_row"):
                 row = T.axis.spatial(block_rows, r)
-                T.reads(x[0:m, 0:k], data[0:nnzb, 0:rows, 0:cols], indices[0:nnzb], indptr[row : row + 2])
+                if biased:
+                    T.reads(x[0:m, 0:k], data[0:nnzb, 0:rows, 0:cols], indices[0:nnzb], indptr[row : row + 2],
+                            bias[row * rows : row * rows + rows])
+                else:
+                    T.reads(x[0:m, 0:k], data[0:nnzb, 0:rows, 0:cols], indices[0:nnzb], indptr[row : row + 2])
                 T.writes(y[0:m, row * rows : row * rows + rows])
                 part = T.sblock_alloc_buffer((outputs, lanes), "float32")
                 for i, j in T.grid((m + (tile_m - 1)) // tile_m, rows // tile_n):
@@ -99,10 +109,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                 part[o, lane] = part[o, lane] + part[o, lane + (lanes >> (h + 1))]
                     for o in T.unroll(outputs):
                         if i * tile_m + o % tile_m < m:
-                            y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = T.Cast(
-                                dtype, part[o, 0])
+                            if biased:
+                                y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = finish(
+                                    part[o, 0], bias[row * rows + j * tile_n + o // tile_m], activation, dtype)
+                            else:
+                                y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = finish(
+                                    part[o, 0], None, activation, dtype)
     # fmt: on
-    return Program(tvm.IRModule({"main": main}))
+    return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "bias")}))
 
 
 block_rows = Template(

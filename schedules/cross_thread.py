@@ -79,15 +79,20 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
     """
     from tvm.script import tirx as T
 
+    from .epilogue import drop_parameter, finish
+
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
+    biased, activation = bool(problem.bias), problem.activation
     row_tiles = n // tile_n
     step = lanes * vec
 
     # fmt: off
     @T.prim_func(s_tir=True)
-    def main(x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, y_h: T.handle):
+    def main(
+        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, bias_h: T.handle, y_h: T.handle
+    ):
         T.func_attr({"global_symbol": "main", "tirx.noalias": True})
         m = T.int32()
         nnzb = T.int32()
@@ -95,6 +100,7 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
         data = T.match_buffer(data_h, (nnzb, rows, cols), dtype)
         indices = T.match_buffer(indices_h, (nnzb,), "int32")
         indptr = T.match_buffer(indptr_h, (block_rows + 1,), "int32")
+        bias = T.match_buffer(bias_h, (n,), dtype)
         y = T.match_buffer(y_h, (m, n), dtype)
         part = T.sblock_alloc_buffer(((m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m, lanes), "float32")
         total = T.sblock_alloc_buffer(((m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m), "float32")
@@ -142,12 +148,20 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
         for i, j, jj, ii in T.grid((m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m):
             with T.sblock("y"):
                 vi, vj, vjj, vii = T.axis.remap("SSSS", [i, j, jj, ii])
-                T.reads(total[vi, vj, vjj, vii])
+                if biased:
+                    T.reads(total[vi, vj, vjj, vii], bias[vj * tile_n + vjj])
+                else:
+                    T.reads(total[vi, vj, vjj, vii])
                 T.writes(y[vi * tile_m + vii, vj * tile_n + vjj])
                 if vi * tile_m + vii < m:
-                    y[vi * tile_m + vii, vj * tile_n + vjj] = T.Cast(dtype, total[vi, vj, vjj, vii])
+                    if biased:
+                        y[vi * tile_m + vii, vj * tile_n + vjj] = finish(
+                            total[vi, vj, vjj, vii], bias[vj * tile_n + vjj], activation, dtype)
+                    else:
+                        y[vi * tile_m + vii, vj * tile_n + vjj] = finish(
+                            total[vi, vj, vjj, vii], None, activation, dtype)
     # fmt: on
-    return main
+    return main if biased else drop_parameter(main, "bias")
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -29,10 +30,12 @@ AWKWARD = tuple(
         "softmax_topk/batch=1,vocab=1100,k=1100",  # k = vocab, beyond the threads of a block
         "softmax_topk/batch=1,vocab=2600,k=2100",  # more than fit into shared memory
         "bsr_matmul/m=1,k=1,n=1,block=1,sparsity=0",
-        "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5",  # nothing is a power of two
+        "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5,bias=1,activation=gelu",  # nothing is a power of two
         "bsr_matmul/m=1,k=64,n=64,block=16,sparsity=0.8",
         "bsr_matmul/m=17,k=128,n=96,block=32x16,sparsity=0.5,dtype=float16",
-        "bsr_matmul/m=4,k=192,n=64,block=2x32,sparsity=0.7,dtype=bfloat16",
+        "bsr_matmul/m=4,k=192,n=64,block=2x32,sparsity=0.7,dtype=bfloat16,bias=1,activation=relu",
+        "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,activation=silu",  # tensor cores, several steps
+        "bsr_matmul/m=18,k=64,n=192,block=64x8,sparsity=0.3,dtype=bfloat16,bias=1",
         "bsr_matmul/m=2,k=64,n=64,block=8,sparsity=1",  # no block at all
         "bsr_matmul/m=2,k=128,n=32,block=1,sparsity=0.95,pattern=skewed",
         "bsr_matmul/m=9,k=512,n=32,block=4x64,sparsity=0.25",  # long rows: every lane takes several steps
@@ -59,6 +62,7 @@ def case_id(value: Any) -> str | None:
         return value.name
     if isinstance(value, Problem):
         full = {"dtype": "float32", "pattern": "uniform"}
+        full |= {field.name: field.default for field in dataclasses.fields(value) if field.metadata.get("optional")}
         return ",".join(f"{name}={axis}" for name, axis in value.axes.items() if full.get(name) != axis)
     return None
 

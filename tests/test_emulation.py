@@ -237,6 +237,56 @@ def test_vectors_of_half(dtype):
     np.testing.assert_array_equal(y[128:], (z.reshape(32, 8)[:, :4] * 3).ravel().astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_tensor_cores(dtype):
+    """A (16, 16) times B (16, 8) plus C, the fragments loaded by ldmatrix and, of B, also by their documented places."""
+    name = str(np.dtype(dtype))
+    kind = {"float16": "f16", "bfloat16": "bf16"}[name]
+    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
+
+    @T.prim_func
+    def func(
+        A: T.Buffer((16, 16), name), B: T.Buffer((16, 8), name), C: T.Buffer((16, 8), "float32"),
+        D: T.Buffer((2, 16, 8), "float32"),
+    ):  # fmt: skip
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        sa = T.alloc_shared([16, 16], name)
+        sb = T.alloc_shared([16, 8], name)
+        a = T.alloc_local([4], "uint32")
+        b = T.alloc_local([2], "uint32")
+        c = T.alloc_local([4], "float32")
+        for i in T.serial(8):
+            sa[(i * 32 + t) // 16, (i * 32 + t) % 16] = A[(i * 32 + t) // 16, (i * 32 + t) % 16]
+        for i in T.serial(4):
+            sb[(i * 32 + t) // 8, (i * 32 + t) % 8] = B[(i * 32 + t) // 8, (i * 32 + t) % 8]
+        T.cuda.cta_sync()
+        T.ptx.ldmatrix.sync.aligned.m8n8.x4.shared.b16(a[0], a[1], a[2], a[3], sa.ptr_to([t % 16, t // 16 * 8]))
+        for way in T.serial(2):
+            if way == 0:
+                T.ptx.ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16(b[0], b[1], sb.ptr_to([t % 16, 0]))
+            else:
+                for i in T.serial(2):
+                    b[i] = T.Cast("uint32", T.reinterpret("uint16", B[t % 4 * 2 + i * 8, t // 4])) | (
+                        T.Cast("uint32", T.reinterpret("uint16", B[t % 4 * 2 + 1 + i * 8, t // 4])) << T.uint32(16)
+                    )
+            for i in T.serial(4):
+                c[i] = C[t // 4 + i // 2 * 8, t % 4 * 2 + i % 2]
+            mma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
+            for i in T.serial(4):
+                D[way, t // 4 + i // 2 * 8, t % 4 * 2 + i % 2] = c[i]
+
+    a, b = (RNG.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
+    c, d = RNG.standard_normal((16, 8)).astype("float32"), np.full((2, 16, 8), np.nan, "float32")
+    a[3, 5], b[9, 2] = np.inf, np.nan
+    run_tirx(func, [a, b, c, d])
+    with np.errstate(invalid="ignore"):
+        expected = c.astype("float64") + a.astype("float64") @ b.astype("float64")
+    for way in range(2):
+        np.testing.assert_allclose(d[way], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_dynamic_shared_memory_and_scalar_argument():
     @T.prim_func
     def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32"), shift: T.int32):
@@ -539,6 +589,27 @@ def test_misaligned_vector_load(ptx):
 
     with pytest.raises(EmulationError, match="misaligned"):
         run_tirx(func, [np.ones(64, "float32"), np.ones(32, "float32")])
+
+
+def test_tensor_core_product_in_divergent_code():
+    mma = T.ptx.mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+
+    @T.prim_func
+    def func(X: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        a = T.alloc_local([4], "uint32")
+        c = T.alloc_local([4], "float32")
+        for i in T.serial(4):
+            a[i] = T.uint32(0)
+            c[i] = X[t]
+        if t < 16:
+            mma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], a[0], a[1], c[0], c[1], c[2], c[3])
+        X[t] = c[0]
+
+    with pytest.raises(EmulationError, match="divergent.*(\n.*)*mma.sync mask 0xffffffff"):
+        run_tirx(func, [np.ones(32, "float32")])
 
 
 def test_shuffle_in_divergent_code():

@@ -33,7 +33,8 @@ def bsr_problems(draw: st.DrawFn) -> BsrMatmul:
     k, n = cols * draw(st.integers(1, 100)), rows * draw(st.integers(1, 100))
     block = draw(st.sampled_from([f"{rows}x{cols}"] + ([rows, str(rows)] if rows == cols else [])))
     sparsity, pattern = draw(st.floats(0, 1)), draw(st.sampled_from(["uniform", "skewed"]))
-    return BsrMatmul(draw(st.integers(1, 500)), k, n, block, sparsity, pattern, draw(st.sampled_from(FLOATS)))
+    extras = draw(st.integers(0, 1)), draw(st.sampled_from(["", "relu", "gelu", "silu"]))
+    return BsrMatmul(draw(st.integers(1, 500)), k, n, block, sparsity, pattern, draw(st.sampled_from(FLOATS)), *extras)
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -94,6 +95,8 @@ def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
         ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,pattern=diagonal", "pattern must be one of uniform, skewed"),
         ("bsr_matmul/m=1,k=65536,n=65536,block=16,sparsity=0.9", "fewer than 2^31 elements"),
         ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,dtype=int8", "dtype must be one of"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,bias=2", "bias must be 0 or 1, got 2"),
+        ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,activation=tanh", "activation must be one of relu, gelu, silu"),
     ],
 )
 def test_bad_keys_name_the_axis(key: str, message: str) -> None:
@@ -156,7 +159,8 @@ def test_special_logits_are_special() -> None:
 def test_weights_are_valid_for_every_structure(problem: BsrMatmul) -> None:
     block_rows, block_cols = problem.grid
     for seed, structure in enumerate(problem.structures):
-        x, data, indices, indptr = problem.generate(seed, structure)
+        x, data, indices, indptr, *bias = problem.generate(seed, structure)
+        assert [b.shape for b in bias] == [(problem.n,)] * problem.bias
         assert x.shape == (problem.m, problem.k) and data.shape == (len(indices), *problem.block_shape)
         assert str(x.dtype) == str(data.dtype) == problem.dtype and indices.dtype == indptr.dtype == np.int32
         check_structure(indptr, indices, len(data), problem.grid)
@@ -217,8 +221,15 @@ def test_softmax_topk_reference_against_torch(structure: str, log: int) -> None:
 
 @pytest.mark.parametrize("problem", BSR, ids=case_id)
 def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
+    torch = pytest.importorskip("torch")
+    activation = {
+        "": lambda y: y,
+        "relu": torch.nn.functional.relu,
+        "gelu": torch.nn.functional.gelu,
+        "silu": torch.nn.functional.silu,
+    }[problem.activation]
     for seed, structure in enumerate(problem.structures):
-        x, data, indices, indptr = problem.generate(seed, structure)
+        x, data, indices, indptr, *bias = problem.generate(seed, structure)
         wide = data.astype(np.float64)
         weight = scipy.sparse.bsr_array((wide, indices, indptr), shape=(problem.n, problem.k))
         if structure == "special":
@@ -232,7 +243,9 @@ def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
                     wanted[:, r * rows : (r + 1) * rows] += terms.sum(axis=2)
         else:
             wanted = (weight @ x.astype(np.float64).T).T
-        (y,) = problem.reference([x, data, indices, indptr])
+        wanted = wanted + sum(b.astype(np.float64) for b in bias)
+        wanted = activation(torch.from_numpy(wanted)).numpy()
+        (y,) = problem.reference([x, data, indices, indptr, *bias])
         np.testing.assert_allclose(y, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 

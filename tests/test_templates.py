@@ -130,7 +130,7 @@ def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: 
 @pytest.mark.parametrize("template", TEMPLATES, ids=case_id)
 def test_what_is_no_point_is_not_compiled(template: Template, tmp_path: Path) -> None:
     machine = MACHINES[template.kind]
-    problem = make(template.operator, next(p for p in AWKWARD + REALISTIC if p.operator == template.operator).example)
+    _, problem = cases(template.kind, name=template.name)[0]
     good = template.candidate(template.default(problem, machine))
     (name, value), *rest = good.decisions
     bad = {

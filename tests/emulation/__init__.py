@@ -14,8 +14,8 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1).
 
 What it cannot see: performance, the weak memory model between blocks, contraction of a * b + c to
-fma, flushed denormals, approximate intrinsics (`__expf` is exact here), and registers or shared
-memory beyond a GPU's limits. Races through global memory between blocks show only as different
+fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and rounding in
+which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show only as different
 results under different seeds.
 """
 
@@ -48,8 +48,9 @@ HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 PAGE = mmap.PAGESIZE
 CANARY = 0xA5
 GXX = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+# No guards around static variables: shared arrays are static here, and their locks would be instrumented.
 KERNEL_FLAGS = [
-    "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
+    "-g1", "-fno-threadsafe-statics", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
     "-fsanitize=bounds,alignment", "-fno-sanitize-recover=all", "-fsanitize=thread",
 ]  # fmt: skip
 KNOWN_INCLUDES = {"cstdint", "type_traits", "cuda.h", "cuda_fp16.h", "cuda_bf16.h",
@@ -103,7 +104,7 @@ def run_on_cpu(
     Raises
     ------
     EmulationError : a kernel misbehaved; the message says which, where and in which thread.
-    NotImplementedError : the kernel uses what is not emulated (TMA, mbarrier, MMA...).
+    NotImplementedError : the kernel uses what is not emulated (TMA, mbarrier, wgmma...).
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
     host, device, target = _lower(mod, target, pipeline)
@@ -466,6 +467,16 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
                f"cuda_on_cpu::ptx::as<uint32_t>({ops[1]}), {ops[2]}, {ops[3]}, {ops[4]}, " \
                f"&in_range, __builtin_LINE());"  # fmt: skip
         return f"{{ {flag} {_set(d, 'got')} {f'{p} = in_range;' if p else ''} }}"
+    if matrix := re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32", opcode):
+        d, a, b, c = ("{" + ", ".join(_lanes(o)) + "}" for o in ops)
+        value = {"f16": "half_value", "bf16": "bfloat16_value"}[matrix.group(1)]
+        code = f"uint32_t of_a[4] = {a}, of_b[2] = {b}; float of_c[4] = {c}; " \
+               f"cuda_on_cpu::ptx::mma(cuda_on_cpu::{value}, of_a, of_b, of_c, __builtin_LINE());"  # fmt: skip
+        return "{ " + code + " ".join(_set(lane, f"of_c[{i}]") for i, lane in enumerate(_lanes(d))) + " }"
+    if load := re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode):
+        count, trans = int(load.group(1)), str(bool(load.group(2))).lower()
+        call = f"cuda_on_cpu::ptx::load_matrices({_address(ops[1])}, {count}, {trans}, got, __builtin_LINE());"
+        return "{ uint32_t got[4]; " + call + " ".join(_set(o, f"got[{i}]") for i, o in enumerate(_lanes(ops[0]))) + " }"
     if opcode == "vote.sync.ballot.b32":
         return _set(ops[0], f"__ballot_sync({ops[2]}, {ops[1]})")
     if opcode in ("vote.sync.any.pred", "vote.sync.all.pred"):

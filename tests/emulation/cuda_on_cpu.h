@@ -1485,6 +1485,52 @@ COC_DEVICE uint32_t shuffle(const char* mode, uint32_t a, uint32_t b, uint32_t c
   return inside ? uint32_t(t.lanes[from]) : a;
 }
 
+// mma.m16n8k16 with 16-bit operands. Lane 4g+t holds of A rows g and g+8, of B column g, in both the
+// k of 2t, 2t+1 and of 2t+8, 2t+9, two to a register; of C and D rows g and g+8, columns 2t, 2t+1.
+// The sixteen products are added exactly; hardware rounds in between, in an order it does not tell.
+template <class F>
+COC_DEVICE void mma(F value, const uint32_t* a, const uint32_t* b, float* c, int line) {
+  Thread& t = self();
+  uint64_t of_a[2][32], of_b[32];
+  for (int high = 0; high < 2; high++) {  // rows g, then rows g+8
+    exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
+    memcpy(of_a[high], t.lanes, sizeof t.lanes);
+  }
+  exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(b[1]) << 32 | b[0]);
+  memcpy(of_b, t.lanes, sizeof t.lanes);
+  int g = t.lane / 4, first = t.lane % 4 * 2;
+  for (int i = 0; i < 4; i++) {
+    double sum = c[i];
+    for (int k = 0; k < 16; k++) {
+      int from = k % 8 / 2, shift = k / 8 * 32 + k % 2 * 16;
+      sum += double(value(uint16_t(of_a[i / 2][4 * g + from] >> shift))) *
+             double(value(uint16_t(of_b[4 * (first + i % 2) + from] >> shift)));
+    }
+    c[i] = float(sum);
+  }
+}
+
+// ldmatrix: lane 8j+r has the address of row r of matrix j, eight 16-bit elements; lane 4g+t gets of
+// each matrix elements 2t and 2t+1 of row g, or transposed of column g.
+template <class A>
+inline void load_matrices(A address, int offset, int count, bool transposed, uint32_t* r, int line) {
+  char* row = (char*)generic(address) + offset;
+  if (uintptr_t(row) % 16 && int(self().lane) < 8 * count) fail("misaligned row of ldmatrix");
+  Thread& t = exchange("ldmatrix", line, 0xFFFFFFFFu, uint64_t(row));
+  uint64_t rows[32];
+  memcpy(rows, t.lanes, sizeof rows);
+  int g = t.lane / 4, pair = t.lane % 4 * 2;
+  for (int j = 0; j < count; j++) {
+    uint32_t both = 0;
+    for (int i = 0; i < 2; i++) {
+      const uint16_t* p = (const uint16_t*)rows[8 * j + (transposed ? pair + i : g)] + (transposed ? g : pair + i);
+      check_address(p, sizeof *p);
+      both |= uint32_t(*p) << 16 * i;
+    }
+    r[j] = both;
+  }
+}
+
 }  // namespace cuda_on_cpu::ptx
 
 #endif  // COC_MACHINE

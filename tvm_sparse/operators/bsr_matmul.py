@@ -9,17 +9,29 @@ Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", sect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .problem import Argument, Cost, Mismatch, Problem, ProblemError, numpy_dtype, require_dtype, require_positive
+from .problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Mismatch,
+    Problem,
+    ProblemError,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
 PATTERNS = ("uniform", "skewed")
+ACTIVATIONS = ("", "relu", "gelu", "silu")
 
 # Half a unit in the last place of the output, relative.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -30,10 +42,10 @@ SUMMATION = 64 * 2.0**-24
 
 @dataclass(frozen=True)
 class BsrMatmul(Problem):
-    """`y = x @ weight.T` for x `(m, k)` and a block-sparse weight `(n, k)`.
+    """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
 
     `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
-    `uniform` over the matrix, or `skewed` (Zipf over block rows).
+    `uniform` over the matrix, or `skewed` (Zipf over block rows). `bias` is 1 if there is one, 0 if not.
     """
 
     m: int
@@ -43,14 +55,18 @@ class BsrMatmul(Problem):
     sparsity: float
     pattern: str = "uniform"
     dtype: str = "float32"
+    bias: int = field(default=0, metadata=OPTIONAL)
+    activation: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "bsr_matmul"
     batch_axis: ClassVar[str] = "m"
+    data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
         Argument("indices", ("nnzb",), "int32", "Block column of each block, in [0, k / block_cols)."),
         Argument("indptr", ("n / block_rows + 1",), "int32", "First block of each block row; the last entry is nnzb."),
+        Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
     structures: ClassVar[tuple[str, ...]] = ("random", "empty_rows", "one_row", "special")
@@ -74,6 +90,12 @@ class BsrMatmul(Problem):
             raise ProblemError(f"bsr_matmul: sparsity must lie in [0, 1], got {self.sparsity}")
         if self.pattern not in PATTERNS:
             raise ProblemError(f"bsr_matmul: pattern must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
+        if self.bias not in (0, 1):
+            raise ProblemError(f"bsr_matmul: bias must be 0 or 1, got {self.bias!r}")
+        if self.activation not in ACTIVATIONS:
+            raise ProblemError(
+                f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])} or nothing, got {self.activation!r}"
+            )
         if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
             raise ProblemError("bsr_matmul: each matrix must have fewer than 2^31 elements")
         object.__setattr__(self, "block", f"{rows}x{cols}")
@@ -96,11 +118,12 @@ class BsrMatmul(Problem):
         return round((1 - self.sparsity) * block_rows * block_cols)
 
     def distance(self, other: Problem) -> float | None:
-        """As `Problem.distance`, with the density in the place of the sparsity, and a step between patterns."""
+        """As `Problem.distance`, with the density in the place of the sparsity, and a step between patterns.
+
+        Bias and activation do not count: they cost next to nothing, and decisions are the same with them.
+        """
         if not isinstance(other, BsrMatmul) or (self.dtype, self.block) != (other.dtype, other.block):
             return None
-        import math
-
         mine, theirs = ((p.m, p.k, p.n, 1.005 - p.sparsity) for p in (self, other))
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
         return octaves + (self.pattern != other.pattern)
@@ -112,6 +135,8 @@ class BsrMatmul(Problem):
         would leave its output uninitialised; the guard makes an empty block row's single step add nothing.
         """
         from tvm import te, tirx
+
+        from ..schedules.epilogue import finish
 
         rows, cols = self.block_shape
         m, nnzb = tirx.Var("m", "int32"), tirx.Var("nnzb", "int32")
@@ -128,11 +153,16 @@ class BsrMatmul(Problem):
             return te.sum(tirx.if_then_else(stop > start, term, tirx.const(0, "float32")), axis=[e])
 
         total = te.compute((m, self.n), product, name="total")
-        y = te.compute((m, self.n), lambda i, j: total[i, j].astype(self.dtype), name="y")
-        return te.create_prim_func([x, data, indices, indptr, y]).with_attr("global_symbol", "main")
+        bias = [te.placeholder((self.n,), self.dtype, name="bias")] if self.bias else []
+
+        def output(i, j):
+            return finish(total[i, j], bias[0][j] if bias else None, self.activation, self.dtype)
+
+        y = te.compute((m, self.n), output, name="y")
+        return te.create_prim_func([x, data, indices, indptr, *bias, y]).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None) -> list[Any]:
-        """x and data standard normal, the pattern as the problem says.
+        """x, data and bias standard normal, the pattern as the problem says.
 
         `empty_rows`: every second block row has no block. `one_row`: all blocks lie in one block row, as many
         as fit. `special`: NaN and infinities in x and in the stored blocks.
@@ -161,32 +191,53 @@ class BsrMatmul(Problem):
             for array in (x, data):
                 spots: Any = rng.integers(array.size, size=2) if array.size else []
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
-        return [x.astype(dtype), data.astype(dtype), indices, indptr]
+        bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
+        return [x.astype(dtype), data.astype(dtype), indices, indptr, *bias]
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         import numpy as np
 
-        return [self._product(*(np.asarray(a).astype(np.float64) for a in inputs[:2]), *inputs[2:])]
+        x, data, indices, indptr, *bias = inputs
+        y = self._product(x.astype(np.float64), data.astype(np.float64), indices, indptr)
+        if bias:
+            y += bias[0].astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            if self.activation == "relu":
+                y = np.where(y < 0, 0.0, y)
+            elif self.activation == "gelu":
+                y = 0.5 * y * (1 + np.vectorize(math.erf, otypes=[float])(y / math.sqrt(2)))
+            elif self.activation == "silu":
+                y = y / (1 + np.exp(-y))
+        return [y]
 
     def _product(self, x: np.ndarray, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray) -> np.ndarray:
+        """A dense product a block row: the columns of x that it asks for, times its blocks side by side."""
         import numpy as np
 
         rows, cols = self.block_shape
-        y = np.zeros((x.shape[0], self.n))
+        y = np.zeros((x.shape[0], self.n), x.dtype)
+        columns = x.reshape(x.shape[0], -1, cols)
         with np.errstate(invalid="ignore"):
-            for r in range(self.n // rows):
-                for b in range(indptr[r], indptr[r + 1]):
-                    y[:, r * rows : (r + 1) * rows] += x[:, indices[b] * cols : (indices[b] + 1) * cols] @ data[b].T
+            for r, (start, stop) in enumerate(zip(indptr, indptr[1:], strict=False)):
+                wanted = columns[:, indices[start:stop]].reshape(x.shape[0], -1)
+                blocks = data[start:stop].transpose(0, 2, 1).reshape(-1, rows)
+                y[:, r * rows : (r + 1) * rows] = wanted @ blocks
         return y
 
     def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-        """Within rounding of the sum of absolute products; NaN and infinities where the reference has them."""
+        """Within rounding of the sum of absolute products; NaN and infinities where the reference has them.
+
+        An activation passes on an error of its argument at most 1.13 times as large.
+        """
         import numpy as np
 
         y, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
-        x, data = (np.abs(np.asarray(a).astype(np.float64)) for a in inputs[:2])
+        # float32 is enough for a bound.
+        x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in (*inputs[:2], *inputs[4:]))
         with np.errstate(invalid="ignore"):
-            bound = SUMMATION * self._product(x, data, *inputs[2:]) + ROUNDING[self.dtype] * np.abs(wanted) + 1e-30
+            magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
+            factor = 1.13 * SUMMATION if self.activation else SUMMATION
+            bound = factor * magnitude + ROUNDING[self.dtype] * np.abs(wanted) + 1e-30
             # Where an infinity is wanted the bound is infinite too, and says nothing.
             close = np.isfinite(wanted) & (np.abs(y - wanted) <= bound)
             good = close | (y == wanted) | (np.isnan(y) & np.isnan(wanted))
@@ -200,7 +251,7 @@ class BsrMatmul(Problem):
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         nnzb = self.nnzb if inputs is None else len(inputs[2])
         rows, cols = self.block_shape
-        elements = self.m * self.k + nnzb * rows * cols + self.m * self.n
+        elements = self.m * self.k + nnzb * rows * cols + self.m * self.n + self.bias * self.n
         return Cost(
             elements * numpy_dtype(self.dtype).itemsize + (nnzb + self.n // rows + 1) * 4,
             2 * self.m * nnzb * rows * cols,

@@ -1,0 +1,275 @@
+"""Block-sparse matmul on tensor cores, for 16-bit inputs: `mma.m16n8k16` fed from registers.
+
+Every tile of the output is a sum over the octets of its block row: eight neighbouring columns of a stored block, 16
+bytes of each row. A product over 32 columns takes four octets, whichever blocks they are from, one for each of the
+four lanes that share a row of a fragment: the lane reads its octet of the weight and of x with one load each, and uses
+it as what the instruction calls columns 2t, 2t + 1, 2t + 8 and 2t + 9, of two instructions. Which columns these are
+does not matter as long as both operands agree, so neither shared memory nor `ldmatrix` stands between the loads and
+the tensor cores, and blocks of 8 columns fill an instruction like any others.
+
+The operand of 16 rows is the weight where a tile has 8 rows of x, so that m = 8 wastes nothing, else x, whose
+accumulators lie as the output does, and which blocks of 8 rows need.
+
+`split` warps share the octets of a tile, step by step in turn, and add up through shared memory: that is what keeps
+enough loads in flight when m is small, and what a long row among short ones costs less with. Column numbers are read
+one step ahead, because x is found through them.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.machine import Machine
+from tvm_sparse.operators.problem import Problem
+
+from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
+
+# Weight rows and rows of x of a warp's tile.
+TILE_N = powers(8, 64)
+TILE_M = powers(8, 128)
+# Warps that share a tile, and warps on neighbouring tiles along m: these read the same blocks at the same time.
+SPLIT = powers(1, 16)
+WARPS_M = powers(1, 4)
+# Steps of four octets whose loads are in flight together.
+DEPTH = powers(1, 8)
+MAX_WARPS = 16
+# Accumulators and operands that a thread holds; beyond it the compiler spills.
+MAX_HELD = 176
+MAX_SHARED = 48 * 1024
+# Floats between the rows of a tile in shared memory beyond its width: keeps lanes off each other's banks.
+PAD = 4
+
+
+def space(problem: Problem, machine: Machine) -> Table:
+    if problem.dtype == "float32":
+        raise NotApplicable("tensor cores would round float32 inputs to 10 bits")
+    rows, cols = problem.block_shape
+    if rows % 8 or cols % 8:
+        raise NotApplicable(f"blocks of {rows}x{cols} are no multiples of 8x8")
+    return {
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.m, 16)),
+        "tile_n": tuple(tile for tile in TILE_N if rows % tile == 0),
+        "split": SPLIT,
+        "warps_m": WARPS_M,
+        "depth": DEPTH,
+    }
+
+
+def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    tile_m, tile_n, split, warps_m = (decisions[name] for name in ("tile_m", "tile_n", "split", "warps_m"))
+    if tile_m == 8 and tile_n % 16:
+        return f"neither {tile_n} rows of the weight nor 8 of x fill the 16 of an instruction"
+    warps = split * warps_m
+    if warps > MAX_WARPS:
+        return f"{warps} warps a block exceed {MAX_WARPS}"
+    if warps_m > 1 and tile_m * warps_m >= 2 * problem.m:
+        return f"half of the {warps_m} tiles of {tile_m} rows lie beyond m={problem.m}"
+    held = tile_m * tile_n // 32 + decisions["depth"] * ((tile_m + tile_n) // 2 + 2)
+    if held > MAX_HELD:
+        return f"{held} accumulators and operands exceed {MAX_HELD} registers"
+    if split > 1 and shared_bytes(decisions) > MAX_SHARED:
+        return f"partial sums of {shared_bytes(decisions)} bytes exceed shared memory of {MAX_SHARED}"
+    steps = ceildiv(problem.k, 32)
+    if split * decisions["depth"] > max(steps, 1):
+        return f"a row has at most {steps} steps of 32 columns to share"
+    return None
+
+
+def shared_bytes(decisions: Decisions) -> int:
+    warps = decisions["split"] * decisions["warps_m"]
+    return warps * decisions["tile_m"] * (decisions["tile_n"] + PAD) * 4
+
+
+def default(problem: Problem, machine: Machine) -> Decisions:
+    """Tiles of up to 64 rows of x and 32 of the weight, split until each multiprocessor has some warps to work on."""
+    table = space(problem, machine)
+    tile_n = max(tile for tile in table["tile_n"] if tile <= 32)
+    tile_m = max(tile for tile in table["tile_m"] if tile <= 64 and (tile > 8 or tile_n % 16 == 0))
+    if problem.m <= 8 and tile_n % 16 == 0:
+        tile_m, tile_n = 8, 16
+    tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
+    choices = [
+        {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth}
+        for split in (8, 4, 2, 1)
+        for depth in (2, 1)
+        if split == 1 or tiles * split <= 16 * machine.cores
+    ]
+    return next(point for point in choices if allowed(problem, machine, point) is None)
+
+
+def build(problem: Problem, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.script import tirx as T
+
+    from .epilogue import drop_parameter, finish
+
+    rows, cols = problem.block_shape
+    block_rows, _ = problem.grid
+    n, k, dtype = problem.n, problem.k, problem.dtype
+    tile_m, tile_n, split, warps_m, depth = (decisions[d] for d in ("tile_m", "tile_n", "split", "warps_m", "depth"))
+    octets = cols // 8  # of a row of a block
+    weight_first = tile_m == 8
+    tall, wide = (tile_n // 16, tile_m // 8) if weight_first else (tile_m // 16, tile_n // 8)  # fragments
+    threads = 32 * split * warps_m
+    share = 32 * split  # threads that share a tile
+    pitch = tile_n + PAD
+    pairs = tile_m * tile_n // 2
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
+    load = T.ptx.ld.global_.nc.v4.u32
+    # What one warp alone reads, once, need not push x out of L1.
+    stream = T.ptx.ld.global_.nc.L1__no_allocate.v4.u32 if warps_m == 1 else load
+    biased, activation = bool(problem.bias), problem.activation
+
+    # fmt: off
+    @T.inline
+    def load_columns(D, octet, count, first, columns):
+        """The first columns of the octets of all steps in hand."""
+        for d in T.unroll(depth):
+            columns[d] = 0
+            if octet + d * (4 * split) < count:
+                columns[d] = D[first + (octet + d * (4 * split)) // octets] * cols
+
+    @T.inline
+    def load_rows(X, W, octet, count, first, row, lane_rows, columns, tall_part, wide_part):
+        """The operands of all steps in hand, zeros beyond the row's last octet: x there might hold NaN."""
+        for d in T.unroll(depth):
+            for e in T.unroll(tall * 8):
+                tall_part[d * tall * 8 + e] = T.uint32(0)
+            for e in T.unroll(wide * 4):
+                wide_part[d * wide * 4 + e] = T.uint32(0)
+            if octet + d * (4 * split) < count:
+                for f in T.unroll(tile_n // 8):
+                    if weight_first:
+                        at = (d * tall * 2 + f) * 4
+                        stream(tall_part[at], tall_part[at + 1], tall_part[at + 2], tall_part[at + 3],
+                               W.ptr_to([first + (octet + d * (4 * split)) // octets, row + f * 8,
+                                         (octet + d * (4 * split)) % octets * 8]))
+                    else:
+                        at = (d * wide + f) * 4
+                        stream(wide_part[at], wide_part[at + 1], wide_part[at + 2], wide_part[at + 3],
+                               W.ptr_to([first + (octet + d * (4 * split)) // octets, row + f * 8,
+                                         (octet + d * (4 * split)) % octets * 8]))
+                for f in T.unroll(tile_m // 8):
+                    if weight_first:
+                        at = (d * wide + f) * 4
+                        load(wide_part[at], wide_part[at + 1], wide_part[at + 2], wide_part[at + 3],
+                             X.ptr_to([lane_rows[f], columns[d] + (octet + d * (4 * split)) % octets * 8]))
+                    else:
+                        at = (d * tall * 2 + f) * 4
+                        load(tall_part[at], tall_part[at + 1], tall_part[at + 2], tall_part[at + 3],
+                             X.ptr_to([lane_rows[f], columns[d] + (octet + d * (4 * split)) % octets * 8]))
+
+    @T.inline
+    def multiply(sums, tall_part, wide_part):
+        """Two instructions a step for each pair of fragments: the halves of the octets."""
+        for d in T.unroll(depth):
+            for half in T.unroll(2):
+                for f in T.unroll(tall):
+                    for g in T.unroll(wide):
+                        c = (f * wide + g) * 4
+                        a = (d * tall + f) * 8 + half * 2
+                        b = (d * wide + g) * 4 + half * 2
+                        mma(sums[c], sums[c + 1], sums[c + 2], sums[c + 3],
+                            tall_part[a], tall_part[a + 4], tall_part[a + 1], tall_part[a + 5],
+                            wide_part[b], wide_part[b + 1],
+                            sums[c], sums[c + 1], sums[c + 2], sums[c + 3])
+
+    @T.inline
+    def store(Y, B, row, column, value):
+        if biased:
+            Y[row, column] = finish(value, B[column], activation, dtype)
+        else:
+            Y[row, column] = finish(value, None, activation, dtype)
+
+    @T.prim_func
+    def main(
+        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, bias_h: T.handle, y_h: T.handle
+    ):
+        m = T.int32()
+        nnzb = T.int32()
+        X = T.match_buffer(x_h, (m, k), dtype)
+        W = T.match_buffer(data_h, (nnzb, rows, cols), dtype)
+        D = T.match_buffer(indices_h, (nnzb,), "int32")
+        P = T.match_buffer(indptr_h, (block_rows + 1,), "int32")
+        B = T.match_buffer(bias_h, (n,), dtype)
+        Y = T.match_buffer(y_h, (m, n), dtype)
+        T.device_entry()
+        tile, strip = T.cta_id([n // tile_n, (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)])
+        t = T.thread_id([threads])
+        sums = T.alloc_local([tall * wide * 4], "float32")
+        tall_part = T.alloc_local([depth * tall * 8], "uint32")
+        wide_part = T.alloc_local([depth * wide * 4], "uint32")
+        columns = T.alloc_local([depth], "int32")
+        lane_rows = T.alloc_local([tile_m // 8], "int32")
+        # The rows of a fragment that this lane holds begin at `group`; `lane` is which of the four octets it takes.
+        group = t % 32 // 4
+        lane = t % 4
+        top: T.int32 = (strip * warps_m + t // share) * tile_m  # of x, of this warp's tile
+        first: T.int32 = P[tile * tile_n // rows]
+        count: T.int32 = (P[tile * tile_n // rows + 1] - first) * octets
+        octet: T.int32 = t // 32 % split * 4 + lane
+        for f in T.unroll(tile_m // 8):
+            # Rows beyond m repeat the last one and are not stored.
+            lane_rows[f] = T.min(top + f * 8 + group, m - 1)
+        for e in T.unroll(tall * wide * 4):
+            sums[e] = T.float32(0)
+
+        load_columns(D, octet, count, first, columns)
+        # The first lane's octet decides for the warp: all of it is needed for an instruction.
+        while octet - lane < count:
+            load_rows(X, W, octet, count, first, tile * tile_n % rows + group, lane_rows, columns, tall_part, wide_part)
+            octet = octet + 4 * split * depth
+            load_columns(D, octet, count, first, columns)
+            multiply(sums, tall_part, wide_part)
+
+        if split == 1:
+            for f in T.unroll(tall):
+                for g in T.unroll(wide):
+                    for e in T.unroll(4):
+                        if weight_first:
+                            if top + g * 8 + lane * 2 + e % 2 < m:
+                                store(Y, B, top + g * 8 + lane * 2 + e % 2,
+                                      tile * tile_n + f * 16 + e // 2 * 8 + group, sums[(f * wide + g) * 4 + e])
+                        else:
+                            if top + f * 16 + e // 2 * 8 + group < m:
+                                store(Y, B, top + f * 16 + e // 2 * 8 + group,
+                                      tile * tile_n + g * 8 + lane * 2 + e % 2, sums[(f * wide + g) * 4 + e])
+        else:
+            parts = T.alloc_shared([warps_m, split, tile_m, pitch], "float32")
+            for f in T.unroll(tall):
+                for g in T.unroll(wide):
+                    for e in T.unroll(4):
+                        if weight_first:
+                            parts[t // share, t // 32 % split, g * 8 + lane * 2 + e % 2, f * 16 + e // 2 * 8 + group] = (
+                                sums[(f * wide + g) * 4 + e])
+                        else:
+                            parts[t // share, t // 32 % split, f * 16 + e // 2 * 8 + group, g * 8 + lane * 2 + e % 2] = (
+                                sums[(f * wide + g) * 4 + e])
+            T.cuda.cta_sync()
+            for i in T.serial((pairs - t % share + (share - 1)) // share):
+                pair = i * share + t % share
+                if top + pair // (tile_n // 2) < m:
+                    for e in T.unroll(2):
+                        sums[e] = T.float32(0)
+                        for s in T.unroll(split):
+                            sums[e] = sums[e] + parts[
+                                t // share, s, pair // (tile_n // 2), pair % (tile_n // 2) * 2 + e]
+                    for e in T.vectorized(2):
+                        store(Y, B, top + pair // (tile_n // 2),
+                              tile * tile_n + pair % (tile_n // 2) * 2 + e, sums[e])
+    # fmt: on
+    main = main.with_attr("global_symbol", "main")
+    return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "B")}), pipeline="tirx")
+
+
+tensor_core = Template(
+    name="tensor_core",
+    version=1,
+    operator="bsr_matmul",
+    kind="cuda",
+    summary="16-bit blocks on tensor cores, operands straight from global memory, warps share long rows",
+    space=space,
+    default=default,
+    build=build,
+    allowed=allowed,
+    explicit_threads=True,
+)
