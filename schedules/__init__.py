@@ -11,12 +11,15 @@ from tvm_sparse.tuning.records import Candidate
 
 from .block_rows import block_rows
 from .cross_thread import cross_thread, warp_shuffle
+from .lookup_elements import lookup_elements
 from .per_element import per_element, per_tile
 from .radix_select import radix_select
+from .row_gather import row_gather
 from .row_scan import row_scan
 from .template import Decisions, NotApplicable, Program, Table, Template, Workspace
 from .tensor_core import tensor_core
 from .threshold_gate import cluster_gate, threshold_gate
+from .warp_gather import warp_gather
 
 __all__ = [
     "FALLBACKS",
@@ -43,6 +46,9 @@ TEMPLATES: tuple[Template, ...] = (
     cross_thread,
     warp_shuffle,
     tensor_core,
+    row_gather,
+    lookup_elements,
+    warp_gather,
 )
 
 # For each operator and kind of machine the template that fits every shape, and is measured with the others.
@@ -51,6 +57,8 @@ FALLBACKS: dict[tuple[str, str], Template] = {
     ("softmax_topk", "cuda"): radix_select,
     ("bsr_matmul", "llvm"): block_rows,
     ("bsr_matmul", "cuda"): per_element,
+    ("nhot_lookup", "llvm"): row_gather,
+    ("nhot_lookup", "cuda"): lookup_elements,
 }
 
 

@@ -39,6 +39,12 @@ AWKWARD = tuple(
         "bsr_matmul/m=2,k=64,n=64,block=8,sparsity=1",  # no block at all
         "bsr_matmul/m=2,k=128,n=32,block=1,sparsity=0.95,pattern=skewed",
         "bsr_matmul/m=9,k=512,n=32,block=4x64,sparsity=0.25",  # long rows: every lane takes several steps
+        "nhot_lookup/rows=1,vocab=1,width=1,nonzeros=1",
+        "nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",  # no wide loads
+        "nhot_lookup/rows=9,vocab=300,width=136,nonzeros=10,dtype=float16",  # a tile and a part of one
+        "nhot_lookup/rows=4,vocab=61,width=260,nonzeros=40,dtype=bfloat16,weighted=1",  # more than the ids of a warp
+        "nhot_lookup/rows=5,vocab=40,width=6,nonzeros=20,weighted=1",  # fewer columns than a warp has lanes
+        "nhot_lookup/rows=33,vocab=17,width=128,nonzeros=1,index=int64",
     )
 )
 

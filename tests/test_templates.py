@@ -43,11 +43,19 @@ REALISTIC = tuple(
         "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",
         "bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9,dtype=float16",
         "bsr_matmul/m=128,k=768,n=768,block=64x8,sparsity=0.5",
+        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=1",
+        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=100,weighted=1",
+        "nhot_lookup/rows=64,vocab=131072,width=4096,nonzeros=64,weighted=1,index=int64,dtype=float16",
+        "nhot_lookup/rows=8192,vocab=1000,width=50,nonzeros=20,dtype=bfloat16",
     )
 )
 
 
 ODD = "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5"
+WITH_EMPTY_ROWS = {
+    "bsr_matmul": "bsr_matmul/m=4,k=64,n=64,block=8,sparsity=0.6",
+    "nhot_lookup": "nhot_lookup/rows=6,vocab=20,width=40,nonzeros=3",
+}
 ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -69,6 +77,27 @@ ROWS = (1, 2, 4, 8, 16, 32)
             "softmax_topk/batch=3,vocab=7,k=7",
             {"threads": (128, 256, 512, 1024), "vectors": (1, 2, 4, 8), "prefetch": (0, 1)},
             4,  # of short rows neither a second vector a thread nor prefetching makes sense
+        ),
+        ("row_gather", "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=2", {"chunk": (16, 32, 64)}, 3),
+        (
+            "lookup_elements",
+            "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=2",
+            {"threads": (32, 64, 128, 256, 512)},
+            5,
+        ),
+        (
+            "warp_gather",
+            "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=1",
+            {
+                "lanes": (4, 8, 16, 32),
+                "vec": (2, 1),
+                "loads": ROWS[:5],
+                "split": ROWS[:5],
+                "tiles": (1, 2, 4, 8),
+                "guess": (0, 1),
+                "early": (0, 1),
+            },
+            128,  # for one entry a row, at most two at once
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "lanes": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),
@@ -259,7 +288,7 @@ def without_initialisation(module: tvm.IRModule) -> tvm.IRModule:
 
 @pytest.mark.parametrize("template", [t for t in TEMPLATES if t.kind == "cuda" and not t.explicit_threads], ids=case_id)
 def test_threads_as_loops_catch_a_schedule_that_forgets_to_initialise(template: Template) -> None:
-    problem = parse("bsr_matmul/m=4,k=64,n=64,block=8,sparsity=0.6")
+    problem = parse(WITH_EMPTY_ROWS[template.operator])
     module = template.build(problem, template.default(problem, SM90)).module
     verify(problem, "empty_rows", 0, on_loops(module))
     with pytest.raises(Mismatch):

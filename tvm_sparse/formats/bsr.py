@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .compressed import check_compressed
+
 
 def random_pattern(
     rng: np.random.Generator, nnzb: int, block_cols: int, weights: np.ndarray
@@ -32,25 +34,7 @@ def check_structure(indptr: np.ndarray, indices: np.ndarray, nnzb: int, grid: tu
     `indptr` must have block rows + 1 entries, start at 0, never fall, and end at `nnzb`; `indices` must have
     `nnzb` entries in [0, block columns).
     """
-    block_rows, block_cols = grid
-    if indptr.ndim != 1 or len(indptr) != block_rows + 1:
-        raise ValueError(f"indptr: expected {block_rows + 1} entries (block rows + 1), got shape {indptr.shape}")
-    if indices.ndim != 1 or len(indices) != nnzb:
-        raise ValueError(f"indices: expected {nnzb} entries (one a block of data), got shape {indices.shape}")
-    if indptr[0] != 0 or indptr[-1] != nnzb:
-        raise ValueError(
-            f"indptr: must start at 0 and end at {nnzb} (blocks in data), got {indptr[0]} and {indptr[-1]}"
-        )
-    falls = np.flatnonzero(indptr[1:] < indptr[:-1])
-    if len(falls):
-        row = int(falls[0])
-        raise ValueError(
-            f"indptr: must never fall, but indptr[{row + 1}]={indptr[row + 1]} < indptr[{row}]={indptr[row]}"
-        )
-    outside = np.flatnonzero((indices < 0) | (indices >= block_cols))
-    if len(outside):
-        at = int(outside[0])
-        raise ValueError(f"indices: indices[{at}]={indices[at]} is outside [0, {block_cols}) (block columns)")
+    check_compressed(indptr, indices, nnzb, grid, item="block", stored_in="block of data")
 
 
 def skew(indptr: np.ndarray) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .bsr_matmul import BsrMatmul
+from .nhot_lookup import NhotLookup
 from .problem import Argument, Cost, Mismatch, Problem, ProblemError
 from .softmax_topk import SoftmaxTopk
 
@@ -17,6 +18,7 @@ __all__ = [
     "BsrMatmul",
     "Cost",
     "Mismatch",
+    "NhotLookup",
     "Problem",
     "ProblemError",
     "SoftmaxTopk",
@@ -24,7 +26,9 @@ __all__ = [
     "parse",
 ]
 
-OPERATORS: Mapping[str, type[Problem]] = {cls.operator: cls for cls in (SoftmaxTopk, BsrMatmul)}
+OPERATORS: Mapping[str, type[Problem]] = {
+    cls.operator: cls for cls in (SoftmaxTopk, BsrMatmul, NhotLookup)
+}
 
 
 def make(operator: str, axes: Mapping[str, Any]) -> Problem:

@@ -41,7 +41,7 @@ class Mismatch(AssertionError):
 class Argument:
     """One argument of a kernel, in calling order.
 
-    `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may be "dtype", the problem's own.
+    `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may name an axis, as "dtype" does.
     `when` names an axis: kernels of problems where it is 0 or empty do not have this argument.
     """
 
@@ -66,6 +66,8 @@ class Problem(ABC):
 
     operator: ClassVar[str]
     batch_axis: ClassVar[str]  # the axis that one library serves at every extent
+    # Axes that tell how the data lie: decisions are tuned for them, but programs read them when they run.
+    data_axes: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one
     outputs: ClassVar[tuple[Argument, ...]]
     structures: ClassVar[tuple[str, ...]]  # what `generate` can make; the first is what is tuned and timed
@@ -102,6 +104,11 @@ class Problem(ABC):
     @property
     def batch_extent(self) -> int:
         return self.axes[self.batch_axis]
+
+    def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
+        """The inputs that give some rows of the outputs, for the problem `with_batch(len(rows))`."""
+        batched = [spec.shape[:1] == (self.batch_axis,) for spec in self.kernel_inputs]
+        return [array[rows] if along else array for array, along in zip(inputs, batched, strict=True)]
 
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
@@ -150,6 +157,16 @@ class Problem(ABC):
     @abstractmethod
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         """Compulsory bytes and operations; `inputs` refines what depends on the data."""
+
+    def trimmed(self, function: tirx.PrimFunc) -> tirx.PrimFunc:
+        """`function`, written for every argument of the operator, without those that this problem does not have."""
+        from tvm import tirx
+
+        arguments = (*self.inputs, *self.outputs)
+        absent = [bool(a.when) and not self.axes[a.when] for a in arguments]
+        absent += [False] * (len(function.params) - len(arguments))  # workspaces
+        params = [p for p, missing in zip(function.params, absent, strict=True) if not missing]
+        return tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
 
     def empty_outputs(self) -> list[np.ndarray]:
         """Output arrays filled with a poison (NaN, or the most negative integer) that no kernel writes."""

@@ -27,9 +27,6 @@ logger = logging.getLogger("tvm_sparse")
 
 HOW = ("exact", "bucket", "nearby", "fallback")
 
-# Axes that tell how the data lie: decisions are tuned for them, but programs read the structure when they run.
-DATA_AXES = ("sparsity", "pattern")
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -307,7 +304,7 @@ def _same_program(key: str, problem: Problem) -> bool:
         other = parse(key)
     except ProblemError:
         return False
-    free = {problem.batch_axis, *DATA_AXES}
+    free = {problem.batch_axis, *problem.data_axes}
     return type(other) is type(problem) and all(
         other.axes[name] == value for name, value in problem.axes.items() if name not in free
     )
