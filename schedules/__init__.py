@@ -16,6 +16,8 @@ from .per_element import per_element, per_tile
 from .radix_select import radix_select
 from .row_gather import row_gather
 from .row_scan import row_scan
+from .softmax_rows import logsumexp_rows, softmax_rows
+from .softmax_vectors import logsumexp_streamed, softmax_held, softmax_staged, softmax_streamed
 from .template import Decisions, NotApplicable, Program, Table, Template, Workspace
 from .tensor_core import tensor_core
 from .threshold_gate import cluster_gate, threshold_gate
@@ -49,6 +51,12 @@ TEMPLATES: tuple[Template, ...] = (
     row_gather,
     lookup_elements,
     warp_gather,
+    softmax_rows,
+    softmax_held,
+    softmax_staged,
+    softmax_streamed,
+    logsumexp_rows,
+    logsumexp_streamed,
 )
 
 # For each operator and kind of machine the template that fits every shape, and is measured with the others.
@@ -59,6 +67,10 @@ FALLBACKS: dict[tuple[str, str], Template] = {
     ("bsr_matmul", "cuda"): per_element,
     ("nhot_lookup", "llvm"): row_gather,
     ("nhot_lookup", "cuda"): lookup_elements,
+    ("softmax", "llvm"): softmax_rows,
+    ("softmax", "cuda"): softmax_streamed,
+    ("logsumexp", "llvm"): logsumexp_rows,
+    ("logsumexp", "cuda"): logsumexp_streamed,
 }
 
 

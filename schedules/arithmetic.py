@@ -27,6 +27,11 @@ def exp_nonpositive(x: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.Select(scaled < f32(-126.0), f32(0.0), value)
 
 
+def exp_any(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """e^x in float32, as `exp_nonpositive`; infinite where e^x exceeds the largest float32."""
+    return T.Select(x > tirx.const(88.7228, "float32"), T.infinity("float32"), exp_nonpositive(x))
+
+
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:
     """Whether a float32 is NaN, by its bits: the simplifier takes `x != x` for false."""
     return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000

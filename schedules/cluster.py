@@ -19,6 +19,29 @@ def peer_read(name: str, kind: str, dtype: str) -> Any:
     return lambda pointer, rank: T.cuda.func_call(name, pointer, rank, source_code=source, return_type=dtype)
 
 
+def peer_write(name: str, kind: str) -> Any:
+    """A function (shared address, rank, value) that writes a `kind` there in the rank-th block of the cluster."""
+    source = (
+        f"__device__ __forceinline__ void {name}(void* p, int r, {kind} v)"
+        f" {{ *(volatile {kind}*)__cluster_map_shared_rank(p, r) = v; }}"
+    )
+    return lambda pointer, rank, value: T.cuda.func_call(
+        name, pointer, rank, value, source_code=source, return_type="void"
+    )
+
+
+@T.inline
+def cluster_arrive():
+    """The first half of `cluster_barrier`: what this thread wrote before is visible to who waits."""
+    T.evaluate(T.call_extern("void", "__cluster_barrier_arrive"))
+
+
+@T.inline
+def cluster_wait():
+    """The second half: until all threads of all blocks have arrived."""
+    T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
+
+
 @T.inline
 def cluster_barrier():
     """All threads of all blocks arrive; what they wrote to shared memory before is visible after."""

@@ -10,6 +10,7 @@ from typing import Any
 from .bsr_matmul import BsrMatmul
 from .nhot_lookup import NhotLookup
 from .problem import Argument, Cost, Mismatch, Problem, ProblemError
+from .softmax import LogSumExp, Softmax
 from .softmax_topk import SoftmaxTopk
 
 __all__ = [
@@ -17,17 +18,19 @@ __all__ = [
     "Argument",
     "BsrMatmul",
     "Cost",
+    "LogSumExp",
     "Mismatch",
     "NhotLookup",
     "Problem",
     "ProblemError",
+    "Softmax",
     "SoftmaxTopk",
     "make",
     "parse",
 ]
 
 OPERATORS: Mapping[str, type[Problem]] = {
-    cls.operator: cls for cls in (SoftmaxTopk, BsrMatmul, NhotLookup)
+    cls.operator: cls for cls in (SoftmaxTopk, BsrMatmul, NhotLookup, Softmax, LogSumExp)
 }
 
 
