@@ -1,31 +1,28 @@
 """Our kernels beside other libraries over lists of shapes, on this machine: a table, and a CSV with its provenance.
 
-    python scripts/bench_peers.py --csv peers.csv                     # all of both operators
+    python scripts/bench_peers.py --csv peers.csv                     # the default shapes of every operator
     python scripts/bench_peers.py --operator softmax_topk --k 5 --k 50 --batch 512
     python scripts/bench_peers.py --operator bsr_matmul --block 16 --dtype float16
     python scripts/bench_peers.py --shapes shapes.toml --target cpu
 
 The softmax shapes are the batches 10 and 4000 of Milakov & Gimelshein 2018, and those of decoders with up to 128256
-entries; the block-sparse ones are those of Gu 2020 and a square layer.
+entries; the block-sparse ones are those of Gu 2020 and a square layer; the lookups are Argueta & Chiang's of 2019.
 """
 
 from __future__ import annotations
 
 import csv
-import datetime
-import importlib.metadata
-import platform
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from reproduction import provenance
 
 from tvm_sparse import peers
 from tvm_sparse.cli import shapes as shape_files
 from tvm_sparse.cli.bench import comparison_table, notes
 from tvm_sparse.cli.common import Target, console, errors, label, machine_here
-from tvm_sparse.machine import Machine
 from tvm_sparse.operators import Mismatch, Problem, make
 
 SOFTMAX = (
@@ -35,6 +32,8 @@ TOP = (5, 50, 400)
 PRODUCTS = ((1, 128, 768), (8, 128, 768), (1, 1024, 1024), (8, 1024, 1024))
 BLOCKS = (8, 16, 32)
 SPARSITIES = (0.8, 0.85, 0.95)
+LOOKUP = {"rows": 100, "vocab": 10240, "width": 512}
+NONZEROS = (1, 2, 5, 10, 50, 100)
 
 COLUMNS = ("problem", "implementation", "microseconds", "peer_over_ours", "compulsory_GB_per_s", "share_of_limit",
            "timed", "correct", "host_microseconds", "kernel", "note")  # fmt: skip
@@ -52,7 +51,12 @@ def default_problems(dtype: str) -> list[Problem]:
         for block in BLOCKS
         for sparsity in SPARSITIES
     ]
-    return [*softmax, *products]
+    lookups = [
+        make("nhot_lookup", {**LOOKUP, "nonzeros": nonzeros, "dtype": dtype, "weighted": weighted})
+        for nonzeros in NONZEROS
+        for weighted in (0, 1)
+    ]
+    return [*softmax, *products, *lookups]
 
 
 def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:
@@ -62,27 +66,6 @@ def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:
         axes["block"] = axes["block"].partition("x")[0]
         axes.pop("k")  # there it is another axis
     return all(not values or name not in axes or axes[name] in values for name, values in wanted.items())
-
-
-def provenance(where: Machine) -> dict[str, str]:
-    facts = {
-        "device": f"{where.name} ({where.arch})",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "python": platform.python_version(),
-    }
-    for package in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "scipy", "torch", "triton"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "absent"
-    if where.kind == "cuda" and peers.has_torch("cuda"):
-        import torch
-
-        facts["torch_cuda"] = str(torch.version.cuda)
-        facts["timing"] = "CUDA graphs of 10-50 calls, events, median of 30 rounds in turn; inputs not rotated (hot)"
-    else:
-        facts["timing"] = "calls from Python, median of 15 rounds in turn; inputs not rotated (hot)"
-    return facts
 
 
 def rows(result: peers.Comparison) -> list[list[Any]]:

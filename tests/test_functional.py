@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ import tvm_sparse
 from tvm_sparse import functional, machine, schedules
 from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.export import build
-from tvm_sparse.operators import BsrMatmul, Problem, SoftmaxTopk, parse
+from tvm_sparse.operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk, parse
 from tvm_sparse.operators.problem import FLOATS
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -45,9 +46,14 @@ KEYS = (
     *(f"bsr_matmul/m={m},k=66,n=35,block=5x3,sparsity=0.5,dtype={dtype}" for m in (7, 1) for dtype in FLOATS),
     *(f"bsr_matmul/m={m},k=96,n=64,block=16x32,sparsity=0.5" for m in (7, 1)),
     *(f"bsr_matmul/m={m},k=24,n=20,block=1x1,sparsity=0.9" for m in (7, 1)),
+    *(f"nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted={w},dtype={d}" for w in (0, 1) for d in FLOATS),
+    *(f"nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted={w},index=int64" for w in (0, 1)),
 )
 SMALL, LONG = "softmax_topk/batch=7,vocab=61,k=5", "softmax_topk/batch=7,vocab=2050,k=64"
 BLOCKS = "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5"
+LOOKUP = "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1"
+FUSED = tuple(f"{BLOCKS},bias={bias},activation={name}" for name in ("relu", "gelu", "silu") for bias in (1, 0))
+FUSED += (f"{BLOCKS},bias=1",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -858,3 +864,284 @@ def test_a_real_vocabulary(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     errors = [float(text) for text in re.findall(r"largest relative error ([\d.e+-]+)", run.stdout)]
     assert len(errors) == 3 and 0 < max(errors) < 2e-5, run.stdout
+# ---- nhot_lookup ---------------------------------------------------------------------------------
+
+
+def torch_csr(inputs: list[Any], shape: tuple[int, int], dtype: Any) -> Any:
+    indptr, indices, values = inputs
+    return torch.sparse_csr_tensor(
+        *(torch.from_numpy(a).to(dtype) for a in (indptr, indices)), to_torch(values), size=shape
+    )
+
+
+SPARSE = {
+    "csr_array": lambda inputs, shape: scipy.sparse.csr_array((inputs[2], inputs[1], inputs[0]), shape=shape),
+    "csr_matrix": lambda inputs, shape: scipy.sparse.csr_matrix((inputs[2], inputs[1], inputs[0]), shape=shape),
+    "tuple": lambda inputs, shape: tuple(inputs),
+    "list, int64": lambda inputs, shape: [inputs[0].astype(np.int64), inputs[1].astype(np.int64), inputs[2]],
+    "torch tuple": lambda inputs, shape: tuple(map(to_torch, inputs)),
+    "torch and numpy": lambda inputs, shape: (to_torch(inputs[0]), inputs[1], to_torch(inputs[2])),
+    "torch CSR, int64": lambda inputs, shape: torch_csr(inputs, shape, torch.int64),
+    "torch CSR, int32": lambda inputs, shape: torch_csr(inputs, shape, torch.int32),
+    "dlpack": lambda inputs, shape: tuple(Foreign(to_torch(a)) for a in inputs),
+    "read-only": lambda inputs, shape: tuple(map(read_only, inputs)),
+    "strided": lambda inputs, shape: tuple(np.repeat(a, 2, axis=0)[::2] for a in inputs),
+    "CsrRows": lambda inputs, shape: tvm_sparse.CsrRows(tuple(inputs), columns=shape[1]),
+    "CsrRows of torch": lambda inputs, shape: tvm_sparse.CsrRows(torch_csr(inputs, shape, torch.int32)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", SPARSE)
+def test_nhot_lookup_takes_every_kind_of_rows(kind: str, dtype: str) -> None:
+    if dtype != "float32" and (kind.startswith("csr_") or kind.endswith("int64")):
+        pytest.skip("SciPy's sparse arrays hold no 16-bit floats, and int64 kernels are compiled for float32")
+    problem = parse(f"{LOOKUP},dtype={dtype}")
+    *inputs, table = problem.generate(seed())
+    rows = SPARSE[kind](inputs, (problem.rows, problem.vocab))
+    expected = problem.reference([*inputs, table])
+    for dense in (table, to_torch(table), to_torch(table)):  # the third call takes the short way of a CsrRows
+        out = tvm_sparse.nhot_lookup(rows, dense)
+        assert type(out) is type(dense)
+        problem.check([*inputs, table], expected, [to_numpy(out)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nhot_lookup_takes_every_kind_of_table(kind: str, dtype: str) -> None:
+    if kind == "array API" and dtype == "bfloat16":
+        pytest.skip("NumPy, behind this test's array-API class, does not take bfloat16 by DLPack")
+    convert, result = KINDS[kind]
+    problem = parse(f"{LOOKUP},dtype={dtype}")
+    *inputs, table = problem.generate(seed())
+    out = tvm_sparse.nhot_lookup(tuple(inputs), convert(table))
+    assert type(out) is result
+    problem.check([*inputs, table], problem.reference([*inputs, table]), [to_numpy(out)])
+
+
+@pytest.mark.parametrize("structure", NhotLookup.structures)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.startswith("nhot_lookup")])
+def test_nhot_lookup_equals_the_reference(key: str, structure: str) -> None:
+    """Ragged, empty and long rows, duplicates in no order, NaN and infinities; with values and without."""
+    problem = parse(key)
+    for rows in (1, problem.rows, 40):
+        some = dataclasses.replace(problem, rows=rows)
+        inputs = some.generate(seed(), structure)
+        indptr, indices, *values, table = map(to_torch, inputs)
+        out = torch.full((rows, 33), -7, dtype=table.dtype)
+        given = (indptr, indices, values[0] if values else None)
+        assert tvm_sparse.nhot_lookup(given, table, out=out) is out
+        some.check(inputs, some.reference(inputs), [to_numpy(out)])
+
+
+def test_rows_that_are_no_nonzeros() -> None:
+    """No rows, no entries, no columns of the table, no rows of it: zeros of the right shape, also into `out`."""
+    problem = parse(LOOKUP)
+    indptr, indices, values, table = problem.generate(seed())
+    none = (np.zeros_like(indptr), indices[:0], values[:0])
+    for convert in (lambda a: a, to_torch):
+        for rows, dense, shape in (
+            ((indptr[:1], indices[:0], values[:0]), table, (0, 33)),
+            (none, table, (7, 33)),
+            ((*none[:2], None), table, (7, 33)),
+            ((indptr, indices, values), table[:, :0], (7, 0)),
+            (none, table[:0], (7, 33)),
+        ):
+            out = tvm_sparse.nhot_lookup(rows, convert(dense))
+            assert type(out) is type(convert(table)) and tuple(out.shape) == shape and not out.any()
+    out = np.full((7, 33), np.nan, np.float32)
+    assert tvm_sparse.nhot_lookup(none, table, out=out) is out
+    assert not out.any()
+
+
+def test_a_row_may_be_longer_than_the_vocabulary() -> None:
+    table = np.random.default_rng(seed()).standard_normal((50, 33), np.float32)
+    indices = np.arange(5000, dtype=np.int32) % 50
+    out = tvm_sparse.nhot_lookup((np.array([0, 5000, 5000], np.int32), indices, None), table)
+    np.testing.assert_allclose(out, [100 * table.astype(np.float64).sum(0), np.zeros(33)], rtol=1e-3, atol=1e-3)
+
+
+def test_prepared_rows_share_memory_and_follow_it() -> None:
+    """Nothing is converted, int64 indices neither; values may be changed in place."""
+    problem = parse(f"{LOOKUP},index=int64")
+    inputs = problem.generate(seed())
+    indptr, indices, values, table = map(to_torch, inputs)
+    rows = tvm_sparse.CsrRows((indptr, indices, values), columns=50)
+    shared = zip((rows.indptr, rows.indices, rows.values), (indptr, indices, values), strict=True)
+    assert all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in shared)
+    tvm_sparse.nhot_lookup(rows, table)
+    values *= 2
+    problem.check(inputs, problem.reference(inputs), [tvm_sparse.nhot_lookup(rows, table).numpy()])
+    assert repr(rows) == "CsrRows(shape=(7, 50), nnz=35, dtype=float32, index=int64, device=cpu)"
+    assert rows.problem(33, "float32") == problem
+
+
+def test_a_repeated_lookup_is_checked_all_the_same() -> None:
+    *inputs, table = map(to_torch, parse(LOOKUP).generate(seed()))
+    rows = tvm_sparse.CsrRows(tuple(inputs), columns=50)
+    tvm_sparse.nhot_lookup(rows, table)
+    for bad, error in (
+        (table.to_sparse_csr(), TypeError),
+        (table.clone().requires_grad_(), RuntimeError),
+        (table.double(), ValueError),
+    ):
+        with pytest.raises(error, match="^table: "):
+            tvm_sparse.nhot_lookup(rows, bad)
+    with pytest.raises(ValueError, match="^out: "):
+        tvm_sparse.nhot_lookup(rows, table, out=torch.empty(7, 34))
+    inputs[1][3] = 50  # without a copy in between, CsrRows does not see it; with validate it does
+    with pytest.raises(ValueError, match=re.escape("indices[3]=50 is outside [0, 50)")):
+        tvm_sparse.nhot_lookup(rows, table, validate=True)
+    with pytest.raises(ValueError, match=re.escape("indices[3]=50 is outside [0, 50)")):
+        tvm_sparse.nhot_lookup(tuple(inputs), table)
+
+
+TABLE = np.ones((50, 33), np.float32)
+
+
+def entries(**changed: Any) -> tuple[Any, Any, Any]:
+    """Three entries in 3 rows, right but for what is changed."""
+    right = {"indptr": ints(0, 2, 2, 3), "indices": ints(0, 49, 1), "values": np.ones(3, np.float32)}
+    return tuple({**right, **changed}.values())
+
+
+BAD_NHOT = {
+    "table rank": (lambda: (entries(), TABLE[0]), ValueError, r"table: expected 2 dimensions, got shape \(33,\)"),
+    "table dtype": (lambda: (entries(), TABLE.astype(float)), ValueError, "table: expected dtype float32.*got float64"),
+    "table list": (lambda: (entries(), TABLE.tolist()), TypeError, "table: expected a torch tensor.*got list"),
+    "table gradient": (
+        lambda: (entries(), torch.ones(50, 33, requires_grad=True)),
+        RuntimeError,
+        "table: requires a gradient.*no_grad",
+    ),
+    "table half": (
+        lambda: (entries(), TABLE.astype(np.float16)),
+        ValueError,
+        "values: expected dtype float16, as the table has, got float32",
+    ),
+    "table rows": (
+        lambda: (scipy.sparse.csr_array(np.eye(7, 50, dtype=np.float32)), TABLE[:49]),
+        ValueError,
+        r"csr: expected 49 columns, as the table has rows, got shape \(7, 50\)",
+    ),
+    "table rows, prepared": (
+        lambda: (tvm_sparse.CsrRows(entries(), columns=51), TABLE),
+        ValueError,
+        r"csr: expected 50 columns, as the table has rows, got shape \(3, 51\)",
+    ),
+    "product 2^34": (
+        lambda: (
+            (np.zeros(2**16 + 1, np.int32), ints(), None),
+            np.broadcast_to(TABLE[:1, :1], (1, 2**20)),
+        ),
+        ValueError,
+        r"csr: expected extents below 2\^31 and a product of fewer than 2\^34 elements, got rows=65536",
+    ),
+    "indptr rank": (lambda: (entries(indptr=ints(0, 3)[None]), TABLE), ValueError, r"indptr: expected one .*\(1, 2\)"),
+    "indptr none": (lambda: (entries(indptr=ints()), TABLE), ValueError, "indptr: expected at least 1 entry .*got 0"),
+    "indptr int16": (
+        lambda: (entries(indptr=ints(0, 2, 2, 3, dtype=np.int16)), TABLE),
+        ValueError,
+        "indptr: expected one dimension of int32 or int64, got int16",
+    ),
+    "indptr length": (
+        lambda: (csr_like(entries(), (4, 50)), TABLE),
+        ValueError,
+        r"indptr: expected 5 entries \(rows \+ 1\), got 4",
+    ),
+    "indptr start": (
+        lambda: (entries(indptr=ints(1, 2, 2, 3)), TABLE),
+        ValueError,
+        r"indptr: must start at 0 and end at 3 \(the number of entries\), got 1 and 3",
+    ),
+    "indptr falls": (
+        lambda: (entries(indptr=ints(0, 2, 1, 3)), TABLE),
+        ValueError,
+        r"indptr: must never fall, but indptr\[2\]=1 < indptr\[1\]=2",
+    ),
+    "indices dtype": (
+        lambda: (entries(indices=ints(0, 1, 2, dtype=np.int64)), TABLE),
+        ValueError,
+        "indices: expected one dimension of int32, as indptr has, got int64",
+    ),
+    "indices high": (
+        lambda: (entries(indices=ints(0, 50, 1)), TABLE),
+        ValueError,
+        r"indices: indices\[1\]=50 is outside \[0, 50\) \(columns\)",
+    ),
+    "indices negative": (lambda: (entries(indices=ints(0, 1, -1)), TABLE), ValueError, r"indices: indices\[2\]=-1 is"),
+    "values short": (
+        lambda: (entries(values=np.ones(2, np.float32)), TABLE),
+        ValueError,
+        r"values: expected shape \(3,\), one for each of indices, got \(2,\)",
+    ),
+    "values dtype": (lambda: (entries(values=ints(1, 1, 1)), TABLE), ValueError, "values: expected dtype .*got int32"),
+    "values gradient": (
+        lambda: (tuple(map(torch.from_numpy, entries()[:2])) + (torch.ones(3, requires_grad=True),), TABLE),
+        RuntimeError,
+        "values: requires a gradient",
+    ),
+    "values meta": (
+        lambda: (entries(values=torch.ones(3, device="meta")), TABLE),
+        TypeError,
+        "values: expected a tensor on cpu or cuda, got one on meta",
+    ),
+    "csr gradient": (
+        lambda: (torch.eye(50).to_sparse_csr().requires_grad_(), TABLE),
+        RuntimeError,
+        "csr: requires a gradient",
+    ),
+    "two parts": (
+        lambda: (entries()[:2], TABLE),
+        ValueError,
+        r"csr: expected \(indptr, indices, values or None\), got 2",
+    ),
+    "CSC": (lambda: (scipy.sparse.csc_array(np.eye(50)), TABLE), TypeError, "csr: .*CSR format, got csc"),
+    "float64 CSR": (lambda: (scipy.sparse.csr_array(np.eye(50)), TABLE), ValueError, "values: .* got float64"),
+    "torch COO": (
+        lambda: (torch.eye(50).to_sparse(), TABLE),
+        TypeError,
+        "csr: expected layout torch.sparse_csr, got torch.sparse_coo",
+    ),
+    "torch dense": (lambda: (torch.eye(50), TABLE), TypeError, "csr: expected layout .*got torch.strided"),
+    "torch batch of CSR": (
+        lambda: (torch.eye(50).expand(2, 50, 50).to_sparse_csr(), TABLE),
+        ValueError,
+        r"csr: expected 2 dimensions, got shape \(2, 50, 50\)",
+    ),
+    "numpy dense": (lambda: (np.eye(50), TABLE), TypeError, "csr: expected a CsrRows.*got ndarray"),
+    "None": (lambda: (None, TABLE), TypeError, "csr: expected a CsrRows.*got NoneType"),
+    "out shape": (
+        lambda: (entries(), TABLE, np.empty((3, 34), np.float32)),
+        ValueError,
+        r"out: expected shape \(3, 33\).*\(3, 34\)",
+    ),
+    "out dtype": (lambda: (entries(), TABLE, np.empty((3, 33))), ValueError, "out: expected .*float32, got .*float64"),
+    "out strided": (
+        lambda: (entries(), TABLE, np.empty((33, 3), np.float32).T),
+        ValueError,
+        "out: expected a contiguous",
+    ),
+    "out two": (lambda: (entries(), TABLE, (TABLE, TABLE)), ValueError, r"out: expected 1 arrays \(out\), got 2"),
+}
+
+
+def csr_like(arrays: tuple[Any, Any, Any], shape: tuple[int, int]) -> Any:
+    """What SciPy's own checks would not let through."""
+    return types.SimpleNamespace(format="csr", indptr=arrays[0], indices=arrays[1], data=arrays[2], shape=shape)
+
+
+@pytest.mark.parametrize("case", BAD_NHOT)
+def test_nhot_lookup_names_what_is_wrong(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked for"))
+    make, error, message = BAD_NHOT[case]
+    rows, table, *out = make()
+    with pytest.raises(error, match=message):
+        tvm_sparse.nhot_lookup(rows, table, out=out[0] if out else None)
+
+
+def test_rows_of_three_arrays_need_their_columns() -> None:
+    with pytest.raises(ValueError, match=r"columns: rows given as \(indptr, indices, values\) need"):
+        tvm_sparse.CsrRows(entries())
+
+

@@ -26,6 +26,9 @@ LARGE = tuple(
         "bsr_matmul/m=64,k=4096,n=4096,block=16,sparsity=0.9",
         "bsr_matmul/m=1,k=1024,n=4096,block=32,sparsity=0.95,dtype=float16",
         "bsr_matmul/m=33,k=768,n=768,block=64x8,sparsity=0.5,pattern=skewed,dtype=bfloat16",
+        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=1",
+        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=100,weighted=1",
+        "nhot_lookup/rows=1000,vocab=131072,width=2048,nonzeros=64,weighted=1,dtype=bfloat16,index=int64",
     )
 )
 

@@ -19,7 +19,7 @@ import pytest
 
 import tvm_sparse
 from tvm_sparse import functional, machine
-from tvm_sparse.operators import BsrMatmul, Problem, SoftmaxTopk, parse
+from tvm_sparse.operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk, parse
 from tvm_sparse.operators.problem import FLOATS
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -34,6 +34,7 @@ pytestmark = [
 
 TOPK = "softmax_topk/batch=7,vocab=2051,k=5"  # rows of odd length: only every fourth is aligned to 16 bytes
 BLOCKS = "bsr_matmul/m=7,k=192,n=96,block=16x32,sparsity=0.5"
+LOOKUP = "nhot_lookup/rows=7,vocab=300,width=136,nonzeros=10,weighted=1"
 numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
 
 
@@ -113,6 +114,58 @@ def test_bsr_matmul_equals_the_reference(key: str, dtype: str, structure: str) -
             check_product(problem, [inputs[0][:rows], *inputs[1:]], tvm_sparse.bsr_matmul(x[:rows], weight))
 
 
+@pytest.mark.parametrize("structure", NhotLookup.structures)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("key", [LOOKUP, "nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=0,index=int64"])
+def test_nhot_lookup_equals_the_reference(key: str, dtype: str, structure: str) -> None:
+    problem = parse(f"{key},dtype={dtype}")
+    inputs = problem.generate(next(numbers), structure)
+    indptr, indices, *values, table = map(cuda, inputs)
+    parts = (indptr, indices, values[0] if values else None)
+    sparse: list[Any] = [parts, tvm_sparse.CsrRows(parts, columns=problem.vocab)]
+    if values:
+        sparse.append(torch.sparse_csr_tensor(*parts, size=(problem.rows, problem.vocab)))
+    wide = [indptr.long(), indices.long(), parts[2]]
+    sparse.append(tuple(wide))
+    for csr in sparse:
+        [out] = poisoned(problem)
+        assert tvm_sparse.nhot_lookup(csr, table, out=out, validate=True) is out
+        expected = problem.reference(inputs)
+        problem.check(inputs, expected, [host(out)])
+        for _ in range(2):  # the second call takes the short way
+            problem.check(inputs, expected, [host(tvm_sparse.nhot_lookup(csr, table))])
+
+
+def test_lookups_of_other_lengths_take_the_short_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minibatches differ in their entries: as long as rows are about as long, the kernel is the same."""
+    problem = parse(LOOKUP)
+    inputs = problem.generate(next(numbers))
+    table = cuda(inputs[-1])
+    tvm_sparse.nhot_lookup(tuple(map(cuda, inputs[:3])), table)
+    monkeypatch.setattr(functional.arrays, "facts", lambda *_: pytest.fail("the long way was taken"))
+    for total in (60, 75, 90):
+        indptr = np.sort(np.random.default_rng(total).integers(0, total, 8)).astype(np.int32)
+        indptr[[0, -1]] = 0, total
+        indices = np.random.default_rng(total).integers(0, 300, total).astype(np.int32)
+        given = [indptr, indices, np.ones(total, np.float32), inputs[-1]]
+        out = tvm_sparse.nhot_lookup(tuple(map(cuda, given[:3])), table)
+        problem.check(given, problem.reference(given), [host(out)])
+
+
+def test_rows_of_a_table_beyond_2_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of free GPU memory")
+    table = torch.zeros(70_000, 40_000, device="cuda")
+    some = [0, 53_688, 69_999]
+    table[some] = torch.randn(3, 40_000, device="cuda")
+    indptr = torch.arange(0, 8, 2, device="cuda")
+    indices = torch.tensor([0, 53_688, 69_999, 1, 69_999, 0], device="cuda")
+    out = tvm_sparse.nhot_lookup((indptr, indices, None), table)
+    assert torch.equal(out, table[indices[0::2]] + table[indices[1::2]])
+    del table, out
+    torch.cuda.empty_cache()
+
+
 def test_nothing_to_compute() -> None:
     values, indices = tvm_sparse.softmax_topk(torch.empty(0, 2051, device="cuda"), 5)
     assert values.shape == indices.shape == (0, 5) and values.is_cuda and indices.is_cuda
@@ -184,6 +237,9 @@ def calls() -> dict[str, tuple[Any, Any, Any]]:
     problem = parse(BLOCKS)
     inputs = problem.generate(next(numbers))
     weight = tvm_sparse.BsrWeight(tuple(map(cuda, inputs[1:])), columns=problem.k)
+    lookup = parse(LOOKUP)
+    *entries, _ = lookup.generate(next(numbers))
+    rows = tvm_sparse.CsrRows(tuple(map(cuda, entries)), columns=lookup.vocab)
     return {
         "softmax_topk": (
             torch.randn(7, 2051, device="cuda"),
@@ -195,15 +251,22 @@ def calls() -> dict[str, tuple[Any, Any, Any]]:
             lambda x, out: tvm_sparse.bsr_matmul(x, weight, out=out),
             lambda x, out: check_product(problem, [host(x), *inputs[1:]], out),
         ),
+        "nhot_lookup": (
+            torch.randn(300, 136, device="cuda"),
+            lambda table, out: tvm_sparse.nhot_lookup(rows, table, out=out),
+            lambda table, out: lookup.check(
+                [*entries, host(table)], lookup.reference([*entries, host(table)]), [host(out)]
+            ),
+        ),
     }
 
 
 def outputs_of(name: str) -> Any:
-    found = poisoned(parse(TOPK if name == "softmax_topk" else BLOCKS))
+    found = poisoned(parse({"softmax_topk": TOPK, "bsr_matmul": BLOCKS, "nhot_lookup": LOOKUP}[name]))
     return found if name == "softmax_topk" else found[0]
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul"])
+@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
 def test_the_current_stream_is_used(name: str) -> None:
     """The input is written on a side stream behind a long wait, where only work of the same stream sees it."""
     static, call, check = calls()[name]
@@ -224,7 +287,7 @@ def test_the_current_stream_is_used(name: str) -> None:
         check(fresh, result)
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul"])
+@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
 @pytest.mark.parametrize("how", ["out", "new"])
 def test_graph_capture_and_replay(name: str, how: str) -> None:
     static, call, check = calls()[name]
@@ -243,7 +306,7 @@ def test_graph_capture_and_replay(name: str, how: str) -> None:
         check(static, result)
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul"])
+@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
 def test_nothing_is_allocated_but_outputs(name: str) -> None:
     static, call, check = calls()[name]
     out = outputs_of(name)
@@ -351,6 +414,25 @@ def test_validate_finds_what_is_wrong_on_the_gpu(name: str, spoil: Any, message:
         tvm_sparse.BsrWeight(tuple(arrays), columns=192, validate=True)
 
 
+def test_validate_finds_what_is_wrong_with_rows_on_the_gpu() -> None:
+    *inputs, table = map(cuda, parse(LOOKUP).generate(next(numbers)))
+    for name, at, value, message in (
+        ("indices", 3, 300, r"indices\[3\]=300 is outside \[0, 300\)"),
+        ("indptr", 2, 10_000, "must never fall"),
+        ("indptr", -1, 69, "must start at 0 and end at 70"),
+    ):
+        parts = [part.clone() for part in inputs]
+        rows = tvm_sparse.CsrRows(tuple(parts), columns=300, validate=True)
+        parts[("indptr", "indices").index(name)][at] = value
+        for csr in (tuple(parts), rows):
+            with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+                tvm_sparse.nhot_lookup(csr, table, validate=True)
+    with pytest.raises(ValueError, match="csr: expected arrays on cuda:0, as the table is, got cpu:0"):
+        tvm_sparse.nhot_lookup(tuple(part.cpu() for part in inputs), table)
+    with pytest.raises(ValueError, match="values: expected an array on cuda:0, as indptr is, got one on cpu:0"):
+        tvm_sparse.nhot_lookup((*inputs[:2], inputs[2].cpu()), table)
+
+
 def test_lengths_on_the_gpu_are_checked_without_being_asked() -> None:
     """They cost no synchronisation."""
     x, data, indices, indptr = map(cuda, parse(BLOCKS).generate(next(numbers)))
@@ -363,7 +445,7 @@ def test_lengths_on_the_gpu_are_checked_without_being_asked() -> None:
 # ---- host time -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul"])
+@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
 def test_host_time_of_a_call(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Printed, not asserted: the aim is below 8 us. What is asserted is that the calls timed were right."""
     static, call, check = calls()[name]

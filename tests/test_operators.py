@@ -14,11 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tvm_sparse.formats.bsr import check_structure, random_pattern, skew
-from tvm_sparse.operators import OPERATORS, BsrMatmul, Mismatch, Problem, ProblemError, SoftmaxTopk, make, parse
+from tvm_sparse.formats.compressed import check_compressed
+from tvm_sparse.operators import (
+    OPERATORS,
+    BsrMatmul,
+    Mismatch,
+    NhotLookup,
+    Problem,
+    ProblemError,
+    SoftmaxTopk,
+    make,
+    parse,
+)
+from tvm_sparse.operators.nhot_lookup import INDEX, typical
 from tvm_sparse.operators.problem import FLOATS
 
 SOFTMAX = [p for p in AWKWARD if isinstance(p, SoftmaxTopk)]
 BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
+NHOT = [p for p in AWKWARD if isinstance(p, NhotLookup)]
 
 softmax_problems = st.integers(1, 2**20).flatmap(
     lambda vocab: st.builds(
@@ -37,10 +50,20 @@ def bsr_problems(draw: st.DrawFn) -> BsrMatmul:
     return BsrMatmul(draw(st.integers(1, 500)), k, n, block, sparsity, pattern, draw(st.sampled_from(FLOATS)), *extras)
 
 
+nhot_problems = st.builds(
+    NhotLookup,
+    *(st.integers(1, 2**20) for _ in range(3)),
+    nonzeros=st.integers(1, 1000),
+    dtype=st.sampled_from(FLOATS),
+    weighted=st.integers(0, 1),
+    index=st.sampled_from(INDEX),
+)
+
+
 # ---- keys ----------------------------------------------------------------------------------------
 
 
-@given(st.one_of(softmax_problems, bsr_problems()))
+@given(st.one_of(softmax_problems, nhot_problems, bsr_problems()))
 def test_keys_round_trip(problem: Problem) -> None:
     assert parse(problem.key) == problem
     assert make(problem.operator, {name: str(value) for name, value in problem.axes.items()}) == problem
@@ -55,6 +78,10 @@ def test_keys_are_stable() -> None:
     assert softmax.key == str(softmax) == "softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"
     bsr = make("bsr_matmul", {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.899999})
     assert bsr.key == "bsr_matmul/m=8,k=1024,n=1024,block=16x16,sparsity=0.9,pattern=uniform,dtype=float32"
+    nhot = make("nhot_lookup", {"rows": 100, "vocab": "10_240", "width": 512, "nonzeros": 10})
+    assert nhot.key == "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=10,dtype=float32"
+    nhot = dataclasses.replace(nhot, weighted=1, index="int64")
+    assert nhot.key == "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=10,dtype=float32,weighted=1,index=int64"
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -95,6 +122,11 @@ def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
         ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,pattern=diagonal", "pattern must be one of uniform, skewed"),
         ("bsr_matmul/m=1,k=65536,n=65536,block=16,sparsity=0.9", "fewer than 2^31 elements"),
         ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,dtype=int8", "dtype must be one of"),
+        ("nhot_lookup/rows=0,vocab=2,width=3,nonzeros=1", "rows must be an integer of at least 1, got 0"),
+        ("nhot_lookup/rows=1,vocab=2,width=3,nonzeros=0", "nonzeros must be an integer of at least 1, got 0"),
+        ("nhot_lookup/rows=1,vocab=2147483648,width=3,nonzeros=1", "vocab must be below 2^31, got 2147483648"),
+        ("nhot_lookup/rows=1,vocab=2,width=3,nonzeros=1,weighted=2", "weighted must be 0 or 1"),
+        ("nhot_lookup/rows=1,vocab=2,width=3,nonzeros=1,index=int16", "index must be one of int32, int64, got 'int16'"),
         ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,bias=2", "bias must be 0 or 1, got 2"),
         ("bsr_matmul/m=1,k=16,n=16,block=16,sparsity=0,activation=tanh", "activation must be one of relu, gelu, silu"),
     ],
@@ -122,6 +154,34 @@ def test_distance_orders_by_likeness() -> None:
     # Density counts, not sparsity: from 90 % to 95 % zero is half of the work, from 10 % to 15 % nearly none.
     thin, thick = (dataclasses.replace(bsr, sparsity=s) for s in (0.95, 0.15))
     assert bsr.distance(thin) > dataclasses.replace(bsr, sparsity=0.1).distance(thick)
+
+
+def test_lookups_differ_in_what_their_decisions_depend_on() -> None:
+    nhot = parse("nhot_lookup/rows=100,vocab=1000,width=512,nonzeros=10")
+    assert nhot.distance(dataclasses.replace(nhot, vocab=10**6)) == 0  # programs read it when they run
+    assert nhot.distance(dataclasses.replace(nhot, dtype="float16")) is None
+    others = [dataclasses.replace(nhot, **axis) for axis in ({"index": "int64"}, {"weighted": 1}, {"nonzeros": 50})]
+    distances = [nhot.distance(other) for other in others]
+    assert 0 < distances[0] < distances[1] < distances[2]
+
+
+def test_typical_rows_are_counted_roughly() -> None:
+    assert [typical(n, 1) for n in (0, 1, 2, 3, 4, 7, 8, 14, 15, 100, 1000)] == [
+        1,
+        1,
+        2,
+        2,
+        5,
+        5,
+        10,
+        10,
+        20,
+        100,
+        1000,
+    ]
+    assert typical(5, 10) == 1 and typical(1001, 100) == 10 and typical(10**12, 1) == 10**12
+    for n in range(1, 2000):
+        assert 1 / 1.6 < typical(n, 1) / n < 1.6
 
 
 # ---- generated inputs ----------------------------------------------------------------------------
@@ -193,6 +253,51 @@ def test_random_patterns_hold_as_many_blocks_as_fit(nnzb: int, block_cols: int, 
     assert not np.diff(indptr)[np.array(weights) == 0].any()
 
 
+@pytest.mark.parametrize("problem", [*NHOT, parse("nhot_lookup/rows=100,vocab=1000,width=8,nonzeros=10")], ids=case_id)
+def test_rows_are_what_the_structure_says(problem: NhotLookup) -> None:
+    for seed, structure in enumerate(problem.structures):
+        indptr, indices, *values, table = problem.generate(seed, structure)
+        check_compressed(indptr, indices, len(indices), (problem.rows, problem.vocab), stored_in="value")
+        assert str(indptr.dtype) == str(indices.dtype) == problem.index
+        assert {str(a.dtype) for a in (*values, table)} == {problem.dtype} and len(values) == problem.weighted
+        assert table.shape == (problem.vocab, problem.width)
+        counts, rows = np.diff(indptr), np.split(indices, indptr[1:-1])
+        each = min(problem.nonzeros, problem.vocab)
+        if structure == "random":
+            assert (counts == each).all() and all((np.diff(row) > 0).all() for row in rows)
+        elif structure == "empty_rows":
+            assert not counts[::2].any() and (counts[1::2] == each).all()
+        elif structure == "one_hot":
+            assert (counts == 1).all()
+        elif structure == "one_long_row":
+            assert counts.max() == counts[problem.rows // 2] == problem.rows * problem.nonzeros
+            assert (np.delete(counts, problem.rows // 2) <= 1).all()
+        elif structure == "duplicates" and each > 1:
+            assert all(len(np.unique(row)) <= len(row) // 2 for row in rows)
+        elif structure == "zipf" and problem.vocab == 1000:
+            assert np.bincount(indices).max() > 10 * len(indices) / problem.vocab
+        assert (structure == "special" and bool(counts.any())) == (not np.isfinite(table.astype(float)).all())
+
+
+def test_a_table_row_that_is_looked_up_often_costs_once() -> None:
+    problem = parse("nhot_lookup/rows=50,vocab=1000,width=64,nonzeros=4,weighted=1,index=int64")
+    indptr, indices, values, table = problem.generate(0)
+    sizes = [len(a) * 8 for a in (indptr, indices)] + [len(values) * 4, 50 * 64 * 4]
+    for columns, rows in ((indices, len(np.unique(indices))), (indices * 0, 1)):
+        cost = problem.cost([indptr, columns, values, table])
+        assert cost.bytes == sum(sizes) + rows * 64 * 4 and cost.operations == 2 * 200 * 64
+    assert problem.cost().bytes == pytest.approx(problem.cost([indptr, indices, values, table]).bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("problem", [NHOT[1], parse("bsr_matmul/m=9,k=8,n=8,block=2,sparsity=0.5")], ids=case_id)
+def test_a_sample_gives_the_same_rows(problem: Problem) -> None:
+    for structure in problem.structures[:3]:
+        inputs, rows = problem.generate(3, structure), np.array([0, 2, 3, 6])
+        some = problem.with_batch(len(rows)).reference(problem.sample(inputs, rows))
+        for few, full in zip(some, problem.reference(inputs), strict=True):
+            np.testing.assert_array_equal(few, full[rows])
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_unknown_structure(operator: str) -> None:
     with pytest.raises(ProblemError, match="structure: got 'strange'; expected one of random"):
@@ -247,6 +352,16 @@ def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
         wanted = activation(torch.from_numpy(wanted)).numpy()
         (y,) = problem.reference([x, data, indices, indptr, *bias])
         np.testing.assert_allclose(y, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("problem", NHOT, ids=case_id)
+def test_nhot_lookup_reference_against_scipy(problem: NhotLookup) -> None:
+    for seed, structure in enumerate(problem.structures[:-1]):
+        indptr, indices, *values, table = problem.generate(seed, structure)
+        data = values[0].astype(np.float64) if values else np.ones(len(indices))
+        a = scipy.sparse.csr_array((data, indices, indptr), shape=(problem.rows, problem.vocab))
+        (out,) = problem.reference([indptr, indices, *values, table])
+        np.testing.assert_allclose(out, a @ table.astype(np.float64), rtol=1e-9, atol=1e-9)
 
 
 # ---- checks --------------------------------------------------------------------------------------

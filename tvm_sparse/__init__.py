@@ -2,6 +2,7 @@
 
 >>> values, indices = tvm_sparse.softmax_topk(logits, k=5)
 >>> y = tvm_sparse.bsr_matmul(x, weight)
+>>> rows = tvm_sparse.nhot_lookup(csr, table)
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
 Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch.
@@ -12,19 +13,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .functional import bsr_matmul, explain, softmax_topk
-    from .layers import BsrWeight
+    from .functional import bsr_matmul, explain, nhot_lookup, softmax_topk
+    from .layers import BsrWeight, CsrRows
     from .runtime.dispatch import Explanation
 
 _HOMES = {
     "softmax_topk": "functional",
     "bsr_matmul": "functional",
+    "nhot_lookup": "functional",
     "explain": "functional",
     "BsrWeight": "layers",
+    "CsrRows": "layers",
     "Explanation": "runtime.dispatch",
 }
 
-__all__ = ["BsrWeight", "Explanation", "bsr_matmul", "explain", "load", "softmax_topk"]
+__all__ = ["BsrWeight", "CsrRows", "Explanation", "bsr_matmul", "explain", "load", "nhot_lookup", "softmax_topk"]
 
 
 def load(folder: str) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .machine import Machine
-from .operators import BsrMatmul, Problem, SoftmaxTopk
+from .operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk
 from .operators.problem import Mismatch
 
 Call = Callable[[], Any]
@@ -202,6 +202,72 @@ def _numpy_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call
     return lambda: x @ weight.T
 
 
+def _nhot_tensors(problem: NhotLookup, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any, Any]:
+    """indptr, indices, values or None, and the table, on the device."""
+    indptr, indices, *values, table = (_torch_tensor(a, device) for a in inputs)
+    return indptr, indices, values[0] if values else None, table
+
+
+def _torch_embedding_bag(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
+    return lambda: torch.nn.functional.embedding_bag(
+        indices, table, indptr, mode="sum", per_sample_weights=values, include_last_offset=True
+    )
+
+
+def _torch_embedding(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
+    if values is not None or not bool((torch.diff(indptr) == 1).all()):
+        raise ValueError("an embedding has one entry a row, without a value")
+    return lambda: torch.nn.functional.embedding(indices, table)
+
+
+def _torch_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import warnings
+
+    import torch
+
+    indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
+    if values is None:
+        values = torch.ones(len(indices), dtype=table.dtype, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse tensors are in beta
+        a = torch.sparse_csr_tensor(indptr, indices, values, size=(len(indptr) - 1, problem.vocab))
+    return lambda: a @ table
+
+
+def _dense_rows(problem: NhotLookup, inputs: Sequence[Any]) -> Any:
+    """The sparse rows of the inputs as a dense `(rows, vocab)` array."""
+    import numpy as np
+
+    indptr, indices, *values, table = inputs
+    dense = np.zeros((len(indptr) - 1, problem.vocab), np.float32)
+    rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    np.add.at(dense, (rows, indices), values[0].astype(np.float32) if values else np.float32(1))
+    return dense.astype(table.dtype)
+
+
+def _torch_dense_rows(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    a, table = _torch_tensor(_dense_rows(problem, inputs), device), _torch_tensor(inputs[-1], device)
+    return lambda: a @ table
+
+
+def _scipy_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import numpy as np
+    import scipy.sparse
+
+    indptr, indices, *values, table = inputs
+    if problem.dtype != "float32":
+        raise TypeError(f"SciPy has no {problem.dtype}")
+    data = values[0] if values else np.ones(len(indices), table.dtype)
+    a = scipy.sparse.csr_array((data, indices, indptr), shape=(len(indptr) - 1, problem.vocab))
+    return lambda: a @ table
+
+
 BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 
 PEERS: tuple[Peer, ...] = (
@@ -213,6 +279,11 @@ PEERS: tuple[Peer, ...] = (
     Peer("torch bsr_dense_mm (Triton)", "bsr_matmul", "triton", CUDA, _torch_bsr_triton),
     Peer("SciPy BSR @ dense", "bsr_matmul", "scipy", CPU, _scipy_bsr),
     Peer("NumPy dense", "bsr_matmul", "numpy", CPU, _numpy_dense),
+    Peer("torch embedding_bag", "nhot_lookup", "torch", BOTH, _torch_embedding_bag),
+    Peer("torch embedding", "nhot_lookup", "torch", BOTH, _torch_embedding),
+    Peer("torch CSR @ dense", "nhot_lookup", "torch", BOTH, _torch_csr),
+    Peer("torch dense", "nhot_lookup", "torch", BOTH, _torch_dense_rows),
+    Peer("SciPy CSR @ dense", "nhot_lookup", "scipy", CPU, _scipy_csr),
 )
 
 
@@ -235,11 +306,23 @@ def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callabl
     return lambda: bsr_matmul(x, weight), weight.problem(problem.m)
 
 
+def _ours_nhot_lookup(
+    problem: NhotLookup, inputs: Sequence[Any], convert: Callable[[Any], Any]
+) -> tuple[Call, Problem]:
+    from .functional import nhot_lookup
+    from .layers import CsrRows
+
+    indptr, indices, *values, table = map(convert, inputs)
+    rows = CsrRows((indptr, indices, values[0] if values else None), columns=problem.vocab, validate=True)
+    return lambda: nhot_lookup(rows, table), rows.problem(problem.width, problem.dtype)
+
+
 # The call of our public function, and the problem that it finds in its arguments: of a sparse weight that is read off
 # the pattern, and decides which record is used.
 OURS: Mapping[str, Callable[..., tuple[Call, Problem]]] = {
     "softmax_topk": _ours_softmax_topk,
     "bsr_matmul": _ours_bsr_matmul,
+    "nhot_lookup": _ours_nhot_lookup,
 }
 NAME = "tvm_sparse"
 
@@ -311,8 +394,7 @@ class _Sample:
         import numpy as np
 
         self._rows = np.unique(np.linspace(0, problem.batch_extent - 1, CHECKED_ROWS).astype(int))
-        batched = [spec.shape[:1] == (problem.batch_axis,) for spec in problem.kernel_inputs]
-        self.inputs = [a[self._rows] if rows else a for a, rows in zip(inputs, batched, strict=True)]
+        self.inputs = problem.sample(inputs, self._rows)
         self.expected = problem.with_batch(len(self._rows)).reference(self.inputs)
 
     def of(self, outputs: Sequence[Any]) -> list[Any]:

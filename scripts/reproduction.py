@@ -1,0 +1,96 @@
+"""What scripts that reproduce a paper's table share: provenance, a CSV that carries it, and a plot."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import importlib.util
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tvm_sparse import peers
+from tvm_sparse.machine import Machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def provenance(where: Machine) -> dict[str, str]:
+    """Device, date, versions, and how times are taken: what a figure means nothing without."""
+    facts = {
+        "device": f"{where.name} ({where.arch})",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "python": platform.python_version(),
+    }
+    for package in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "scipy", "torch", "triton"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "absent"
+    if where.kind == "cuda" and peers.has_torch("cuda"):
+        import torch
+
+        facts["torch_cuda"] = str(torch.version.cuda)
+        facts["timing"] = "CUDA graphs of 10-50 calls, events, median of 30 rounds in turn; inputs not rotated (hot)"
+    else:
+        facts["timing"] = "calls from Python, median of 15 rounds in turn; inputs not rotated (hot)"
+    return facts
+
+
+def result_path(name: str, where: Machine) -> Path:
+    """`scripts/results/<name>-<device>`, without a suffix: `h200` of an NVIDIA H200, of a CPU its architecture."""
+    device = where.name.removeprefix("NVIDIA ") if where.kind == "cuda" else where.arch
+    return RESULTS / f"{name}-{re.sub(r'[^a-z0-9_]+', '-', device.lower()).strip('-')}"
+
+
+def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A CSV whose first lines are the facts, as comments."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        file.writelines(f"# {name}: {value}\n" for name, value in facts.items())
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def has_plot() -> bool:
+    """Whether matplotlib, the extra `plot`, is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_plot(
+    path: Path,
+    facts: Mapping[str, str],
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    x: str,
+    y: str = "microseconds a call",
+    printed: Sequence[str] = (),
+) -> None:
+    """Points by series on logarithmic axes, with the provenance below; `printed` series are the paper's, dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
+    for name, points in series.items():
+        if points:
+            own = name.startswith(peers.NAME)
+            style = {"linestyle": "--", "alpha": 0.6} if name in printed else {"linewidth": 2.5 if own else 1.2}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
+    ticks = sorted({place for points in series.values() for place, _ in points})
+    axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    shown = ("device", "date", "tvm_sparse", "apache-tvm", "torch", "torch_cuda")
+    figure.supxlabel("  ".join(f"{name} {facts[name]}" for name in shown if name in facts), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
