@@ -36,6 +36,9 @@ INDEX = ("int32", "int64")
 
 # Half a unit in the last place of the output, relative.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Half a unit of the smallest numbers, absolute: of float16 they are large enough for products to be among them. Results
+# below the normal numbers of the other two may be flushed to zero.
+SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
 # A float32 sum of n products has n roundings, each of at most half a unit of the sum of absolute products; in any
 # order, hundreds of them grow like their square root, for which 64 leaves a wide margin at 16,384 terms.
 MOST_ROUNDINGS = 64
@@ -216,7 +219,7 @@ class NhotLookup(Problem):
         size = self._product(indptr, indices, values[0].astype(np.float64) if values else None, table, absolute=True)
         roundings = np.minimum(np.diff(indptr), MOST_ROUNDINGS)[:, None]
         with np.errstate(invalid="ignore"):
-            bound = roundings * 2.0**-24 * size + ROUNDING[self.dtype] * np.abs(wanted) + 1e-30
+            bound = roundings * 2.0**-24 * size + ROUNDING[self.dtype] * np.abs(wanted) + SMALLEST[self.dtype]
             # Where an infinity is wanted the bound is infinite too, and says nothing.
             close = np.isfinite(wanted) & (np.abs(out - wanted) <= bound)
             good = close | (out == wanted) | (np.isnan(out) & np.isnan(wanted))
