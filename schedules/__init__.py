@@ -10,7 +10,7 @@ from tvm_sparse.operators.problem import Problem
 from tvm_sparse.tuning.records import Candidate
 
 from .block_rows import block_rows
-from .cross_thread import cross_thread, warp_shuffle
+from .cross_thread import cross_thread, over_blocks, warp_shuffle
 from .lookup_elements import lookup_elements
 from .per_element import per_element, per_tile
 from .radix_select import radix_select
@@ -18,6 +18,7 @@ from .row_gather import row_gather
 from .row_scan import row_scan
 from .softmax_rows import logsumexp_rows, softmax_rows
 from .softmax_vectors import logsumexp_streamed, softmax_held, softmax_staged, softmax_streamed
+from .staged_x import staged_x
 from .template import Decisions, NotApplicable, Program, Table, Template, Workspace
 from .tensor_core import tensor_core
 from .threshold_gate import cluster_gate, threshold_gate
@@ -45,8 +46,10 @@ TEMPLATES: tuple[Template, ...] = (
     block_rows,
     per_element,
     per_tile,
+    over_blocks,
     cross_thread,
     warp_shuffle,
+    staged_x,
     tensor_core,
     row_gather,
     lookup_elements,

@@ -1,9 +1,10 @@
-"""Block-sparse matmul, threads share a dot product: reduction within blocks (Gu 2020, sections 4.4.2 and 4.4.3).
+"""Block-sparse matmul, threads share a dot product: reduction over or within blocks (Gu 2020, section 4.4).
 
-The stored elements of a block row, laid end to end, are dealt out to `lanes` threads in vectors of `vec`; each keeps
-partial sums for `tile_m` rows of x and `tile_n` rows of the weight, so that a vector of either serves several
-products. The partial sums are a stage of their own, reduced across threads: up to 32 lanes by warp shuffles (the
-`warp_shuffle` template), beyond that through shared memory (`cross_thread`).
+The stored elements of a block row, laid end to end, are dealt out to `lanes` threads: in whole blocks, each thread
+going through its own (4.4.1, the `over_blocks` template), or in vectors of `vec`, so that neighbouring threads read
+neighbouring vectors (4.4.2). Each keeps partial sums for `tile_m` rows of x and `tile_n` rows of the weight, so that a
+vector of either serves several products. The partial sums are a stage of their own, reduced across threads: up to 32
+lanes by warp shuffles (4.4.3, the `warp_shuffle` template), beyond that through shared memory (`cross_thread`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ def space(lanes: tuple[int, ...], problem: Problem) -> Table:
     }
 
 
+def blocks_space(problem: Problem, machine: Machine) -> Table:
+    _, block_cols = problem.grid
+    # More threads than a row could have blocks would never have work.
+    lanes = tuple(lanes for lanes in powers(2, 256) if lanes < 2 * block_cols)
+    if block_cols < 2 or lanes[-1] * max(rows for rows in ROWS if problem.n % rows == 0) < 32:
+        raise NotApplicable(f"rows of {block_cols} blocks have no work for the 32 threads of a warp")
+    return space(lanes, problem)
+
+
 def shuffle_space(problem: Problem, machine: Machine) -> Table:
     return space(powers(2, 32), problem)
 
@@ -61,6 +71,10 @@ def shared_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> 
     return allowed(problem, machine, decisions, MAX_HELD_SHARED)
 
 
+def blocks_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    return allowed(problem, machine, decisions, MAX_HELD if decisions["lanes"] <= 32 else MAX_HELD_SHARED)
+
+
 def default(problem: Problem, machine: Machine) -> Decisions:
     """The middle of the space: a warp a row (or two warps), four rows a block of threads, all of a small m at once."""
     table = shuffle_space(problem, machine)
@@ -72,7 +86,14 @@ def shared_default(problem: Problem, machine: Machine) -> Decisions:
     return {**default(problem, machine), "lanes": 64}
 
 
-def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int):
+def blocks_default(problem: Problem, machine: Machine) -> Decisions:
+    """Up to 32 lanes, as many as a row can have blocks, and as many rows beside each other as make a warp of them."""
+    lanes = max(lanes for lanes in blocks_space(problem, machine)["lanes"] if lanes <= 32)
+    fitting = [rows for rows in ROWS if problem.n % rows == 0 and rows * lanes >= 32]
+    return {**default(problem, machine), "lanes": lanes, "rows": next((r for r in fitting if r >= 4), fitting[-1])}
+
+
+def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int, over_blocks: bool = False):
     """The product in three stages: partial sums by lane, their sum, and the output in its dtype.
 
     Each stage is a block of its own so that a schedule can place it; `part` names the lane that owns each sum.
@@ -87,6 +108,19 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
     biased, activation = bool(problem.bias), problem.activation
     row_tiles = n // tile_n
     step = lanes * vec
+    across = cols // vec
+
+    def position(q, lane):
+        """Where the q-th vector of a lane begins among the stored elements of a row of a block row."""
+        if over_blocks:
+            return (q // across * lanes + lane) * cols + q % across * vec
+        return (q * lanes + lane) * vec
+
+    def steps(elements):
+        """Vectors of a lane that has most of them."""
+        if over_blocks:
+            return (elements // cols + (lanes - 1)) // lanes * across
+        return (elements + (step - 1)) // step
 
     # fmt: off
     @T.prim_func(s_tir=True)
@@ -114,26 +148,26 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
                 for jj, ii in T.grid(tile_n, tile_m):
                     part[vi, vj, jj, ii, lane] = T.float32(0)
                 # A row with no blocks takes one step in which every lane finds nothing to do.
-                for q in range((
-                    (indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]) * cols + (step - 1)
-                ) // step):
-                    if (q * lanes + lane) * vec < (
+                for q in range(steps(
+                    (indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]) * cols
+                )):
+                    if position(q, lane) < (
                         indptr[vj * tile_n // rows + 1] - indptr[vj * tile_n // rows]
                     ) * cols:
                         for jj in T.unroll(tile_n):
                             for v in T.vectorized(vec):
                                 w[jj, v] = data[
-                                    indptr[vj * tile_n // rows] + (q * lanes + lane) * vec // cols,
+                                    indptr[vj * tile_n // rows] + position(q, lane) // cols,
                                     vj * tile_n % rows + jj,
-                                    (q * lanes + lane) * vec % cols + v,
+                                    position(q, lane) % cols + v,
                                 ]
                         for ii in T.unroll(tile_m):
                             # Rows beyond m repeat the last one and are not stored.
                             for v in T.vectorized(vec):
                                 a[v] = x[
                                     T.min(vi * tile_m + ii, m - 1),
-                                    indices[indptr[vj * tile_n // rows] + (q * lanes + lane) * vec // cols] * cols
-                                    + (q * lanes + lane) * vec % cols + v,
+                                    indices[indptr[vj * tile_n // rows] + position(q, lane) // cols] * cols
+                                    + position(q, lane) % cols + v,
                                 ]
                             for jj in T.unroll(tile_n):
                                 for v in T.unroll(vec):
@@ -164,12 +198,12 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int)
     return main if biased else drop_parameter(main, "bias")
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: Problem, decisions: Decisions, over_blocks: bool = False) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
     tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["lanes"]
-    func = definition(problem, tile_m, tile_n, lanes, decisions["vec"])
+    func = definition(problem, tile_m, tile_n, lanes, decisions["vec"], over_blocks)
     schedule = Schedule(tvm.IRModule({"main": func}))
     part, total, y = (schedule.get_sblock(name) for name in ("part", "total", "y"))
 
@@ -191,6 +225,22 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     schedule.reverse_compute_at(y, row)
     return Program(schedule.mod)
 
+
+def blocks_build(problem: Problem, decisions: Decisions) -> Program:
+    return build(problem, decisions, over_blocks=True)
+
+
+over_blocks = Template(
+    name="over_blocks",
+    version=1,
+    operator="bsr_matmul",
+    kind="cuda",
+    summary="threads share a dot product, each with blocks of its own (Gu 2020, 4.4.1)",
+    space=blocks_space,
+    default=blocks_default,
+    build=blocks_build,
+    allowed=blocks_allowed,
+)
 
 warp_shuffle = Template(
     name="warp_shuffle",

@@ -234,15 +234,15 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                 store(Y, B, top + f * 16 + e // 2 * 8 + group,
                                       tile * tile_n + g * 8 + lane * 2 + e % 2, sums[(f * wide + g) * 4 + e])
         else:
-            parts = T.alloc_shared([warps_m, split, tile_m, pitch], "float32")
+            parts = T.alloc_shared([warps_m * split, tile_m, pitch], "float32")
             for f in T.unroll(tall):
                 for g in T.unroll(wide):
                     for e in T.unroll(4):
                         if weight_first:
-                            parts[t // share, t // 32 % split, g * 8 + lane * 2 + e % 2, f * 16 + e // 2 * 8 + group] = (
+                            parts[t // 32, g * 8 + lane * 2 + e % 2, f * 16 + e // 2 * 8 + group] = (
                                 sums[(f * wide + g) * 4 + e])
                         else:
-                            parts[t // share, t // 32 % split, f * 16 + e // 2 * 8 + group, g * 8 + lane * 2 + e % 2] = (
+                            parts[t // 32, f * 16 + e // 2 * 8 + group, g * 8 + lane * 2 + e % 2] = (
                                 sums[(f * wide + g) * 4 + e])
             T.cuda.cta_sync()
             for i in T.serial((pairs - t % share + (share - 1)) // share):
@@ -252,7 +252,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         sums[e] = T.float32(0)
                         for s in T.unroll(split):
                             sums[e] = sums[e] + parts[
-                                t // share, s, pair // (tile_n // 2), pair % (tile_n // 2) * 2 + e]
+                                t // share * split + s, pair // (tile_n // 2), pair % (tile_n // 2) * 2 + e]
                     for e in T.vectorized(2):
                         store(Y, B, top + pair // (tile_n // 2),
                               tile * tile_n + pair % (tile_n // 2) * 2 + e, sums[e])

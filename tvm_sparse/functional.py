@@ -15,6 +15,7 @@ from . import machine
 from .layers import BsrWeight, CsrRows
 from .machine import Machine
 from .operators import SoftmaxTopk, make, parse
+from .operators.bsr_matmul import ACTIVATIONS, activated
 from .operators.nhot_lookup import typical
 from .operators.problem import FLOATS, Problem
 from .runtime import arrays
@@ -113,10 +114,19 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
     return out if out is not None else (arrays.returned(values, logits), arrays.returned(indices, logits))
 
 
-def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) -> Any:
-    """x @ weight.T with a block-sparse weight.
+def bsr_matmul(
+    x: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    validate: bool = False,
+) -> Any:
+    """activation(x @ weight.T + bias) with a block-sparse weight.
 
-    y[i, j] = sum_k x[i, k] * weight[j, k],  of which only the stored blocks of the weight are read.
+    y[i, j] = activation(bias[j] + sum_k x[i, k] * weight[j, k]),  of which only the stored blocks of the weight are
+    read.
 
     Parameters
     ----------
@@ -128,6 +138,10 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
         `(nnzb, block_rows, block_cols)`, indices `(nnzb,)` in [0, k / block_cols) and indptr `(n / block_rows + 1,)`.
         Blocks may be rectangular; block rows may be empty; columns of a row need not be sorted, and blocks that stand
         twice are added. Same dtype and device as `x`.
+    bias
+        `(n,)` of x's dtype, on its device.
+    activation
+        `"relu"`, `"gelu"` (by the error function, as torch's default) or `"silu"`, applied in float32.
     out
         `(m, n)` array of x's dtype to write into, contiguous and on the same device.
     validate
@@ -142,12 +156,12 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     Raises
     ------
     TypeError
-        If `x` or `weight` is none of these.
+        If `x`, `weight` or `bias` is none of these.
     ValueError
         For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
-        different devices, matrices of 2^31 elements or more, or an `out` that does not fit.
+        different devices, matrices of 2^31 elements or more, an unknown activation, or an `out` that does not fit.
     RuntimeError
-        If `x` or the weight requires a gradient.
+        If `x`, the weight or the bias requires a gradient.
 
     When not to use it: with less than about half of the blocks zero a dense product is as fast.
 
@@ -160,18 +174,20 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     elif validate:
         weight.validate()
     torch = sys.modules.get("torch")
+    plain = bias is None and activation is None
     if torch is not None and type(x) is torch.Tensor:
-        found = weight.kernels.get((x.shape, x.dtype, x.device))
+        key = (x.shape, x.dtype, x.device)
+        found = weight.kernels.get(key if plain else (*key, activation, *_layouts((bias,), torch)))
         # Other launchers: other kernels have been loaded since.
         if found is not None and found[2] is dispatcher.launchers and _plain(x):
             function, like, _ = found
-            if out is None:
-                y = torch.empty_like(like)
-                function(x, *weight.arguments, y)
+            if out is None or _fits(out, like, torch):
+                y = torch.empty_like(like) if out is None else out
+                if bias is None:
+                    function(x, *weight.arguments, y)
+                else:
+                    function(x, *weight.arguments, bias, y)
                 return y
-            if _fits(out, like, torch):
-                function(x, *weight.arguments, out)
-                return out
 
     known = arrays.facts("x", x)
     _check_floats("x", known, rank=2)
@@ -191,17 +207,28 @@ def bsr_matmul(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
         raise ValueError(
             f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})"
         )
+    if activation is not None and activation not in ACTIVATIONS[1:]:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
+    extras = [] if bias is None else [_beside("bias", bias, (n,), known.dtype, known, "x is")]
     [y] = _outputs(out, (("out", (m, n), known.dtype),), x, known)
     if m and n:
         if weight.nnzb == 0 or k == 0:
-            _fill_zero(y)
+            if bias is None:
+                _fill_zero(y)
+            else:
+                _fill_rows(y, bias, activation or "")
         else:
             prepared = arrays.ready("x", x, known)
             launchers = dispatcher.launchers
-            function = dispatcher.kernel(weight.problem(m), _machine("x", known)).function
-            function(arrays.argument(prepared), *weight.arguments, arrays.argument(y))
+            problem = weight.problem(m, int(bias is not None), activation or "")
+            function = dispatcher.kernel(problem, _machine("x", known)).function
+            beside = (arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras)
+            function(arrays.argument(prepared), *weight.arguments, *beside, arrays.argument(y))
             if type(x) is getattr(torch, "Tensor", None) and arrays.is_torch(weight.data):
-                weight.kernels[x.shape, x.dtype, x.device] = (function, arrays.prototype(y), launchers)
+                key = (x.shape, x.dtype, x.device)
+                layouts = () if plain else (activation, *_layouts((bias,), torch))
+                if None not in layouts[1:]:
+                    weight.kernels[*key, *layouts] = (function, arrays.prototype(y), launchers)
     return out if out is not None else arrays.returned(y, x)
 
 
@@ -344,6 +371,38 @@ def _check_floats(name: str, known: Facts, rank: int) -> None:
         raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
 
 
+def _beside(
+    name: str, array: Any, shape: tuple[int | None, ...], dtype: str, first: Facts, where: str = "the logits are"
+) -> tuple[str, Facts, Any]:
+    """An array that comes with the first argument, checked; None in `shape` is any extent."""
+    known = arrays.facts(name, array)
+    _refuse_gradient(name, array)
+    same = len(known.shape) == len(shape) and all(
+        want is None or have == want for have, want in zip(known.shape, shape, strict=True)
+    )
+    if not same or known.dtype != dtype:
+        text = ", ".join("n" if extent is None else str(extent) for extent in shape)
+        raise ValueError(
+            f"{name}: expected shape ({text}{',' * (len(shape) == 1)}) and dtype {dtype}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    if (known.device, known.index) != (first.device, first.index):
+        raise ValueError(
+            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
+        )
+    return name, known, array
+
+
+def _layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
+    """What a launcher depends on of arrays beside the first; None for one that has to be looked at every time."""
+    return tuple(
+        [
+            False if a is None else (a.shape, a.dtype, a.device) if type(a) is torch.Tensor and _plain(a) else None
+            for a in given
+        ]
+    )
+
+
 def _refuse_gradient(name: str, array: Any) -> None:
     if arrays.is_torch(array) and array.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
@@ -436,3 +495,18 @@ def _fill_zero(y: Any) -> None:
         y.detach().zero_()
     else:
         y[...] = 0
+
+
+def _fill_rows(y: Any, bias: Any, activation: str) -> None:
+    """What a product of nothing leaves: the bias after its activation."""
+    if arrays.is_torch(y):
+        functions = sys.modules["torch"].nn.functional
+        row = bias.detach().float()
+        y.detach().copy_((getattr(functions, activation)(row) if activation else row).expand(y.shape))
+    elif arrays.facts("bias", bias).device == "cpu":
+        import numpy as np
+
+        row = bias if arrays.is_numpy(bias) else np.from_dlpack(bias)
+        y[...] = activated(row.astype(np.float64), activation)
+    else:
+        raise TypeError(f"bias: {type(bias).__name__} arrays on a GPU need a weight that has a block")

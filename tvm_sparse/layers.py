@@ -90,7 +90,7 @@ class BsrWeight:
         self.arguments = tuple(arrays.argument(array) for array in (self.data, self.indices, self.indptr))
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
-        self._problems: dict[int, BsrMatmul] = {}
+        self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
 
     def validate(self) -> None:
         """Check indices and indptr again, wherever they lie, which on a GPU costs a synchronisation.
@@ -111,16 +111,18 @@ class BsrWeight:
         if skew(starts) > SKEWED:
             self.pattern = "skewed"
 
-    def problem(self, m: int) -> BsrMatmul:
+    def problem(self, m: int, bias: int = 0, activation: str = "") -> BsrMatmul:
         """The problem of a product with `m` rows of x."""
-        if m not in self._problems:
-            self._problems[m] = self._problem(m)
-        return self._problems[m]
+        key = m, bias, activation
+        if key not in self._problems:
+            self._problems[key] = self._problem(*key)
+        return self._problems[key]
 
-    def _problem(self, m: int) -> BsrMatmul:
+    def _problem(self, m: int, bias: int, activation: str) -> BsrMatmul:
         (n, k), (rows, cols) = self.shape, self.block_shape
         sparsity = 1 - self.nnzb / max(1, (n // rows) * (k // cols))
-        return BsrMatmul(m, k, n, f"{rows}x{cols}", min(max(sparsity, 0.0), 1.0), self.pattern, self.dtype)
+        sparsity = min(max(sparsity, 0.0), 1.0)
+        return BsrMatmul(m, k, n, f"{rows}x{cols}", sparsity, self.pattern, self.dtype, bias, activation)
 
     def __repr__(self) -> str:
         rows, cols = self.block_shape

@@ -14,9 +14,9 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1).
 
 What it cannot see: performance, the weak memory model between blocks, contraction of a * b + c to
-fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and rounding in
-which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show only as different
-results under different seeds.
+fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and the rounding
+in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through
+global memory between blocks show only as different results under different seeds.
 """
 
 from __future__ import annotations
@@ -476,7 +476,8 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     if load := re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode):
         count, trans = int(load.group(1)), str(bool(load.group(2))).lower()
         call = f"cuda_on_cpu::ptx::load_matrices({_address(ops[1])}, {count}, {trans}, got, __builtin_LINE());"
-        return "{ uint32_t got[4]; " + call + " ".join(_set(o, f"got[{i}]") for i, o in enumerate(_lanes(ops[0]))) + " }"
+        lanes = " ".join(_set(lane, f"got[{i}]") for i, lane in enumerate(_lanes(ops[0])))
+        return "{ uint32_t got[4]; " + call + lanes + " }"
     if opcode == "vote.sync.ballot.b32":
         return _set(ops[0], f"__ballot_sync({ops[2]}, {ops[1]})")
     if opcode in ("vote.sync.any.pred", "vote.sync.all.pred"):

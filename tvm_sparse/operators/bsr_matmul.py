@@ -40,6 +40,20 @@ ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SUMMATION = 64 * 2.0**-24
 
 
+def activated(y: np.ndarray, activation: str) -> np.ndarray:
+    """An activation by name, in float64."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        if activation == "relu":
+            return np.where(y < 0, 0.0, y)
+        if activation == "gelu":
+            return 0.5 * y * (1 + np.vectorize(math.erf, otypes=[float])(y / math.sqrt(2)))
+        if activation == "silu":
+            return y / (1 + np.exp(-y))
+        return y
+
+
 @dataclass(frozen=True)
 class BsrMatmul(Problem):
     """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
@@ -94,7 +108,7 @@ class BsrMatmul(Problem):
             raise ProblemError(f"bsr_matmul: bias must be 0 or 1, got {self.bias!r}")
         if self.activation not in ACTIVATIONS:
             raise ProblemError(
-                f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])} or nothing, got {self.activation!r}"
+                f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])}, or empty, got {self.activation!r}"
             )
         if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
             raise ProblemError("bsr_matmul: each matrix must have fewer than 2^31 elements")
@@ -201,14 +215,7 @@ class BsrMatmul(Problem):
         y = self._product(x.astype(np.float64), data.astype(np.float64), indices, indptr)
         if bias:
             y += bias[0].astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):
-            if self.activation == "relu":
-                y = np.where(y < 0, 0.0, y)
-            elif self.activation == "gelu":
-                y = 0.5 * y * (1 + np.vectorize(math.erf, otypes=[float])(y / math.sqrt(2)))
-            elif self.activation == "silu":
-                y = y / (1 + np.exp(-y))
-        return [y]
+        return [activated(y, self.activation)]
 
     def _product(self, x: np.ndarray, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray) -> np.ndarray:
         """A dense product a block row: the columns of x that it asks for, times its blocks side by side."""

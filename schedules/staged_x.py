@@ -1,0 +1,239 @@
+"""Block-sparse matmul through shared memory: x where the block row asks for it (Gu 2020, section 4.3).
+
+The paper gave this approach up, because TVM then cached what it knew at compile time, whole rows of x. Here a block of
+threads takes a block row and reads, chunk by chunk, which columns its blocks stand in, copies those parts of `tile_m`
+rows of x into shared memory (`cp.async`), and multiplies. The weight is read once, as one stream: thread t takes the
+vectors t, t + threads, ... of the block row's elements, always of the same column of a block and the same rows, so that
+its sums stay in registers; every vector meets all `tile_m` rows of x, and every staged part of x all rows of the block.
+
+Loads of the weight are issued before those of x are waited for: a row of one chunk costs three trips to memory (row
+starts, columns, x), whatever its length.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.machine import Machine
+from tvm_sparse.operators.problem import Problem, numpy_dtype
+
+from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
+
+THREADS = powers(32, 512)
+TILE_M = powers(1, 16)
+# Blocks that a thread has a vector of in a chunk; what is in flight at once.
+DEPTH = powers(1, 8)
+# Sums, and elements of the weight in flight, that a thread holds; copies of x that it issues for a chunk.
+MAX_HELD, MAX_COPIES = 96, 16
+MAX_SHARED = 48 * 1024
+
+
+def space(problem: Problem, machine: Machine) -> Table:
+    rows, cols = problem.block_shape
+    itemsize = numpy_dtype(problem.dtype).itemsize
+    if rows & (rows - 1) or cols & (cols - 1):
+        raise NotApplicable(f"blocks of {rows}x{cols} do not divide evenly among threads")
+    # An asynchronous copy moves 4, 8 or 16 bytes.
+    vecs = tuple(v for v in powers(1, 8) if cols % v == 0 and 4 <= v * itemsize <= 16 and cols // v <= 32)
+    if not vecs:
+        raise NotApplicable(f"rows of {cols} elements are no copies of 4 to 16 bytes for up to 32 threads")
+    table = {
+        "threads": THREADS,
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.m),
+        "vec": vecs[-2:],
+        "depth": DEPTH,
+    }
+    if not fitting(problem, machine, table):
+        raise NotApplicable(f"blocks of {rows}x{cols} exceed the registers of {THREADS[-1]} threads")
+    return table
+
+
+def fitting(problem: Problem, machine: Machine, table: Table) -> list[Decisions]:
+    """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
+    choices = [
+        {"threads": threads, "tile_m": tile_m, "vec": table["vec"][-1], "depth": depth}
+        for tile_m in (8, 4, 2, 1)
+        if tile_m in table["tile_m"]
+        for threads in (128, 256, 64, 512, 32)
+        for depth in (4, 2, 1)
+    ]
+    return [point for point in choices if allowed(problem, machine, point) is None]
+
+
+def sizes(problem: Problem, decisions: Decisions) -> tuple[int, int, int, int]:
+    """Vectors a row of a block, blocks that threads work on at once, rows of a block a thread has, copies of x."""
+    rows, cols = problem.block_shape
+    threads, tile_m, depth = decisions["threads"], decisions["tile_m"], decisions["depth"]
+    across = cols // decisions["vec"]
+    groups = max(1, threads // (rows * across))
+    passes = max(1, rows * across // threads)
+    return across, groups, passes, ceildiv(depth * groups * tile_m * across, threads)
+
+
+def shared_bytes(problem: Problem, decisions: Decisions) -> int:
+    rows, cols = problem.block_shape
+    _, groups, _, _ = sizes(problem, decisions)
+    staged = decisions["depth"] * groups * (decisions["tile_m"] + 1) * cols * numpy_dtype(problem.dtype).itemsize
+    return staged + groups * decisions["tile_m"] * rows * 4
+
+
+def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    rows, _ = problem.block_shape
+    across, groups, passes, copies = sizes(problem, decisions)
+    held = passes * (decisions["tile_m"] + decisions["depth"] * decisions["vec"])
+    if held > MAX_HELD:
+        return f"{held} sums and elements in registers exceed {MAX_HELD}"
+    if copies > MAX_COPIES:
+        return f"{copies} copies a thread and chunk exceed {MAX_COPIES}"
+    if shared_bytes(problem, decisions) > MAX_SHARED:
+        return f"{shared_bytes(problem, decisions)} bytes exceed shared memory of {MAX_SHARED}"
+    if groups * decisions["depth"] >= 2 * problem.grid[1] and (decisions["threads"], decisions["depth"]) != (32, 1):
+        return f"half of a chunk of {groups * decisions['depth']} blocks lies beyond the {problem.grid[1]} of a row"
+    return None
+
+
+def default(problem: Problem, machine: Machine) -> Decisions:
+    return fitting(problem, machine, space(problem, machine))[0]
+
+
+def build(problem: Problem, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.script import tirx as T
+
+    from .epilogue import drop_parameter, finish
+
+    rows, cols = problem.block_shape
+    block_rows, _ = problem.grid
+    n, k, dtype = problem.n, problem.k, problem.dtype
+    threads, tile_m, vec, depth = (decisions[name] for name in ("threads", "tile_m", "vec", "depth"))
+    across, groups, passes, copies = sizes(problem, decisions)
+    chunk = depth * groups
+    step = threads // across  # rows between two of a thread's
+    size = vec * numpy_dtype(dtype).itemsize
+    copy = T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_
+    # Lanes of a warp that share a row: neighbours with other columns of a block, and others with other blocks.
+    near, far = across.bit_length() - 1, max(0, (32 // (rows * across)).bit_length() - 1)
+    sets = groups // max(1, min(groups, 32 // (rows * across)))  # of sums that no shuffle joins
+    outputs = rows * tile_m
+    biased, activation = bool(problem.bias), problem.activation
+
+    # fmt: off
+    @T.inline
+    def load_columns(D, t, first, begin, count, columns):
+        """The columns of x that this thread's copies of the chunk begin at."""
+        for j in T.unroll(copies):
+            columns[j] = 0
+            if begin + (j * threads + t) // (tile_m * across) < count:
+                columns[j] = D[first + begin + (j * threads + t) // (tile_m * across)] * cols
+
+    @T.inline
+    def load_weight(W, t, first, begin, count, w):
+        """This thread's vectors of the chunk's blocks."""
+        for d in T.unroll(depth):
+            if begin + d * groups + t // (rows * across) < count:
+                for p in T.unroll(passes):
+                    for v in T.vectorized(vec):
+                        w[(d * passes + p) * vec + v] = W[
+                            first + begin + d * groups + t // (rows * across),
+                            t // across % rows + p * step, t % across * vec + v]
+
+    @T.inline
+    def stage(X, m, t, top, begin, count, columns, staged):
+        """Start the copies of x; rows beyond m repeat the last one and are not stored."""
+        for j in T.unroll(copies):
+            if j * threads + t < chunk * tile_m * across:
+                if begin + (j * threads + t) // (tile_m * across) < count:
+                    copy(staged.ptr_to([(j * threads + t) // (tile_m * across), (j * threads + t) // across % tile_m,
+                                        t % across * vec]),
+                         X.ptr_to([T.min(top + (j * threads + t) // across % tile_m, m - 1),
+                                   columns[j] + t % across * vec]), size)
+        T.ptx.cp.async_.commit_group()
+
+    @T.inline
+    def multiply(t, begin, count, w, staged, x, sums):
+        for d in T.unroll(depth):
+            if begin + d * groups + t // (rows * across) < count:
+                for i in T.unroll(tile_m):
+                    for v in T.vectorized(vec):
+                        x[v] = staged[d * groups + t // (rows * across), i, t % across * vec + v]
+                    for p in T.unroll(passes):
+                        for v in T.unroll(vec):
+                            sums[p * tile_m + i] = sums[p * tile_m + i] + T.Cast(
+                                "float32", w[(d * passes + p) * vec + v]) * T.Cast("float32", x[v])
+
+    @T.prim_func
+    def main(
+        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, bias_h: T.handle, y_h: T.handle
+    ):
+        m = T.int32()
+        nnzb = T.int32()
+        X = T.match_buffer(x_h, (m, k), dtype)
+        W = T.match_buffer(data_h, (nnzb, rows, cols), dtype)
+        D = T.match_buffer(indices_h, (nnzb,), "int32")
+        P = T.match_buffer(indptr_h, (block_rows + 1,), "int32")
+        B = T.match_buffer(bias_h, (n,), dtype)
+        Y = T.match_buffer(y_h, (m, n), dtype)
+        T.device_entry()
+        row, strip = T.cta_id([block_rows, (m + (tile_m - 1)) // tile_m])
+        t = T.thread_id([threads])
+        # One row more than is used keeps blocks off each other's banks.
+        staged = T.alloc_shared([chunk, tile_m + 1, cols], dtype)
+        parts = T.alloc_shared([sets, tile_m, rows], "float32")
+        sums = T.alloc_local([passes * tile_m], "float32")
+        w = T.alloc_local([depth * passes * vec], dtype)
+        x = T.alloc_local([vec], dtype)
+        columns = T.alloc_local([copies], "int32")
+        total = T.alloc_local([1], "float32")
+        first: T.int32 = P[row]
+        count: T.int32 = P[row + 1] - first
+        begin: T.int32 = 0
+        for e in T.unroll(passes * tile_m):
+            sums[e] = T.float32(0)
+        while begin < count:
+            load_columns(D, t, first, begin, count, columns)
+            load_weight(W, t, first, begin, count, w)
+            stage(X, m, t, strip * tile_m, begin, count, columns, staged)
+            T.ptx.cp.async_.wait_group(0)
+            T.cuda.cta_sync()
+            multiply(t, begin, count, w, staged, x, sums)
+            T.cuda.cta_sync()
+            begin = begin + chunk
+
+        for e in T.unroll(passes * tile_m):
+            for j in T.unroll(near):
+                sums[e] = sums[e] + T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), sums[e], 1 << j, 32, 32)
+            for j in T.unroll(far):
+                sums[e] = sums[e] + T.tvm_warp_shuffle_xor(
+                    T.uint32(0xFFFFFFFF), sums[e], (rows * across) << j, 32, 32)
+        if t % across == 0 and t % 32 // (rows * across) == 0:
+            for p in T.unroll(passes):
+                for i in T.unroll(tile_m):
+                    parts[t // (rows * across) * sets // groups, i, t // across % rows + p * step] = (
+                        sums[p * tile_m + i])
+        T.cuda.cta_sync()
+        for o in T.serial((outputs - t + (threads - 1)) // threads):
+            if strip * tile_m + (o * threads + t) // rows < m:
+                total[0] = T.float32(0)
+                for s in T.unroll(sets):
+                    total[0] = total[0] + parts[s, (o * threads + t) // rows, (o * threads + t) % rows]
+                if biased:
+                    Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
+                        total[0], B[row * rows + (o * threads + t) % rows], activation, dtype)
+                else:
+                    Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
+                        total[0], None, activation, dtype)
+    # fmt: on
+    main = main.with_attr("global_symbol", "main")
+    return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "B")}), pipeline="tirx")
+
+
+staged_x = Template(
+    name="staged_x",
+    version=1,
+    operator="bsr_matmul",
+    kind="cuda",
+    summary="a block row a block of threads, its parts of x in shared memory (Gu 2020, 4.3)",
+    space=space,
+    default=default,
+    build=build,
+    allowed=allowed,
+    explicit_threads=True,
+)
