@@ -166,6 +166,23 @@ def test_rows_of_a_table_beyond_2_to_the_31_elements() -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bias_and_activation(dtype: str, activation: str | None) -> None:
+    """Twice each, because a second call is a shorter one; with a bias between 16-byte boundaries; without blocks."""
+    problem = dataclasses.replace(parse(f"{BLOCKS},dtype={dtype}"), bias=1, activation=activation or "")
+    inputs = problem.generate(next(numbers), "special")
+    x, data, indices, indptr, bias = map(cuda, inputs)
+    weight = tvm_sparse.BsrWeight((data, indices, indptr), columns=problem.k)
+    moved = torch.empty(problem.n + 1, dtype=bias.dtype, device="cuda")[1:].copy_(bias)
+    for row in (bias, bias, moved, bias):
+        y = tvm_sparse.bsr_matmul(x, weight, bias=row, activation=activation)
+        problem.check(inputs, problem.reference(inputs), [host(y)])
+    empty = [inputs[0], inputs[1][:0], inputs[2][:0], inputs[3] * 0, inputs[4]]
+    y = tvm_sparse.bsr_matmul(x, tuple(map(cuda, empty[1:4])), bias=bias, activation=activation)
+    problem.check(empty, problem.reference(empty), [host(y)])
+
+
 def test_nothing_to_compute() -> None:
     values, indices = tvm_sparse.softmax_topk(torch.empty(0, 2051, device="cuda"), 5)
     assert values.shape == indices.shape == (0, 5) and values.is_cuda and indices.is_cuda

@@ -23,7 +23,7 @@ from emulation import EmulationError, run_on_cpu
 from emulation.serialise import serialise
 from tvm_sparse import schedules
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
-from tvm_sparse.operators import Mismatch, Problem, make, parse
+from tvm_sparse.operators import Mismatch, Problem, parse
 from tvm_sparse.operators.problem import numpy_dtype
 from tvm_sparse.schedules import FALLBACKS, TEMPLATES, Program, Template
 from tvm_sparse.tuning.records import Candidate
@@ -40,6 +40,8 @@ REALISTIC = tuple(
         "softmax_topk/batch=64,vocab=128256,k=50,dtype=bfloat16",
         "softmax_topk/batch=4,vocab=32000,k=2048,dtype=float16",
         "softmax_topk/batch=4,vocab=50257,k=100",
+        "softmax/batch=512,vocab=50257,dtype=bfloat16",
+        "logsumexp/batch=10,vocab=25000",
         "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",
         "bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9,dtype=float16",
         "bsr_matmul/m=128,k=768,n=768,block=64x8,sparsity=0.5",
@@ -113,6 +115,24 @@ ROWS = (1, 2, 4, 8, 16, 32)
             {"lanes": (64,), "rows": ROWS, "tile_m": (1,), "tile_n": (1, 2, 4, 8), "vec": (1, 2, 4, 8)},
             4 * 4 * 4 - 4,  # eight rows of eight elements are too many registers, whichever of four `rows`
         ),
+        (
+            "over_blocks",
+            ODD,
+            {"lanes": (2, 4, 8, 16, 32), "rows": ROWS, "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
+            3,
+        ),
+        (
+            "staged_x",
+            "bsr_matmul/m=1,k=64,n=64,block=16,sparsity=0.8",
+            {"threads": (32, 64, 128, 256, 512), "tile_m": (1,), "vec": (2, 4), "depth": (1, 2, 4, 8)},
+            9 + 12,  # a row has four blocks: no more than four at once
+        ),
+        (
+            "tensor_core",
+            "bsr_matmul/m=9,k=64,n=64,block=16x8,sparsity=0.5,dtype=float16",
+            {"tile_m": (8, 16), "tile_n": (8, 16), "split": ROWS[:5], "warps_m": ROWS[:3], "depth": ROWS[:4]},
+            3 * 3 + 3,  # three tiles, two steps to split or to have in flight; two tiles of 8 rows side by side
+        ),
     ],
 )
 def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple[int, ...]], allowed: int) -> None:
@@ -130,6 +150,11 @@ def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple
         ("threshold_gate", "softmax_topk/batch=1,vocab=2600,k=2100", "k=2100 exceeds 2048"),
         ("per_tile", "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5", "n=35 does not divide"),
         ("cross_thread", "bsr_matmul/m=3,k=32,n=32,block=4,sparsity=0.5", "k=32 has no work"),
+        ("over_blocks", "bsr_matmul/m=3,k=32,n=35,block=5x32,sparsity=0.5", "rows of 1 blocks have no work"),
+        ("staged_x", ODD, "blocks of 5x3 do not divide evenly"),
+        ("staged_x", "bsr_matmul/m=3,k=32,n=32,block=1,sparsity=0.5,dtype=float16", "no copies of 4 to 16 bytes"),
+        ("tensor_core", "bsr_matmul/m=9,k=64,n=64,block=16,sparsity=0.5", "round float32 inputs"),
+        ("tensor_core", "bsr_matmul/m=9,k=64,n=64,block=4x16,sparsity=0.5,dtype=float16", "no multiples of 8x8"),
     ],
 )
 def test_template_that_does_not_apply_says_why(template: str, key: str, reason: str) -> None:

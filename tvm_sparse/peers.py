@@ -21,6 +21,7 @@ from typing import Any
 
 from .machine import Machine
 from .operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk
+from .operators.bsr_matmul import activated
 from .operators.problem import Mismatch
 
 Call = Callable[[], Any]
@@ -148,7 +149,7 @@ def dense_weight(problem: BsrMatmul, inputs: Sequence[Any]) -> Any:
     """The weight of the inputs as a dense `(n, k)` array."""
     import numpy as np
 
-    _, data, indices, indptr = inputs
+    _, data, indices, indptr, *_ = inputs
     rows, cols = problem.block_shape
     block_rows, block_cols = problem.grid
     blocks = np.zeros((block_rows, block_cols, rows, cols), data.dtype)
@@ -157,11 +158,35 @@ def dense_weight(problem: BsrMatmul, inputs: Sequence[Any]) -> Any:
     return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3).reshape(problem.n, problem.k))
 
 
+def _torch_finish(problem: BsrMatmul, inputs: Sequence[Any], device: str, product: Call) -> Call:
+    """A product of PyTorch followed by the problem's bias and activation, as its users write it."""
+    import torch
+
+    bias = [_torch_tensor(array, device) for array in inputs[4:]]
+    activation = getattr(torch.nn.functional, problem.activation) if problem.activation else None
+
+    def call() -> Any:
+        y = product()
+        if bias:
+            y = y + bias[0]
+        return activation(y) if activation else y
+
+    return call if bias or activation else product
+
+
+def _numpy_finish(problem: BsrMatmul, inputs: Sequence[Any], product: Call) -> Call:
+    """A product of NumPy or SciPy followed by the problem's bias and activation."""
+    bias = inputs[4:]
+    if not bias and not problem.activation:
+        return product
+    return lambda: activated(product() + (bias[0] if bias else 0), problem.activation)
+
+
 def _torch_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     import torch
 
     x, weight = _torch_tensor(inputs[0], device), _torch_tensor(dense_weight(problem, inputs), device)
-    return lambda: torch.nn.functional.linear(x, weight)
+    return _torch_finish(problem, inputs, device, lambda: torch.nn.functional.linear(x, weight))
 
 
 def _torch_bsr_tensor(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Any:
@@ -169,7 +194,7 @@ def _torch_bsr_tensor(problem: BsrMatmul, inputs: Sequence[Any], device: str) ->
 
     import torch
 
-    _, data, indices, indptr = (_torch_tensor(a, device) for a in inputs)
+    data, indices, indptr = (_torch_tensor(a, device) for a in inputs[1:4])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse tensors are in beta
         return torch.sparse_bsr_tensor(indptr, indices, data, size=(problem.n, problem.k))
@@ -177,29 +202,29 @@ def _torch_bsr_tensor(problem: BsrMatmul, inputs: Sequence[Any], device: str) ->
 
 def _torch_bsr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     x, weight = _torch_tensor(inputs[0], device), _torch_bsr_tensor(problem, inputs, device)
-    return lambda: (weight @ x.T).T
+    return _torch_finish(problem, inputs, device, lambda: (weight @ x.T).T)
 
 
 def _torch_bsr_triton(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     from torch.sparse._triton_ops import bsr_dense_mm
 
     x, weight = _torch_tensor(inputs[0], device), _torch_bsr_tensor(problem, inputs, device)
-    return lambda: bsr_dense_mm(weight, x.T).T
+    return _torch_finish(problem, inputs, device, lambda: bsr_dense_mm(weight, x.T).T)
 
 
 def _scipy_bsr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     import scipy.sparse
 
-    x, data, indices, indptr = inputs
+    x, data, indices, indptr, *_ = inputs
     if problem.dtype != "float32":
         raise TypeError(f"SciPy has no {problem.dtype}")
     weight = scipy.sparse.bsr_array((data, indices, indptr), shape=(problem.n, problem.k))
-    return lambda: (weight @ x.T).T
+    return _numpy_finish(problem, inputs, lambda: (weight @ x.T).T)
 
 
 def _numpy_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     x, weight = inputs[0], dense_weight(problem, inputs)
-    return lambda: x @ weight.T
+    return _numpy_finish(problem, inputs, lambda: x @ weight.T)
 
 
 def _nhot_tensors(problem: NhotLookup, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any, Any]:
@@ -301,9 +326,10 @@ def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callabl
     from .functional import bsr_matmul
     from .layers import BsrWeight
 
-    x, *parts = map(convert, inputs)
-    weight = BsrWeight(parts, columns=problem.k, validate=True)
-    return lambda: bsr_matmul(x, weight), weight.problem(problem.m)
+    x, data, indices, indptr, *bias = map(convert, inputs)
+    weight = BsrWeight((data, indices, indptr), columns=problem.k, validate=True)
+    extras: dict[str, Any] = {"bias": bias[0] if bias else None, "activation": problem.activation or None}
+    return lambda: bsr_matmul(x, weight, **extras), weight.problem(problem.m, problem.bias, problem.activation)
 
 
 def _ours_nhot_lookup(
