@@ -132,10 +132,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def load_rows(X, W, octet, count, first, row, lane_rows, columns, tall_part, wide_part):
         """The operands of all steps in hand, zeros beyond the row's last octet: x there might hold NaN."""
         for d in T.unroll(depth):
-            for e in T.unroll(tall * 8):
-                tall_part[d * tall * 8 + e] = T.uint32(0)
-            for e in T.unroll(wide * 4):
-                wide_part[d * wide * 4 + e] = T.uint32(0)
             if octet + d * (4 * split) < count:
                 for f in T.unroll(tile_n // 8):
                     if weight_first:
@@ -157,6 +153,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         at = (d * tall * 2 + f) * 4
                         load(tall_part[at], tall_part[at + 1], tall_part[at + 2], tall_part[at + 3],
                              X.ptr_to([lane_rows[f], columns[d] + (octet + d * (4 * split)) % octets * 8]))
+            else:
+                for e in T.unroll(tall * 8):
+                    tall_part[d * tall * 8 + e] = T.uint32(0)
+                for e in T.unroll(wide * 4):
+                    wide_part[d * wide * 4 + e] = T.uint32(0)
 
     @T.inline
     def multiply(sums, tall_part, wide_part):
