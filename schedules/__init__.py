@@ -16,6 +16,14 @@ from .per_element import per_element, per_tile
 from .radix_select import radix_select
 from .row_gather import row_gather
 from .row_scan import row_scan
+from .softmax_ladder import (
+    logsumexp_block,
+    logsumexp_thread,
+    logsumexp_warp,
+    softmax_block,
+    softmax_thread,
+    softmax_warp,
+)
 from .softmax_rows import logsumexp_rows, softmax_rows
 from .softmax_vectors import logsumexp_streamed, softmax_held, softmax_staged, softmax_streamed
 from .staged_x import staged_x
@@ -55,10 +63,16 @@ TEMPLATES: tuple[Template, ...] = (
     lookup_elements,
     warp_gather,
     softmax_rows,
+    softmax_thread,
+    softmax_block,
+    softmax_warp,
     softmax_held,
     softmax_staged,
     softmax_streamed,
     logsumexp_rows,
+    logsumexp_thread,
+    logsumexp_block,
+    logsumexp_warp,
     logsumexp_streamed,
 )
 

@@ -30,26 +30,38 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from .arithmetic import LOG2_E
-    from .selection import BINS, RADIX_BITS, bits_value, device_functions, key_bits, key_index, make_key
+    from .selection import RADIX_BINS, device_functions, key_index, key_value, make_key
+    from .topk import element_of, write_given, write_value
 
-    vocab, k, dtype = problem.vocab, problem.k, problem.dtype
+    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
+    element = element_of(problem)
     threads = decisions["threads"]
     lowest = T.min_value("float32")
-    block_merge, find_digit, *_ = device_functions(threads, k)
+    select_pivot = device_functions(threads, k).select_pivot
+
+    def key_of(X, B, row, i):
+        return make_key(element(X, B, row, i), i)
+
     # Merge exchange: half of k rounded up to a power of two.
     half = 1 << max((k - 1).bit_length() - 1, 0)
 
     # fmt: off
     @T.prim_func
-    def main(logits_h: T.handle, log: T.int32, values_h: T.handle, indices_h: T.handle):
+    def main(
+        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
+        values_h: T.handle, indices_h: T.handle, given_h: T.handle
+    ):
         batch = T.int32()
         X = T.match_buffer(logits_h, (batch, vocab), dtype)
+        B = T.match_buffer(bias_h, (vocab,), "float32")
+        ids = T.match_buffer(ids_h, (batch, n), "int64")
         V = T.match_buffer(values_h, (batch, k), "float32")
         Z = T.match_buffer(indices_h, (batch, k), "int64")
+        G = T.match_buffer(given_h, (batch, n), "float32")
         T.device_entry()
         block = T.cta_id([batch])
         t = T.thread_id([threads])
-        histogram = T.alloc_shared([BINS], "int32")
+        histogram = T.alloc_shared([RADIX_BINS], "int32")
         found = T.alloc_shared([4], "int32")
         count = T.alloc_shared([1], "int32")
         group = T.alloc_shared([32], "float32")
@@ -58,6 +70,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         m = T.alloc_local([1], "float32")
         d = T.alloc_local([1], "float32")
         top = T.alloc_local([1], "float32")
+        factor = T.alloc_local([1], "float32")
         key = T.alloc_local([1], "uint64")
         other = T.alloc_local([1], "uint64")
         pivot = T.alloc_local([1], "uint64")
@@ -67,47 +80,28 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
 
+        factor[0] = scale * T.float32(LOG2_E)
+
         # the maximum and the sum
         m[0] = lowest
         d[0] = T.float32(0)
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            x[0] = T.Cast("float32", X[row, i * threads + t])
+            x[0] = element(X, B, row, i * threads + t)
             if x[0] > m[0]:
-                d[0] = d[0] * T.exp2((m[0] - x[0]) * T.float32(LOG2_E))
+                d[0] = d[0] * T.exp2((m[0] - x[0]) * factor[0])
                 m[0] = x[0]
-            d[0] = d[0] + T.exp2((x[0] - m[0]) * T.float32(LOG2_E))
-        block_merge(t, m, d, top, group, group_sum)
+            d[0] = d[0] + T.exp2((x[0] - m[0]) * factor[0])
+        top[0] = T.cuda.cta_max(m[0], threads // 32, group.data)
+        d[0] = T.cuda.cta_sum(d[0] * T.exp2((m[0] - top[0]) * factor[0]), threads // 32, group_sum.data)
 
-        # the k-th key, digit by digit
-        pivot[0] = T.uint64(0)
-        mask[0] = T.uint64(0)
-        need[0] = k
+        select_pivot(t, key_of, X, B, row, vocab, histogram, found, pivot, mask, need)
         if t == 0:
             count[0] = 0
-        for digit in T.serial(64 // RADIX_BITS):
-            for i in T.serial((BINS - 1 - t + threads) // threads):
-                histogram[i * threads + t] = 0
-            T.cuda.cta_sync()
-            for i in T.serial((vocab - t + (threads - 1)) // threads):
-                key[0] = make_key(T.Cast("float32", X[row, i * threads + t]), i * threads + t)
-                if (key[0] ^ pivot[0]) & mask[0] == T.uint64(0):
-                    T.evaluate(T.cuda.atomic_add(
-                        histogram.ptr_to([T.Cast("int32",
-                            (key[0] >> T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS)) & T.uint64(BINS - 1))]),
-                        T.int32(1)))
-            T.cuda.cta_sync()
-            find_digit(t, histogram, found, need)
-            T.cuda.cta_sync()
-            pivot[0] = pivot[0] | (
-                T.Cast("uint64", found[0]) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-            mask[0] = mask[0] | (T.uint64(BINS - 1) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-            need[0] = found[1]
-            if found[1] == found[2]:
-                break
+        T.cuda.cta_sync()
 
         # the keys of the k, in no order
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            key[0] = make_key(T.Cast("float32", X[row, i * threads + t]), i * threads + t)
+            key[0] = make_key(element(X, B, row, i * threads + t), i * threads + t)
             if key[0] >= pivot[0]:
                 slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
                 Z[row, slot[0]] = T.Cast("int64", key[0])
@@ -137,18 +131,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for i in T.serial((k - t + (threads - 1)) // threads):
             key[0] = T.Cast("uint64", Z[row, i * threads + t])
             Z[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
-            x[0] = bits_value(key_bits(key[0])) - top[0]
-            if log != 0:
-                V[row, i * threads + t] = x[0] - T.log(d[0])
-            else:
-                V[row, i * threads + t] = T.exp(x[0]) / d[0]
+            write_value(V, row, i * threads + t, (key_value(key[0]) - top[0]) * factor[0], d[0], log)
+        if n > 0:
+            for i in T.serial((n - t + (threads - 1)) // threads):
+                write_given(
+                    G, row, i * threads + t, ids[row, i * threads + t], vocab,
+                    (element(X, B, row, ids[row, i * threads + t]) - top[0]) * factor[0], d[0], log)
     # fmt: on
-    return Program(tvm.IRModule({"main": main.with_attr("global_symbol", "main")}), pipeline="tirx")
+    return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
 
 
 radix_select = Template(
     name="radix_select",
-    version=1,
+    version=2,
     operator="softmax_topk",
     kind="cuda",
     summary="a block a row, radix passes over the row, any k",

@@ -1,4 +1,4 @@
-"""Device code that the CUDA top-k templates share: keys that sort, radix selection, and sorting in shared memory.
+"""Device code that the CUDA top-k templates share: keys that sort, thresholds, selection and sorting in shared memory.
 
 A key is a uint64: the value's bits, made to order as unsigned integers (NaN above everything, -0.0 as 0.0), above
 the complement of its index. Keys of a row are unique, so a selection has one right answer, and larger is better.
@@ -6,18 +6,24 @@ the complement of its index. Keys of a row are unique, so a selection has one ri
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .arithmetic import LOG2_E, is_nan
+from .arithmetic import is_nan
 
 FULL_WARP = 0xFFFFFFFF
 RADIX_BITS = 8
-BINS = 1 << RADIX_BITS
-MINUS_INFINITY = 0x007FFFFF  # order_bits(-inf)
+RADIX_BINS = 1 << RADIX_BITS
+MINUS_INFINITY, PLUS_INFINITY = 0x007FFFFF, 0xFF800000  # order_bits of these
 RANKERS = 8  # threads that share the ranking of one key
+CROWD = 32  # keys of one bin that are still ranked by counting
+
+# How often a first threshold may turn out too high, and the row be read again.
+MISS = 1e-4
 
 
 def order_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -47,61 +53,90 @@ def key_bits(key: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.Cast("uint32", key >> T.uint64(32))
 
 
+def key_value(key: tirx.PrimExpr) -> tirx.PrimExpr:
+    return bits_value(key_bits(key))
+
+
 def key_index(key: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.uint32(0xFFFFFFFF) - T.Cast("uint32", key & T.uint64(0xFFFFFFFF))
+
+
+class Rank(NamedTuple):
+    """A place among the values of a block: the `warp`-th largest of the warps' `lane`-th largest, counted from 1."""
+
+    lane: int
+    warp: int
+    sure: bool  # at least k elements are as large, whatever the data
+
+
+FIRST = Rank(1, 1, sure=True)
+
+
+@cache
+def first_threshold(k: int, share: float, warps: int) -> Rank | None:
+    """Which of a sample's values to take for a threshold that k elements of the row reach; None if none is any good.
+
+    The sample is `share` of the row, spread over `warps` warps, and a thread knows only its largest element. A value
+    that at least k elements of the sample reach is sure; but for k of a whole row a smaller number of the sample
+    suffices if the sample is like the rest. Of the k largest elements of a row in random order about k * share are in
+    the sample; a place is good enough if with probability 1 - MISS it lies below them. Among the good ones the one that
+    the fewest elements reach is best.
+    """
+    threads = 32 * warps
+
+    def at_least(least: int, of: int, p: float) -> float:
+        return sum(math.comb(of, i) * p**i * (1 - p) ** (of - i) for i in range(least, of + 1))
+
+    def reached(elements: float, lane: int, warp: int) -> float:
+        """Probability that `warp` of the warps have `lane` threads with one or more of the sample's `elements`."""
+        return at_least(warp, warps, min(at_least(lane, 32, -math.expm1(-elements / threads)), 1.0))
+
+    best, fewest = None, 4.0 * threads
+    for lane in range(1, 33):
+        for warp in range(1, warps + 1):
+            sure = lane * warp >= k
+            if not sure and reached(k * share, lane, warp) > MISS:
+                continue
+            # As many elements of the sample reach this place in half of the cases.
+            low, high = 0.0, 4.0 * threads
+            while high - low > 0.5:
+                middle = (low + high) / 2
+                low, high = (middle, high) if reached(middle, lane, warp) < 0.5 else (low, middle)
+            if high < fewest:
+                best, fewest = Rank(lane, warp, sure), high
+            break  # of these lanes, more warps are only more elements
+    return best
+
+
+def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Where a bin lies: one word in 33 is left out, so that threads with 32 bins each meet no bank conflict."""
+    return bin + bin // 32
 
 
 class DeviceFunctions(NamedTuple):
     """What `device_functions` makes, to be called in a kernel."""
 
-    block_merge: Any
-    find_digit: Any
     select_pivot: Any
     keep_selected: Any
-    kth_of_maxima: Any
+    place_of_maxima: Any
     rank_key: Any
+    rank_in_bins: Any
     sort_descending: Any
 
 
-def device_functions(threads: int, k: int) -> DeviceFunctions:
+def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST) -> DeviceFunctions:
     """The functions below for blocks of `threads` and a selection of `k`, for use in a TVMScript kernel."""
     warps = threads // 32
-    lowest = T.min_value("float32")
-    lanes_bins = BINS // 32
+    lanes_bins = RADIX_BINS // 32
     digits = 64 // RADIX_BITS
-    # kth_of_maxima: the fewest rounds in a warp that leave at least one value of each warp to spare.
-    seed_lane = next((j for j in range(1, 33) if j * warps >= k), 32)
-    seed_warp = -(-k // seed_lane)
-    # sort_descending: keys, a power of two, and how many of them a thread holds.
-    rounded = 1 << (k - 1).bit_length()
+    # sort_descending: keys, a power of two of at least a warp, and how many of them a thread holds.
+    rounded = max(1 << (k - 1).bit_length(), 32)
     each = max(1, rounded // threads)
+    # rank_in_bins: bins that a thread scans, and warps that do.
+    each_bins = max(1, bins // threads)
+    scanning = min(warps, bins // 32)
 
     # fmt: off
-    @T.inline
-    def block_merge(t, m, d, top, group, group_sum):
-        """The operator of Milakov & Gimelshein's equation 4 over the block: top = its maximum, d = its sum.
-
-        The maximum first, then every thread's sum rescaled to it: two plain reductions, and one exponential a
-        thread. `group` and `group_sum` are shared and hold a value a warp. Begins with a barrier.
-        """
-        T.cuda.cta_sync()
-        top[0] = T.cuda.warp_max(m[0])
-        if t % 32 == 0:
-            group[t // 32] = top[0]
-        T.cuda.cta_sync()
-        top[0] = lowest
-        if t % 32 < warps:
-            top[0] = group[t % 32]
-        top[0] = T.cuda.warp_max(top[0])
-        d[0] = T.cuda.warp_sum(d[0] * T.exp2((m[0] - top[0]) * T.float32(LOG2_E)))
-        if t % 32 == 0:
-            group_sum[t // 32] = d[0]
-        T.cuda.cta_sync()
-        d[0] = T.float32(0)
-        if t % 32 < warps:
-            d[0] = group_sum[t % 32]
-        d[0] = T.cuda.warp_sum(d[0])
-
     @T.inline
     def find_digit(t, histogram, found, need):
         """The bin that holds the need-th largest, counted from the top: found = bin, rank within it, its size."""
@@ -111,7 +146,7 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
             other = T.alloc_local([1], "int32")
             own[0] = 0
             for b in T.unroll(lanes_bins):
-                own[0] = own[0] + histogram[BINS - 1 - (t * lanes_bins + b)]
+                own[0] = own[0] + histogram[RADIX_BINS - 1 - (t * lanes_bins + b)]
             # inclusive scan over the lanes, the highest bins on lane 0
             above[0] = own[0]
             for s in T.unroll(5):
@@ -120,37 +155,41 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
                     above[0] = above[0] + other[0]
             above[0] = above[0] - own[0]
             for b in T.unroll(lanes_bins):
-                own[0] = histogram[BINS - 1 - (t * lanes_bins + b)]
+                own[0] = histogram[RADIX_BINS - 1 - (t * lanes_bins + b)]
                 if above[0] < need[0] and need[0] <= above[0] + own[0]:
-                    found[0] = BINS - 1 - (t * lanes_bins + b)
+                    found[0] = RADIX_BINS - 1 - (t * lanes_bins + b)
                     found[1] = need[0] - above[0]
                     found[2] = own[0]
                 above[0] = above[0] + own[0]
 
     @T.inline
-    def select_pivot(t, keys, size, histogram, found, pivot, mask, need):
-        """`pivot`: of keys[0:size], unique, exactly k are >= pivot. Ends and begins with a barrier."""
+    def select_pivot(t, key_at, source, extra, row, size, histogram, found, pivot, mask, need):
+        """`pivot`: of the `size` unique keys exactly k are >= pivot. Ends and begins with a barrier.
+
+        The i-th key is key_at(source, extra, row, i): one of a buffer, or made of an element of a row.
+        """
         pivot[0] = T.uint64(0)
         mask[0] = T.uint64(0)
         need[0] = k
         T.cuda.cta_sync()
         for digit in T.serial(digits):
-            for i in T.serial((BINS - 1 - t + threads) // threads):
+            for i in T.serial((RADIX_BINS - 1 - t + threads) // threads):
                 histogram[i * threads + t] = 0
             T.cuda.cta_sync()
             for i in T.serial((size - t + (threads - 1)) // threads):
-                if (keys[i * threads + t] ^ pivot[0]) & mask[0] == T.uint64(0):
+                if (key_at(source, extra, row, i * threads + t) ^ pivot[0]) & mask[0] == T.uint64(0):
                     T.evaluate(T.cuda.atomic_add(
                         histogram.ptr_to([T.Cast("int32",
-                            (keys[i * threads + t] >> T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-                            & T.uint64(BINS - 1))]),
+                            (key_at(source, extra, row, i * threads + t)
+                             >> T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
+                            & T.uint64(RADIX_BINS - 1))]),
                         T.int32(1)))
             T.cuda.cta_sync()
             find_digit(t, histogram, found, need)
             T.cuda.cta_sync()
             pivot[0] = pivot[0] | (
                 T.Cast("uint64", found[0]) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-            mask[0] = mask[0] | (T.uint64(BINS - 1) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
+            mask[0] = mask[0] | (T.uint64(RADIX_BINS - 1) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
             need[0] = found[1]
             # All of the bin is wanted: no lower digit decides.
             if found[1] == found[2]:
@@ -172,36 +211,39 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
         T.cuda.cta_sync()
 
     @T.inline
-    def kth_of_maxima(t, bits, group, reached):
-        """`reached`: a lower bound of the k-th largest element, from the largest of each thread (`bits`, ordered).
+    def place_of_maxima(t, bits, top, group, group_top, reached):
+        """`reached`: the value at `place` among those that each thread has in `bits`, which is lost; `top` the largest.
 
-        Each warp finds the j-th largest of its lanes' values, the block the q-th largest of those: j * q >= k elements
-        are at least as large. Begins and ends in any order of warps; one barrier.
+        One barrier.
         """
         largest = T.alloc_local([1], "uint32")
         lanes = T.alloc_local([1], "uint32")
         rank = T.alloc_local([1], "int32")
-        for r in T.serial(seed_lane):
+        for r in T.serial(place.lane):
             largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == largest[0])
-            if r < seed_lane - 1:
+            if r == 0:
+                top[0] = largest[0]
+            if r < place.lane - 1:
+                lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == largest[0])
                 # only one of equals is taken out
                 if T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t % 32:
                     bits[0] = T.uint32(0)
-        if t % 32 == 0:
-            group[t // 32] = largest[0]
-        T.cuda.cta_sync()
-        rank[0] = 0
-        largest[0] = group[t % warps]
-        for w in T.unroll(warps):
-            if group[w] > largest[0]:
-                rank[0] = rank[0] + 1
-            if group[w] == largest[0]:
-                if w < t % warps:
+        if warps == 1:
+            reached[0] = largest[0]
+        else:
+            if t % 32 == 0:
+                group[t // 32] = largest[0]
+                group_top[t // 32] = top[0]
+            T.cuda.cta_sync()
+            top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_top[t % warps])
+            rank[0] = 0
+            largest[0] = group[t % warps]
+            for w in T.unroll(warps):
+                if group[w] > largest[0] or (group[w] == largest[0] and w < t % warps):
                     rank[0] = rank[0] + 1
-        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), rank[0] == seed_warp - 1)
-        reached[0] = T.tvm_warp_shuffle(
-            T.uint32(FULL_WARP), largest[0], T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1, 32, 32)
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), rank[0] == place.warp - 1)
+            reached[0] = T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), largest[0], T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1, 32, 32)
 
     @T.inline
     def rank_key(t, i, keys, size, at, key, rank):
@@ -217,6 +259,84 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
                 rank[0] = rank[0] + 1
         for s in T.unroll(RANKERS.bit_length() - 1):
             rank[0] = rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), rank[0], 1 << s, 32, 32)
+
+    @T.inline
+    def bin_of(key, high, fine, bin):
+        """The bin of a key, linear in the value from `high` down. Where that makes no sense all keys share one."""
+        bin[0] = T.Cast("int32", T.max(T.min((high - key_value(key)) * fine, T.float32(bins - 1)), T.float32(0)))
+        if key_bits(key) == T.uint32(0xFFFFFFFF):
+            bin[0] = 0
+
+    @T.inline
+    def rank_in_bins(t, keys, size, counts, heads, nexts, totals, flag, low, high, place_key, extra, crowded):
+        """Call place_key(extra, rank, key) for the k best of keys[0:size], size >= k, or set `crowded`.
+
+        The keys of each bin, linear in the value between `low` and `high`, are counted and linked; a scan over the bins
+        tells how many keys are above each; in its bin a key is ranked by counting. Bins of more than CROWD keys (ties,
+        an outlier that stretches the range) would take too long. All arrays are shared: `counts` and `heads` hold an
+        integer a bin (see `spread`), `nexts` one a key, `totals` one a warp, `flag` one. Counts, heads and flag come
+        as 0. Begins with a barrier.
+        """
+        bin = T.alloc_local([1], "int32")
+        own = T.alloc_local([1], "int32")
+        above = T.alloc_local([1], "int32")
+        other = T.alloc_local([1], "int32")
+        rank = T.alloc_local([1], "int32")
+        fine = T.alloc_local([1], "float32")
+        fine[0] = T.float32(bins) / (high[0] - low[0])
+        T.cuda.cta_sync()
+        for i in T.serial((size - t + (threads - 1)) // threads):
+            bin_of(keys[i * threads + t], high[0], fine[0], bin)
+            T.evaluate(T.cuda.atomic_add(counts.ptr_to([spread(bin[0])]), T.int32(1)))
+            nexts[i * threads + t] = T.call_extern(
+                "int32", "atomicExch", heads.ptr_to([spread(bin[0])]), i * threads + t + 1)
+        T.cuda.cta_sync()
+        # A thread's bins in order, then the threads of a warp: how many keys are above each bin and in this warp's.
+        if t * each_bins < bins:
+            above[0] = 0
+            for b in T.unroll(each_bins):
+                own[0] = counts[spread(t * each_bins + b)]
+                if own[0] > CROWD:
+                    flag[0] = 1
+                above[0] = above[0] + own[0]
+            rank[0] = above[0]
+            for s in T.unroll(5):
+                other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << s, 32, 32)
+                if t % 32 >= (1 << s):
+                    above[0] = above[0] + other[0]
+            if t % 32 == 31:
+                totals[t // 32] = above[0]
+            above[0] = above[0] - rank[0]
+            for b in T.unroll(each_bins):
+                own[0] = counts[spread(t * each_bins + b)]
+                counts[spread(t * each_bins + b)] = above[0]
+                above[0] = above[0] + own[0]
+        T.cuda.cta_sync()
+        crowded[0] = flag[0]
+        if crowded[0] == 0:
+            # The warps' totals, scanned by every warp for itself.
+            above[0] = 0
+            if t % 32 < scanning:
+                above[0] = totals[t % 32]
+            own[0] = above[0]
+            for s in T.unroll(5):
+                other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << s, 32, 32)
+                if t % 32 >= (1 << s):
+                    above[0] = above[0] + other[0]
+            above[0] = above[0] - own[0]
+            for i in T.serial((size + (threads - 1)) // threads):
+                own[0] = T.min(i * threads + t, size - 1)
+                bin_of(keys[own[0]], high[0], fine[0], bin)
+                rank[0] = counts[spread(bin[0])] + T.tvm_warp_shuffle(
+                    T.uint32(FULL_WARP), above[0], bin[0] // (each_bins * 32), 32, 32)
+                if i * threads + t < size and rank[0] < k:
+                    other[0] = heads[spread(bin[0])]
+                    while other[0] != 0:
+                        if keys[other[0] - 1] > keys[own[0]]:
+                            rank[0] = rank[0] + 1
+                        other[0] = nexts[other[0] - 1]
+                    if rank[0] < k:
+                        place_key(extra, rank[0], keys[own[0]])
 
     @T.inline
     def keep_ordered(t, e, p, distance, own, other):
@@ -260,5 +380,5 @@ def device_functions(threads: int, k: int) -> DeviceFunctions:
         T.cuda.cta_sync()
     # fmt: on
     return DeviceFunctions(
-        block_merge, find_digit, select_pivot, keep_selected, kth_of_maxima, rank_key, sort_descending
+        select_pivot, keep_selected, place_of_maxima, rank_key, rank_in_bins, sort_descending
     )

@@ -1,19 +1,26 @@
-"""Softmax + top-k on a GPU: one read of the row, a threshold in front of a buffer that is compacted late.
+"""Softmax + top-k on a GPU: one read of the row, a threshold in front of a buffer, the few survivors ranked.
 
-Each thread streams 16-byte vectors of the row, keeps its own running maximum and sum of exponentials (Algorithm 3 of
-Milakov & Gimelshein, merged across threads once, at the end), and compares the largest of the elements in hand with
-the block's threshold. Only what reaches it goes into a buffer in shared memory, by an atomic; a warp that finds the
-buffer nearly full calls all others to a compaction, in which radix selection cuts it to k and raises the threshold.
-So the insertion of Algorithm 4, whose cost grows with k, is paid for a few elements a row instead of all, and warps
+Each thread streams 16-byte vectors of the row, adds up exponentials, and compares the largest of the elements in hand
+with the block's threshold. Only what reaches it goes into a buffer in shared memory, by an atomic. So the insertion of
+Algorithm 4 of Milakov & Gimelshein, whose cost grows with k, is paid for a few elements a row instead of all, and warps
 stream without waiting for each other.
 
-The first threshold comes from the first tile: the k-th largest of the maxima of disjoint groups of elements is no
-larger than the k-th largest element. A threshold is a key, value and index together, so that rows of equal elements
-pass it no more often than others; the value alone decides in all but a few comparisons.
+Threshold and reference of the exponentials come from the first tile, which is a sample of the whole row: a tile's
+vectors are spread over it. `selection.first_threshold` tells which value of the sample to take for a threshold, so that
+little more than k elements survive; the sample's maximum is the reference in the place of the running maximum of
+Algorithm 3, which leaves a sum without rescaling. The row is read a second time, with no threshold and its true
+maximum, if fewer than k survive (once in ten thousand rows in random order) or the sum overflows (elements that exceed
+the sample's maximum by 88 and more). If far more survive, a warp that finds the buffer nearly full calls all others to
+a compaction, in which radix selection cuts it to k and raises the threshold. A threshold is a key, value and index
+together, so that rows of equal elements pass it no more often than others; the value alone decides in all but a few
+comparisons.
 
-`threshold_gate` gives a row to a block. `cluster_gate` gives it to a cluster of blocks, for batches too small to fill
-the card with one block a row: each scans a part, and the first gathers the others' (m, d) and best keys over
-distributed shared memory, so that there is one launch and no workspace.
+The survivors are put in order by counting them in bins that are linear in the value, and by counting within a bin;
+where that fails (many equal values) by radix selection and a bitonic sort.
+
+`threshold_gate` gives a row to a block, which may be a single warp. `cluster_gate` gives it to a cluster of blocks, for
+batches too small to fill the card with one block a row: each scans a part and pushes its (m, d) and survivors into the
+first one's shared memory, so that there is one launch and no workspace.
 """
 
 from __future__ import annotations
@@ -23,31 +30,73 @@ from tvm_sparse.operators.problem import Problem, numpy_dtype
 
 from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
 
-THREADS = powers(128, 1024)
-# Vectors a thread loads before it looks at the first: the memory's latency times its rate needs about 40 KB in flight
-# on each multiprocessor, 20 bytes a thread at full occupancy.
-VECTORS = (1, 2, 4, 8)
+THREADS = powers(32, 1024)
+# 16-byte vectors of a thread's tile: what is worked on at once.
+VECTORS = (1, 2, 3, 4, 6, 8)
+# Tiles on their way into shared memory while one is worked on; 0 loads a tile into registers when it is needed. The
+# memory's latency times its rate needs about 40 KB in flight on each multiprocessor.
+STAGES = (0, 2, 4, 8)
 # The least room in the buffer beyond k and a tile: survivors of a row in random order come to rest in it.
 SLACK = 256
-# Whether the next tile is loaded before this one is worked on: more bytes in flight a thread, for fewer threads.
-PREFETCH = (0, 1)
-# Up to here the survivors are ranked by counting, every one against every other; beyond, they are sorted.
-COUNTED = 64
+# Up to here the survivors are ranked by counting, every one against every other.
+COUNTED = 16
 MAX_K = 2048
+# Beyond, ranked keys go through shared memory, so that they are written to memory side by side.
+STAGED = 64
+# Bytes of shared memory that leave room for a second block.
+MAX_SHARED = 112 * 1024
+# What every kernel gets, and the most that is not in the pool.
+STATIC_LIMIT, STATIC = 48 * 1024, 2 * 1024
 # Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
 SPLITS = powers(2, 16)
 
 
-def vector(problem: Problem) -> int:
-    """Elements a load: 16 bytes, or what divides the row, so that every row starts on a whole vector."""
-    widest = 16 // numpy_dtype(problem.dtype).itemsize
-    return next(v for v in (8, 4, 2, 1) if v <= widest and problem.vocab % v == 0)
+class Layout:
+    """How a point of the space lays a row out over tiles, and shared memory over buffers; static extents."""
+
+    def __init__(self, problem: Problem, decisions: Decisions) -> None:
+        vocab, k = problem.vocab, problem.k
+        self.threads, self.vectors, self.stages = (decisions[name] for name in ("threads", "vectors", "stages"))
+        self.split = decisions.get("split", 1)
+        self.warps = self.threads // 32
+        self.width = 16 // numpy_dtype(problem.dtype).itemsize  # elements of a vector
+        self.held = self.vectors * self.width  # elements of a thread's tile
+        self.tile = self.threads * self.held
+        # Rows that are no multiple of 16 bytes begin within a vector, and their first and last are shared with others.
+        self.aligned = vocab % self.width == 0
+        row_vectors = ceildiv(vocab + (0 if self.aligned else self.width - 1), self.width)
+        self.share = ceildiv(ceildiv(row_vectors, self.split), 32) * 32  # vectors a block
+        self.chunks = self.share // 32  # what a warp loads at once
+        self.tiles = ceildiv(self.chunks, self.warps * self.vectors)
+        # Chunk `slot * tiles + i` is in tile i: slots beyond the last chunk are idle in all tiles.
+        self.slots = ceildiv(self.chunks, self.tiles)
+        self.whole = self.aligned and row_vectors == self.tiles * self.warps * self.vectors * 32 * self.split
+        self.rounded = max(1 << (k - 1).bit_length(), 32)
+        # Beyond k there is room for what comes to rest between two compactions, and for each warp's tile in hand.
+        rest = self.rounded + max(SLACK, 2 * self.rounded)
+        self.capacity = min(self.tile + rest, self.tiles * self.tile + self.rounded)
+        self.kept = self.rounded
+        self.room = max(ceildiv(k, 32) * 32, 128) if self.split > 1 else 0  # keys that a block may push
+        self.bins = min(max(256, 2 * self.rounded), 1024)
+        self.spread = self.bins + self.bins // 32  # words that they take, see `selection.spread`
+        self.ring = self.stages * self.tile * numpy_dtype(problem.dtype).itemsize  # bytes
+        # Offsets into the pool, in their own elements.
+        self.at_keys = self.ring // 8
+        self.at_kept = self.at_keys + self.capacity
+        self.at_united = self.at_kept + self.kept
+        self.at_counts = 2 * (self.at_united + self.split * self.room)
+        self.at_heads = self.at_counts + self.spread
+        self.at_nexts = self.at_heads + self.spread
+        self.pool = ceildiv(4 * (self.at_nexts + self.capacity), 16) * 16
+        # A pool just below 48 KB would exceed what a kernel gets unasked together with the static buffers.
+        if STATIC_LIMIT - STATIC < self.pool <= STATIC_LIMIT:
+            self.pool = STATIC_LIMIT + 16
 
 
 def space(problem: Problem, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
-    return {"threads": THREADS, "vectors": VECTORS, "prefetch": PREFETCH}
+    return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES}
 
 
 def cluster_space(problem: Problem, machine: Machine) -> Table:
@@ -56,63 +105,57 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     table = {"split": SPLITS, **space(problem, machine)}
-    if not any(
-        cluster_allowed(problem, machine, {"split": 2, "threads": t, "vectors": 1, "prefetch": 0}) is None
-        for t in THREADS
-    ):
+    if first_allowed(problem, machine, cluster_choices(), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
 
-def sizes(problem: Problem, decisions: Decisions) -> tuple[int, int, int]:
-    """Elements a tile, keys in the buffer, and k rounded up to a power of two."""
-    tile = decisions["threads"] * decisions["vectors"] * vector(problem)
-    rounded = 1 << (problem.k - 1).bit_length()
-    # Beyond k there is room for what comes to rest between two compactions, and for each warp's tile in hand.
-    return tile, tile + rounded + max(SLACK, 2 * rounded), rounded
-
-
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    tile, capacity, rounded = sizes(problem, decisions)
-    if (capacity + rounded) * 8 > 160 * 1024:
-        return f"a buffer of {(capacity + rounded) * 8} bytes leaves no room for a second block"
-    if decisions["vectors"] > 1 and tile >= 2 * problem.vocab:
-        return f"half of a tile of {tile} lies beyond vocab={problem.vocab}"
-    if decisions["vectors"] * vector(problem) > 32 // (1 + decisions["prefetch"]):
-        return "more than 32 elements in registers"
-    if decisions["prefetch"] and tile >= problem.vocab // decisions.get("split", 1):
-        return "there is no next tile to load"
+    layout = Layout(problem, decisions)
+    if layout.pool > MAX_SHARED:
+        return f"{layout.pool} bytes of shared memory leave no room for a second block"
+    if layout.held > 32:
+        return f"{layout.held} elements in registers are more than 32"
+    if layout.vectors > 1 and 5 * layout.chunks < 4 * layout.tiles * layout.warps * layout.vectors:
+        return f"of {layout.warps * layout.vectors} vectors a tile has only {layout.slots} to load"
+    if layout.warps > 1 and layout.chunks < layout.warps:
+        return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
+    if not layout.stages and not layout.aligned:
+        return f"rows of vocab={problem.vocab} are no multiple of 16 bytes, which only copies into shared memory allow"
+    if layout.stages and layout.stages > max(layout.tiles, 2):
+        return f"there are only {layout.tiles} tiles for {layout.stages} stages"
+    if layout.threads == 32 and layout.tiles > 8:
+        return f"a warp alone would load {layout.tiles} tiles, one after another"
     return None
 
 
 def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    tile, capacity, _ = sizes(problem, decisions)
-    split = decisions["split"]
-    if split * problem.k > capacity:
-        return f"the best {problem.k} of {split} parts exceed the buffer of {capacity}"
-    if tile > problem.vocab // split:
-        return f"a part of {problem.vocab // split} is less than a tile of {tile}"
+    if decisions["threads"] < 128:
+        return f"{decisions['threads']} threads are too few for a block that has a multiprocessor of its own"
+    if Layout(problem, decisions).tiles * 8 < decisions["vectors"]:
+        return "a part is less than a tile"
     return allowed(problem, machine, decisions)
 
 
-def cluster_default(problem: Problem, machine: Machine) -> Decisions:
-    choices = [
-        {"split": split, "threads": threads, "vectors": 1, "prefetch": 0}
-        for split in (8, 4, 2)
-        for threads in (512, 256, 128)
-        if cluster_allowed(problem, machine, {"split": split, "threads": threads, "vectors": 1, "prefetch": 0}) is None
-    ]
-    return choices[0]
+def choices() -> list[Decisions]:
+    orders = ((512, 256, 128, 64, 32), (4, 2, 1), (4, 2, 0))
+    return [{"threads": t, "vectors": v, "stages": s} for t in orders[0] for v in orders[1] for s in orders[2]]
+
+
+def cluster_choices() -> list[Decisions]:
+    return [{"split": split, **point} for split in (8, 4, 2) for point in choices()]
+
+
+def first_allowed(problem, machine, points, rule) -> Decisions | None:
+    return next((point for point in points if rule(problem, machine, point) is None), None)
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    choices = [
-        {"threads": threads, "vectors": vectors, "prefetch": 0}
-        for threads in (512, 256, 128)
-        for vectors in (2, 1)
-        if allowed(problem, machine, {"threads": threads, "vectors": vectors, "prefetch": 0}) is None
-    ]
-    return choices[0]
+    return first_allowed(problem, machine, choices(), allowed)
+
+
+def cluster_default(problem: Problem, machine: Machine) -> Decisions:
+    return first_allowed(problem, machine, cluster_choices(), cluster_allowed)
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -120,69 +163,139 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from .arithmetic import LOG2_E, is_nan
-    from .cluster import cluster_barrier, peer_read
+    from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .selection import (
+        FIRST,
         FULL_WARP,
         MINUS_INFINITY,
+        PLUS_INFINITY,
+        RADIX_BINS,
         RANKERS,
         bits_value,
         device_functions,
+        first_threshold,
         join_key,
         key_bits,
         key_index,
+        key_value,
         make_key,
         order_bits,
     )
+    from .topk import element_of, write_given, write_value
+    from .words import per_word, value_in
 
-    vocab, k, dtype = problem.vocab, problem.k, problem.dtype
-    threads, vectors, width = decisions["threads"], decisions["vectors"], vector(problem)
-    prefetch = bool(decisions["prefetch"])
-    tile, capacity, rounded = sizes(problem, decisions)
-    held = vectors * width
-    split = decisions.get("split", 1)
-    share = ceildiv(ceildiv(vocab, split), width) * width  # elements a block
-    tiles = ceildiv(share, tile)
-    ragged = share % tile != 0 or vocab % share != 0
+    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
+    element, with_bias = element_of(problem), bool(problem.bias)
+    layout = Layout(problem, decisions)
+    threads, warps, vectors, width, stages = layout.threads, layout.warps, layout.vectors, layout.width, layout.stages
+    held, tiles, share, split, aligned = layout.held, layout.tiles, layout.share, layout.split, layout.aligned
+    capacity, room, bins = layout.capacity, layout.room, layout.bins
+    parts, itemsize = per_word(dtype), numpy_dtype(dtype).itemsize
+    words = 4 * vectors  # of a thread's tile
     # A warp that fills this slot calls for compaction; the others may each be in the middle of one more tile.
-    limit = capacity - tile
-    seeded = k <= threads
-    ranked = k <= COUNTED
-    # Survivors that are ranked by counting may be more than k; sorted ones fill a power of two.
-    fits = max(4 * COUNTED, rounded) if ranked else (rounded if split == 1 else k)
+    limit = capacity - layout.tile
+    overflows = capacity < tiles * layout.tile
+    place = first_threshold(k, min(layout.slots * 32 * width / vocab, 1.0), min(warps, layout.slots))
+    gated = place is not None
+    counted = k <= COUNTED
+    fits = 2 * threads // RANKERS
+    staged = k > STAGED
     lowest = T.min_value("float32")
-    peer_float, peer_int = peer_read("peer_float", "float", "float32"), peer_read("peer_int", "int", "int32")
-    peer_key = peer_read("peer_key", "unsigned long long", "uint64")
-    device = device_functions(threads, k)
-    block_merge, select_pivot, keep_selected = device.block_merge, device.select_pivot, device.keep_selected
-    kth_of_maxima, rank_key, sort_descending = device.kth_of_maxima, device.rank_key, device.sort_descending
+    put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
+    put_key = peer_write("put_key", "unsigned long long")
+    device = device_functions(threads, k, bins, FIRST if place is None else place)
+    select_pivot, keep_selected = device.select_pivot, device.keep_selected
+    place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
+    rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
+
+    def key_in(keys, extra, row, i):
+        return keys[i]
+
+    def vector_of(i, u, t, first):
+        """The row's vector that is the u-th of the thread's i-th tile."""
+        return first + ((u * warps + t // 32) * tiles + i) * 32 + t % 32
+
+    def largest(x, low, high):
+        """The maximum of x[low:high], as a tree."""
+        if high - low == 1:
+            return x[low]
+        middle = (low + high) // 2
+        return T.max(largest(x, low, middle), largest(x, middle, high))
+
+    def inside(i, t, first, last):
+        """Whether all of a thread's tile lies in the row and in this block's share of it."""
+        if layout.whole:
+            return True
+        behind = vector_of(i, vectors - 1, t, first) < last - (0 if aligned else 1)
+        return behind if aligned else T.And(behind, vector_of(i, 0, t, first) > 0)
 
     # fmt: off
     @T.inline
-    def load_tile(i, X, row, first, t, raw):
-        """The tile's elements of this thread; beyond the row its last ones, because a branch would delay the loads."""
-        for u in T.unroll(vectors):
-            for v in T.vectorized(width):
-                raw[u * width + v] = X[row, T.min(first + i * tile + (u * threads + t) * width, vocab - width) + v]
+    def start_tile(i, X, row, lead, first, last, t, ring):
+        """Have a tile copied into this thread's part of the ring; beyond the row the last vector again."""
+        if i < tiles:
+            for u in T.unroll(vectors):
+                if aligned:
+                    T.ptx.cp.async_.cg.shared.global_(
+                        ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
+                        X.ptr_to([row, T.min(vector_of(i, u, t, first), last - 1) * width]), 16)
+                else:  # of the row's last vector only what is the row's: it may be the array's end
+                    T.ptx.cp.async_.cg.shared.global_(
+                        ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
+                        X.ptr_to([row, T.min(vector_of(i, u, t, first), last - 1) * width - lead]), 16,
+                        T.Cast("uint32", T.min(
+                            (vocab + lead - T.min(vector_of(i, u, t, first), last - 1) * width) * itemsize, 16)))
+        T.ptx.cp.async_.commit_group()
 
     @T.inline
-    def convert_tile(i, first, t, raw, x):
-        """float32 of the elements, -inf for what lies beyond the block's share."""
-        for e in T.unroll(held):
-            if ragged:
-                x[e] = T.Select(
-                    i * tile + (e // width * threads + t) * width < T.min(share, vocab - first),
-                    T.Cast("float32", raw[e]), -T.infinity("float32"))
+    def load_tile(i, X, row, first, last, t, ring, raw):
+        """The words of a tile; beyond the row those of its last vector."""
+        if stages > 0:
+            T.ptx.cp.async_.wait_group(stages - 1)
+            for u in T.unroll(vectors):
+                for v in T.vectorized(4):
+                    raw[u * 4 + v] = ring[(((i % stages) * vectors + u) * threads + t) * 4 + v]
+        else:
+            if inside(i, t, first, last):
+                for u in T.unroll(vectors):
+                    T.ptx.ld.global_.nc.v4.u32(
+                        raw[u * 4], raw[u * 4 + 1], raw[u * 4 + 2], raw[u * 4 + 3],
+                        X.ptr_to([row, vector_of(i, u, t, first) * width]))
             else:
-                x[e] = T.Cast("float32", raw[e])
+                for u in T.unroll(vectors):
+                    T.ptx.ld.global_.nc.v4.u32(
+                        raw[u * 4], raw[u * 4 + 1], raw[u * 4 + 2], raw[u * 4 + 3],
+                        X.ptr_to([row, T.min(vector_of(i, u, t, first), last - 1) * width]))
 
     @T.inline
-    def compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate):
+    def convert_tile(i, B, lead, first, last, t, raw, x):
+        """The elements of a tile, -inf for what is not of this block's share."""
+        for e in T.unroll(held):
+            x[e] = value_in(dtype, raw[e // parts], e % parts)
+        if with_bias:
+            for e in T.unroll(held):
+                x[e] = x[e] + B[T.max(T.min(
+                    vector_of(i, e // width, t, first) * width + e % width - lead, vocab - 1), 0)]
+        if not layout.whole:
+            if not inside(i, t, first, last):
+                for e in T.unroll(held):
+                    if (
+                        vector_of(i, e // width, t, first) >= last
+                        or vector_of(i, e // width, t, first) * width + e % width < lead
+                        or vector_of(i, e // width, t, first) * width + e % width - lead >= vocab
+                    ):
+                        x[e] = -T.infinity("float32")
+
+    @T.inline
+    def compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred):
         """Cut the buffer to the best k and raise the threshold to the k-th. All threads come here, after a barrier."""
         size[0] = count[0]
         if size[0] > k:
-            select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
+            select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
             keep_selected(t, keys, size[0], kept, count, pivot)
-            gate[0] = bits_value(key_bits(pivot[0]))
+            gate[0] = key_value(pivot[0])
+            # The pivot's last digits are 0 where no equals had to be told apart.
+            barred[0] = T.Cast("int32", T.min(key_index(pivot[0]), T.uint32(vocab)))
             if is_nan(gate[0]):
                 # k NaN already: what is no NaN has no chance, and only plus infinity still passes for a candidate.
                 gate[0] = T.infinity("float32")
@@ -192,97 +305,105 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
 
     @T.inline
-    def fill_up(X, row, first, t, keys, size, wanted, slot):
-        """One warp appends the first elements at minus infinity until there are `wanted` keys."""
+    def fill_up(X, B, row, t, keys, size, slot):
+        """One warp appends the row's first elements at minus infinity until there are k keys."""
         lanes = T.alloc_local([1], "uint32")
         has = T.alloc_local([1], "int32")
         i: T.int32 = 0
-        while i * 32 < share and size[0] < wanted[0]:
+        while i * 32 < vocab and size[0] < k:
             has[0] = 0
-            if i * 32 + t < share and first + i * 32 + t < vocab:
-                if T.Cast("float32", X[row, first + i * 32 + t]) == -T.infinity("float32"):
+            if i * 32 + t < vocab:
+                if element(X, B, row, i * 32 + t) == -T.infinity("float32"):
                     has[0] = 1
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
             slot[0] = size[0] + T.Cast(
                 "int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
-            if has[0] != 0 and slot[0] < wanted[0]:
-                keys[slot[0]] = join_key(T.uint32(MINUS_INFINITY), first + i * 32 + t)
+            if has[0] != 0 and slot[0] < k:
+                keys[slot[0]] = join_key(T.uint32(MINUS_INFINITY), i * 32 + t)
             size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
             i = i + 1
 
     @T.inline
-    def write(V, Z, row, place, key, top, d, log):
-        """One value and its index."""
-        Z[row, place] = T.Cast("int64", key_index(key))
-        if log != 0:
-            V[row, place] = bits_value(key_bits(key)) - top[0] - T.log(d[0])
-        else:
-            V[row, place] = T.exp(bits_value(key_bits(key)) - top[0]) / d[0]
-
-    @T.inline
-    def publish(t, keys, kept, size, slot, need, pivot, exported, group, group_sum, top, d):
-        """The block's (m, d) and its best k keys, for the first block of the cluster to read.
-
-        Keys that can be ranked cheaply are published in order, in `kept`; others as they are, in `keys`.
-        """
-        T.cuda.cta_sync()
-        if ranked:
-            for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
-                rank_key(t, i, keys, size[0], need, pivot, slot)
-                if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
-                    kept[slot[0]] = pivot[0]
+    def push_part(
+        t, part, keys, size, united, united_size, united_high, united_reference, united_sum, united_gate, gate, high,
+        reference, d
+    ):
+        """Write the block's sum and its reference, its threshold and its keys to their place in the first block."""
+        for i in T.serial((size[0] - t + (threads - 1)) // threads):
+            T.evaluate(put_key(united.ptr_to([part * room + i * threads + t]), 0, keys[i * threads + t]))
         if t == 0:
-            exported[0] = T.min(size[0], k)
-            group[0] = top[0]
-            group_sum[0] = d[0]
+            T.evaluate(put_int(united_size.ptr_to([part]), 0, size[0]))
+            T.evaluate(put_float(united_high.ptr_to([part]), 0, high[0]))
+            T.evaluate(put_float(united_reference.ptr_to([part]), 0, reference[0]))
+            T.evaluate(put_float(united_sum.ptr_to([part]), 0, d[0]))
+            T.evaluate(put_float(united_gate.ptr_to([part]), 0, gate[0]))
 
     @T.inline
-    def gather(t, keys, kept, size, slot, need, pivot, count, exported, group, group_sum, top, d):
-        """Join what the blocks of the cluster have published: top and d of the row, its candidates in `keys`."""
-        parts_max = T.alloc_local([split], "float32")
-        for r in T.unroll(split):
-            parts_max[r] = peer_float(group.ptr_to([0]), r)
-        top[0] = parts_max[0]
+    def unite_parts(
+        t, keys, size, count, united, united_size, united_high, united_reference, united_sum, united_gate, gate, high,
+        reference, d
+    ):
+        """Of what the blocks have pushed: sum and reference of the row, the highest threshold, the keys that reach it.
+
+        What a block did not push is below its own threshold, so that no key that reaches the highest is missing.
+        """
+        high[0] = united_high[0]
+        reference[0] = united_reference[0]
+        gate[0] = united_gate[0]
         for r in T.unroll(split - 1):
-            top[0] = T.max(top[0], parts_max[r + 1])
+            reference[0] = T.max(reference[0], united_reference[r + 1])
+            gate[0] = T.max(gate[0], united_gate[r + 1])
+            high[0] = T.max(high[0], united_high[r + 1])
         d[0] = T.float32(0)
         for r in T.unroll(split):
-            d[0] = d[0] + peer_float(group_sum.ptr_to([0]), r) * T.exp2((parts_max[r] - top[0]) * T.float32(LOG2_E))
-        if ranked:
-            # Every part has ceil(k / split) keys that are at least the least of the parts' keys of that rank, and
-            # together these are k or more: nothing below it can be wanted.
-            pivot[0] = ~T.uint64(0)
-            for r in T.unroll(split):
-                if peer_int(exported.ptr_to([0]), r) < ceildiv(k, split):
-                    pivot[0] = T.uint64(0)
-                else:
-                    pivot[0] = T.min(pivot[0], peer_key(kept.ptr_to([ceildiv(k, split) - 1]), r))
-            if t == 0:
-                count[0] = 0
-            T.cuda.cta_sync()
-            for r in T.serial(split):
-                need[0] = peer_int(exported.ptr_to([0]), r)
-                for i in T.serial((need[0] - t + (threads - 1)) // threads):
-                    if peer_key(kept.ptr_to([i * threads + t]), r) >= pivot[0]:
-                        slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
-                        keys[slot[0]] = peer_key(kept.ptr_to([i * threads + t]), r)
-            T.cuda.cta_sync()
-            size[0] = count[0]
-        else:
-            size[0] = exported[0]
-            for r in T.serial(split - 1):
-                need[0] = peer_int(exported.ptr_to([0]), r + 1)
-                for i in T.serial((need[0] - t + (threads - 1)) // threads):
-                    keys[size[0] + i * threads + t] = peer_key(keys.ptr_to([i * threads + t]), r + 1)
-                size[0] = size[0] + need[0]
-            T.cuda.cta_sync()
+            d[0] = d[0] + united_sum[r] * T.exp2(united_reference[r] - reference[0])
+        if t == 0:
+            count[0] = 0
+        T.cuda.cta_sync()
+        for r in T.serial((split - 1 - t // 32 + warps) // warps):
+            for i in T.serial((united_size[r * warps + t // 32] - t % 32 + 31) // 32):
+                if key_bits(united[(r * warps + t // 32) * room + i * 32 + t % 32]) >= order_bits(gate[0]):
+                    keys[T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))] = united[
+                        (r * warps + t // 32) * room + i * 32 + t % 32]
+        T.cuda.cta_sync()
+        size[0] = count[0]
+
+    @T.inline
+    def least_value(t, keys, size, group_bits, bits, least):
+        """The smallest value of the keys that is not minus infinity. One barrier."""
+        bits[0] = T.uint32(0xFFFFFFFF)
+        for i in T.serial((size[0] - t + (threads - 1)) // threads):
+            bits[0] = T.min(bits[0], key_bits(keys[i * threads + t]))
+        bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
+        if t % 32 == 0:
+            group_bits[t // 32] = bits[0]
+        T.cuda.cta_sync()
+        bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), group_bits[t % warps])
+        least[0] = T.max(bits_value(bits[0]), lowest)
+
+    @T.inline
+    def place_in_output(extra, rank, key):
+        """Write one value and its index; extra is (V, Z, row, factor, reference, d, log)."""
+        extra[1][extra[2], rank] = T.Cast("int64", key_index(key))
+        write_value(
+            extra[0], extra[2], rank, key_value(key) * extra[3][0] - extra[4][0], extra[5][0], extra[6])
+
+    @T.inline
+    def place_in_buffer(extra, rank, key):
+        extra[rank] = key
 
     @T.prim_func
-    def main(logits_h: T.handle, log: T.int32, values_h: T.handle, indices_h: T.handle):
+    def main(
+        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
+        values_h: T.handle, indices_h: T.handle, given_h: T.handle
+    ):
         batch = T.int32()
         X = T.match_buffer(logits_h, (batch, vocab), dtype)
+        B = T.match_buffer(bias_h, (vocab,), "float32")
+        ids = T.match_buffer(ids_h, (batch, n), "int64")
         V = T.match_buffer(values_h, (batch, k), "float32")
         Z = T.match_buffer(indices_h, (batch, k), "int64")
+        G = T.match_buffer(given_h, (batch, n), "float32")
         T.device_entry()
         if split > 1:
             block = T.cluster_id([batch])
@@ -291,25 +412,40 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             block = T.cta_id([batch])
             part = 0
         t = T.thread_id([threads])
-        pool = T.alloc_buffer([capacity + rounded], "uint64", scope="shared.dyn")
-        keys = T.decl_buffer([capacity], "uint64", data=pool.data, scope="shared.dyn")
-        kept = T.decl_buffer([rounded], "uint64", data=pool.data, elem_offset=capacity, scope="shared.dyn")
-        histogram = T.alloc_shared([256], "int32")
+        pool = T.alloc_buffer([layout.pool // 8], "uint64", scope="shared.dyn")
+        if stages > 0:
+            ring = T.decl_buffer([layout.ring // 4], "uint32", data=pool.data, scope="shared.dyn")
+        else:
+            ring = pool
+        keys = T.decl_buffer([capacity], "uint64", data=pool.data, elem_offset=layout.at_keys, scope="shared.dyn")
+        kept = T.decl_buffer([layout.kept], "uint64", data=pool.data, elem_offset=layout.at_kept, scope="shared.dyn")
+        counts = T.decl_buffer(
+            [layout.spread], "int32", data=pool.data, elem_offset=layout.at_counts, scope="shared.dyn")
+        heads = T.decl_buffer(
+            [layout.spread], "int32", data=pool.data, elem_offset=layout.at_heads, scope="shared.dyn")
+        nexts = T.decl_buffer([capacity], "int32", data=pool.data, elem_offset=layout.at_nexts, scope="shared.dyn")
+        histogram = T.alloc_shared([RADIX_BINS], "int32")
+        totals = T.alloc_shared([32], "int32")
         found = T.alloc_shared([4], "int32")
+        flag = T.alloc_shared([1], "int32")
         count = T.alloc_shared([1], "int32")
-        group = T.alloc_shared([32], "float32")
         group_sum = T.alloc_shared([32], "float32")
         group_bits = T.alloc_shared([32], "uint32")
+        group_top = T.alloc_shared([32], "uint32")
         full = T.alloc_shared([1], "uint32")
-        exported = T.alloc_shared([1], "int32")
-        raw = T.alloc_local([held], dtype)
+        peak = T.alloc_shared([1], "uint32")
+        raw = T.alloc_local([words], "uint32")
         x = T.alloc_local([held], "float32")
         top = T.alloc_local([1], "float32")
-        m = T.alloc_local([1], "float32")
         d = T.alloc_local([1], "float32")
         power = T.alloc_local([1], "float32")
+        factor = T.alloc_local([1], "float32")
+        high = T.alloc_local([1], "float32")  # the largest element, as far as it is known
+        reference = T.alloc_local([1], "float32")  # that, times factor
         gate = T.alloc_local([1], "float32")
+        floor = T.alloc_local([1], "float32")
         slot = T.alloc_local([1], "int32")
+        spot = T.alloc_local([1], "int32")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
@@ -317,133 +453,227 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         key = T.alloc_local([1], "uint64")
         bits = T.alloc_local([1], "uint32")
         at = T.alloc_local([1], "int32")
+        barred = T.alloc_local([1], "int32")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
-        wanted = T.alloc_local([1], "int32")
+        settled = T.alloc_local([1], "int32")
+        if split > 1:
+            united = T.decl_buffer(
+                [split * room], "uint64", data=pool.data, elem_offset=layout.at_united, scope="shared.dyn")
+            united_size = T.alloc_shared([split], "int32")
+            united_high = T.alloc_shared([split], "float32")
+            united_reference = T.alloc_shared([split], "float32")
+            united_sum = T.alloc_shared([split], "float32")
+            united_gate = T.alloc_shared([split], "float32")
+            verdict = T.alloc_shared([1], "int32")
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
+        # Elements of the row before in its first vector.
+        lead: T.int32 = 0 if aligned else T.Cast("int32", (row * vocab) % width)
+        first: T.int32 = part * share
+        last: T.int32 = T.min(first + share, (vocab + lead + (width - 1)) // width)
+        factor[0] = scale * T.float32(LOG2_E)
+        if split > 1:
+            cluster_arrive()  # and waits for the others to have started before it writes into the first
+        for i in T.serial((layout.spread - 1 - t + threads) // threads):
+            counts[i * threads + t] = 0
+            heads[i * threads + t] = 0
         if t == 0:
-            count[0] = 0
-            full[0] = T.uint32(0)
-        m[0] = lowest
-        d[0] = T.float32(0)
-        # Everything above minus infinity passes: rows that have fewer than k such elements are filled up at the end.
-        gate[0] = lowest
-        pivot[0] = T.Cast("uint64", T.uint32(MINUS_INFINITY + 1)) << T.uint64(32)
-        T.cuda.cta_sync()
+            flag[0] = 0
 
-        if prefetch:
-            load_tile(0, X, row, part * share, t, raw)
-        for i in T.serial(tiles):
-            if not prefetch:
-                load_tile(i, X, row, part * share, t, raw)
-            convert_tile(i, part * share, t, raw, x)
-            if prefetch:
-                load_tile(i + 1, X, row, part * share, t, raw)
-            # (m, d) of equation 4, rescaled once for all elements in hand
-            top[0] = x[0]
-            for e in T.unroll(held - 1):
-                top[0] = T.max(top[0], x[e + 1])
-            if top[0] > m[0]:
-                d[0] = d[0] * T.exp2((m[0] - top[0]) * T.float32(LOG2_E))
-                m[0] = top[0]
-            for e in T.unroll(held):
-                # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
-                T.ptx.ex2.approx.ftz.f32(power[0], (x[e] - m[0]) * T.float32(LOG2_E))
-                d[0] = d[0] + power[0]
-            if i == 0 and seeded:
-                bits[0] = order_bits(top[0])
-                kth_of_maxima(t, bits, group_bits, reached)
-                if reached[0] > T.uint32(MINUS_INFINITY):
-                    gate[0] = bits_value(reached[0])
-                    pivot[0] = T.Cast("uint64", reached[0]) << T.uint64(32)
-            # A NaN passes no comparison of floats, but it stays in the sum; keys know its place.
-            slot[0] = 0
-            if top[0] >= gate[0] or is_nan(d[0]):
-                # One bit an element, then one round for each bit that any lane of the warp has. The element is read
-                # again, from L1: registers cannot be indexed.
-                bits[0] = T.uint32(0)
-                for e in T.unroll(held):
-                    if x[e] >= gate[0] or is_nan(x[e]):
-                        bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
-                while bits[0] != T.uint32(0):
-                    at[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1
-                    bits[0] = bits[0] & (bits[0] - T.uint32(1))
-                    at[0] = part * share + i * tile + (at[0] // width * threads + t) * width + at[0] % width
-                    key[0] = make_key(T.Cast("float32", X[row, at[0]]), at[0])
-                    if key[0] >= pivot[0]:
-                        slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
-                        keys[slot[0]] = key[0]
-            if slot[0] >= limit:
-                T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
-            T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
-            if T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)) != 0:
-                T.cuda.cta_sync()
-                compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate)
-        # Warps that are through with the row answer calls until all are.
-        waiting: T.int32 = 1
-        while waiting != 0:
+        for attempt in T.serial(2):
+            if stages > 0:
+                for i in T.unroll(stages):
+                    start_tile(i, X, row, lead, first, last, t, ring)
+            if t == 0:
+                count[0] = 0
+                full[0] = T.uint32(0)
+                peak[0] = T.uint32(0)
+            d[0] = T.float32(0)
+            # Everything above minus infinity passes: rows that have fewer than k of these are filled up at the end.
+            gate[0] = lowest
+            barred[0] = vocab
+            pivot[0] = T.Cast("uint64", T.uint32(MINUS_INFINITY + 1)) << T.uint64(32)
             T.cuda.cta_sync()
-            T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
-            if called[0] != T.uint32(0):
-                compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate)
-            else:
-                waiting = 0
 
-        # top is free to hold the block's maximum, d its sum
-        block_merge(t, m, d, top, group, group_sum)
+            for i in T.serial(tiles):
+                load_tile(i, X, row, first, last, t, ring, raw)
+                convert_tile(i, B, lead, first, last, t, raw, x)
+                top[0] = largest(x, 0, held)
+                if i == 0 and attempt == 0:
+                    bits[0] = order_bits(top[0])
+                    place_of_maxima(t, bits, called, group_bits, group_top, reached)
+                    high[0] = T.Select(
+                        called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
+                        bits_value(called[0]), T.float32(0))
+                    reference[0] = high[0] * factor[0]
+                    if gated and reached[0] > T.uint32(MINUS_INFINITY):
+                        gate[0] = bits_value(reached[0])
+                        pivot[0] = T.Cast("uint64", reached[0]) << T.uint64(32)
+                        if is_nan(gate[0]):
+                            gate[0] = T.infinity("float32")
+                for e in T.unroll(held):
+                    # One rounding, so that the reference cancels in the quotient; and without the steps that exp2 takes
+                    # for subnormal results, which add nothing to a sum of about 1 or more.
+                    T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
+                    T.ptx.ex2.approx.ftz.f32(power[0], power[0])
+                    d[0] = d[0] + power[0]
+                # Equals of the threshold pass only before its own place, and all of this tile may lie behind it.
+                floor[0] = gate[0]
+                if overflows:
+                    if vector_of(i, 0, t, first) * width - lead > barred[0]:
+                        floor[0] = bits_value(order_bits(gate[0]) + T.uint32(1))
+                # A NaN passes no comparison of floats, but it stays in the sum; keys know its place.
+                slot[0] = 0
+                if top[0] >= floor[0] or is_nan(d[0]):
+                    # One bit an element, then one round for each bit that any lane of the warp has. The element is read
+                    # again: registers cannot be indexed.
+                    bits[0] = T.uint32(0)
+                    for e in T.unroll(held):
+                        if x[e] >= floor[0] or is_nan(x[e]):
+                            bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
+                    while bits[0] != T.uint32(0):
+                        spot[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1
+                        bits[0] = bits[0] & (bits[0] - T.uint32(1))
+                        at[0] = vector_of(i, spot[0] // width, t, first) * width + spot[0] % width - lead
+                        if stages > 0:
+                            power[0] = value_in(
+                                dtype,
+                                ring[(((i % stages) * vectors + spot[0] // width) * threads + t) * 4
+                                     + spot[0] % width // parts],
+                                spot[0] % parts)
+                            if with_bias:
+                                power[0] = power[0] + B[at[0]]
+                        else:
+                            power[0] = element(X, B, row, at[0])
+                        key[0] = make_key(power[0], at[0])
+                        if power[0] > high[0]:
+                            T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), key_bits(key[0])))
+                        if key[0] >= pivot[0]:
+                            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
+                            keys[slot[0]] = key[0]
+                if stages > 0:
+                    start_tile(i + stages, X, row, lead, first, last, t, ring)
+                if overflows:
+                    if slot[0] >= limit:
+                        T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
+                    T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
+                    if T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)) != 0:
+                        T.cuda.cta_sync()
+                        compact(
+                            t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
+            d[0] = T.cuda.warp_sum(d[0])
+            if t % 32 == 0:
+                group_sum[t // 32] = d[0]
+            if overflows:
+                # Warps that are through with the row answer calls until all are.
+                waiting: T.int32 = 1
+                while waiting != 0:
+                    T.cuda.cta_sync()
+                    T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
+                    if called[0] != T.uint32(0):
+                        compact(
+                            t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
+                    else:
+                        waiting = 0
+            else:
+                T.cuda.cta_sync()
+            d[0] = T.float32(0)
+            if t % 32 < warps:
+                d[0] = group_sum[t % 32]
+            d[0] = T.cuda.warp_sum(d[0])
+            size[0] = count[0]
+            high[0] = bits_value(T.max(order_bits(high[0]), peak[0]))
+
+            if split > 1:
+                if size[0] > room:
+                    select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
+                    keep_selected(t, keys, size[0], kept, count, pivot)
+                    gate[0] = T.max(gate[0], key_value(pivot[0]))
+                    size[0] = k
+                if attempt == 0:
+                    cluster_wait()
+                push_part(
+                    t, part, keys, size, united, united_size, united_high, united_reference, united_sum, united_gate,
+                    gate, high, reference, d)
+                cluster_barrier()
+                if part == 0:
+                    unite_parts(
+                        t, keys, size, count, united, united_size, united_high, united_reference, united_sum,
+                        united_gate, gate, high, reference, d)
+            # Enough survivors, and a sum that is finite?
+            settled[0] = 1
+            if (size[0] < k and gate[0] > lowest) or (
+                (T.reinterpret("uint32", d[0]) & T.uint32(0x7FFFFFFF)) >= T.uint32(0x7F800000)
+            ):
+                settled[0] = attempt
+            if split > 1:
+                # The first block knows whether all parts have to be read again.
+                if part == 0 and t < split:
+                    T.evaluate(put_int(verdict.ptr_to([0]), t, settled[0]))
+                cluster_arrive()
+                if part != 0 or settled[0] == 0:
+                    cluster_wait()
+                    settled[0] = verdict[0]
+            if settled[0] != 0:
+                break
+            T.cuda.cta_sync()
+            reference[0] = high[0] * factor[0]
+
+        if split > 1 and part != 0:
+            T.thread_return()
 
         # Fewer than k above minus infinity: the first ones at minus infinity complete them.
-        size[0] = count[0]
-        wanted[0] = T.min(k, T.max(T.min(share, vocab - part * share), 0))
-        if size[0] < wanted[0]:
+        if size[0] < k:
             T.cuda.cta_sync()
             if t < 32:
-                fill_up(X, row, part * share, t, keys, size, wanted, slot)
+                fill_up(X, B, row, t, keys, size, slot)
             T.cuda.cta_sync()
-            size[0] = wanted[0]
-        if size[0] > fits:
-            select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
-            keep_selected(t, keys, size[0], kept, count, pivot)
             size[0] = k
-
-        if split > 1:
-            publish(t, keys, kept, size, slot, need, pivot, exported, group, group_sum, top, d)
-            cluster_barrier()
-            if part == 0:
-                gather(t, keys, kept, size, slot, need, pivot, count, exported, group, group_sum, top, d)
-            cluster_barrier()
-            if part != 0:
-                size[0] = 0
-            if size[0] > fits:
-                select_pivot(t, keys, size[0], histogram, found, pivot, mask, need)
-                keep_selected(t, keys, size[0], kept, count, pivot)
-                size[0] = k
-
-        if ranked:
+        if counted and size[0] <= fits:
             T.cuda.cta_sync()
             for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
                 rank_key(t, i, keys, size[0], need, pivot, slot)
                 if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
-                    write(V, Z, row, slot[0], pivot[0], top, d, log)
+                    place_in_output((V, Z, row, factor, reference, d, log), slot[0], pivot[0])
         else:
-            if size[0] > 0:
-                for i in T.serial((rounded - size[0] - t + (threads - 1)) // threads):
-                    keys[size[0] + i * threads + t] = T.uint64(0)
-                sort_descending(t, keys)
+            if gate[0] == lowest:
+                T.cuda.cta_sync()
+                least_value(t, keys, size, group_bits, bits, gate)
+            rank_in_bins(
+                t, keys, size[0], counts, heads, nexts, totals, flag, gate, high,
+                place_in_buffer if staged else place_in_output,
+                kept if staged else (V, Z, row, factor, reference, d, log), slot)
+            if staged or slot[0] != 0:
+                T.cuda.cta_sync()
+                if slot[0] != 0:
+                    if size[0] > k:
+                        select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
+                        keep_selected(t, keys, size[0], kept, count, pivot)
+                    for i in T.serial((layout.rounded - k - t + (threads - 1)) // threads):
+                        keys[k + i * threads + t] = T.uint64(0)
+                    sort_descending(t, keys)
+                    for i in T.serial((k - 1 - t + threads) // threads):
+                        kept[i * threads + t] = keys[i * threads + t]
                 for i in T.serial((k - 1 - t + threads) // threads):
-                    write(V, Z, row, i * threads + t, keys[i * threads + t], top, d, log)
+                    place_in_output((V, Z, row, factor, reference, d, log), i * threads + t, kept[i * threads + t])
+        if n > 0:
+            for i in T.serial((n - t + (threads - 1)) // threads):
+                write_given(
+                    G, row, i * threads + t, ids[row, i * threads + t], vocab,
+                    element(X, B, row, ids[row, i * threads + t]) * factor[0] - reference[0], d[0], log)
+        if split > 1:
+            cluster_wait()
     # fmt: on
-    main = main.with_attr("global_symbol", "main")
-    return Program(tvm.IRModule({"main": main}), pipeline="tirx")
+    return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
 
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=1,
+    version=2,
     operator="softmax_topk",
     kind="cuda",
-    summary="a block a row, one read, survivors of a threshold compacted late",
+    summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
     space=space,
     default=default,
     build=build,
@@ -453,7 +683,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=1,
+    version=2,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -7,6 +7,7 @@ shape has loaded the kernel, and allocate nothing but the outputs (or nothing at
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from typing import Any
@@ -14,23 +15,35 @@ from typing import Any
 from . import machine
 from .layers import BsrWeight, CsrRows
 from .machine import Machine
-from .operators import SoftmaxTopk, make, parse
+from .operators import LogSumExp, Softmax, SoftmaxTopk, make, parse
 from .operators.bsr_matmul import ACTIVATIONS, activated
 from .operators.nhot_lookup import typical
 from .operators.problem import FLOATS, Problem
+from .operators.softmax import ALGORITHMS
 from .runtime import arrays
 from .runtime.arrays import Facts
 from .runtime.dispatch import Explanation, dispatcher
 
+# Factors that float32 holds as normal numbers.
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 _MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
 
 
-def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """The k most probable entries of softmax(logits, -1), in one pass over the logits.
+def softmax_topk(
+    logits: Any,
+    k: int,
+    *,
+    log: bool = False,
+    temperature: float = 1.0,
+    bias: Any = None,
+    ids: Any = None,
+    out: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
+    """The k most probable entries of softmax((logits + bias) / temperature, -1), in one pass over the logits.
 
-    values[b, i] = exp(logits[b, z_i] - m_b) / sum_j exp(logits[b, j] - m_b),  m_b = max_j logits[b, j],
+    values[b, i] = exp((y[b, z_i] - m_b) / temperature) / sum_j exp((y[b, j] - m_b) / temperature),
 
-    with z_i the index of the i-th largest logit of row b.
+    with y = logits + bias, m_b = max_j y[b, j], and z_i the index of the i-th largest entry of row b of y.
 
     Parameters
     ----------
@@ -41,54 +54,69 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
         1 <= k <= vocab.
     log
         Log-probabilities in the place of probabilities.
+    temperature
+        Above 0 and finite; below 1 sharpens the distribution.
+    bias
+        `(vocab,)` float32, added to every row in float32; -inf masks a column. On the device of `logits`.
+    ids
+        `(batch, n)` int64 columns whose probabilities are wanted too, wherever they rank: the logprobs of sampled or
+        given tokens, from the same pass. On the device of `logits`.
     out
-        `(values, indices)` to write into: contiguous, of the shapes and dtypes below, on the device of `logits`.
+        `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
+        dtypes below, on the device of `logits`.
 
     Returns
     -------
     values
         `(batch, k)` float32, descending.
     indices
-        `(batch, k)` int64 columns. Equal logits come in the order of their indices, so that the result is
+        `(batch, k)` int64 columns. Equal entries come in the order of their indices, so that the result is
         deterministic. NaN counts as the largest, as in torch.topk; a row with NaN or +inf, or with nothing above -inf,
         has NaN for all its values, as torch.softmax has.
+    given
+        With `ids` only: `(batch, n)` float32, the probabilities (with `log` their logarithms) of these columns; NaN for
+        a column outside [0, vocab).
 
     Raises
     ------
     TypeError
-        If `logits` is no array, lies on another kind of device, or `k` is no integer.
+        If an argument is no array, lies on another kind of device, or `k` or `temperature` is no number.
     ValueError
-        For another rank or dtype, k out of range, vocab of 2^31 or more, or an `out` that does not fit.
+        For another rank, shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an `out` that
+        does not fit.
     RuntimeError
-        If `logits` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+        If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
 
     When not to use it: where the whole distribution is needed afterwards.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
+    scale = 1.0 if temperature == 1.0 else _inverse(temperature)
+    plain = bias is None and ids is None
     torch = sys.modules.get("torch")
     if torch is not None and type(logits) is torch.Tensor and type(k) is int:
         # The common case, in as few steps as it takes: what was checked for this key holds again, but layout, alignment
         # and gradients, which are properties of the tensor.
-        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, k))
+        key = (logits.shape, logits.dtype, logits.device, k)
+        found = dispatcher.launchers.get(key if plain else (*key, *_layouts((bias, ids), torch)))
         if found is not None and _plain(logits):
-            function, values_like, indices_like = found
+            function, *likes = found
             if out is None:
-                values, indices = torch.empty_like(values_like), torch.empty_like(indices_like)
-                function(logits, 1 if log else 0, values, indices)
-                return values, indices
-            if (
-                type(out) is tuple
-                and len(out) == 2
-                and _fits(out[0], values_like, torch)
-                and _fits(out[1], indices_like, torch)
+                out = tuple([torch.empty_like(like) for like in likes])
+            elif (
+                type(out) is not tuple
+                or len(out) != len(likes)
+                or not all([_fits(given, like, torch) for given, like in zip(out, likes, strict=True)])
             ):
-                function(logits, 1 if log else 0, *out)
+                found = None
+            if found is not None:
+                if plain:
+                    function(logits, scale, 1 if log else 0, *out)
+                else:
+                    function(logits, scale, 1 if log else 0, *[a for a in (bias, ids) if a is not None], *out)
                 return out
 
-    known = arrays.facts("logits", logits)
-    _check_floats("logits", known, rank=2)
-    _refuse_gradient("logits", logits)
+    known = _logits(logits)
     try:
         if isinstance(k, bool):
             raise TypeError
@@ -98,20 +126,163 @@ def softmax_topk(logits: Any, k: int, *, log: bool = False, out: tuple[Any, Any]
     batch, vocab = known.shape
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
-    if vocab >= 2**31:
-        raise ValueError(f"logits: expected a vocab below 2^31, got {vocab}")
-    shape = (batch, k)
-    values, indices = _outputs(out, (("values", shape, "float32"), ("indices", shape, "int64")), logits, known)
+    extras = []
+    if bias is not None:
+        extras.append(_beside("bias", bias, (vocab,), "float32", known))
+    if ids is not None:
+        extras.append(_beside("ids", ids, (batch, None), "int64", known))
+    n = extras[-1][1].shape[1] if ids is not None else 0
+    wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
+    if ids is not None:
+        wanted.append(("given", (batch, n), "float32"))
+    outputs = _outputs(out, tuple(wanted), logits, known)
     if batch:
-        problem = SoftmaxTopk(batch, vocab, k, known.dtype)
+        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
         prepared = arrays.ready("logits", logits, known)
         launchers = dispatcher.launchers
         function = dispatcher.kernel(problem, _machine("logits", known)).function
-        function(arrays.argument(prepared), int(log), arrays.argument(values), arrays.argument(indices))
+        passed = outputs if n or ids is None else outputs[:2]  # no kernel takes an empty array
+        function(
+            arrays.argument(prepared),
+            scale,
+            int(log),
+            *(arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras if theirs.shape[-1]),
+            *map(arrays.argument, passed),
+        )
+        if type(logits) is getattr(torch, "Tensor", None) and len(passed) == len(outputs):
+            key = (logits.shape, logits.dtype, logits.device, k)
+            layouts = () if plain else _layouts((bias, ids), torch)
+            if None not in layouts:
+                launchers[*key, *layouts] = (function, *map(arrays.prototype, outputs))
+    return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
+
+
+def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
+    """softmax(logits, -1), each logit read from memory once where a row fits into a GPU's registers.
+
+    probabilities[b, i] = exp(logits[b, i] - m_b) / sum_j exp(logits[b, j] - m_b),  m_b = max_j logits[b, j].
+
+    Parameters
+    ----------
+    logits
+        Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first.
+    algorithm
+        `"online"` (Algorithm 3 of the paper), `"safe"` (2) or `"naive"` (1). The others are there to be compared with:
+        they pass over a row more often, and the naive one leaves m_b out, so that logits above 88 make infinities and
+        NaN, and rows wholly below -87 make NaN.
+    out
+        Array to write into: contiguous, of the shape, dtype and device of `logits`. It may not overlap with it.
+
+    Returns
+    -------
+    probabilities
+        `(batch, vocab)` of the dtype of `logits`. Those below 1.2e-38 may be 0. A row with NaN or +inf, or with nothing
+        above -inf, is NaN, as of torch.softmax. (By the naive algorithm +inf is NaN, and the rest of its row 0.)
+
+    Raises
+    ------
+    TypeError
+        If `logits` is no array or lies on another kind of device.
+    ValueError
+        For another rank or dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
+    RuntimeError
+        If `logits` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+
+    When not to use it: where the k largest entries are all that is needed; `softmax_topk` writes nothing else.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithms 1 to 3.
+    """
+    return _softmax(logits, algorithm, 0, out)
+
+
+def log_softmax(logits: Any, out: Any = None) -> Any:
+    """log(softmax(logits, -1)), as exact for small probabilities as for large ones.
+
+    logprobs[b, i] = logits[b, i] - m_b - log(sum_j exp(logits[b, j] - m_b)),  m_b = max_j logits[b, j].
+
+    Arguments, result and errors are those of `softmax`, whose library it runs.
+    """
+    return _softmax(logits, "online", 1, out)
+
+
+def _softmax(logits: Any, algorithm: str, log: int, out: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is not None and type(logits) is torch.Tensor and type(algorithm) is str:
+        # As in softmax_topk. Algorithms are not numbers, so that the two do not meet.
+        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, algorithm))
+        if found is not None and _plain(logits):
+            function, like = found
+            if out is None or _fits(out, like, torch):
+                result = torch.empty_like(like) if out is None else out
+                function(logits, log, result)
+                return result
+
+    known = _logits(logits)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    [result] = _outputs(out, (("out", known.shape, known.dtype),), logits, known)
+    batch, vocab = known.shape
+    if batch and vocab:
+        prepared = arrays.ready("logits", logits, known)
+        launchers = dispatcher.launchers
+        problem = Softmax(batch, vocab, algorithm, known.dtype)
+        function = dispatcher.kernel(problem, _machine("logits", known)).function
+        function(arrays.argument(prepared), log, arrays.argument(result))
         if type(logits) is getattr(torch, "Tensor", None):
-            likes = arrays.prototype(values), arrays.prototype(indices)
-            launchers[logits.shape, logits.dtype, logits.device, k] = (function, *likes)
-    return out if out is not None else (arrays.returned(values, logits), arrays.returned(indices, logits))
+            launchers[logits.shape, logits.dtype, logits.device, algorithm] = (function, arrays.prototype(result))
+    return out if out is not None else arrays.returned(result, logits)
+
+
+def logsumexp(logits: Any, out: Any = None) -> Any:
+    """log(sum_j exp(logits[:, j])), the normaliser of softmax, in one read of the logits.
+
+    values[b] = m_b + log(sum_j exp(logits[b, j] - m_b)),  m_b = max_j logits[b, j].
+
+    Parameters
+    ----------
+    logits
+        As for `softmax`.
+    out
+        `(batch,)` float32 array to write into: contiguous, on the device of `logits`.
+
+    Returns
+    -------
+    values
+        `(batch,)` float32, whatever the dtype of `logits`: rounded to half precision (where torch.logsumexp rounds it)
+        it would be of no use as what log-probabilities are the difference to. A row of nothing but -inf, or of nothing,
+        has -inf, one with +inf has +inf, and one with NaN has NaN, as of torch.logsumexp.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `softmax`.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and type(logits) is torch.Tensor:
+        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, "logsumexp"))
+        if found is not None and _plain(logits):
+            function, like = found
+            if out is None or _fits(out, like, torch):
+                result = torch.empty_like(like) if out is None else out
+                function(logits, result)
+                return result
+
+    known = _logits(logits)
+    batch, vocab = known.shape
+    [result] = _outputs(out, (("out", (batch,), "float32"),), logits, known)
+    if batch and not vocab:
+        _fill(result, -math.inf)
+    elif batch:
+        prepared = arrays.ready("logits", logits, known)
+        launchers = dispatcher.launchers
+        function = dispatcher.kernel(LogSumExp(batch, vocab, known.dtype), _machine("logits", known)).function
+        function(arrays.argument(prepared), arrays.argument(result))
+        if type(logits) is getattr(torch, "Tensor", None):
+            launchers[logits.shape, logits.dtype, logits.device, "logsumexp"] = (function, arrays.prototype(result))
+    return out if out is not None else arrays.returned(result, logits)
 
 
 def bsr_matmul(
@@ -214,7 +385,7 @@ def bsr_matmul(
     if m and n:
         if weight.nnzb == 0 or k == 0:
             if bias is None:
-                _fill_zero(y)
+                _fill(y, 0)
             else:
                 _fill_rows(y, bias, activation or "")
         else:
@@ -315,7 +486,7 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     [result] = _outputs(out, (("out", (rows, width), known.dtype),), table, known)
     if rows and width:
         if csr.nnz == 0:
-            _fill_zero(result)
+            _fill(result, 0)
         else:
             prepared = arrays.ready("table", table, known)
             launchers = dispatcher.launchers
@@ -369,6 +540,29 @@ def _check_floats(name: str, known: Facts, rank: int) -> None:
         raise ValueError(f"{name}: expected {rank} dimensions, got shape {known.shape}")
     if known.dtype not in FLOATS:
         raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
+
+
+def _logits(logits: Any) -> Facts:
+    """Facts of the argument `logits`, checked."""
+    known = arrays.facts("logits", logits)
+    _check_floats("logits", known, rank=2)
+    _refuse_gradient("logits", logits)
+    if known.shape[1] >= 2**31:
+        raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[1]}")
+    return known
+
+
+def _inverse(temperature: Any) -> float:
+    """The factor that a temperature stands for."""
+    try:
+        inverse = 1.0 / float(temperature)
+    except (TypeError, ValueError):
+        raise TypeError(f"temperature: expected a number, got {type(temperature).__name__}") from None
+    except ZeroDivisionError:
+        inverse = math.inf
+    if not _SMALLEST < inverse < _LARGEST:
+        raise ValueError(f"temperature: expected a finite number above 0, got {temperature!r}")
+    return inverse
 
 
 def _beside(
@@ -490,11 +684,11 @@ def _outputs(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], lik
     return given
 
 
-def _fill_zero(y: Any) -> None:
-    if arrays.is_torch(y):
-        y.detach().zero_()
+def _fill(array: Any, value: float) -> None:
+    if arrays.is_torch(array):
+        array.detach().fill_(value)
     else:
-        y[...] = 0
+        array[...] = value
 
 
 def _fill_rows(y: Any, bias: Any, activation: str) -> None:

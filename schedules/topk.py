@@ -1,0 +1,45 @@
+"""What every softmax_topk kernel does alike, on any machine: read an element, write a value.
+
+An element is the float32 sum of a logit and its bias, if there is one; the order of elements is that of these sums, and
+the temperature multiplies only what is exponentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.operators.softmax_topk import SoftmaxTopk
+
+LN_2 = 0.6931471805599453
+
+
+def element_of(problem: SoftmaxTopk) -> Callable[..., tirx.PrimExpr]:
+    """The function (logits, bias, row, column) -> the element, for use in a TVMScript kernel of this problem."""
+
+    def element(X: Any, B: Any, row: Any, column: Any) -> tirx.PrimExpr:
+        logit = T.Cast("float32", X[row, column])
+        return logit + B[column] if problem.bias else logit
+
+    return element
+
+
+@T.inline
+def write_value(V, row, i, exponent, d, log):
+    """V[row, i] of an element whose exponential is 2^exponent, where d is the sum of all elements' exponentials."""
+    if log != 0:
+        V[row, i] = exponent * T.float32(LN_2) - T.log(d)
+    else:
+        V[row, i] = T.exp2(exponent) / d
+
+
+@T.inline
+def write_given(G, row, i, column, vocab, exponent, d, log):
+    """G[row, i] of the element in `column`, whose exponent is read only if there is such a column; else NaN."""
+    if column >= T.int64(0) and column < T.int64(vocab):
+        write_value(G, row, i, exponent, d, log)
+    else:
+        G[row, i] = T.float32("nan")

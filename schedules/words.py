@@ -1,0 +1,29 @@
+"""Rows as 16-byte vectors of 32-bit words: how elements lie in them, whatever the dtype.
+
+Loads by words need no alignment of the row to a vector, and no vector type of the dtype.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+HALF = (
+    "__device__ __forceinline__ float half_of_word(unsigned int w)"
+    " { return __half2float(__ushort_as_half((unsigned short)w)); }"
+)
+
+
+def per_word(dtype: str) -> int:
+    """Elements of a word."""
+    return 1 if dtype == "float32" else 2
+
+
+def value_in(dtype: str, word: tirx.PrimExpr, part: tirx.PrimExpr | int) -> tirx.PrimExpr:
+    """The float32 of the `part`-th element of a word."""
+    if dtype == "float32":
+        return T.reinterpret("float32", word)
+    shift = T.Cast("uint32", part) * T.uint32(16)
+    if dtype == "bfloat16":
+        return T.reinterpret("float32", (word << (T.uint32(16) - shift)) & T.uint32(0xFFFF0000))
+    return T.cuda.func_call("half_of_word", word >> shift, source_code=HALF, return_type="float32")
