@@ -34,7 +34,7 @@ AWKWARD = tuple(
         "bsr_matmul/m=17,k=128,n=96,block=32x16,sparsity=0.5,dtype=float16",
         "bsr_matmul/m=4,k=192,n=64,block=2x32,sparsity=0.7,dtype=bfloat16,bias=1,activation=relu",
         "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,activation=silu",  # tensor cores, several steps
-        "bsr_matmul/m=18,k=64,n=192,block=64x8,sparsity=0.3,dtype=bfloat16,bias=1",
+        "bsr_matmul/m=10,k=64,n=128,block=64x8,sparsity=0.3,dtype=bfloat16,bias=1",
         "bsr_matmul/m=2,k=64,n=64,block=8,sparsity=1",  # no block at all
         "bsr_matmul/m=2,k=128,n=32,block=1,sparsity=0.95,pattern=skewed",
         "bsr_matmul/m=9,k=512,n=32,block=4x64,sparsity=0.25",  # long rows: every lane takes several steps
