@@ -239,7 +239,7 @@ def test_vectors_of_half(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 def test_tensor_cores(dtype):
-    """A (16, 16) times B (16, 8) plus C, the fragments loaded by ldmatrix and, of B, also by their documented places."""
+    """A (16, 16) times B (16, 8) plus C, fragments loaded by ldmatrix and, of B, also by their documented places."""
     name = str(np.dtype(dtype))
     kind = {"float16": "f16", "bfloat16": "bf16"}[name]
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
