@@ -29,6 +29,12 @@ AWKWARD = tuple(
         "softmax_topk/batch=1,vocab=1000,k=100,dtype=float16",  # more than the survivors that are ranked by counting
         "softmax_topk/batch=1,vocab=1100,k=1100",  # k = vocab, beyond the threads of a block
         "softmax_topk/batch=1,vocab=2600,k=2100",  # more than fit into shared memory
+        "softmax/batch=2,vocab=1",
+        "softmax/batch=3,vocab=61,algorithm=safe,dtype=float16",
+        "softmax/batch=1,vocab=1009,algorithm=naive,dtype=bfloat16",
+        "softmax/batch=2,vocab=2051",  # rows begin between two vectors
+        "softmax/batch=1,vocab=2048,dtype=bfloat16",  # whole vectors
+        "logsumexp/batch=3,vocab=1501,dtype=float16",
         "bsr_matmul/m=1,k=1,n=1,block=1,sparsity=0",
         "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5,bias=1,activation=gelu",  # nothing is a power of two
         "bsr_matmul/m=17,k=128,n=96,block=32x16,sparsity=0.5,dtype=float16",

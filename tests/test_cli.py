@@ -101,7 +101,7 @@ def test_mistakes_are_named_and_exit_with_2(words: tuple[str, ...], said: str) -
         ("", r"no shapes"),
         ("[[softmax_topk]]\nbatch = 1\nvocab = 10\nk = 1\n[[softmax_topk]]\nbatch = 1\nvocabb = 10\nk = 1\n",
          r"shapes\.toml: \[\[softmax_topk\]\] number 2: .*unknown axis 'vocabb'; did you mean vocab"),
-        ("[[softmax]]\nbatch = 1\n", r"\[\[softmax\]\] number 1: operator: got 'softmax'; did you mean softmax_topk"),
+        ("[[softmaxx]]\nbatch = 1\n", r"\[\[softmaxx\]\] number 1: operator: got 'softmaxx'; did you mean softmax"),
         ("[[softmax_topk]]\nbatch = []\nvocab = 10\nk = 1\n", r"batch: the list is empty"),
         ("[[softmax_topk]]\nbatch = true\nvocab = 10\nk = 1\n", r"batch: expected a number"),
         ("[[softmax_topk]]\nbatch = 1.5\nvocab = 10\nk = 1\n", r"batch must be an integer"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .functional import bsr_matmul, explain, nhot_lookup, softmax_topk
+    from .functional import bsr_matmul, explain, log_softmax, logsumexp, nhot_lookup, softmax, softmax_topk
     from .layers import BsrWeight, CsrRows
     from .runtime.dispatch import Explanation
 
@@ -21,13 +21,28 @@ _HOMES = {
     "softmax_topk": "functional",
     "bsr_matmul": "functional",
     "nhot_lookup": "functional",
+    "softmax": "functional",
+    "log_softmax": "functional",
+    "logsumexp": "functional",
     "explain": "functional",
     "BsrWeight": "layers",
     "CsrRows": "layers",
     "Explanation": "runtime.dispatch",
 }
 
-__all__ = ["BsrWeight", "CsrRows", "Explanation", "bsr_matmul", "explain", "load", "nhot_lookup", "softmax_topk"]
+__all__ = [
+    "BsrWeight",
+    "CsrRows",
+    "Explanation",
+    "bsr_matmul",
+    "explain",
+    "load",
+    "log_softmax",
+    "logsumexp",
+    "nhot_lookup",
+    "softmax",
+    "softmax_topk",
+]
 
 
 def load(folder: str) -> int:

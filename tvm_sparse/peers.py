@@ -11,6 +11,7 @@ and says so. On the CPU a call is timed from Python, allocation of the result in
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import statistics
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .machine import Machine
-from .operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk
+from .operators import BsrMatmul, LogSumExp, NhotLookup, Problem, Softmax, SoftmaxTopk
 from .operators.bsr_matmul import activated
 from .operators.problem import Mismatch
 
@@ -141,6 +142,64 @@ def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str
         order = np.argsort(-np.take_along_axis(e, some, axis=1), axis=1, kind="stable")
         indices = np.take_along_axis(some, order, axis=1)
         return np.take_along_axis(e, indices, axis=1) / total, indices
+
+    return call
+
+
+def _torch_softmax(problem: Softmax, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x, function = _torch_tensor(inputs[0], device), torch.log_softmax if inputs[1] else torch.softmax
+    return lambda: function(x, -1)
+
+
+def _torch_compiled_softmax(problem: Softmax, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x, function = _torch_tensor(inputs[0], device), torch.log_softmax if inputs[1] else torch.softmax
+    compiled = torch.compile(lambda logits: function(logits, -1), fullgraph=True, dynamic=False)
+    compiled(x)
+    return lambda: compiled(x)
+
+
+def _numpy_softmax(problem: Softmax, inputs: Sequence[Any], device: str) -> Call:
+    import numpy as np
+
+    x, log = inputs
+
+    def call() -> Any:
+        shifted = (x - x.max(axis=1, keepdims=True)).astype(np.float32, copy=False)
+        e = np.exp(shifted)
+        total = e.sum(axis=1, keepdims=True)
+        return (shifted - np.log(total) if log else e / total).astype(x.dtype, copy=False)
+
+    return call
+
+
+def _torch_logsumexp(problem: LogSumExp, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x = _torch_tensor(inputs[0], device)
+    return lambda: torch.logsumexp(x, -1)
+
+
+def _torch_compiled_logsumexp(problem: LogSumExp, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x = _torch_tensor(inputs[0], device)
+    compiled = torch.compile(lambda logits: torch.logsumexp(logits, -1), fullgraph=True, dynamic=False)
+    compiled(x)
+    return lambda: compiled(x)
+
+
+def _numpy_logsumexp(problem: LogSumExp, inputs: Sequence[Any], device: str) -> Call:
+    import numpy as np
+
+    x = inputs[0]
+
+    def call() -> Any:
+        top = x.max(axis=1, keepdims=True)
+        return np.log(np.exp((x - top).astype(np.float32, copy=False)).sum(axis=1)) + top[:, 0].astype(np.float32)
 
     return call
 
@@ -309,6 +368,12 @@ PEERS: tuple[Peer, ...] = (
     Peer("torch CSR @ dense", "nhot_lookup", "torch", BOTH, _torch_csr),
     Peer("torch dense", "nhot_lookup", "torch", BOTH, _torch_dense_rows),
     Peer("SciPy CSR @ dense", "nhot_lookup", "scipy", CPU, _scipy_csr),
+    Peer("torch softmax", "softmax", "torch", BOTH, _torch_softmax),
+    Peer("torch.compile softmax", "softmax", "triton", CUDA, _torch_compiled_softmax),
+    Peer("NumPy exp", "softmax", "numpy", CPU, _numpy_softmax),
+    Peer("torch logsumexp", "logsumexp", "torch", BOTH, _torch_logsumexp),
+    Peer("torch.compile logsumexp", "logsumexp", "triton", CUDA, _torch_compiled_logsumexp),
+    Peer("NumPy exp", "logsumexp", "numpy", CPU, _numpy_logsumexp),
 )
 
 
@@ -317,9 +382,9 @@ def _ours_softmax_topk(
 ) -> tuple[Call, Problem]:
     from .functional import softmax_topk
 
-    logits, log = inputs
-    x = convert(logits)
-    return lambda: softmax_topk(x, problem.k, log=bool(log)), problem
+    logits, scale, log, *rest = inputs
+    x, extras = convert(logits), dict(zip((a.name for a in problem.kernel_inputs[3:]), map(convert, rest), strict=True))
+    return lambda: softmax_topk(x, problem.k, log=bool(log), temperature=1 / scale, **extras), problem
 
 
 def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
@@ -343,12 +408,31 @@ def _ours_nhot_lookup(
     return lambda: nhot_lookup(rows, table), rows.problem(problem.width, problem.dtype)
 
 
+def _ours_softmax(problem: Softmax, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    from .functional import log_softmax, softmax
+
+    logits, log = inputs
+    x = convert(logits)
+    if log:
+        return lambda: log_softmax(x), dataclasses.replace(problem, algorithm="online")
+    return lambda: softmax(x, algorithm=problem.algorithm), problem
+
+
+def _ours_logsumexp(problem: LogSumExp, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    from .functional import logsumexp
+
+    x = convert(inputs[0])
+    return lambda: logsumexp(x), problem
+
+
 # The call of our public function, and the problem that it finds in its arguments: of a sparse weight that is read off
 # the pattern, and decides which record is used.
 OURS: Mapping[str, Callable[..., tuple[Call, Problem]]] = {
     "softmax_topk": _ours_softmax_topk,
     "bsr_matmul": _ours_bsr_matmul,
     "nhot_lookup": _ours_nhot_lookup,
+    "softmax": _ours_softmax,
+    "logsumexp": _ours_logsumexp,
 }
 NAME = "tvm_sparse"
 

@@ -67,7 +67,7 @@ class Softmax(Problem):
 
         batch, log = te.var("batch", "int64"), te.var("log", "int32")
         logits = te.placeholder((batch, self.vocab), self.dtype, "logits")
-        m, d = _normaliser(logits, self.algorithm, lanes, lowest_max=False)
+        m, d = _normaliser(logits, self.algorithm, lanes, finite=False)
 
         def probability(b: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
             shifted = logits[b, i].astype("float32") - (m[b] if m is not None else tirx.const(0, "float32"))
@@ -145,7 +145,8 @@ class LogSumExp(Problem):
 
         batch = te.var("batch", "int64")
         logits = te.placeholder((batch, self.vocab), self.dtype, "logits")
-        m, d = _normaliser(logits, "online", lanes, lowest_max=True)
+        m, d = _normaliser(logits, "online", lanes, finite=True)
+        assert m is not None  # only the naive algorithm has none
         out = te.compute((batch,), lambda b: m[b] + te.log(d[b]), "values")
         return te.create_prim_func([logits, out]).with_attr("global_symbol", "main")
 
@@ -215,11 +216,11 @@ def _compare(name: str, found: np.ndarray, wanted: np.ndarray, bound: np.ndarray
         )
 
 
-def _normaliser(logits: te.Tensor, algorithm: str, lanes: int, lowest_max: bool) -> tuple[te.Tensor | None, te.Tensor]:
+def _normaliser(logits: te.Tensor, algorithm: str, lanes: int, finite: bool) -> tuple[te.Tensor | None, te.Tensor]:
     """(m, d) of every row, by the paper's Algorithm 1 (which has no m), 2 or 3.
 
     The maximum begins at the least finite number in the place of minus infinity, so that no difference of infinities
-    arises: rows of nothing but minus infinity have d = 0. `lowest_max` also keeps it at the largest finite number, so
+    arises: rows of nothing but minus infinity have d = 0. `finite` also keeps it at the largest finite number, so
     that plus infinity makes d infinite and not NaN, as the logarithm of the sum wants it.
     """
     from tvm import te, tirx
@@ -245,7 +246,7 @@ def _normaliser(logits: te.Tensor, algorithm: str, lanes: int, lowest_max: bool)
     def joined(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
         """Equation 4."""
         m = te.max(left[1], right[1])
-        if lowest_max:
+        if finite:
             m = te.min(m, te.max_value(f32))
         return left[0] * te.exp(left[1] - m) + right[0] * te.exp(right[1] - m), m
 
