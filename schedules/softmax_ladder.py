@@ -32,6 +32,8 @@ def block_space(problem: Problem, machine: Machine) -> Table:
 
 
 def warp_space(problem: Problem, machine: Machine) -> Table:
+    if problem.vocab < WARP:
+        raise NotApplicable(f"a row of vocab={problem.vocab} has no work for {WARP} threads")
     return {"rows": powers(1, 16)}
 
 
@@ -83,11 +85,10 @@ def build_lanes(problem: Problem, decisions: Decisions) -> Program:
     schedule.bind(row, "threadIdx.y")
     for name in reversed(reductions(problem)):
         own = place(schedule, name, row)
-        *_, loop = loops = schedule.get_loops(own)
-        if name == "md":
-            # A thread's part of the row: its own loop over q stays within the thread.
-            loop = loops[-2]
-        elif "md" not in reductions(problem):
+        # Behind those of the rows comes the loop over lanes; of `md` the thread's own loop over its part is left, or
+        # none if a part is one element.
+        loop = schedule.get_loops(own)[2]
+        if "md" not in reductions(problem):
             _, loop = schedule.split(loop, [None, lanes])
         schedule.bind(loop, "threadIdx.x")
     for column in columns:

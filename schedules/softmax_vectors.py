@@ -9,8 +9,8 @@ cluster each warp writes its pair to every block of the row, so that one barrier
 
 Where the elements stay until the normaliser is known makes the templates: `softmax_held` keeps them in registers (in
 float32 it is the exponentials that stay, so each is computed once), `softmax_staged` in shared memory, where
-asynchronous copies put them, and `softmax_streamed`, for rows of any length, reads them again, from L2 as a rule.
-`logsumexp_streamed` is done after the first pass.
+asynchronous copies put them, and `softmax_streamed`, for rows of any length, reads them again, from L2 as a rule; it
+also maps the paper's other two algorithms. `logsumexp_streamed` is done after the first pass.
 """
 
 from __future__ import annotations
@@ -85,19 +85,28 @@ def resident(problem: Problem, decisions: Decisions) -> int:
     return max((blocks for blocks in range(2, most + 1) if available(decisions, blocks) >= needed), default=1)
 
 
+def algorithm(problem: Problem) -> str:
+    return problem.algorithm if isinstance(problem, Softmax) else "online"
+
+
+def require_online(problem: Problem) -> None:
+    if algorithm(problem) != "online":
+        raise NotApplicable(f"the {algorithm(problem)} algorithm reads a row more than once, by definition")
+
+
 def base_space(problem: Problem, machine: Machine) -> Table:
-    if isinstance(problem, Softmax) and problem.algorithm != "online":
-        raise NotApplicable(f"this maps the online algorithm, and not the {problem.algorithm} one")
     clusters = machine.arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))
-    return {"split": SPLITS if clusters else (1,), "threads": THREADS}
+    return {"threads": THREADS, "split": SPLITS if clusters else (1,)}
 
 
 def held_space(problem: Problem, machine: Machine) -> Table:
+    require_online(problem)
     table = {**base_space(problem, machine), "rows": ROWS}
     return _with_points(problem, machine, table, held_allowed)
 
 
 def staged_space(problem: Problem, machine: Machine) -> Table:
+    require_online(problem)
     return _with_points(problem, machine, base_space(problem, machine), staged_allowed)
 
 
@@ -155,9 +164,9 @@ def _first(problem: Problem, machine: Machine, allowed: Any, wanted: Sequence[Ma
 
 def held_default(problem: Problem, machine: Machine) -> Decisions:
     """A warp a row if it is short, else a block of few threads; clusters for what one block does not hold."""
-    wanted = [{"split": 1, "threads": 32, "rows": rows} for rows in (4, 1) if windows(problem)[1] <= 512]
+    wanted = [{"threads": 32, "split": 1, "rows": rows} for rows in (4, 1) if windows(problem)[1] <= 512]
     wanted += [
-        {"split": split, "threads": threads, "rows": 1}
+        {"threads": threads, "split": split, "rows": 1}
         for split in splits_to_fill(problem, machine)
         for threads in (256, 128, 512, 64, 384, 32, 1024)
     ]
@@ -169,7 +178,7 @@ def held_default(problem: Problem, machine: Machine) -> Decisions:
 def staged_default(problem: Problem, machine: Machine) -> Decisions:
     table = staged_space(problem, machine)
     wanted = [
-        {"split": split, "threads": threads}
+        {"threads": threads, "split": split}
         for split in splits_to_fill(problem, machine)
         for threads in (512, 256, 128, 64)
     ]
@@ -179,10 +188,10 @@ def staged_default(problem: Problem, machine: Machine) -> Decisions:
 
 def streamed_default(problem: Problem, machine: Machine) -> Decisions:
     wanted = [
-        {"split": 1, "threads": 32, "rows": 4, "vectors": vectors} for vectors in (4, 1) if windows(problem)[1] <= 512
+        {"threads": 32, "split": 1, "rows": 4, "vectors": vectors} for vectors in (4, 1) if windows(problem)[1] <= 512
     ]
     wanted += [
-        {"split": split, "threads": threads, "rows": 1, "vectors": vectors}
+        {"threads": threads, "split": split, "rows": 1, "vectors": vectors}
         for split in splits_to_fill(problem, machine)
         for threads in (512, 256, 128, 64, 32)
         for vectors in (4, 2, 1)
@@ -206,7 +215,7 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
     from .cluster import cluster_arrive, cluster_wait, peer_write
 
     vocab, dtype, wide = problem.vocab, problem.dtype, width(problem)
-    softmax = isinstance(problem, Softmax)
+    softmax, how = isinstance(problem, Softmax), algorithm(problem)
     split, threads, rows = decisions["split"], decisions["threads"], decisions.get("rows", 1)
     part_windows = share(problem, decisions)
     fewest = max(0, windows(problem)[0] - (split - 1) * part_windows)  # vectors that the last part has at least
@@ -282,8 +291,8 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
                 raw[w] = fence(raw[w])
 
     @T.inline
-    def absorb(raw, m, d, top, power, log):
-        """The tile's elements into this thread's (m, d)."""
+    def absorb_max(raw, m, d, top):
+        """The tile's maximum into this thread's, and the sum rescaled."""
         top[0] = m[0]
         for e in T.unroll(each * wide):
             top[0] = T.max(top[0], value(raw, e))
@@ -293,7 +302,13 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
         if top[0] > m[0]:
             d[0] = d[0] * T.exp2((m[0] - top[0]) * T.float32(LOG2_E))
             m[0] = top[0]
-        fence_words(raw)
+
+    @T.inline
+    def absorb(raw, m, d, top, power, log):
+        """The tile's elements into this thread's (m, d)."""
+        if how == "online":
+            absorb_max(raw, m, d, top)
+            fence_words(raw)
         for e in T.unroll(each * wide):
             # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
             T.ptx.ex2.approx.ftz.f32(power[0], (value(raw, e) - m[0]) * T.float32(LOG2_E))
@@ -388,6 +403,8 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
                 edge[0] = T.Cast("float32", X[row, at[0]])
 
         m[0] = T.max(lowest, edge[0])
+        if how == "naive":
+            m[0] = T.float32(0)
         if not softmax:
             m[0] = T.min(m[0], highest)
         d[0] = T.float32(0)
@@ -406,6 +423,14 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
                 take_tile(stage, i * tile, t, count, raw)
                 absorb(raw, m, d, top, power, log)
         else:
+            if how == "safe":
+                # A thread subtracts the maximum of its own elements; those of the row's threads are joined afterwards.
+                for i in T.serial(whole):
+                    load_tile(F, first, i * tile, each, count, t, raw)
+                    absorb_max(raw, m, d, top)
+                for i in T.serial(rest):
+                    load_tile(F, first, (whole + i) * tile, 0, count, t, raw)
+                    absorb_max(raw, m, d, top)
             for i in T.serial(whole):
                 load_tile(F, first, i * tile, each, count, t, raw)
                 absorb(raw, m, d, top, power, log)
@@ -557,7 +582,7 @@ softmax_streamed = Template(
     version=1,
     operator="softmax",
     kind="cuda",
-    summary="a row of any length to a warp, a block or a cluster: two reads",
+    summary="a row of any length to a warp, a block or a cluster: as many reads as the algorithm has",
     space=streamed_space,
     default=streamed_default,
     build=partial(build, keep="nowhere"),
