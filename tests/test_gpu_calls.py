@@ -19,7 +19,7 @@ import pytest
 
 import tvm_sparse
 from tvm_sparse import functional, machine
-from tvm_sparse.operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk, parse
+from tvm_sparse.operators import BsrMatmul, LogSumExp, NhotLookup, Problem, Softmax, SoftmaxTopk, parse
 from tvm_sparse.operators.problem import FLOATS
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -35,6 +35,13 @@ pytestmark = [
 TOPK = "softmax_topk/batch=7,vocab=2051,k=5"  # rows of odd length: only every fourth is aligned to 16 bytes
 BLOCKS = "bsr_matmul/m=7,k=192,n=96,block=16x32,sparsity=0.5"
 LOOKUP = "nhot_lookup/rows=7,vocab=300,width=136,nonzeros=10,weighted=1"
+PROBLEMS = {
+    "softmax_topk": TOPK,
+    "softmax": "softmax/batch=7,vocab=2051",
+    "logsumexp": "logsumexp/batch=7,vocab=2051",
+    "bsr_matmul": BLOCKS,
+    "nhot_lookup": LOOKUP,
+}
 numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
 
 
@@ -70,6 +77,13 @@ def check_topk(logits: Any, outputs: Any, log: int = 0) -> None:
     inputs = [host(logits), log]
     problem = SoftmaxTopk(*logits.shape, values.shape[1], str(logits.dtype).removeprefix("torch."))
     problem.check(inputs, problem.reference(inputs), [host(values), host(indices)])
+
+
+def check_softmax(name: str, logits: Any, result: Any) -> None:
+    dtype = str(logits.dtype).removeprefix("torch.")
+    problem = LogSumExp(*logits.shape, dtype) if name == "logsumexp" else Softmax(*logits.shape, "online", dtype)
+    inputs = [host(logits), *([] if name == "logsumexp" else [int(name == "log_softmax")])]
+    problem.check(inputs, problem.reference(inputs), [host(result)])
 
 
 def check_product(problem: Problem, inputs: list[Any], y: Any) -> None:
@@ -183,6 +197,59 @@ def test_bias_and_activation(dtype: str, activation: str | None) -> None:
     problem.check(empty, problem.reference(empty), [host(y)])
 
 
+@pytest.mark.parametrize("structure", Softmax.structures)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("vocab", [1, 61, 2051, 50257, 128256])
+def test_softmax_equals_the_reference(vocab: int, dtype: str, structure: str) -> None:
+    """Rows for a warp, a block, and more than a block's registers; lengths that are no multiple of a vector."""
+    problem = Softmax(7, vocab, "online", dtype)
+    logits = cuda(problem.generate(next(numbers), structure)[0])
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        function = getattr(tvm_sparse, name)
+        for rows in (logits, logits[:1]):
+            [out] = poisoned(LogSumExp(len(rows), vocab) if name == "logsumexp" else problem.with_batch(len(rows)))
+            assert function(rows, out=out) is out
+            check_softmax(name, rows, out)
+            check_softmax(name, rows, function(rows))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("algorithm", ["naive", "safe"])
+def test_the_algorithms_of_the_paper(algorithm: str, dtype: str) -> None:
+    problem = Softmax(7, 2051, algorithm, dtype)
+    for structure in Softmax.structures:
+        inputs = [problem.generate(2 * next(numbers), structure)[0], 0]
+        problem.check(
+            inputs, problem.reference(inputs), [host(tvm_sparse.softmax(cuda(inputs[0]), algorithm=algorithm))]
+        )
+
+
+def test_softmax_of_misaligned_views(dispatcher: Dispatcher) -> None:
+    dispatcher.launchers = {}
+    flat, wide = torch.randn(7 * 2051 + 8, device="cuda"), torch.randn(7, 2052, device="cuda")
+    for _ in range(2):
+        for view in (flat[1 : 1 + 7 * 2051].view(7, 2051), wide[:, 1:], flat[: 7 * 2051].view(7, 2051)):
+            for name in ("softmax", "log_softmax", "logsumexp"):
+                check_softmax(name, view, getattr(tvm_sparse, name)(view))
+
+
+def test_softmax_of_rows_beyond_2_to_the_31_elements() -> None:
+    rows, vocab = 70_000, 40_000
+    if torch.cuda.mem_get_info()[0] < 15e9:
+        pytest.skip("needs 15 GB of free GPU memory")
+    logits = torch.zeros(rows, vocab, device="cuda", dtype=torch.float16)
+    some = [0, 1, 2**31 // vocab, 2**31 // vocab + 1, rows - 2, rows - 1]
+    logits[some] = torch.randn(len(some), vocab, device="cuda").half()
+    found = tvm_sparse.softmax(logits)
+    check_softmax("softmax", logits[some], found[some])
+    rest = torch.ones(rows, dtype=torch.bool, device="cuda")
+    rest[some] = False
+    assert (found.sum(dim=1, dtype=torch.float32)[rest] - 1).abs().max() < 1e-2
+    check_softmax("logsumexp", logits[some], tvm_sparse.logsumexp(logits)[some])
+    del logits, found
+    torch.cuda.empty_cache()
+
+
 def test_nothing_to_compute() -> None:
     values, indices = tvm_sparse.softmax_topk(torch.empty(0, 2051, device="cuda"), 5)
     assert values.shape == indices.shape == (0, 5) and values.is_cuda and indices.is_cuda
@@ -263,6 +330,16 @@ def calls() -> dict[str, tuple[Any, Any, Any]]:
             lambda logits, out: tvm_sparse.softmax_topk(logits, 5, out=out),
             lambda logits, out: check_topk(logits, out),
         ),
+        "softmax": (
+            torch.randn(7, 2051, device="cuda"),
+            lambda logits, out: tvm_sparse.softmax(logits, out=out),
+            lambda logits, out: check_softmax("softmax", logits, out),
+        ),
+        "logsumexp": (
+            torch.randn(7, 2051, device="cuda"),
+            lambda logits, out: tvm_sparse.logsumexp(logits, out=out),
+            lambda logits, out: check_softmax("logsumexp", logits, out),
+        ),
         "bsr_matmul": (
             torch.randn(7, problem.k, device="cuda"),
             lambda x, out: tvm_sparse.bsr_matmul(x, weight, out=out),
@@ -279,11 +356,11 @@ def calls() -> dict[str, tuple[Any, Any, Any]]:
 
 
 def outputs_of(name: str) -> Any:
-    found = poisoned(parse({"softmax_topk": TOPK, "bsr_matmul": BLOCKS, "nhot_lookup": LOOKUP}[name]))
+    found = poisoned(parse(PROBLEMS[name]))
     return found if name == "softmax_topk" else found[0]
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_the_current_stream_is_used(name: str) -> None:
     """The input is written on a side stream behind a long wait, where only work of the same stream sees it."""
     static, call, check = calls()[name]
@@ -304,7 +381,7 @@ def test_the_current_stream_is_used(name: str) -> None:
         check(fresh, result)
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("how", ["out", "new"])
 def test_graph_capture_and_replay(name: str, how: str) -> None:
     static, call, check = calls()[name]
@@ -323,7 +400,7 @@ def test_graph_capture_and_replay(name: str, how: str) -> None:
         check(static, result)
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_nothing_is_allocated_but_outputs(name: str) -> None:
     static, call, check = calls()[name]
     out = outputs_of(name)
@@ -462,7 +539,7 @@ def test_lengths_on_the_gpu_are_checked_without_being_asked() -> None:
 # ---- host time -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["softmax_topk", "bsr_matmul", "nhot_lookup"])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_host_time_of_a_call(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Printed, not asserted: the aim is below 8 us. What is asserted is that the calls timed were right."""
     static, call, check = calls()[name]

@@ -209,7 +209,7 @@ def log_softmax(logits: Any, out: Any = None) -> Any:
 def _softmax(logits: Any, algorithm: str, log: int, out: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and type(logits) is torch.Tensor and type(algorithm) is str:
-        # As in softmax_topk. Algorithms are not numbers, so that the two do not meet.
+        # As in softmax_topk, where a number stands for the algorithm, and in logsumexp, where None does.
         found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, algorithm))
         if found is not None and _plain(logits):
             function, like = found
@@ -262,7 +262,7 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     """
     torch = sys.modules.get("torch")
     if torch is not None and type(logits) is torch.Tensor:
-        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, "logsumexp"))
+        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, None))
         if found is not None and _plain(logits):
             function, like = found
             if out is None or _fits(out, like, torch):
@@ -281,7 +281,7 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
         function = dispatcher.kernel(LogSumExp(batch, vocab, known.dtype), _machine("logits", known)).function
         function(arrays.argument(prepared), arrays.argument(result))
         if type(logits) is getattr(torch, "Tensor", None):
-            launchers[logits.shape, logits.dtype, logits.device, "logsumexp"] = (function, arrays.prototype(result))
+            launchers[logits.shape, logits.dtype, logits.device, None] = (function, arrays.prototype(result))
     return out if out is not None else arrays.returned(result, logits)
 
 

@@ -23,7 +23,7 @@ ALGORITHMS = ("online", "safe", "naive")
 ROUNDING = {"float32": (0.0, 0.0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0.0)}
 # Logits of the structure `shifted` lie around this: e^1000 overflows, and e^60 times any vocabulary does not.
 SHIFT = {"online": 1000.0, "safe": 1000.0, "naive": 60.0}
-STRUCTURES = ("random", "special", "masked", "shifted", "ascending", "constant")
+STRUCTURES = ("random", "special", "masked", "ascending", "shifted")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class LogSumExp(Problem):
         x = np.asarray(inputs[0]).astype(np.float64)
         top = np.max(x, axis=1, keepdims=True)
         top = np.where(np.isfinite(top), top, 0.0)  # as torch does, so that infinities come through
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return [np.log(np.exp(x - top).sum(axis=1)) + top[:, 0]]
 
     def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
