@@ -80,6 +80,19 @@ ROWS = (1, 2, 4, 8, 16, 32)
             {"threads": (128, 256, 512, 1024), "vectors": (1, 2, 4, 8), "prefetch": (0, 1)},
             4,  # of short rows neither a second vector a thread nor prefetching makes sense
         ),
+        ("softmax_rows", "softmax/batch=3,vocab=61,algorithm=safe", {"lanes": (8, 16, 32, 64)}, 4),
+        ("softmax_block", "softmax/batch=3,vocab=130", {"lanes": (64, 128)}, 2),
+        ("softmax_warp", "softmax/batch=3,vocab=61", {"rows": ROWS[:5]}, 5),
+        (
+            "softmax_held",
+            "softmax/batch=3,vocab=600",
+            {
+                "threads": (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024),
+                "split": ROWS[:5],
+                "rows": ROWS[:5],
+            },
+            17,  # 150 vectors: several rows a block only where each has a warp, and no more than two threads a vector
+        ),
         ("row_gather", "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=2", {"chunk": (16, 32, 64)}, 3),
         (
             "lookup_elements",
@@ -148,6 +161,9 @@ def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple
     ("template", "key", "reason"),
     [
         ("threshold_gate", "softmax_topk/batch=1,vocab=2600,k=2100", "k=2100 exceeds 2048"),
+        ("softmax_held", "softmax/batch=1,vocab=2000000", "a cluster does not hold a row of vocab=2000000"),
+        ("softmax_staged", "softmax/batch=1,vocab=2048,algorithm=naive", "the naive algorithm reads a row more than"),
+        ("softmax_warp", "softmax/batch=1,vocab=30", "vocab=30 has no work for 32 threads"),
         ("per_tile", "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5", "n=35 does not divide"),
         ("cross_thread", "bsr_matmul/m=3,k=32,n=32,block=4,sparsity=0.5", "k=32 has no work"),
         ("over_blocks", "bsr_matmul/m=3,k=32,n=35,block=5x32,sparsity=0.5", "rows of 1 blocks have no work"),
