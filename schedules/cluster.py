@@ -37,6 +37,12 @@ def cluster_arrive():
 
 
 @T.inline
+def cluster_begin():
+    """As `cluster_arrive`, where nothing was written yet: only tells the others that this block runs."""
+    T.ptx.barrier.cluster.arrive.relaxed()
+
+
+@T.inline
 def cluster_wait():
     """The second half: until all threads of all blocks have arrived."""
     T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))

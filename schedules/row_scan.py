@@ -172,12 +172,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     sift_down(heap, node, child, key, k - 1 - i)
                 for i in range(k):
                     Z[row, i] = key_index(heap[i])
-                    write_value(V, row, i, (key_value(heap[i]) - m[0]) * (scale * T.float32(LOG2_E)), d[0], log)
+                    write_value(V, row, i, (key_value(heap[i]) - m[0]) * (scale * T.float32(LOG2_E)),
+                                T.float32(1) / d[0], T.log(d[0]), log)
                 if n > 0:
                     for i in range(n):
                         write_given(
                             G, row, i, given[row, i], vocab,
-                            (element(X, B, row, given[row, i]) - m[0]) * (scale * T.float32(LOG2_E)), d[0], log)
+                            (element(X, B, row, given[row, i]) - m[0]) * (scale * T.float32(LOG2_E)),
+                            T.float32(1) / d[0], T.log(d[0]), log)
     # fmt: on
     return Program(tvm.IRModule({"main": problem.trimmed(main)}))
 

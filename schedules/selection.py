@@ -34,6 +34,17 @@ def order_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.Select(is_nan(x), T.uint32(0xFFFFFFFF), ordered)
 
 
+@T.inline
+def order(x, plain, bits):
+    """`bits` = order_bits(x), in few instructions and no branch.
+
+    A sum of a GPU makes -0.0 to 0.0 and any NaN to 0x7FFFFFFF; `plain` is where it is left.
+    """
+    T.ptx.add.rn.f32(plain[0], x, T.float32(0))
+    bits[0] = T.reinterpret("uint32", plain[0]) ^ (
+        T.Cast("uint32", T.reinterpret("int32", plain[0]) >> 31) | T.uint32(0x80000000))
+
+
 def bits_value(ordered: tirx.PrimExpr) -> tirx.PrimExpr:
     """The float32 of `order_bits`."""
     bits = T.Select(ordered >> T.uint32(31) != T.uint32(0), ordered & T.uint32(0x7FFFFFFF), ~ordered)
@@ -236,14 +247,15 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
                 group_top[t // 32] = top[0]
             T.cuda.cta_sync()
             top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_top[t % warps])
+            # The least value that fewer than `place.warp` others exceed.
             rank[0] = 0
             largest[0] = group[t % warps]
             for w in T.unroll(warps):
-                if group[w] > largest[0] or (group[w] == largest[0] and w < t % warps):
+                if group[w] > largest[0]:
                     rank[0] = rank[0] + 1
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), rank[0] == place.warp - 1)
-            reached[0] = T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), largest[0], T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1, 32, 32)
+            if rank[0] >= place.warp:
+                largest[0] = T.uint32(0xFFFFFFFF)
+            reached[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
 
     @T.inline
     def rank_key(t, i, keys, size, at, key, rank):
@@ -261,18 +273,30 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
             rank[0] = rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), rank[0], 1 << s, 32, 32)
 
     @T.inline
-    def bin_of(key, high, fine, bin):
-        """The bin of a key, linear in the value from `high` down. Where that makes no sense all keys share one."""
-        bin[0] = T.Cast("int32", T.max(T.min((high - key_value(key)) * fine, T.float32(bins - 1)), T.float32(0)))
+    def bin_of(key, high, fine, finer, bin):
+        """The bin of a key, linear in the value from `high` down, or in the index where all values are equal.
+
+        An infinite range makes neither sense: keys share a bin.
+        """
+        bin[0] = 0
+        if fine[0] == T.infinity("float32"):
+            bin[0] = T.Cast("int32", T.min(
+                T.Cast("float32", key_index(key)) * T.float32(finer), T.float32(bins - 1)))
+        else:
+            if fine[0] > T.float32(0):
+                bin[0] = T.Cast("int32", T.min((high[0] - key_value(key)) * fine[0], T.float32(bins - 1)))
+        if key_bits(key) <= T.uint32(MINUS_INFINITY):
+            bin[0] = bins - 1
         if key_bits(key) == T.uint32(0xFFFFFFFF):
             bin[0] = 0
 
     @T.inline
-    def rank_in_bins(t, keys, size, counts, heads, nexts, totals, flag, low, high, place_key, extra, crowded):
+    def rank_in_bins(t, keys, size, counts, heads, nexts, totals, flag, low, high, finer, place_key, extra, crowded):
         """Call place_key(extra, rank, key) for the k best of keys[0:size], size >= k, or set `crowded`.
 
-        The keys of each bin, linear in the value between `low` and `high`, are counted and linked; a scan over the bins
-        tells how many keys are above each; in its bin a key is ranked by counting. Bins of more than CROWD keys (ties,
+        The keys of each bin, linear in the value between `low` and `high` (or `finer` bins an index, if these are
+        equal), are counted and linked; a scan over the bins tells how many keys are above each; in its bin a key is
+        ranked by counting. Bins of more than CROWD keys (ties,
         an outlier that stretches the range) would take too long. All arrays are shared: `counts` and `heads` hold an
         integer a bin (see `spread`), `nexts` one a key, `totals` one a warp, `flag` one. Counts, heads and flag come
         as 0. Begins with a barrier.
@@ -286,7 +310,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
         fine[0] = T.float32(bins) / (high[0] - low[0])
         T.cuda.cta_sync()
         for i in T.serial((size - t + (threads - 1)) // threads):
-            bin_of(keys[i * threads + t], high[0], fine[0], bin)
+            bin_of(keys[i * threads + t], high, fine, finer, bin)
             T.evaluate(T.cuda.atomic_add(counts.ptr_to([spread(bin[0])]), T.int32(1)))
             nexts[i * threads + t] = T.call_extern(
                 "int32", "atomicExch", heads.ptr_to([spread(bin[0])]), i * threads + t + 1)
@@ -326,7 +350,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
             above[0] = above[0] - own[0]
             for i in T.serial((size + (threads - 1)) // threads):
                 own[0] = T.min(i * threads + t, size - 1)
-                bin_of(keys[own[0]], high[0], fine[0], bin)
+                bin_of(keys[own[0]], high, fine, finer, bin)
                 rank[0] = counts[spread(bin[0])] + T.tvm_warp_shuffle(
                     T.uint32(FULL_WARP), above[0], bin[0] // (each_bins * 32), 32, 32)
                 if i * threads + t < size and rank[0] < k:

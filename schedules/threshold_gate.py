@@ -36,15 +36,17 @@ VECTORS = (1, 2, 3, 4, 6, 8)
 # Tiles on their way into shared memory while one is worked on; 0 loads a tile into registers when it is needed. The
 # memory's latency times its rate needs about 40 KB in flight on each multiprocessor.
 STAGES = (0, 2, 4, 8)
-# The least room in the buffer beyond k and a tile: survivors of a row in random order come to rest in it.
+# The least room in the buffer beyond k: survivors of a row in random order come to rest in it.
 SLACK = 256
 # Up to here the survivors are ranked by counting, every one against every other.
 COUNTED = 16
 MAX_K = 2048
 # Beyond, ranked keys go through shared memory, so that they are written to memory side by side.
 STAGED = 64
-# Bytes of shared memory that leave room for a second block.
-MAX_SHARED = 112 * 1024
+# Bytes of shared memory that leave room for a second block, and those of a block that is alone.
+MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
+# Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number.
+TOO_LARGE = (127 + 100) << 23
 # What every kernel gets, and the most that is not in the pool.
 STATIC_LIMIT, STATIC = 48 * 1024, 2 * 1024
 # Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
@@ -72,11 +74,12 @@ class Layout:
         self.slots = ceildiv(self.chunks, self.tiles)
         self.whole = self.aligned and row_vectors == self.tiles * self.warps * self.vectors * 32 * self.split
         self.rounded = max(1 << (k - 1).bit_length(), 32)
-        # Beyond k there is room for what comes to rest between two compactions, and for each warp's tile in hand.
-        rest = self.rounded + max(SLACK, 2 * self.rounded)
-        self.capacity = min(self.tile + rest, self.tiles * self.tile + self.rounded)
-        self.kept = self.rounded
         self.room = max(ceildiv(k, 32) * 32, 128) if self.split > 1 else 0  # keys that a block may push
+        # Beyond k there is room for what comes to rest between two compactions.
+        rest = max(self.rounded + max(SLACK, 2 * self.rounded), self.split * self.room)
+        self.overflows = rest < self.tiles * self.tile
+        self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * self.room)
+        self.kept = self.rounded
         self.bins = min(max(256, 2 * self.rounded), 1024)
         self.spread = self.bins + self.bins // 32  # words that they take, see `selection.spread`
         self.ring = self.stages * self.tile * numpy_dtype(problem.dtype).itemsize  # bytes
@@ -112,11 +115,11 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
     layout = Layout(problem, decisions)
-    if layout.pool > MAX_SHARED:
-        return f"{layout.pool} bytes of shared memory leave no room for a second block"
+    if layout.pool > (MAX_SHARED if layout.split == 1 else MAX_CLUSTER_SHARED):
+        return f"{layout.pool} bytes of shared memory are more than a block should take"
     if layout.held > 32:
         return f"{layout.held} elements in registers are more than 32"
-    if layout.vectors > 1 and 5 * layout.chunks < 4 * layout.tiles * layout.warps * layout.vectors:
+    if layout.vectors > 1 and 5 * layout.chunks < 3 * layout.tiles * layout.warps * layout.vectors:
         return f"of {layout.warps * layout.vectors} vectors a tile has only {layout.slots} to load"
     if layout.warps > 1 and layout.chunks < layout.warps:
         return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
@@ -163,7 +166,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from .arithmetic import LOG2_E, is_nan
-    from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
+    from .cluster import cluster_barrier, cluster_begin, cluster_wait, peer_write
     from .selection import (
         FIRST,
         FULL_WARP,
@@ -178,7 +181,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         key_bits,
         key_index,
         key_value,
-        make_key,
+        order,
         order_bits,
     )
     from .topk import element_of, write_given, write_value
@@ -192,14 +195,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     capacity, room, bins = layout.capacity, layout.room, layout.bins
     parts, itemsize = per_word(dtype), numpy_dtype(dtype).itemsize
     words = 4 * vectors  # of a thread's tile
-    # A warp that fills this slot calls for compaction; the others may each be in the middle of one more tile.
-    limit = capacity - layout.tile
-    overflows = capacity < tiles * layout.tile
-    place = first_threshold(k, min(layout.slots * 32 * width / vocab, 1.0), min(warps, layout.slots))
+    overflows = layout.overflows
+    sample = layout.slots * 32 * width
+    place = first_threshold(k, min(sample / vocab, 1.0), min(warps, layout.slots))
     gated = place is not None
     counted = k <= COUNTED
     fits = 2 * threads // RANKERS
     staged = k > STAGED
+    halvings = (split - 1).bit_length()
     lowest = T.min_value("float32")
     put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
     put_key = peer_write("put_key", "unsigned long long")
@@ -212,8 +215,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         return keys[i]
 
     def vector_of(i, u, t, first):
-        """The row's vector that is the u-th of the thread's i-th tile."""
-        return first + ((u * warps + t // 32) * tiles + i) * 32 + t % 32
+        """The row's vector that is the u-th of the thread's i-th tile.
+
+        Of each slot, a run of `tiles` chunks, the first tile takes the first chunk, but in the upper half of the slots
+        the last one: the sample then holds both ends of a row that ascends or descends.
+        """
+        slot = u * warps + t // 32
+        middle = (vectors * warps) // 2
+        chunk = T.Select(slot < middle, i, tiles - 1 - i) if middle else i
+        return first + (slot * tiles + chunk) * 32 + t % 32
+
+    def column_of(i, e, t, first, lead):
+        return vector_of(i, e // width, t, first) * width + e % width - lead
 
     def largest(x, low, high):
         """The maximum of x[low:high], as a tree."""
@@ -226,7 +239,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Whether all of a thread's tile lies in the row and in this block's share of it."""
         if layout.whole:
             return True
-        behind = vector_of(i, vectors - 1, t, first) < last - (0 if aligned else 1)
+        # The last slot holds the row's last vectors.
+        behind = first + ((vectors - 1) * warps + t // 32 + 1) * tiles * 32 <= last - (0 if aligned else 1)
         return behind if aligned else T.And(behind, vector_of(i, 0, t, first) > 0)
 
     # fmt: off
@@ -289,20 +303,37 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.inline
     def compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred):
         """Cut the buffer to the best k and raise the threshold to the k-th. All threads come here, after a barrier."""
-        size[0] = count[0]
-        if size[0] > k:
-            select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
-            keep_selected(t, keys, size[0], kept, count, pivot)
-            gate[0] = key_value(pivot[0])
-            # The pivot's last digits are 0 where no equals had to be told apart.
-            barred[0] = T.Cast("int32", T.min(key_index(pivot[0]), T.uint32(vocab)))
-            if is_nan(gate[0]):
-                # k NaN already: what is no NaN has no chance, and only plus infinity still passes for a candidate.
-                gate[0] = T.infinity("float32")
-        T.cuda.cta_sync()
+        size[0] = T.min(count[0], capacity)
+        select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
+        keep_selected(t, keys, size[0], kept, count, pivot)
+        gate[0] = key_value(pivot[0])
+        # The pivot's last digits are 0 where no equals had to be told apart.
+        barred[0] = T.Cast("int32", T.min(key_index(pivot[0]), T.uint32(vocab)))
+        if is_nan(gate[0]):
+            # k NaN already: what is no NaN has no chance, and only plus infinity still passes for a candidate.
+            gate[0] = T.infinity("float32")
         if t == 0:
-            T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(0)))
+            full[0] = T.uint32(0)
         T.cuda.cta_sync()
+
+    @T.inline
+    def bar_equals(t, x, high, found, first, barred):
+        """Of elements that equal the sample's maximum only the row's first are wanted: up to which column?
+
+        As many as there should be a little more than k of these, if they are as dense everywhere. One barrier.
+        """
+        equal = T.alloc_local([1], "int32")
+        equal[0] = 0
+        for e in T.unroll(held):
+            if x[e] == high[0]:
+                equal[0] = equal[0] + 1
+        equal[0] = T.cuda.warp_sum(equal[0])
+        if t % 32 == 0:
+            T.evaluate(T.cuda.atomic_add(found.ptr_to([3]), equal[0]))
+        T.cuda.cta_sync()
+        barred[0] = T.Cast("int32", T.min(
+            T.Cast("float32", first * width)
+            + T.float32((1.5 * k + 64) * sample) / T.Cast("float32", T.max(found[3], 1)), T.float32(vocab)))
 
     @T.inline
     def fill_up(X, B, row, t, keys, size, slot):
@@ -325,8 +356,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.inline
     def push_part(
-        t, part, keys, size, united, united_size, united_high, united_reference, united_sum, united_gate, gate, high,
-        reference, d
+        t, part, keys, size, united, united_size, united_high, united_reference, united_sum, united_gate, gate, barred,
+        high, reference, d
     ):
         """Write the block's sum and its reference, its threshold and its keys to their place in the first block."""
         for i in T.serial((size[0] - t + (threads - 1)) // threads):
@@ -336,37 +367,52 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.evaluate(put_float(united_high.ptr_to([part]), 0, high[0]))
             T.evaluate(put_float(united_reference.ptr_to([part]), 0, reference[0]))
             T.evaluate(put_float(united_sum.ptr_to([part]), 0, d[0]))
-            T.evaluate(put_float(united_gate.ptr_to([part]), 0, gate[0]))
+            T.evaluate(put_key(united_gate.ptr_to([part]), 0, join_key(order_bits(gate[0]), barred[0])))
 
     @T.inline
     def unite_parts(
-        t, keys, size, count, united, united_size, united_high, united_reference, united_sum, united_gate, gate, high,
-        reference, d
+        t, keys, size, count, united, united_size, united_high, united_reference, united_sum, united_gate, gate, barred,
+        pivot, high, reference, d
     ):
         """Of what the blocks have pushed: sum and reference of the row, the highest threshold, the keys that reach it.
 
-        What a block did not push is below its own threshold, so that no key that reaches the highest is missing.
+        What a block did not push is below its own threshold, so that no key that reaches the highest is missing. A lane
+        reads what one block has pushed.
         """
-        high[0] = united_high[0]
-        reference[0] = united_reference[0]
-        gate[0] = united_gate[0]
-        for r in T.unroll(split - 1):
-            reference[0] = T.max(reference[0], united_reference[r + 1])
-            gate[0] = T.max(gate[0], united_gate[r + 1])
-            high[0] = T.max(high[0], united_high[r + 1])
-        d[0] = T.float32(0)
-        for r in T.unroll(split):
-            d[0] = d[0] + united_sum[r] * T.exp2(united_reference[r] - reference[0])
+        pivot[0] = united_gate[T.min(t % 32, split - 1)]
+        high[0] = united_high[T.min(t % 32, split - 1)]
+        reference[0] = united_reference[T.min(t % 32, split - 1)]
+        d[0] = T.Select(t % 32 < split, united_sum[T.min(t % 32, split - 1)], T.float32(0))
+        gate[0] = reference[0]
+        for s in T.unroll(halvings):
+            pivot[0] = T.max(pivot[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), pivot[0], 1 << s, 32, 32))
+            high[0] = T.max(high[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), high[0], 1 << s, 32, 32))
+            gate[0] = T.max(gate[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), gate[0], 1 << s, 32, 32))
+        d[0] = T.cuda.warp_sum(d[0] * T.exp2(reference[0] - gate[0]))
+        # Lanes beyond the last block repeat it, and the others' maxima are in each group of them.
+        reference[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), gate[0], 0, 32, 32)
+        pivot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), pivot[0], 0, 32, 32)
+        high[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), high[0], 0, 32, 32)
+        gate[0] = key_value(pivot[0])
+        barred[0] = T.Cast("int32", key_index(pivot[0]))
         if t == 0:
             count[0] = 0
         T.cuda.cta_sync()
         for r in T.serial((split - 1 - t // 32 + warps) // warps):
             for i in T.serial((united_size[r * warps + t // 32] - t % 32 + 31) // 32):
-                if key_bits(united[(r * warps + t // 32) * room + i * 32 + t % 32]) >= order_bits(gate[0]):
+                if united[(r * warps + t // 32) * room + i * 32 + t % 32] >= pivot[0]:
                     keys[T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))] = united[
                         (r * warps + t // 32) * room + i * 32 + t % 32]
         T.cuda.cta_sync()
         size[0] = count[0]
+
+    @T.inline
+    def clear_bins(t, counts, heads, flag):
+        for i in T.serial((layout.spread - 1 - t + threads) // threads):
+            counts[i * threads + t] = 0
+            heads[i * threads + t] = 0
+        if t == 0:
+            flag[0] = 0
 
     @T.inline
     def least_value(t, keys, size, group_bits, bits, least):
@@ -383,10 +429,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.inline
     def place_in_output(extra, rank, key):
-        """Write one value and its index; extra is (V, Z, row, factor, reference, d, log)."""
+        """Write one value and its index; extra is (V, Z, row, factor, reference, inverse, logarithm, log)."""
         extra[1][extra[2], rank] = T.Cast("int64", key_index(key))
         write_value(
-            extra[0], extra[2], rank, key_value(key) * extra[3][0] - extra[4][0], extra[5][0], extra[6])
+            extra[0], extra[2], rank, key_value(key) * extra[3][0] - extra[4][0], extra[5][0], extra[6][0], extra[7])
 
     @T.inline
     def place_in_buffer(extra, rank, key):
@@ -443,16 +489,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         high = T.alloc_local([1], "float32")  # the largest element, as far as it is known
         reference = T.alloc_local([1], "float32")  # that, times factor
         gate = T.alloc_local([1], "float32")
-        floor = T.alloc_local([1], "float32")
+        plain = T.alloc_local([1], "float32")
+        inverse = T.alloc_local([1], "float32")
+        logarithm = T.alloc_local([1], "float32")
         slot = T.alloc_local([1], "int32")
-        spot = T.alloc_local([1], "int32")
+        pending = T.alloc_local([1], "int32")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
         need = T.alloc_local([1], "int32")
-        key = T.alloc_local([1], "uint64")
         bits = T.alloc_local([1], "uint32")
-        at = T.alloc_local([1], "int32")
+        ordered = T.alloc_local([1], "uint32")
         barred = T.alloc_local([1], "int32")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
@@ -464,7 +511,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             united_high = T.alloc_shared([split], "float32")
             united_reference = T.alloc_shared([split], "float32")
             united_sum = T.alloc_shared([split], "float32")
-            united_gate = T.alloc_shared([split], "float32")
+            united_gate = T.alloc_shared([split], "uint64")
             verdict = T.alloc_shared([1], "int32")
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
@@ -474,12 +521,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         last: T.int32 = T.min(first + share, (vocab + lead + (width - 1)) // width)
         factor[0] = scale * T.float32(LOG2_E)
         if split > 1:
-            cluster_arrive()  # and waits for the others to have started before it writes into the first
-        for i in T.serial((layout.spread - 1 - t + threads) // threads):
-            counts[i * threads + t] = 0
-            heads[i * threads + t] = 0
-        if t == 0:
-            flag[0] = 0
+            cluster_begin()  # and waits for the others to have begun before it writes into the first
+        if not counted:
+            clear_bins(t, counts, heads, flag)
 
         for attempt in T.serial(2):
             if stages > 0:
@@ -489,11 +533,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 count[0] = 0
                 full[0] = T.uint32(0)
                 peak[0] = T.uint32(0)
+                found[3] = 0
             d[0] = T.float32(0)
             # Everything above minus infinity passes: rows that have fewer than k of these are filled up at the end.
             gate[0] = lowest
             barred[0] = vocab
-            pivot[0] = T.Cast("uint64", T.uint32(MINUS_INFINITY + 1)) << T.uint64(32)
             T.cuda.cta_sync()
 
             for i in T.serial(tiles):
@@ -501,67 +545,68 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 convert_tile(i, B, lead, first, last, t, raw, x)
                 top[0] = largest(x, 0, held)
                 if i == 0 and attempt == 0:
-                    bits[0] = order_bits(top[0])
+                    order(top[0], plain, bits)
                     place_of_maxima(t, bits, called, group_bits, group_top, reached)
                     high[0] = T.Select(
                         called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
                         bits_value(called[0]), T.float32(0))
                     reference[0] = high[0] * factor[0]
                     if gated and reached[0] > T.uint32(MINUS_INFINITY):
-                        gate[0] = bits_value(reached[0])
-                        pivot[0] = T.Cast("uint64", reached[0]) << T.uint64(32)
-                        if is_nan(gate[0]):
-                            gate[0] = T.infinity("float32")
+                        gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
+                        if overflows and reached[0] == called[0]:
+                            bar_equals(t, x, high, found, first, barred)
                 for e in T.unroll(held):
                     # One rounding, so that the reference cancels in the quotient; and without the steps that exp2 takes
                     # for subnormal results, which add nothing to a sum of about 1 or more.
                     T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
                     T.ptx.ex2.approx.ftz.f32(power[0], power[0])
                     d[0] = d[0] + power[0]
-                # Equals of the threshold pass only before its own place, and all of this tile may lie behind it.
-                floor[0] = gate[0]
-                if overflows:
-                    if vector_of(i, 0, t, first) * width - lead > barred[0]:
-                        floor[0] = bits_value(order_bits(gate[0]) + T.uint32(1))
-                # A NaN passes no comparison of floats, but it stays in the sum; keys know its place.
-                slot[0] = 0
-                if top[0] >= floor[0] or is_nan(d[0]):
-                    # One bit an element, then one round for each bit that any lane of the warp has. The element is read
-                    # again: registers cannot be indexed.
-                    bits[0] = T.uint32(0)
-                    for e in T.unroll(held):
-                        if x[e] >= floor[0] or is_nan(x[e]):
-                            bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
-                    while bits[0] != T.uint32(0):
-                        spot[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1
-                        bits[0] = bits[0] & (bits[0] - T.uint32(1))
-                        at[0] = vector_of(i, spot[0] // width, t, first) * width + spot[0] % width - lead
-                        if stages > 0:
-                            power[0] = value_in(
-                                dtype,
-                                ring[(((i % stages) * vectors + spot[0] // width) * threads + t) * 4
-                                     + spot[0] % width // parts],
-                                spot[0] % parts)
-                            if with_bias:
-                                power[0] = power[0] + B[at[0]]
-                        else:
-                            power[0] = element(X, B, row, at[0])
-                        key[0] = make_key(power[0], at[0])
-                        if power[0] > high[0]:
-                            T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), key_bits(key[0])))
-                        if key[0] >= pivot[0]:
-                            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
-                            keys[slot[0]] = key[0]
+                pending[0] = 1
+                again: T.int32 = 1
+                while again != 0:
+                    again = 0
+                    # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it.
+                    # A NaN passes no comparison of floats, but it stays in the sum.
+                    if pending[0] != 0 and (
+                        top[0] > gate[0]
+                        or (top[0] == gate[0] and column_of(i, 0, t, first, lead) <= barred[0])
+                        or is_nan(d[0])
+                    ):
+                        bits[0] = T.uint32(0)
+                        for e in T.unroll(held):
+                            if (
+                                x[e] > gate[0]
+                                or (x[e] == gate[0] and column_of(i, e, t, first, lead) <= barred[0])
+                                or is_nan(x[e])
+                            ):
+                                bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
+                        if bits[0] != T.uint32(0):
+                            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(bits[0])))
+                            if overflows and slot[0] + T.Cast("int32", T.popcount(bits[0])) > capacity:
+                                # No room: what is left of it is made void, and a compaction called.
+                                while slot[0] < capacity:
+                                    keys[slot[0]] = T.uint64(0)
+                                    slot[0] = slot[0] + 1
+                                T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
+                            else:
+                                pending[0] = 0
+                                if top[0] > high[0]:
+                                    order(top[0], plain, ordered)
+                                    T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), ordered[0]))
+                                for e in T.unroll(held):
+                                    if bits[0] & (T.uint32(1) << T.Cast("uint32", e)) != T.uint32(0):
+                                        order(x[e], plain, ordered)
+                                        keys[slot[0]] = join_key(ordered[0], column_of(i, e, t, first, lead))
+                                        slot[0] = slot[0] + 1
+                    if overflows:
+                        T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
+                        if T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)) != 0:
+                            T.cuda.cta_sync()
+                            compact(
+                                t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
+                            again = 1
                 if stages > 0:
                     start_tile(i + stages, X, row, lead, first, last, t, ring)
-                if overflows:
-                    if slot[0] >= limit:
-                        T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
-                    T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
-                    if T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)) != 0:
-                        T.cuda.cta_sync()
-                        compact(
-                            t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
             d[0] = T.cuda.warp_sum(d[0])
             if t % 32 == 0:
                 group_sum[t // 32] = d[0]
@@ -589,32 +634,33 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 if size[0] > room:
                     select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
                     keep_selected(t, keys, size[0], kept, count, pivot)
-                    gate[0] = T.max(gate[0], key_value(pivot[0]))
+                    gate[0] = key_value(pivot[0])
+                    barred[0] = T.Cast("int32", T.min(key_index(pivot[0]), T.uint32(vocab)))
                     size[0] = k
                 if attempt == 0:
                     cluster_wait()
                 push_part(
                     t, part, keys, size, united, united_size, united_high, united_reference, united_sum, united_gate,
-                    gate, high, reference, d)
+                    gate, barred, high, reference, d)
                 cluster_barrier()
                 if part == 0:
                     unite_parts(
                         t, keys, size, count, united, united_size, united_high, united_reference, united_sum,
-                        united_gate, gate, high, reference, d)
+                        united_gate, gate, barred, pivot, high, reference, d)
             # Enough survivors, and a sum that is finite?
             settled[0] = 1
             if (size[0] < k and gate[0] > lowest) or (
-                (T.reinterpret("uint32", d[0]) & T.uint32(0x7FFFFFFF)) >= T.uint32(0x7F800000)
+                (T.reinterpret("uint32", d[0]) & T.uint32(0x7FFFFFFF)) >= T.uint32(TOO_LARGE)
             ):
                 settled[0] = attempt
             if split > 1:
-                # The first block knows whether all parts have to be read again.
-                if part == 0 and t < split:
-                    T.evaluate(put_int(verdict.ptr_to([0]), t, settled[0]))
-                cluster_arrive()
+                # The first block knows whether all parts have to be read again. If not, it says so when it is through.
                 if part != 0 or settled[0] == 0:
-                    cluster_wait()
-                    settled[0] = verdict[0]
+                    if part == 0 and t < split:
+                        T.evaluate(put_int(verdict.ptr_to([0]), t, 0))
+                    cluster_barrier()
+                    if part != 0:
+                        settled[0] = verdict[0]
             if settled[0] != 0:
                 break
             T.cuda.cta_sync()
@@ -623,6 +669,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if split > 1 and part != 0:
             T.thread_return()
 
+        inverse[0] = T.float32(1) / d[0]
+        logarithm[0] = T.log(d[0])
         # Fewer than k above minus infinity: the first ones at minus infinity complete them.
         if size[0] < k:
             T.cuda.cta_sync()
@@ -635,15 +683,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
                 rank_key(t, i, keys, size[0], need, pivot, slot)
                 if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
-                    place_in_output((V, Z, row, factor, reference, d, log), slot[0], pivot[0])
+                    place_in_output((V, Z, row, factor, reference, inverse, logarithm, log), slot[0], pivot[0])
         else:
+            if counted:
+                clear_bins(t, counts, heads, flag)
             if gate[0] == lowest:
                 T.cuda.cta_sync()
                 least_value(t, keys, size, group_bits, bits, gate)
             rank_in_bins(
-                t, keys, size[0], counts, heads, nexts, totals, flag, gate, high,
+                t, keys, size[0], counts, heads, nexts, totals, flag, gate, high, bins / vocab,
                 place_in_buffer if staged else place_in_output,
-                kept if staged else (V, Z, row, factor, reference, d, log), slot)
+                kept if staged else (V, Z, row, factor, reference, inverse, logarithm, log), slot)
             if staged or slot[0] != 0:
                 T.cuda.cta_sync()
                 if slot[0] != 0:
@@ -656,14 +706,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     for i in T.serial((k - 1 - t + threads) // threads):
                         kept[i * threads + t] = keys[i * threads + t]
                 for i in T.serial((k - 1 - t + threads) // threads):
-                    place_in_output((V, Z, row, factor, reference, d, log), i * threads + t, kept[i * threads + t])
+                    place_in_output(
+                        (V, Z, row, factor, reference, inverse, logarithm, log), i * threads + t,
+                        kept[i * threads + t])
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 write_given(
                     G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                    element(X, B, row, ids[row, i * threads + t]) * factor[0] - reference[0], d[0], log)
+                    element(X, B, row, ids[row, i * threads + t]) * factor[0] - reference[0], inverse[0],
+                    logarithm[0], log)
         if split > 1:
-            cluster_wait()
+            if t < split:
+                T.evaluate(put_int(verdict.ptr_to([0]), t, 1))
+            cluster_barrier()
     # fmt: on
     return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
 

@@ -28,18 +28,15 @@ def element_of(problem: SoftmaxTopk) -> Callable[..., tirx.PrimExpr]:
 
 
 @T.inline
-def write_value(V, row, i, exponent, d, log):
-    """V[row, i] of an element whose exponential is 2^exponent, where d is the sum of all elements' exponentials."""
-    if log != 0:
-        V[row, i] = exponent * T.float32(LN_2) - T.log(d)
-    else:
-        V[row, i] = T.exp2(exponent) / d
+def write_value(V, row, i, exponent, inverse, logarithm, log):
+    """V[row, i] of an element whose exponential is 2^exponent, given 1 / d and ln(d) of the sum d of all of them."""
+    V[row, i] = T.Select(log != 0, exponent * T.float32(LN_2) - logarithm, T.exp2(exponent) * inverse)
 
 
 @T.inline
-def write_given(G, row, i, column, vocab, exponent, d, log):
+def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
     """G[row, i] of the element in `column`, whose exponent is read only if there is such a column; else NaN."""
     if column >= T.int64(0) and column < T.int64(vocab):
-        write_value(G, row, i, exponent, d, log)
+        write_value(G, row, i, exponent, inverse, logarithm, log)
     else:
         G[row, i] = T.float32("nan")

@@ -497,7 +497,7 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         count, wait = (ops[1] if len(ops) > 1 else "0"), str(barrier.group(3) == "sync").lower()
         return (f'cuda_on_cpu::block_barrier("bar.{barrier.group(3)}", __builtin_LINE(), {ops[0]}, '
                 f"{count}, false, {wait});")  # fmt: skip
-    if re.fullmatch(r"barrier\.cluster\.(arrive(?:\.release)?|wait(?:\.acquire)?)(?:\.aligned)?", opcode):
+    if re.fullmatch(r"barrier\.cluster\.(arrive(?:\.release|\.relaxed)?|wait(?:\.acquire)?)(?:\.aligned)?", opcode):
         return f"cuda_on_cpu::cluster_{parts[2]}(__builtin_LINE());"
     if barrier := re.fullmatch(r"(bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", opcode):
         count, p = (ops[2], ops[3]) if len(ops) == 4 else ("0", ops[2])
@@ -537,7 +537,10 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         if kind != "float" and family in ("fma", "ex2", "lg2", "rcp", "rsqrt", "sqrt", "tanh"):
             return None
         typed = [f"cuda_on_cpu::ptx::as<{kind}>({o})" for o in ops[1:]]
-        return _set(ops[0], f"{kind}({ARITHMETIC[name].format(*typed)})")
+        value = f"{kind}({ARITHMETIC[name].format(*typed)})"
+        if kind == "float" and family in ("add", "sub", "mul", "fma", "ex2"):
+            value = f"cuda_on_cpu::ptx::canonical({value})"
+        return _set(ops[0], value)
     return None
 
 

@@ -1415,6 +1415,9 @@ inline nv_bfloat16 __ushort_as_bfloat16(unsigned short v) {
 // What __init__.py translates inline asm to. Values cross as bits when sizes agree, since a .b32
 // operand may be bound to a float.
 namespace cuda_on_cpu::ptx {
+// A GPU's arithmetic keeps neither the payload nor the sign of a NaN.
+inline float canonical(float v) { return v != v ? pun<float>(0x7FFFFFFFu) : v; }
+
 
 template <class To, class From>
 COC_DEVICE To as(From v) {
