@@ -7,7 +7,8 @@ vectors t, t + threads, ... of the block row's elements, always of the same colu
 its sums stay in registers; every vector meets all `tile_m` rows of x, and every staged part of x all rows of the block.
 
 Loads of the weight are issued before those of x are waited for: a row of one chunk costs three trips to memory (row
-starts, columns, x), whatever its length.
+starts, columns, x), whatever its length. The chunks of a longer row can be dealt out to a cluster of `spread` blocks of
+threads, as `tensor_core` does it, and `early` lets a launch overlap the end of the kernel before.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ THREADS = powers(32, 512)
 TILE_M = powers(1, 16)
 # Blocks that a thread has a vector of in a chunk; what is in flight at once.
 DEPTH = powers(1, 8)
+# Blocks of threads that share a block row of several chunks.
+SPREAD = powers(1, 8)
 # Sums, and elements of the weight in flight, that a thread holds; copies of x that it issues for a chunk.
 MAX_HELD, MAX_COPIES = 96, 16
 MAX_SHARED = 48 * 1024
+# Blocks of threads a multiprocessor beyond which those that find nothing to do take longer than they save.
+MAX_BLOCKS = 32
 
 
 def space(problem: Problem, machine: Machine) -> Table:
@@ -40,6 +45,8 @@ def space(problem: Problem, machine: Machine) -> Table:
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.m),
         "vec": vecs[-2:],
         "depth": DEPTH,
+        "spread": SPREAD if machine.has_clusters else (1,),
+        "early": (0, 1) if machine.has_clusters else (0,),
     }
     if not fitting(problem, machine, table):
         raise NotApplicable(f"blocks of {rows}x{cols} exceed the registers of {THREADS[-1]} threads")
@@ -49,7 +56,7 @@ def space(problem: Problem, machine: Machine) -> Table:
 def fitting(problem: Problem, machine: Machine, table: Table) -> list[Decisions]:
     """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
     choices = [
-        {"threads": threads, "tile_m": tile_m, "vec": table["vec"][-1], "depth": depth}
+        {"threads": threads, "tile_m": tile_m, "vec": table["vec"][-1], "depth": depth, "spread": 1, "early": 0}
         for tile_m in (8, 4, 2, 1)
         if tile_m in table["tile_m"]
         for threads in (128, 256, 64, 512, 32)
@@ -72,7 +79,7 @@ def shared_bytes(problem: Problem, decisions: Decisions) -> int:
     rows, cols = problem.block_shape
     _, groups, _, _ = sizes(problem, decisions)
     staged = decisions["depth"] * groups * (decisions["tile_m"] + 1) * cols * numpy_dtype(problem.dtype).itemsize
-    return staged + groups * decisions["tile_m"] * rows * 4
+    return staged + (groups + decisions["spread"] - 1) * decisions["tile_m"] * rows * 4
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
@@ -87,6 +94,22 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{shared_bytes(problem, decisions)} bytes exceed shared memory of {MAX_SHARED}"
     if groups * decisions["depth"] >= 2 * problem.grid[1] and (decisions["threads"], decisions["depth"]) != (32, 1):
         return f"half of a chunk of {groups * decisions['depth']} blocks lies beyond the {problem.grid[1]} of a row"
+    return spread_allowed(problem, machine, decisions)
+
+
+def spread_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    spread = decisions["spread"]
+    if spread == 1:
+        return None
+    block_rows, block_cols = problem.grid
+    _, groups, _, _ = sizes(problem, decisions)
+    # Blocks of a row if they lie evenly, or all that it can have.
+    longest = block_cols if problem.pattern == "skewed" else block_cols * (1 - problem.sparsity)
+    if groups * decisions["depth"] * spread >= 2 * max(longest, 1):
+        return f"half of {spread} blocks of threads have no part of a row of {longest:.0f} blocks"
+    blocks = ceildiv(problem.m, decisions["tile_m"]) * block_rows * spread
+    if blocks > MAX_BLOCKS * machine.cores:
+        return f"{blocks} blocks of threads exceed {MAX_BLOCKS} a multiprocessor"
     return None
 
 
@@ -98,12 +121,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
+    from .cluster import cluster_arrive, cluster_wait, peer_write
     from .epilogue import drop_parameter, finish
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     threads, tile_m, vec, depth = (decisions[name] for name in ("threads", "tile_m", "vec", "depth"))
+    spread, early = decisions["spread"], bool(decisions["early"])
     across, groups, passes, copies = sizes(problem, decisions)
     chunk = depth * groups
     step = threads // across  # rows between two of a thread's
@@ -114,6 +139,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     sets = groups // max(1, min(groups, 32 // (rows * across)))  # of sums that no shuffle joins
     outputs = rows * tile_m
     biased, activation = bool(problem.bias), problem.activation
+    put = peer_write("put_sum", "float")
 
     # fmt: off
     @T.inline
@@ -172,7 +198,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
-        row, strip = T.cta_id([block_rows, (m + (tile_m - 1)) // tile_m])
+        if spread > 1:
+            # One axis: TVM launches clusters along x alone.
+            cluster = T.cluster_id([(m + (tile_m - 1)) // tile_m * block_rows])
+            row: T.int32 = cluster % block_rows
+            strip: T.int32 = cluster // block_rows
+            place = T.cta_id_in_cluster([spread])
+            rank: T.int32 = place
+        else:
+            row, strip = T.cta_id([block_rows, (m + (tile_m - 1)) // tile_m])
+            rank = 0
         t = T.thread_id([threads])
         # One row more than is used keeps blocks off each other's banks.
         staged = T.alloc_shared([chunk, tile_m + 1, cols], dtype)
@@ -182,9 +217,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         x = T.alloc_local([vec], dtype)
         columns = T.alloc_local([copies], "int32")
         total = T.alloc_local([1], "float32")
+        if spread > 1:
+            others = T.alloc_shared([spread - 1, outputs], "float32")
+        if early:
+            T.ptx.griddepcontrol.wait()
+            T.ptx.griddepcontrol.launch_dependents()
         first: T.int32 = P[row]
         count: T.int32 = P[row + 1] - first
-        begin: T.int32 = 0
+        begin: T.int32 = rank * chunk
+        if spread > 1:
+            if rank > 0 and begin >= count:
+                T.thread_return()
+            if count > chunk:
+                cluster_arrive()
         for e in T.unroll(passes * tile_m):
             sums[e] = T.float32(0)
         while begin < count:
@@ -195,7 +240,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.cuda.cta_sync()
             multiply(t, begin, count, w, staged, x, sums)
             T.cuda.cta_sync()
-            begin = begin + chunk
+            begin = begin + chunk * spread
 
         for e in T.unroll(passes * tile_m):
             for j in T.unroll(near):
@@ -209,25 +254,46 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     parts[t // (rows * across) * sets // groups, i, t // across % rows + p * step] = (
                         sums[p * tile_m + i])
         T.cuda.cta_sync()
+        if spread > 1:
+            # Blocks write into the first one's memory when that has started, and it reads when they have written.
+            if count > chunk:
+                cluster_wait()
+                if rank == 0:
+                    cluster_arrive()
+                    cluster_wait()
         for o in T.serial((outputs - t + (threads - 1)) // threads):
             if strip * tile_m + (o * threads + t) // rows < m:
                 total[0] = T.float32(0)
                 for s in T.unroll(sets):
                     total[0] = total[0] + parts[s, (o * threads + t) // rows, (o * threads + t) % rows]
-                if biased:
-                    Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
-                        total[0], B[row * rows + (o * threads + t) % rows], activation, dtype)
-                else:
-                    Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
-                        total[0], None, activation, dtype)
+                if spread > 1:
+                    if rank > 0:
+                        T.evaluate(put(others.ptr_to([rank - 1, o * threads + t]), 0, total[0]))
+                    else:
+                        for r in T.unroll(spread - 1):
+                            if (r + 1) * chunk < count:
+                                total[0] = total[0] + others[r, o * threads + t]
+                if rank == 0:
+                    if biased:
+                        Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
+                            total[0], B[row * rows + (o * threads + t) % rows], activation, dtype)
+                    else:
+                        Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
+                            total[0], None, activation, dtype)
+        if spread > 1:
+            if rank > 0:
+                cluster_arrive()
+                cluster_wait()
     # fmt: on
     main = main.with_attr("global_symbol", "main")
+    if early:
+        main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
     return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "B")}), pipeline="tirx")
 
 
 staged_x = Template(
     name="staged_x",
-    version=1,
+    version=2,
     operator="bsr_matmul",
     kind="cuda",
     summary="a block row a block of threads, its parts of x in shared memory (Gu 2020, 4.3)",

@@ -11,8 +11,14 @@ The operand of 16 rows is the weight where a tile has 8 rows of x, so that m = 8
 accumulators lie as the output does, and which blocks of 8 rows need.
 
 `split` warps share the octets of a tile, step by step in turn, and add up through shared memory: that is what keeps
-enough loads in flight when m is small, and what a long row among short ones costs less with. Column numbers are read
-one step ahead, because x is found through them.
+enough loads in flight when m is small. Column numbers are read one step ahead, because x is found through them, and
+the weight is asked for before x, because it does not wait for them.
+
+One multiprocessor takes long to read a row of many blocks among short ones. With `spread`, a cluster of blocks of
+threads belongs to each tile: what its first block does not read in one go is dealt out to the others, which put their
+sums into the first one's shared memory, where they are added in a fixed order. Blocks with nothing to read end once
+they know the length of their row. `early` lets a launch overlap the end of the kernel before (programmatic dependent
+launch); nothing is read before that one is done.
 """
 
 from __future__ import annotations
@@ -30,10 +36,16 @@ SPLIT = powers(1, 16)
 WARPS_M = powers(1, 4)
 # Steps of four octets whose loads are in flight together.
 DEPTH = powers(1, 8)
+# Blocks of threads that share a tile whose row is long.
+SPREAD = powers(1, 8)
 MAX_WARPS = 16
 # Accumulators and operands that a thread holds; beyond it the compiler spills.
 MAX_HELD = 176
+# Registers of a multiprocessor, and what a thread needs besides (addresses, counts).
+REGISTERS, BESIDES = 65536, 24
 MAX_SHARED = 48 * 1024
+# Blocks of threads a multiprocessor beyond which those that find nothing to do take longer than they save.
+MAX_BLOCKS = 32
 # Floats between the rows of a tile in shared memory beyond its width: keeps lanes off each other's banks.
 PAD = 4
 
@@ -50,6 +62,8 @@ def space(problem: Problem, machine: Machine) -> Table:
         "split": SPLIT,
         "warps_m": WARPS_M,
         "depth": DEPTH,
+        "spread": SPREAD if machine.has_clusters else (1,),
+        "early": (0, 1) if machine.has_clusters else (0,),
     }
 
 
@@ -68,14 +82,35 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
     if split > 1 and shared_bytes(decisions) > MAX_SHARED:
         return f"partial sums of {shared_bytes(decisions)} bytes exceed shared memory of {MAX_SHARED}"
     steps = ceildiv(problem.k, 32)
+    if (held + BESIDES) * 32 * warps > REGISTERS:
+        return f"{held} accumulators and operands in each of {32 * warps} threads exceed the registers"
     if split * decisions["depth"] > max(steps, 1):
         return f"a row has at most {steps} steps of 32 columns to share"
+    return spread_allowed(problem, machine, decisions)
+
+
+def spread_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    tile_m, tile_n, split, warps_m, spread = (
+        decisions[name] for name in ("tile_m", "tile_n", "split", "warps_m", "spread")
+    )
+    if spread == 1:
+        return None
+    if split == 1:
+        return "a row is shared by the warps of a block before it is by blocks"
+    # Blocks of a row if they lie evenly, or all that it can have.
+    longest = problem.k if problem.pattern == "skewed" else problem.k * (1 - problem.sparsity)
+    if split * decisions["depth"] * spread * 32 >= 2 * max(longest, 1):
+        return f"half of {spread} blocks of threads have no part of a row of {longest:.0f} elements"
+    blocks = ceildiv(problem.m, tile_m * warps_m) * (problem.n // tile_n) * spread
+    if blocks > MAX_BLOCKS * machine.cores:
+        return f"{blocks} blocks of threads exceed {MAX_BLOCKS} a multiprocessor"
     return None
 
 
 def shared_bytes(decisions: Decisions) -> int:
-    warps = decisions["split"] * decisions["warps_m"]
-    return warps * decisions["tile_m"] * (decisions["tile_n"] + PAD) * 4
+    tile_m, tile_n, warps_m = decisions["tile_m"], decisions["tile_n"], decisions["warps_m"]
+    parts = decisions["split"] * warps_m * tile_m * (tile_n + PAD)
+    return (parts + (decisions["spread"] - 1) * warps_m * tile_m * tile_n) * 4
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
@@ -87,7 +122,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
         tile_m, tile_n = 8, 16
     tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
     choices = [
-        {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth}
+        {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth, "spread": 1, "early": 0}
         for split in (8, 4, 2, 1)
         for depth in (2, 1)
         if split == 1 or tiles * split <= 16 * machine.cores
@@ -99,65 +134,66 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
+    from .cluster import cluster_arrive, cluster_wait, peer_write
     from .epilogue import drop_parameter, finish
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     tile_m, tile_n, split, warps_m, depth = (decisions[d] for d in ("tile_m", "tile_n", "split", "warps_m", "depth"))
+    spread, early = decisions["spread"], bool(decisions["early"])
     octets = cols // 8  # of a row of a block
     weight_first = tile_m == 8
     tall, wide = (tile_n // 16, tile_m // 8) if weight_first else (tile_m // 16, tile_n // 8)  # fragments
     threads = 32 * split * warps_m
     share = 32 * split  # threads that share a tile
+    chunk = 4 * split * depth  # octets that a block of threads reads in one go
     pitch = tile_n + PAD
     pairs = tile_m * tile_n // 2
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
-    load = T.ptx.ld.global_.nc.v4.u32
+    # Barriers of a warp part the loads of the weight, those of x, and the products, and loads that are not declared
+    # read-only stay on their side: the assembler would move each next to its use, so that one waits for another.
+    load, fetch = T.ptx.ld.global_.v4.u32, T.ptx.ld.global_.s32
     # What one warp alone reads, once, need not push x out of L1.
-    stream = T.ptx.ld.global_.nc.L1__no_allocate.v4.u32 if warps_m == 1 else load
+    stream = T.ptx.ld.global_.L1__no_allocate.v4.u32 if warps_m == 1 else load
     biased, activation = bool(problem.bias), problem.activation
+    put = peer_write("put_sum", "float")
 
     # fmt: off
     @T.inline
     def load_columns(D, octet, count, first, columns):
-        """The first columns of the octets of all steps in hand."""
+        """The block columns of the octets of all steps in hand."""
         for d in T.unroll(depth):
-            columns[d] = 0
             if octet + d * (4 * split) < count:
-                columns[d] = D[first + (octet + d * (4 * split)) // octets] * cols
+                fetch(columns[d], D.ptr_to([first + (octet + d * (4 * split)) // octets]))
 
     @T.inline
-    def load_rows(X, W, octet, count, first, row, lane_rows, columns, tall_part, wide_part):
-        """The operands of all steps in hand, zeros beyond the row's last octet: x there might hold NaN."""
+    def load_weight(W, octet, count, first, row, part):
+        """The weight's operand of all steps in hand, zeros beyond the row's last octet."""
         for d in T.unroll(depth):
             if octet + d * (4 * split) < count:
                 for f in T.unroll(tile_n // 8):
-                    if weight_first:
-                        at = (d * tall * 2 + f) * 4
-                        stream(tall_part[at], tall_part[at + 1], tall_part[at + 2], tall_part[at + 3],
-                               W.ptr_to([first + (octet + d * (4 * split)) // octets, row + f * 8,
-                                         (octet + d * (4 * split)) % octets * 8]))
-                    else:
-                        at = (d * wide + f) * 4
-                        stream(wide_part[at], wide_part[at + 1], wide_part[at + 2], wide_part[at + 3],
-                               W.ptr_to([first + (octet + d * (4 * split)) // octets, row + f * 8,
-                                         (octet + d * (4 * split)) % octets * 8]))
-                for f in T.unroll(tile_m // 8):
-                    if weight_first:
-                        at = (d * wide + f) * 4
-                        load(wide_part[at], wide_part[at + 1], wide_part[at + 2], wide_part[at + 3],
-                             X.ptr_to([lane_rows[f], columns[d] + (octet + d * (4 * split)) % octets * 8]))
-                    else:
-                        at = (d * tall * 2 + f) * 4
-                        load(tall_part[at], tall_part[at + 1], tall_part[at + 2], tall_part[at + 3],
-                             X.ptr_to([lane_rows[f], columns[d] + (octet + d * (4 * split)) % octets * 8]))
+                    at = (d * (tile_n // 8) + f) * 4
+                    stream(part[at], part[at + 1], part[at + 2], part[at + 3],
+                           W.ptr_to([first + (octet + d * (4 * split)) // octets, row + f * 8,
+                                     (octet + d * (4 * split)) % octets * 8]))
             else:
-                for e in T.unroll(tall * 8):
-                    tall_part[d * tall * 8 + e] = T.uint32(0)
-                for e in T.unroll(wide * 4):
-                    wide_part[d * wide * 4 + e] = T.uint32(0)
+                for e in T.unroll(tile_n // 2):
+                    part[d * (tile_n // 2) + e] = T.uint32(0)
+
+    @T.inline
+    def load_x(X, octet, count, lane_rows, columns, part):
+        """x's operand of all steps in hand, zeros beyond the row's last octet: x there might hold NaN."""
+        for d in T.unroll(depth):
+            if octet + d * (4 * split) < count:
+                for f in T.unroll(tile_m // 8):
+                    at = (d * (tile_m // 8) + f) * 4
+                    load(part[at], part[at + 1], part[at + 2], part[at + 3],
+                         X.ptr_to([lane_rows[f], columns[d] * cols + (octet + d * (4 * split)) % octets * 8]))
+            else:
+                for e in T.unroll(tile_m // 2):
+                    part[d * (tile_m // 2) + e] = T.uint32(0)
 
     @T.inline
     def multiply(sums, tall_part, wide_part):
@@ -194,7 +230,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
-        tile, strip = T.cta_id([n // tile_n, (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)])
+        if spread > 1:
+            # One axis: TVM launches clusters along x alone.
+            cluster = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
+            tile: T.int32 = cluster % (n // tile_n)
+            strip: T.int32 = cluster // (n // tile_n)
+            place = T.cta_id_in_cluster([spread])
+            rank: T.int32 = place
+        else:
+            tile, strip = T.cta_id([n // tile_n, (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)])
+            rank = 0
         t = T.thread_id([threads])
         sums = T.alloc_local([tall * wide * 4], "float32")
         tall_part = T.alloc_local([depth * tall * 8], "uint32")
@@ -205,9 +250,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         group = t % 32 // 4
         lane = t % 4
         top: T.int32 = (strip * warps_m + t // share) * tile_m  # of x, of this warp's tile
+        if early:
+            T.ptx.griddepcontrol.wait()
+            T.ptx.griddepcontrol.launch_dependents()
         first: T.int32 = P[tile * tile_n // rows]
         count: T.int32 = (P[tile * tile_n // rows + 1] - first) * octets
-        octet: T.int32 = t // 32 % split * 4 + lane
+        octet: T.int32 = rank * chunk + t // 32 % split * 4 + lane
+        if spread > 1:
+            if rank > 0 and rank * chunk >= count:
+                T.thread_return()
+            if count > chunk:
+                cluster_arrive()
         for f in T.unroll(tile_m // 8):
             # Rows beyond m repeat the last one and are not stored.
             lane_rows[f] = T.min(top + f * 8 + group, m - 1)
@@ -217,25 +270,32 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         load_columns(D, octet, count, first, columns)
         # The first lane's octet decides for the warp: all of it is needed for an instruction.
         while octet - lane < count:
-            load_rows(X, W, octet, count, first, tile * tile_n % rows + group, lane_rows, columns, tall_part, wide_part)
-            octet = octet + 4 * split * depth
+            load_weight(W, octet, count, first, tile * tile_n % rows + group, tall_part if weight_first else wide_part)
+            T.cuda.warp_sync()
+            load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
+            octet = octet + chunk * spread
             load_columns(D, octet, count, first, columns)
+            T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
 
         if split == 1:
             for f in T.unroll(tall):
                 for g in T.unroll(wide):
-                    for e in T.unroll(4):
-                        if weight_first:
+                    if weight_first:
+                        for e in T.unroll(4):
                             if top + g * 8 + lane * 2 + e % 2 < m:
                                 store(Y, B, top + g * 8 + lane * 2 + e % 2,
                                       tile * tile_n + f * 16 + e // 2 * 8 + group, sums[(f * wide + g) * 4 + e])
-                        else:
-                            if top + f * 16 + e // 2 * 8 + group < m:
-                                store(Y, B, top + f * 16 + e // 2 * 8 + group,
-                                      tile * tile_n + g * 8 + lane * 2 + e % 2, sums[(f * wide + g) * 4 + e])
+                    else:
+                        for e in T.unroll(2):
+                            if top + f * 16 + e * 8 + group < m:
+                                for v in T.vectorized(2):
+                                    store(Y, B, top + f * 16 + e * 8 + group, tile * tile_n + g * 8 + lane * 2 + v,
+                                          sums[(f * wide + g) * 4 + e * 2 + v])
         else:
             parts = T.alloc_shared([warps_m * split, tile_m, pitch], "float32")
+            if spread > 1:
+                others = T.alloc_shared([spread - 1, warps_m, pairs, 2], "float32")
             for f in T.unroll(tall):
                 for g in T.unroll(wide):
                     for e in T.unroll(4):
@@ -246,6 +306,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             parts[t // 32, f * 16 + e // 2 * 8 + group, g * 8 + lane * 2 + e % 2] = (
                                 sums[(f * wide + g) * 4 + e])
             T.cuda.cta_sync()
+            if spread > 1:
+                # Blocks write into the first one's memory when that has started, and it reads when they have written.
+                if count > chunk:
+                    cluster_wait()
+                    if rank == 0:
+                        cluster_arrive()
+                        cluster_wait()
             for i in T.serial((pairs - t % share + (share - 1)) // share):
                 pair = i * share + t % share
                 if top + pair // (tile_n // 2) < m:
@@ -254,20 +321,36 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         for s in T.unroll(split):
                             sums[e] = sums[e] + parts[
                                 t // share * split + s, pair // (tile_n // 2), pair % (tile_n // 2) * 2 + e]
-                    for e in T.vectorized(2):
-                        store(Y, B, top + pair // (tile_n // 2),
-                              tile * tile_n + pair % (tile_n // 2) * 2 + e, sums[e])
+                    if spread > 1:
+                        if rank > 0:
+                            for e in T.unroll(2):
+                                T.evaluate(put(others.ptr_to([rank - 1, t // share, pair, e]), 0, sums[e]))
+                        else:
+                            for r in T.unroll(spread - 1):
+                                if (r + 1) * chunk < count:
+                                    for e in T.unroll(2):
+                                        sums[e] = sums[e] + others[r, t // share, pair, e]
+                    if rank == 0:
+                        for e in T.vectorized(2):
+                            store(Y, B, top + pair // (tile_n // 2),
+                                  tile * tile_n + pair % (tile_n // 2) * 2 + e, sums[e])
+            if spread > 1:
+                if rank > 0:
+                    cluster_arrive()
+                    cluster_wait()
     # fmt: on
     main = main.with_attr("global_symbol", "main")
+    if early:
+        main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
     return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "B")}), pipeline="tirx")
 
 
 tensor_core = Template(
     name="tensor_core",
-    version=1,
+    version=2,
     operator="bsr_matmul",
     kind="cuda",
-    summary="16-bit blocks on tensor cores, operands straight from global memory, warps share long rows",
+    summary="16-bit blocks on tensor cores, operands straight from global memory, warps and clusters share rows",
     space=space,
     default=default,
     build=build,

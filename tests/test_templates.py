@@ -137,14 +137,29 @@ ROWS = (1, 2, 4, 8, 16, 32)
         (
             "staged_x",
             "bsr_matmul/m=1,k=64,n=64,block=16,sparsity=0.8",
-            {"threads": (32, 64, 128, 256, 512), "tile_m": (1,), "vec": (2, 4), "depth": (1, 2, 4, 8)},
-            9 + 12,  # a row has four blocks: no more than four at once
+            {
+                "threads": (32, 64, 128, 256, 512),
+                "tile_m": (1,),
+                "vec": (2, 4),
+                "depth": (1, 2, 4, 8),
+                "spread": ROWS[:4],
+                "early": (0, 1),
+            },
+            2 * (9 + 12),  # a row has four blocks: no more than four at once, and nothing to spread
         ),
         (
             "tensor_core",
             "bsr_matmul/m=9,k=64,n=64,block=16x8,sparsity=0.5,dtype=float16",
-            {"tile_m": (8, 16), "tile_n": (8, 16), "split": ROWS[:5], "warps_m": ROWS[:3], "depth": ROWS[:4]},
-            3 * 3 + 3,  # three tiles, two steps to split or to have in flight; two tiles of 8 rows side by side
+            {
+                "tile_m": (8, 16),
+                "tile_n": (8, 16),
+                "split": ROWS[:5],
+                "warps_m": ROWS[:3],
+                "depth": ROWS[:4],
+                "spread": ROWS[:4],
+                "early": (0, 1),
+            },
+            2 * (3 * 3 + 3),  # three tiles, two steps to split or have in flight; two tiles of 8 rows side by side
         ),
     ],
 )
@@ -368,6 +383,35 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
         program = template.build(problem, candidate.values)
         for seed, structure in enumerate(problem.structures[1:3], start=10):
             verify(problem, structure, seed, emulated(program, seed), workspaces(program, problem))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "decisions"),
+    [
+        ("tensor_core", "m=3,k=1024,n=48,block=8,dtype=float16,bias=1", {"tile_m": 16, "split": 2, "spread": 8}),
+        (
+            "tensor_core",
+            "m=40,k=256,n=32,block=16,dtype=bfloat16",
+            {"tile_m": 16, "split": 2, "warps_m": 2, "spread": 2},
+        ),
+        ("staged_x", "m=9,k=256,n=16,block=8,activation=silu", {"tile_m": 8, "threads": 32, "spread": 4}),
+    ],
+    ids=["8-blocks", "2-blocks", "4-blocks-staged"],
+)
+def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict[str, int]) -> None:
+    """Among rows that are not shared, and to the same bits in whichever order the blocks run."""
+    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), schedules.find(name)
+    point = {**template.default(problem, SM90), "depth": 1, **decisions, "early": 1}
+    assert template.point(problem, SM90, point) is None
+    program = template.build(problem, point)
+    for seed, structure in enumerate(problem.structures):
+        verify(problem, structure, seed, emulated(program, seed))
+    inputs, results = problem.generate(0, "one_row"), []
+    for seed in (1, 2):
+        outputs = problem.empty_outputs()
+        emulated(program, seed)([*inputs, *outputs])
+        results.append(outputs[0].tobytes())
+    assert results[0] == results[1]
 
 
 def test_thread_by_thread_catches_a_missing_barrier() -> None:

@@ -46,6 +46,11 @@ class Machine:
         return next((rate for chip, rate in READ_BANDWIDTH if chip in self.name), None)
 
     @property
+    def has_clusters(self) -> bool:
+        """Clusters of thread blocks, and launches that overlap the kernel before: from compute capability 9.0 on."""
+        return self.arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))
+
+    @property
     def device(self) -> str:
         """The DLPack device type: "cpu" or "cuda"."""
         return "cuda" if self.kind == "cuda" else "cpu"
