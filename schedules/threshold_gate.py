@@ -33,9 +33,11 @@ from .template import Decisions, NotApplicable, Program, Table, Template, ceildi
 THREADS = powers(32, 1024)
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 6, 8)
-# Tiles on their way into shared memory while one is worked on; 0 loads a tile into registers when it is needed. The
-# memory's latency times its rate needs about 40 KB in flight on each multiprocessor.
-STAGES = (0, 2, 4, 8)
+# Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
+# 40 KB in flight on each multiprocessor.
+STAGES = (1, 2, 3, 4)
+# Threads that a multiprocessor is to hold, which bounds their registers to 64.
+RESIDENT = 1024
 # The least room in the buffer beyond k: survivors of a row in random order come to rest in it.
 SLACK = 256
 # Up to here the survivors are ranked by counting, every one against every other.
@@ -123,9 +125,7 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"of {layout.warps * layout.vectors} vectors a tile has only {layout.slots} to load"
     if layout.warps > 1 and layout.chunks < layout.warps:
         return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
-    if not layout.stages and not layout.aligned:
-        return f"rows of vocab={problem.vocab} are no multiple of 16 bytes, which only copies into shared memory allow"
-    if layout.stages and layout.stages > max(layout.tiles, 2):
+    if layout.stages > layout.tiles:
         return f"there are only {layout.tiles} tiles for {layout.stages} stages"
     if layout.threads == 32 and layout.tiles > 8:
         return f"a warp alone would load {layout.tiles} tiles, one after another"
@@ -141,7 +141,7 @@ def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) ->
 
 
 def choices() -> list[Decisions]:
-    orders = ((512, 256, 128, 64, 32), (4, 2, 1), (4, 2, 0))
+    orders = ((512, 256, 128, 64, 32), (4, 2, 1), (2, 1))
     return [{"threads": t, "vectors": v, "stages": s} for t in orders[0] for v in orders[1] for s in orders[2]]
 
 
@@ -192,10 +192,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     layout = Layout(problem, decisions)
     threads, warps, vectors, width, stages = layout.threads, layout.warps, layout.vectors, layout.width, layout.stages
     held, tiles, share, split, aligned = layout.held, layout.tiles, layout.share, layout.split, layout.aligned
+    slot_size = warps * tiles * 32 * width  # columns from one vector of a tile to the next
     capacity, room, bins = layout.capacity, layout.room, layout.bins
     parts, itemsize = per_word(dtype), numpy_dtype(dtype).itemsize
     words = 4 * vectors  # of a thread's tile
     overflows = layout.overflows
+    resident = max(RESIDENT // threads, 1) if split == 1 else 1
     sample = layout.slots * 32 * width
     place = first_threshold(k, min(sample / vocab, 1.0), min(warps, layout.slots))
     gated = place is not None
@@ -214,19 +216,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def key_in(keys, extra, row, i):
         return keys[i]
 
-    def vector_of(i, u, t, first):
-        """The row's vector that is the u-th of the thread's i-th tile.
-
-        Of each slot, a run of `tiles` chunks, the first tile takes the first chunk, but in the upper half of the slots
-        the last one: the sample then holds both ends of a row that ascends or descends.
-        """
-        slot = u * warps + t // 32
-        middle = (vectors * warps) // 2
-        chunk = T.Select(slot < middle, i, tiles - 1 - i) if middle else i
-        return first + (slot * tiles + chunk) * 32 + t % 32
-
-    def column_of(i, e, t, first, lead):
-        return vector_of(i, e // width, t, first) * width + e % width - lead
+    def column_of(at, e):
+        """The column of element e of a tile that lies at `at`."""
+        u = e // width
+        return (T.Select(u * 2 >= vectors, at[1], at[0]) if vectors > 1 else at[0]) + u * slot_size + e % width
 
     def largest(x, low, high):
         """The maximum of x[low:high], as a tree."""
@@ -235,69 +228,67 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         middle = (low + high) // 2
         return T.max(largest(x, low, middle), largest(x, middle, high))
 
-    def inside(i, t, first, last):
+    def inside(t, at, start, end):
         """Whether all of a thread's tile lies in the row and in this block's share of it."""
         if layout.whole:
             return True
         # The last slot holds the row's last vectors.
-        behind = first + ((vectors - 1) * warps + t // 32 + 1) * tiles * 32 <= last - (0 if aligned else 1)
-        return behind if aligned else T.And(behind, vector_of(i, 0, t, first) > 0)
+        behind = start + ((vectors - 1) * warps + t // 32 + 1) * tiles * 32 * width <= end - (0 if aligned else width)
+        return behind if aligned else T.And(behind, at[0] >= 0)
 
     # fmt: off
     @T.inline
-    def start_tile(i, X, row, lead, first, last, t, ring):
+    def place_tile(i, t, start, at):
+        """Where this thread's i-th tile lies: at[0] is the column of its first vector, at[1] serves the later ones.
+
+        A slot is a run of `tiles` chunks of 32 vectors, one chunk a tile; the u-th vector is of slot u * warps + warp.
+        The first tile takes the first chunk of a slot, but in the upper half of the slots the last one: the sample
+        then holds both ends of a row that ascends or descends.
+        """
+        at[0] = start + ((t // 32 * tiles + i) * 32 + t % 32) * width
+        at[1] = start + ((t // 32 * tiles + (tiles - 1) - i) * 32 + t % 32) * width
+        if vectors == 1:
+            if t // 32 >= (warps + 1) // 2:
+                at[0] = at[1]
+
+    @T.inline
+    def start_tile(i, X, row, start, end, t, ahead, ring):
         """Have a tile copied into this thread's part of the ring; beyond the row the last vector again."""
         if i < tiles:
+            place_tile(i, t, start, ahead)
             for u in T.unroll(vectors):
                 if aligned:
                     T.ptx.cp.async_.cg.shared.global_(
                         ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
-                        X.ptr_to([row, T.min(vector_of(i, u, t, first), last - 1) * width]), 16)
+                        X.ptr_to([row, T.min(column_of(ahead, u * width), end - width)]), 16)
                 else:  # of the row's last vector only what is the row's: it may be the array's end
                     T.ptx.cp.async_.cg.shared.global_(
                         ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
-                        X.ptr_to([row, T.min(vector_of(i, u, t, first), last - 1) * width - lead]), 16,
+                        X.ptr_to([row, T.min(column_of(ahead, u * width), end - width)]), 16,
                         T.Cast("uint32", T.min(
-                            (vocab + lead - T.min(vector_of(i, u, t, first), last - 1) * width) * itemsize, 16)))
+                            (vocab - T.min(column_of(ahead, u * width), end - width)) * itemsize, 16)))
         T.ptx.cp.async_.commit_group()
 
     @T.inline
-    def load_tile(i, X, row, first, last, t, ring, raw):
-        """The words of a tile; beyond the row those of its last vector."""
-        if stages > 0:
-            T.ptx.cp.async_.wait_group(stages - 1)
-            for u in T.unroll(vectors):
-                for v in T.vectorized(4):
-                    raw[u * 4 + v] = ring[(((i % stages) * vectors + u) * threads + t) * 4 + v]
-        else:
-            if inside(i, t, first, last):
-                for u in T.unroll(vectors):
-                    T.ptx.ld.global_.nc.v4.u32(
-                        raw[u * 4], raw[u * 4 + 1], raw[u * 4 + 2], raw[u * 4 + 3],
-                        X.ptr_to([row, vector_of(i, u, t, first) * width]))
-            else:
-                for u in T.unroll(vectors):
-                    T.ptx.ld.global_.nc.v4.u32(
-                        raw[u * 4], raw[u * 4 + 1], raw[u * 4 + 2], raw[u * 4 + 3],
-                        X.ptr_to([row, T.min(vector_of(i, u, t, first), last - 1) * width]))
+    def load_tile(i, t, ring, raw):
+        """The words of a tile that has arrived."""
+        T.ptx.cp.async_.wait_group(stages - 1)
+        for u in T.unroll(vectors):
+            for v in T.vectorized(4):
+                raw[u * 4 + v] = ring[(((i % stages) * vectors + u) * threads + t) * 4 + v]
 
     @T.inline
-    def convert_tile(i, B, lead, first, last, t, raw, x):
+    def convert_tile(B, start, end, t, at, raw, x):
         """The elements of a tile, -inf for what is not of this block's share."""
         for e in T.unroll(held):
             x[e] = value_in(dtype, raw[e // parts], e % parts)
         if with_bias:
             for e in T.unroll(held):
-                x[e] = x[e] + B[T.max(T.min(
-                    vector_of(i, e // width, t, first) * width + e % width - lead, vocab - 1), 0)]
+                x[e] = x[e] + B[T.max(T.min(column_of(at, e), vocab - 1), 0)]
         if not layout.whole:
-            if not inside(i, t, first, last):
+            if not inside(t, at, start, end):
                 for e in T.unroll(held):
-                    if (
-                        vector_of(i, e // width, t, first) >= last
-                        or vector_of(i, e // width, t, first) * width + e % width < lead
-                        or vector_of(i, e // width, t, first) * width + e % width - lead >= vocab
-                    ):
+                    if column_of(at, e) >= T.min(end, vocab) or column_of(at, e) < 0:
                         x[e] = -T.infinity("float32")
 
     @T.inline
@@ -317,7 +308,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
 
     @T.inline
-    def bar_equals(t, x, high, found, first, barred):
+    def bar_equals(t, x, high, found, start, barred):
         """Of elements that equal the sample's maximum only the row's first are wanted: up to which column?
 
         As many as there should be a little more than k of these, if they are as dense everywhere. One barrier.
@@ -332,8 +323,56 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.evaluate(T.cuda.atomic_add(found.ptr_to([3]), equal[0]))
         T.cuda.cta_sync()
         barred[0] = T.Cast("int32", T.min(
-            T.Cast("float32", first * width)
+            T.Cast("float32", start)
             + T.float32((1.5 * k + 64) * sample) / T.Cast("float32", T.max(found[3], 1)), T.float32(vocab)))
+
+    @T.inline
+    def look_at_sample(
+        t, x, top, plain, bits, called, reached, group_bits, group_top, high, reference, factor, gate, found, start,
+        barred
+    ):
+        """From the first tile: the reference of the exponentials and the first threshold. One barrier or two."""
+        order(top[0], plain, bits)
+        place_of_maxima(t, bits, called, group_bits, group_top, reached)
+        high[0] = T.Select(
+            called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
+            bits_value(called[0]), T.float32(0))
+        reference[0] = high[0] * factor[0]
+        if gated and reached[0] > T.uint32(MINUS_INFINITY):
+            gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
+            if overflows and reached[0] == called[0]:
+                bar_equals(t, x, high, found, start, barred)
+
+    @T.inline
+    def push_survivors(
+        i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain, ordered, pending
+    ):
+        """Put the elements of the thread's tile that have their bit into the buffer; if it is full, call for help."""
+        slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(bits[0])))
+        if overflows and slot[0] + T.Cast("int32", T.popcount(bits[0])) > capacity:
+            # What is left of the room is made void.
+            while slot[0] < capacity:
+                keys[slot[0]] = T.uint64(0)
+                slot[0] = slot[0] + 1
+            T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
+        else:
+            pending[0] = 0
+            if top[0] > high[0]:
+                order(top[0], plain, ordered)
+                T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), ordered[0]))
+            # Registers cannot be indexed: the elements are read again, from the ring.
+            while bits[0] != T.uint32(0):
+                spot[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1
+                bits[0] = bits[0] & (bits[0] - T.uint32(1))
+                power[0] = value_in(
+                    dtype,
+                    ring[(((i % stages) * vectors + spot[0] // width) * threads + t) * 4 + spot[0] % width // parts],
+                    spot[0] % parts)
+                if with_bias:
+                    power[0] = power[0] + B[column_of(at, spot[0])]
+                order(power[0], plain, ordered)
+                keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
+                slot[0] = slot[0] + 1
 
     @T.inline
     def fill_up(X, B, row, t, keys, size, slot):
@@ -451,6 +490,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         Z = T.match_buffer(indices_h, (batch, k), "int64")
         G = T.match_buffer(given_h, (batch, n), "float32")
         T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": resident})
         if split > 1:
             block = T.cluster_id([batch])
             part = T.cta_id_in_cluster([split])
@@ -459,10 +499,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             part = 0
         t = T.thread_id([threads])
         pool = T.alloc_buffer([layout.pool // 8], "uint64", scope="shared.dyn")
-        if stages > 0:
-            ring = T.decl_buffer([layout.ring // 4], "uint32", data=pool.data, scope="shared.dyn")
-        else:
-            ring = pool
+        ring = T.decl_buffer([layout.ring // 4], "uint32", data=pool.data, scope="shared.dyn")
         keys = T.decl_buffer([capacity], "uint64", data=pool.data, elem_offset=layout.at_keys, scope="shared.dyn")
         kept = T.decl_buffer([layout.kept], "uint64", data=pool.data, elem_offset=layout.at_kept, scope="shared.dyn")
         counts = T.decl_buffer(
@@ -493,13 +530,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         inverse = T.alloc_local([1], "float32")
         logarithm = T.alloc_local([1], "float32")
         slot = T.alloc_local([1], "int32")
+        spot = T.alloc_local([1], "int32")
         pending = T.alloc_local([1], "int32")
+        fresh = T.alloc_local([1], "int32")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
         need = T.alloc_local([1], "int32")
         bits = T.alloc_local([1], "uint32")
         ordered = T.alloc_local([1], "uint32")
+        at = T.alloc_local([2], "int32")
+        ahead = T.alloc_local([2], "int32")
         barred = T.alloc_local([1], "int32")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
@@ -517,8 +558,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         row: T.int64 = T.Cast("int64", block)
         # Elements of the row before in its first vector.
         lead: T.int32 = 0 if aligned else T.Cast("int32", (row * vocab) % width)
-        first: T.int32 = part * share
-        last: T.int32 = T.min(first + share, (vocab + lead + (width - 1)) // width)
+        # Columns of this block's first vector, and behind its last one.
+        start: T.int32 = part * share * width - lead
+        end: T.int32 = T.min(start + share * width, (vocab + lead + (width - 1)) // width * width - lead)
         factor[0] = scale * T.float32(LOG2_E)
         if split > 1:
             cluster_begin()  # and waits for the others to have begun before it writes into the first
@@ -526,9 +568,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             clear_bins(t, counts, heads, flag)
 
         for attempt in T.serial(2):
-            if stages > 0:
-                for i in T.unroll(stages):
-                    start_tile(i, X, row, lead, first, last, t, ring)
+            for i in T.unroll(stages):
+                start_tile(i, X, row, start, end, t, ahead, ring)
             if t == 0:
                 count[0] = 0
                 full[0] = T.uint32(0)
@@ -540,89 +581,69 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             barred[0] = vocab
             T.cuda.cta_sync()
 
-            for i in T.serial(tiles):
-                load_tile(i, X, row, first, last, t, ring, raw)
-                convert_tile(i, B, lead, first, last, t, raw, x)
-                top[0] = largest(x, 0, held)
-                if i == 0 and attempt == 0:
-                    order(top[0], plain, bits)
-                    place_of_maxima(t, bits, called, group_bits, group_top, reached)
-                    high[0] = T.Select(
-                        called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
-                        bits_value(called[0]), T.float32(0))
-                    reference[0] = high[0] * factor[0]
-                    if gated and reached[0] > T.uint32(MINUS_INFINITY):
-                        gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
-                        if overflows and reached[0] == called[0]:
-                            bar_equals(t, x, high, found, first, barred)
-                for e in T.unroll(held):
-                    # One rounding, so that the reference cancels in the quotient; and without the steps that exp2 takes
-                    # for subnormal results, which add nothing to a sum of about 1 or more.
-                    T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
-                    T.ptx.ex2.approx.ftz.f32(power[0], power[0])
-                    d[0] = d[0] + power[0]
-                pending[0] = 1
-                again: T.int32 = 1
-                while again != 0:
-                    again = 0
-                    # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it.
-                    # A NaN passes no comparison of floats, but it stays in the sum.
+            i: T.int32 = 0
+            fresh[0] = 1
+            called[0] = T.uint32(0)
+            reading: T.int32 = 1
+            while reading != 0:
+                while i < tiles and called[0] == T.uint32(0):
+                    place_tile(i, t, start, at)
+                    load_tile(i, t, ring, raw)
+                    convert_tile(B, start, end, t, at, raw, x)
+                    top[0] = largest(x, 0, held)
+                    if fresh[0] != 0:
+                        if i == 0 and attempt == 0:
+                            look_at_sample(
+                                t, x, top, plain, bits, called, reached, group_bits, group_top, high, reference, factor,
+                                gate, found, start, barred)
+                        for e in T.unroll(held):
+                            # One rounding, so that the reference cancels in the quotient; and without the steps that
+                            # exp2 takes for subnormal results, which add nothing to a sum of about 1 or more.
+                            T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
+                            T.ptx.ex2.approx.ftz.f32(power[0], power[0])
+                            d[0] = d[0] + power[0]
+                        pending[0] = 1
+                    # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it. A
+                    # NaN passes no comparison of floats, but it stays in the sum.
                     if pending[0] != 0 and (
-                        top[0] > gate[0]
-                        or (top[0] == gate[0] and column_of(i, 0, t, first, lead) <= barred[0])
-                        or is_nan(d[0])
+                        top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0])
                     ):
                         bits[0] = T.uint32(0)
                         for e in T.unroll(held):
                             if (
                                 x[e] > gate[0]
-                                or (x[e] == gate[0] and column_of(i, e, t, first, lead) <= barred[0])
+                                or (x[e] == gate[0] and column_of(at, e) <= barred[0])
                                 or is_nan(x[e])
                             ):
                                 bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
                         if bits[0] != T.uint32(0):
-                            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(bits[0])))
-                            if overflows and slot[0] + T.Cast("int32", T.popcount(bits[0])) > capacity:
-                                # No room: what is left of it is made void, and a compaction called.
-                                while slot[0] < capacity:
-                                    keys[slot[0]] = T.uint64(0)
-                                    slot[0] = slot[0] + 1
-                                T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
-                            else:
-                                pending[0] = 0
-                                if top[0] > high[0]:
-                                    order(top[0], plain, ordered)
-                                    T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), ordered[0]))
-                                for e in T.unroll(held):
-                                    if bits[0] & (T.uint32(1) << T.Cast("uint32", e)) != T.uint32(0):
-                                        order(x[e], plain, ordered)
-                                        keys[slot[0]] = join_key(ordered[0], column_of(i, e, t, first, lead))
-                                        slot[0] = slot[0] + 1
+                            push_survivors(
+                                i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain,
+                                ordered, pending)
                     if overflows:
                         T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
-                        if T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)) != 0:
-                            T.cuda.cta_sync()
-                            compact(
-                                t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
-                            again = 1
-                if stages > 0:
-                    start_tile(i + stages, X, row, lead, first, last, t, ring)
-            d[0] = T.cuda.warp_sum(d[0])
-            if t % 32 == 0:
-                group_sum[t // 32] = d[0]
-            if overflows:
-                # Warps that are through with the row answer calls until all are.
-                waiting: T.int32 = 1
-                while waiting != 0:
-                    T.cuda.cta_sync()
+                        called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)))
+                    else:
+                        called[0] = T.uint32(0)
+                    # A tile in which compaction was called is looked at again afterwards, for what had no room.
+                    fresh[0] = 0
+                    if called[0] == T.uint32(0):
+                        start_tile(i + stages, X, row, start, end, t, ahead, ring)
+                        i = i + 1
+                        fresh[0] = 1
+                plain[0] = T.cuda.warp_sum(d[0])
+                if t % 32 == 0:
+                    group_sum[t // 32] = plain[0]
+                T.cuda.cta_sync()
+                reading = 0
+                if overflows:
+                    # Warps that are through with the row answer calls until all are.
                     T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
                     if called[0] != T.uint32(0):
                         compact(
                             t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
-                    else:
-                        waiting = 0
-            else:
-                T.cuda.cta_sync()
+                        called[0] = T.uint32(0)
+                        reading = 1
             d[0] = T.float32(0)
             if t % 32 < warps:
                 d[0] = group_sum[t % 32]
