@@ -123,6 +123,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .cluster import cluster_arrive, cluster_wait, peer_write
     from .epilogue import drop_parameter, finish
+    from .words import value_in
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -133,6 +134,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     chunk = depth * groups
     step = threads // across  # rows between two of a thread's
     size = vec * numpy_dtype(dtype).itemsize
+    words = size // 4
+    # Not declared read-only, and with a barrier behind them: else the assembler moves the weight's loads behind the
+    # copies of x, which wait for the columns.
+    load = T.ptx.ld.global_
     copy = T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_
     # Lanes of a warp that share a row: neighbours with other columns of a block, and others with other blocks.
     near, far = across.bit_length() - 1, max(0, (32 // (rows * across)).bit_length() - 1)
@@ -151,15 +156,24 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 columns[j] = D[first + begin + (j * threads + t) // (tile_m * across)] * cols
 
     @T.inline
+    def load_vector(w, at, place):
+        if words == 4:
+            load.v4.u32(w[at], w[at + 1], w[at + 2], w[at + 3], place)
+        elif words == 2:
+            load.v2.u32(w[at], w[at + 1], place)
+        else:
+            load.u32(w[at], place)
+
+    @T.inline
     def load_weight(W, t, first, begin, count, w):
         """This thread's vectors of the chunk's blocks."""
         for d in T.unroll(depth):
             if begin + d * groups + t // (rows * across) < count:
                 for p in T.unroll(passes):
-                    for v in T.vectorized(vec):
-                        w[(d * passes + p) * vec + v] = W[
-                            first + begin + d * groups + t // (rows * across),
-                            t // across % rows + p * step, t % across * vec + v]
+                    load_vector(
+                        w, (d * passes + p) * words,
+                        W.ptr_to([first + begin + d * groups + t // (rows * across),
+                                  t // across % rows + p * step, t % across * vec]))
 
     @T.inline
     def stage(X, m, t, top, begin, count, columns, staged):
@@ -182,8 +196,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         x[v] = staged[d * groups + t // (rows * across), i, t % across * vec + v]
                     for p in T.unroll(passes):
                         for v in T.unroll(vec):
-                            sums[p * tile_m + i] = sums[p * tile_m + i] + T.Cast(
-                                "float32", w[(d * passes + p) * vec + v]) * T.Cast("float32", x[v])
+                            sums[p * tile_m + i] = sums[p * tile_m + i] + value_in(
+                                dtype, w[(d * passes + p) * words + v // (vec // words)], v % (vec // words)
+                            ) * T.Cast("float32", x[v])
 
     @T.prim_func
     def main(
@@ -213,7 +228,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         staged = T.alloc_shared([chunk, tile_m + 1, cols], dtype)
         parts = T.alloc_shared([sets, tile_m, rows], "float32")
         sums = T.alloc_local([passes * tile_m], "float32")
-        w = T.alloc_local([depth * passes * vec], dtype)
+        w = T.alloc_local([depth * passes * words], "uint32")
         x = T.alloc_local([vec], dtype)
         columns = T.alloc_local([copies], "int32")
         total = T.alloc_local([1], "float32")
@@ -235,6 +250,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         while begin < count:
             load_columns(D, t, first, begin, count, columns)
             load_weight(W, t, first, begin, count, w)
+            T.cuda.warp_sync()
             stage(X, m, t, strip * tile_m, begin, count, columns, staged)
             T.ptx.cp.async_.wait_group(0)
             T.cuda.cta_sync()
