@@ -5,13 +5,17 @@ A new template is a file here and a line in `TEMPLATES`. Nothing is imported fro
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem
 from tvm_sparse.tuning.records import Candidate
 
 from .block_rows import block_rows
 from .cross_thread import cross_thread, over_blocks, warp_shuffle
+from .insertion import online_insertion, safe_fused, safe_then_topk
 from .lookup_elements import lookup_elements
+from .packed_insertion import packed_insertion
 from .per_element import per_element, per_tile
 from .radix_select import radix_select
 from .row_gather import row_gather
@@ -44,6 +48,7 @@ __all__ = [
     "applicable",
     "fallback",
     "find",
+    "searched",
 ]
 
 TEMPLATES: tuple[Template, ...] = (
@@ -51,6 +56,10 @@ TEMPLATES: tuple[Template, ...] = (
     threshold_gate,
     cluster_gate,
     radix_select,
+    safe_then_topk,
+    safe_fused,
+    online_insertion,
+    packed_insertion,
     block_rows,
     per_element,
     per_tile,
@@ -109,6 +118,18 @@ def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], di
             except NotApplicable as error:
                 reasons[template.name] = str(error)
     return tables, reasons
+
+
+def searched(
+    problem: Problem, machine: Machine, names: Collection[str] = ()
+) -> tuple[dict[str, Table], dict[str, str]]:
+    """What of `applicable` a tuning run searches: the named templates, or all but those built for comparison."""
+
+    def chosen(name: str) -> bool:
+        return name in names if names else not find(name).comparison
+
+    tables, reasons = applicable(problem, machine)
+    return {n: t for n, t in tables.items() if chosen(n)}, {n: r for n, r in reasons.items() if chosen(n)}
 
 
 def fallback(problem: Problem, machine: Machine) -> Candidate:

@@ -71,6 +71,8 @@ class Template:
     explicit_threads
         Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
         turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
+    comparison
+        Built for study, as a paper's own kernel is: left out of tuning unless it is named.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Template:
     build: Callable[[Problem, Decisions], Program]
     allowed: Callable[[Problem, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
     explicit_threads: bool = False
+    comparison: bool = False
 
     def candidate(self, decisions: Decisions) -> Candidate:
         return Candidate(self.name, self.version, tuple((name, int(value)) for name, value in decisions.items()))

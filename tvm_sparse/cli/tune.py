@@ -62,6 +62,14 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="Candidates a problem, counting those measured before.")] = 64,
     logs: Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: your data folder]")] = None,
     builders: Builders = None,
+    templates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            help="Search this template only; may be given again. Templates for comparison are searched only so.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
@@ -73,10 +81,11 @@ def tune(
     with errors():
         problems = _problems(operator, axes, shapes)
         where = machine_here(target, "tuning")
+        _require_templates(templates or (), problems, where)
         from ..runtime import paths
 
         folder = logs if logs is not None else paths.user_logs()
-        plans = make_plans(problems, where, trials, folder, builders or default_builders())
+        plans = make_plans(problems, where, trials, folder, builders or default_builders(), templates or ())
         console().print(plan_table(plans))
         left_out = left_out_lines(plans)
         if left_out:
@@ -85,7 +94,7 @@ def tune(
         if dry_run:
             return
         require("tune", *(["cuda"] if where.kind == "cuda" else []))
-        again = resume_command(operator, axes, shapes, target, trials, logs, builders, seed)
+        again = resume_command(operator, axes, shapes, target, trials, logs, builders, templates, seed)
         outcome = run(plans, folder, seed, again)
         if outcome.bests:
             console().print(result_table(plans, outcome.bests))
@@ -111,6 +120,17 @@ def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | N
     return [problem_of(operator, axes)]
 
 
+def _require_templates(names: Sequence[str], problems: Sequence[Problem], where: Machine) -> None:
+    """Raise unless each name is a template of one of the problems' operators for this machine."""
+    from .. import schedules
+
+    operators = {problem.operator for problem in problems}
+    valid = [t.name for t in schedules.TEMPLATES if t.operator in operators and t.kind == where.kind]
+    for name in names:
+        if name not in valid:
+            raise ProblemError(f"template: got {name!r}; on {where.arch} expected one of {', '.join(valid)}")
+
+
 def resume_command(
     operator: str | None,
     axes: Sequence[str] | None,
@@ -119,6 +139,7 @@ def resume_command(
     trials: int,
     logs: Path | None,
     builders: int | None,
+    templates: Sequence[str] | None,
     seed: int,
 ) -> str:
     """The command that does the same again; what was measured is not measured anew."""
@@ -133,17 +154,26 @@ def resume_command(
     ):
         if value != default:
             words += [f"--{name}", str(value)]
+    for template in templates or ():
+        words += ["--template", template]
     return shlex.join(words)
 
 
 # --------------------------------------------------------------------------------------------------------- plan
 
 
-def make_plans(problems: Sequence[Problem], where: Machine, trials: int, folder: Path, builders: int) -> list[Plan]:
+def make_plans(
+    problems: Sequence[Problem],
+    where: Machine,
+    trials: int,
+    folder: Path,
+    builders: int,
+    templates: Sequence[str] = (),
+) -> list[Plan]:
     from ..tuning.records import Log
     from ..tuning.session import make_plan
 
-    return [make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders) for p in problems]
+    return [make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates) for p in problems]
 
 
 def plan_table(plans: Sequence[Plan]) -> Table:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Plan:
     paid: int  # in the log already
     builders: int
     seconds: float  # estimate
+    named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
 
     @property
     def size(self) -> int:
@@ -88,16 +89,22 @@ class Progress:
         return (time.monotonic() - self.started) / self.measured * max(self.plan.trials - self.measured, 0)
 
 
-def make_plan(problem: Problem, machine: Machine, trials: int, log: Log, builders: int) -> Plan:
-    """Count the space, and what of it is paid for."""
-    tables, reasons = schedules.applicable(problem, machine)
+def make_plan(
+    problem: Problem, machine: Machine, trials: int, log: Log, builders: int, named: Collection[str] = ()
+) -> Plan:
+    """Count the space, of the named templates if there are any, and what of it is paid for."""
+    tables, reasons = schedules.searched(problem, machine, named)
     sizes = dict.fromkeys(tables, 0)
     for candidate in points(problem, machine, tables):
         sizes[candidate.template] += 1
-    paid = len(_known(problem, log))
-    left = max(0, min(trials, sum(sizes.values())) - paid)
+    # The fallback is measured in every run.
+    fallback = schedules.fallback(problem, machine)
+    size = sum(sizes.values()) + (fallback.template not in sizes)
+    paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
+    left = max(0, min(trials, size) - paid)
     build, measure = TYPICAL[machine.kind]
-    return Plan(problem, machine, sizes, reasons, left, paid, builders, left * (build / builders + measure))
+    seconds = left * (build / builders + measure)
+    return Plan(problem, machine, sizes, reasons, left, paid, builders, seconds, tuple(named))
 
 
 def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
@@ -138,7 +145,7 @@ def tune(
     """
     problem, machine = plan.problem, plan.machine
     progress = Progress(plan)
-    tables, _ = schedules.applicable(problem, machine)
+    tables, _ = schedules.searched(problem, machine, plan.named)
     fallback = schedules.fallback(problem, machine)
     session = new_session(machine, seed, problem)
     log.append(session)
