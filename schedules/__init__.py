@@ -85,18 +85,19 @@ TEMPLATES: tuple[Template, ...] = (
     logsumexp_streamed,
 )
 
-# For each operator and kind of machine the template that fits every shape, and is measured with the others.
-FALLBACKS: dict[tuple[str, str], Template] = {
-    ("softmax_topk", "llvm"): row_scan,
-    ("softmax_topk", "cuda"): radix_select,
-    ("bsr_matmul", "llvm"): block_rows,
-    ("bsr_matmul", "cuda"): per_element,
-    ("nhot_lookup", "llvm"): row_gather,
-    ("nhot_lookup", "cuda"): lookup_elements,
-    ("softmax", "llvm"): softmax_rows,
-    ("softmax", "cuda"): softmax_streamed,
-    ("logsumexp", "llvm"): logsumexp_rows,
-    ("logsumexp", "cuda"): logsumexp_streamed,
+# For each operator and kind of machine the templates that run without tuning: the first one that fits the problem does,
+# and is measured with the others when that is tuned. The last one fits every shape.
+FALLBACKS: dict[tuple[str, str], tuple[Template, ...]] = {
+    ("softmax_topk", "llvm"): (row_scan,),
+    ("softmax_topk", "cuda"): (radix_select,),
+    ("bsr_matmul", "llvm"): (block_rows,),
+    ("bsr_matmul", "cuda"): (tensor_core, staged_x, per_element),
+    ("nhot_lookup", "llvm"): (row_gather,),
+    ("nhot_lookup", "cuda"): (lookup_elements,),
+    ("softmax", "llvm"): (softmax_rows,),
+    ("softmax", "cuda"): (softmax_streamed,),
+    ("logsumexp", "llvm"): (logsumexp_rows,),
+    ("logsumexp", "cuda"): (logsumexp_streamed,),
 }
 
 
@@ -133,6 +134,7 @@ def searched(
 
 
 def fallback(problem: Problem, machine: Machine) -> Candidate:
-    """What runs without tuning: the fallback template at its default point."""
-    template = FALLBACKS[problem.operator, machine.kind]
+    """What runs without tuning: the first fallback template that fits, at its default point."""
+    tables, _ = applicable(problem, machine)
+    template = next(t for t in FALLBACKS[problem.operator, machine.kind] if t.name in tables)
     return template.candidate(template.default(problem, machine))

@@ -2,7 +2,8 @@
 
 The paper's per-element form launched blocks of one thread; here a block takes `threads` neighbouring elements. The
 per-tile form gives each thread `tile_m` x `tile_n` neighbours, one after another. Neither shares anything between
-threads but the caches: they need no structure of the shape at all, and the per-element form is the fallback.
+threads but the caches: they need no structure of the shape at all, and the per-element form runs where no other
+fallback fits.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ MAX_BLOCKS = 32
 def space(problem: Problem, machine: Machine) -> Table:
     rows, cols = problem.block_shape
     itemsize = numpy_dtype(problem.dtype).itemsize
+    if machine.capability < 80:
+        raise NotApplicable(f"{machine.arch} has no asynchronous copies")
     if rows & (rows - 1) or cols & (cols - 1):
         raise NotApplicable(f"blocks of {rows}x{cols} do not divide evenly among threads")
     # An asynchronous copy moves 4, 8 or 16 bytes.
@@ -213,16 +215,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
+        # One axis: TVM launches clusters along x alone, and the others end at 65535.
         if spread > 1:
-            # One axis: TVM launches clusters along x alone.
-            cluster = T.cluster_id([(m + (tile_m - 1)) // tile_m * block_rows])
-            row: T.int32 = cluster % block_rows
-            strip: T.int32 = cluster // block_rows
+            block = T.cluster_id([(m + (tile_m - 1)) // tile_m * block_rows])
             place = T.cta_id_in_cluster([spread])
             rank: T.int32 = place
         else:
-            row, strip = T.cta_id([block_rows, (m + (tile_m - 1)) // tile_m])
+            block = T.cta_id([(m + (tile_m - 1)) // tile_m * block_rows])
             rank = 0
+        row: T.int32 = block % block_rows
+        strip: T.int32 = block // block_rows
         t = T.thread_id([threads])
         # One row more than is used keeps blocks off each other's banks.
         staged = T.alloc_shared([chunk, tile_m + 1, cols], dtype)

@@ -54,6 +54,8 @@ def space(problem: Problem, machine: Machine) -> Table:
     if problem.dtype == "float32":
         raise NotApplicable("tensor cores would round float32 inputs to 10 bits")
     rows, cols = problem.block_shape
+    if machine.capability < 80:
+        raise NotApplicable(f"{machine.arch} has no tensor cores for m16n8k16")
     if rows % 8 or cols % 8:
         raise NotApplicable(f"blocks of {rows}x{cols} are no multiples of 8x8")
     return {
@@ -230,16 +232,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
+        # One axis: TVM launches clusters along x alone, and the others end at 65535.
         if spread > 1:
-            # One axis: TVM launches clusters along x alone.
-            cluster = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
-            tile: T.int32 = cluster % (n // tile_n)
-            strip: T.int32 = cluster // (n // tile_n)
+            block = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
             place = T.cta_id_in_cluster([spread])
             rank: T.int32 = place
         else:
-            tile, strip = T.cta_id([n // tile_n, (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)])
+            block = T.cta_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
             rank = 0
+        tile: T.int32 = block % (n // tile_n)
+        strip: T.int32 = block // (n // tile_n)
         t = T.thread_id([threads])
         sums = T.alloc_local([tall * wide * 4], "float32")
         tall_part = T.alloc_local([depth * tall * 8], "uint32")

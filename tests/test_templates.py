@@ -23,6 +23,7 @@ from emulation import EmulationError, run_on_cpu
 from emulation.serialise import serialise
 from tvm_sparse import schedules
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
+from tvm_sparse.machine import Machine
 from tvm_sparse.operators import Mismatch, Problem, parse
 from tvm_sparse.operators.problem import numpy_dtype
 from tvm_sparse.schedules import FALLBACKS, TEMPLATES, Program, Template
@@ -59,6 +60,7 @@ WITH_EMPTY_ROWS = {
     "nhot_lookup": "nhot_lookup/rows=6,vocab=20,width=40,nonzeros=3",
 }
 ROWS = (1, 2, 4, 8, 16, 32)
+OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor asynchronous copies
 
 
 # ---- spaces --------------------------------------------------------------------------------------
@@ -195,12 +197,27 @@ def test_template_that_does_not_apply_says_why(template: str, key: str, reason: 
     assert reason in (schedules.find(template).point(parse(key), SM90, {}) or "")
 
 
+@pytest.mark.parametrize(
+    ("key", "machine", "expected"),
+    [
+        ("m=8,k=64,n=64,block=8,sparsity=0.5,dtype=float16", SM90, "tensor_core"),
+        ("m=8,k=64,n=64,block=8,sparsity=0.5,dtype=float16", OLD, "per_element"),
+        ("m=8,k=64,n=64,block=4,sparsity=0.5,dtype=float16", SM90, "staged_x"),
+        ("m=8,k=64,n=64,block=8,sparsity=0.5", SM90, "staged_x"),
+        ("m=3,k=66,n=35,block=5x3,sparsity=0.5", SM90, "per_element"),
+        ("m=8,k=64,n=64,block=8,sparsity=0.5", MACHINES["llvm"], "block_rows"),
+    ],
+)
+def test_fallback_is_the_first_that_fits(key: str, machine: Machine, expected: str) -> None:
+    assert schedules.fallback(parse(f"bsr_matmul/{key}"), machine).template == expected
+
+
 @pytest.mark.parametrize("problem", AWKWARD + REALISTIC, ids=case_id)
 @pytest.mark.parametrize("kind", MACHINES)
 def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: Problem) -> None:
     machine = MACHINES[kind]
     tables, reasons = schedules.applicable(problem, machine)
-    assert FALLBACKS[problem.operator, kind].name in tables
+    assert FALLBACKS[problem.operator, kind][-1].name in tables
     for name, table in tables.items():
         template = schedules.find(name)
         assert template.point(problem, machine, template.default(problem, machine)) is None

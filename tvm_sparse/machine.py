@@ -46,9 +46,15 @@ class Machine:
         return next((rate for chip, rate in READ_BANDWIDTH if chip in self.name), None)
 
     @property
+    def capability(self) -> int:
+        """Ten times the compute capability of a GPU, 0 of a CPU."""
+        found = re.fullmatch(r"sm_(\d+)a?", self.arch)
+        return int(found.group(1)) if found else 0
+
+    @property
     def has_clusters(self) -> bool:
         """Clusters of thread blocks, and launches that overlap the kernel before: from compute capability 9.0 on."""
-        return self.arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))
+        return self.capability >= 90
 
     @property
     def device(self) -> str:

@@ -69,7 +69,7 @@ def _describe(cls: type[Problem], roots: Iterable[Path]) -> dict[str, Any]:
                 "name": template.name,
                 "version": template.version,
                 "kind": template.kind,
-                "fallback": schedules.FALLBACKS[cls.operator, template.kind] is template,
+                "fallback": template in schedules.FALLBACKS[cls.operator, template.kind],
                 "summary": template.summary,
             }
             for template in schedules.TEMPLATES
