@@ -78,11 +78,11 @@ class Layout:
         self.rounded = max(1 << (k - 1).bit_length(), 32)
         self.room = max(ceildiv(k, 32) * 32, 128) if self.split > 1 else 0  # keys that a block may push
         # Beyond k there is room for what comes to rest between two compactions.
-        rest = max(self.rounded + max(SLACK, 2 * self.rounded), self.split * self.room)
+        rest = max(self.rounded + max(SLACK, self.rounded), self.split * self.room)
         self.overflows = rest < self.tiles * self.tile
         self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * self.room)
         self.kept = self.rounded
-        self.bins = min(max(256, 2 * self.rounded), 1024)
+        self.bins = min(max(256, self.rounded), 1024)
         self.spread = self.bins + self.bins // 32  # words that they take, see `selection.spread`
         self.ring = self.stages * self.tile * numpy_dtype(problem.dtype).itemsize  # bytes
         # Offsets into the pool, in their own elements.
@@ -202,7 +202,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     place = first_threshold(k, min(sample / vocab, 1.0), min(warps, layout.slots))
     gated = place is not None
     counted = k <= COUNTED
-    fits = 2 * threads // RANKERS
+    fits = 4 * threads // RANKERS
     staged = k > STAGED
     halvings = (split - 1).bit_length()
     lowest = T.min_value("float32")
@@ -256,12 +256,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Have a tile copied into this thread's part of the ring; beyond the row the last vector again."""
         if i < tiles:
             place_tile(i, t, start, ahead)
-            for u in T.unroll(vectors):
-                if aligned:
+            if inside(t, ahead, start, end):
+                for u in T.unroll(vectors):
                     T.ptx.cp.async_.cg.shared.global_(
                         ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
-                        X.ptr_to([row, T.min(column_of(ahead, u * width), end - width)]), 16)
-                else:  # of the row's last vector only what is the row's: it may be the array's end
+                        X.ptr_to([row, column_of(ahead, u * width)]), 16)
+            else:
+                for u in T.unroll(vectors):
+                    # Of the row's last vector only what is the row's: it may be the array's end.
                     T.ptx.cp.async_.cg.shared.global_(
                         ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
                         X.ptr_to([row, T.min(column_of(ahead, u * width), end - width)]), 16,
@@ -342,6 +344,21 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
             if overflows and reached[0] == called[0]:
                 bar_equals(t, x, high, found, start, barred)
+
+    @T.inline
+    def mark_survivors(x, gate, at, barred, d, bits):
+        """One bit for each element of the tile that reaches the threshold."""
+        bits[0] = T.uint32(0)
+        for e in T.unroll(held):
+            bits[0] = bits[0] | T.Select(x[e] >= gate[0], T.uint32(1) << T.Cast("uint32", e), T.uint32(0))
+        if barred[0] < vocab:
+            for e in T.unroll(held):
+                if x[e] == gate[0] and column_of(at, e) > barred[0]:
+                    bits[0] = bits[0] & ~(T.uint32(1) << T.Cast("uint32", e))
+        if is_nan(d[0]):
+            for e in T.unroll(held):
+                if is_nan(x[e]):
+                    bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
 
     @T.inline
     def push_survivors(
@@ -608,14 +625,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     if pending[0] != 0 and (
                         top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0])
                     ):
-                        bits[0] = T.uint32(0)
-                        for e in T.unroll(held):
-                            if (
-                                x[e] > gate[0]
-                                or (x[e] == gate[0] and column_of(at, e) <= barred[0])
-                                or is_nan(x[e])
-                            ):
-                                bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
+                        mark_survivors(x, gate, at, barred, d, bits)
                         if bits[0] != T.uint32(0):
                             push_survivors(
                                 i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain,
