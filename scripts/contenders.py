@@ -1,0 +1,234 @@
+"""What the scripts that repeat the papers' softmax measurements share: our templates as contenders, and a shape's run.
+
+A template enters the comparison of `tvm_sparse.peers` as a peer does: its library is built beforehand, all libraries
+side by side, and its result is checked before it is timed. What is "tvm_sparse" there is the public function, which
+runs what was tuned. Whatever fails becomes a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tvm_sparse import machine, peers, schedules
+from tvm_sparse.artifacts import manifest
+from tvm_sparse.artifacts.export import library_name
+from tvm_sparse.artifacts.manifest import Entry, digest
+from tvm_sparse.machine import Machine
+from tvm_sparse.operators import Mismatch, Problem, parse
+from tvm_sparse.operators.problem import numpy_dtype
+from tvm_sparse.peers import NAME, Call, Comparison, Peer
+from tvm_sparse.runtime import arrays, loading
+from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.schedules import NotApplicable
+from tvm_sparse.tuning import build_worker
+from tvm_sparse.tuning.processes import Pool, Reply
+from tvm_sparse.tuning.records import Candidate
+
+BUILD_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Named:
+    """A template at its default point, but for `decisions`; `axes` are those of the problem that it solves instead."""
+
+    label: str
+    template: str
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    axes: Mapping[str, Any] = field(default_factory=dict)
+
+    def job(self, problem: Problem, where: Machine) -> tuple[Problem, Candidate]:
+        """What to build. Raises `NotApplicable`."""
+        problem = dataclasses.replace(problem, **self.axes)
+        template = schedules.find(self.template)
+        decisions = {**template.default(problem, where), **self.decisions}
+        if reason := template.point(problem, where, decisions):
+            raise NotApplicable(reason)
+        return problem, template.candidate(decisions)
+
+
+Job = tuple[Problem, Candidate]
+# A shape, and who takes part besides the public function.
+Shape = tuple[Problem, Sequence[Named], Sequence[Peer]]
+
+
+class Libraries:
+    """Compiled candidates of this run, in a folder of its own."""
+
+    def __init__(self, folder: Path, where: Machine) -> None:
+        self._folder, self._where = folder, where
+        self._built: dict[Job, Reply] = {}
+
+    def build(self, shapes: Sequence[Shape]) -> None:
+        """Build everything that these shapes need, what the public functions are about to run included."""
+        named, public = [], {}
+        for problem, contenders, _ in shapes:
+            found = dispatcher.explain(problem, self._where)
+            if found.library is None:
+                public[_chosen(problem, found.record, found.candidate)] = found.how
+            for one in contenders:
+                try:
+                    named.append(one.job(problem, self._where))
+                except NotApplicable:
+                    continue  # said when its turn comes
+        jobs = list(dict.fromkeys([*public, *named]))
+        requests = [
+            build_worker.request(p, c, self._where, self._folder / library_name(p, c, self._where.arch))
+            for p, c in jobs
+        ]
+        builders = max(1, min(machine.cpu().cores, 16, len(jobs)))
+        with Pool(builders, [sys.executable, "-m", "tvm_sparse.tuning.build_worker"], name="build") as pool:
+            self._built = dict(zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
+        # A folder like an exported one: the public functions look into it before they compile anything.
+        entries = [self._entry(job, how) for job, how in public.items() if self._built[job].ok]
+        if entries:
+            manifest.write(self._folder, entries)
+            dispatcher.add(self._folder)
+
+    def _entry(self, job: Job, how: str) -> Entry:
+        (problem, candidate), value = job, self._built[job].value
+        path = Path(value["path"])
+        return Entry(
+            problem=problem.key,
+            arch=self._where.arch,
+            kind=self._where.kind,
+            candidate=candidate,
+            chosen=how,
+            library=path.name,
+            sha256=digest(path),
+            workspaces=tuple(value["workspaces"]),
+            figures={},
+            resources=value["resources"],
+        )
+
+    def peer(self, one: Named, operator: str) -> Peer:
+        """The named template as a contender of `peers.compare`."""
+
+        def prepare(problem: Problem, inputs: Sequence[Any], device: str) -> Call:
+            problem, candidate = one.job(problem, self._where)
+            reply = self._built[problem, candidate]
+            if not reply.ok:
+                raise RuntimeError(f"build: {reply.message}")
+            function = loading.load_function(Path(reply.value["path"]), self._where.kind, None)
+            function = loading.with_workspaces(function, reply.value["workspaces"], problem, self._where.kind)
+            return _call(function, problem, inputs, device)
+
+        return Peer(one.label, operator, "tvm", ("cpu", "cuda"), prepare)
+
+
+def _chosen(problem: Problem, record: str | None, candidate: str) -> Job:
+    """What the dispatcher is about to compile: a record's decisions are valid at the record's own batch."""
+    recorded = parse(record) if record else problem
+    same = recorded.with_batch(problem.batch_extent) == problem
+    return (recorded if same else problem), Candidate.parse(candidate)
+
+
+def _call(function: Any, problem: Problem, inputs: Sequence[Any], device: str) -> Call:
+    """A call of a kernel on given inputs.
+
+    On a GPU it allocates its outputs, as the public function's does, which costs nothing in a graph. On the CPU it
+    writes into the same ones every time: pages of new arrays cost more than a softmax of long rows.
+    """
+    specs = [
+        (tuple(problem.axes[e] if isinstance(e, str) else e for e in a.shape), problem.axes.get(a.dtype, a.dtype))
+        for a in problem.kernel_outputs
+    ]
+    if device == "cuda":
+        import torch
+
+        given = [torch.from_numpy(a).to(device) if hasattr(a, "dtype") else a for a in inputs]
+
+        def call() -> Any:
+            outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in specs)
+            function(*given, *outputs)
+            return outputs
+
+        return call
+    import numpy as np
+
+    kept = tuple(np.empty(shape, numpy_dtype(dtype)) for shape, dtype in specs)
+    arguments = [arrays.argument(a) if hasattr(a, "dtype") else a for a in (*inputs, *kept)]
+
+    def call_in_place() -> Any:
+        function(*arguments)
+        return kept
+
+    return call_in_place
+
+
+@contextmanager
+def built(shapes: Sequence[Shape], where: Machine) -> Iterator[Libraries]:
+    """The libraries that these shapes need."""
+    with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder:
+        libraries = Libraries(Path(folder), where)
+        libraries.build(shapes)
+        yield libraries
+
+
+def compared(shape: Shape, libraries: Libraries, where: Machine, seed: int) -> Comparison | None:
+    """The shape's comparison, or None with a message if our own public function fails."""
+    problem, contenders, others = shape
+    typer.echo(f"measuring {problem}", err=True)
+    if any("compile" in peer.name for peer in others):
+        import torch
+
+        torch._dynamo.reset()  # it gives up after a few shapes of the same function
+    ours = [libraries.peer(one, problem.operator) for one in contenders]
+    try:
+        return peers.compare(problem, where, seed=seed, peers=[*ours, *others], host=False)
+    except (Mismatch, RuntimeError, MemoryError) as error:
+        typer.echo(f"{problem} is left out: {NAME} itself: {str(error)[:300]}", err=True)
+        return None
+
+
+def torch_compiled(problem: Problem, inputs: Sequence[Any], device: str) -> Call:
+    """softmax and topk in one compiled function, which leaves topk to the library's own."""
+    import torch
+
+    x = torch.from_numpy(inputs[0]).to(device)
+    k = problem.axes["k"]
+    compiled = torch.compile(
+        lambda logits: torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k),
+        fullgraph=True,
+        dynamic=False,
+    )
+    compiled(x)
+    return lambda: compiled(x)
+
+
+TORCH_COMPILED = Peer("torch.compile softmax, topk", "softmax_topk", "triton", ("cuda",), torch_compiled)
+
+
+def others(operator: str, *, compiled: bool) -> tuple[Peer, ...]:
+    """The other libraries' ways; the compiled ones, which take seconds a shape, only if asked for."""
+    known = (*peers.PEERS, TORCH_COMPILED)
+    return tuple(p for p in known if p.operator == operator and (compiled or "compile" not in p.name))
+
+
+COLUMNS = ("figure", "problem", "implementation", "microseconds", "peer_over_ours", "compulsory_GB_per_s", "timed",
+           "correct", "kernel", "note")  # fmt: skip
+
+
+def csv_rows(figure: str, result: Comparison) -> list[list[Any]]:
+    ours, made = result.ours.median, []
+    for timing in result.timings:
+        seconds = timing.median
+        made.append([
+            figure, result.problem.key, timing.name,
+            f"{seconds * 1e6:.3f}" if seconds else "",
+            f"{seconds / ours:.3f}" if seconds and ours else "",
+            f"{result.problem.cost().bytes / seconds / 1e9:.2f}" if seconds else "",
+            timing.how,
+            "" if timing.correct is None else timing.correct,
+            f"{result.kernel} ({result.how})" if timing is result.ours else "",
+            timing.note,
+        ])  # fmt: skip
+    return made
