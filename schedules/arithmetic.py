@@ -6,6 +6,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 
 # 2^r for r in [-0.5, 0.5], interpolated at the Chebyshev nodes of degree 6 (relative error 2.5e-9); constant first.
 EXP2 = (1.0, 0.6931472067, 0.2402265092, 0.0555032723, 0.0096180567, 0.0013400428, 0.0001546144)

@@ -194,7 +194,7 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
             for u in T.unroll(loads):
                 if i * tile + u * threads + t < vocab:
                     write_value(
-                        P, row, i * tile + u * threads + t, (x[u] - m[0]) * factor[0], inverse[0], logarithm[0], log)
+                        P, row, i * tile + u * threads + t, (x[u] - m[0]) * scale, inverse[0], logarithm[0], log)
 
     @T.inline
     def select(X, B, P, ids, V, Z, G, row, t, scale, log):
@@ -240,7 +240,7 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
                 V[row, t] = P[row, T.Cast("int32", key_index(joined[t]))]
             else:
                 write_value(
-                    V, row, t, (key_value(joined[t]) - top[0]) * factor[0], T.float32(1) / d[0], T.log(d[0]), log)
+                    V, row, t, (key_value(joined[t]) - top[0]) * scale, T.float32(1) / d[0], T.log(d[0]), log)
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 if form == "unfused":
@@ -250,7 +250,7 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
                 else:
                     write_given(
                         G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                        (element(X, B, row, ids[row, i * threads + t]) - top[0]) * factor[0],
+                        (element(X, B, row, ids[row, i * threads + t]) - top[0]) * scale,
                         T.float32(1) / d[0], T.log(d[0]), log)
 
     if form == "unfused":

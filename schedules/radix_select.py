@@ -131,13 +131,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for i in T.serial((k - t + (threads - 1)) // threads):
             key[0] = T.Cast("uint64", Z[row, i * threads + t])
             Z[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
-            write_value(V, row, i * threads + t, (key_value(key[0]) - top[0]) * factor[0],
+            write_value(V, row, i * threads + t, (key_value(key[0]) - top[0]) * scale,
                         T.float32(1) / d[0], T.log(d[0]), log)
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 write_given(
                     G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                    (element(X, B, row, ids[row, i * threads + t]) - top[0]) * factor[0],
+                    (element(X, B, row, ids[row, i * threads + t]) - top[0]) * scale,
                     T.float32(1) / d[0], T.log(d[0]), log)
     # fmt: on
     return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")

@@ -32,7 +32,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from .arithmetic import LOG2_E, exp_nonpositive, is_nan, key_index, key_value, order_key
+    from .arithmetic import exp_nonpositive, is_nan, key_index, key_value, order_key
     from .topk import element_of, write_given, write_value
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
@@ -172,13 +172,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     sift_down(heap, node, child, key, k - 1 - i)
                 for i in range(k):
                     Z[row, i] = key_index(heap[i])
-                    write_value(V, row, i, (key_value(heap[i]) - m[0]) * (scale * T.float32(LOG2_E)),
+                    write_value(V, row, i, (key_value(heap[i]) - m[0]) * scale,
                                 T.float32(1) / d[0], T.log(d[0]), log)
                 if n > 0:
                     for i in range(n):
                         write_given(
                             G, row, i, given[row, i], vocab,
-                            (element(X, B, row, given[row, i]) - m[0]) * (scale * T.float32(LOG2_E)),
+                            (element(X, B, row, given[row, i]) - m[0]) * scale,
                             T.float32(1) / d[0], T.log(d[0]), log)
     # fmt: on
     return Program(tvm.IRModule({"main": problem.trimmed(main)}))

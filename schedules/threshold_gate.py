@@ -165,7 +165,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from .arithmetic import LOG2_E, is_nan
+    from .arithmetic import LN_2, LOG2_E, is_nan
     from .cluster import cluster_barrier, cluster_begin, cluster_wait, peer_write
     from .selection import (
         FIRST,
@@ -488,7 +488,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Write one value and its index; extra is (V, Z, row, factor, reference, inverse, logarithm, log)."""
         extra[1][extra[2], rank] = T.Cast("int64", key_index(key))
         write_value(
-            extra[0], extra[2], rank, key_value(key) * extra[3][0] - extra[4][0], extra[5][0], extra[6][0], extra[7])
+            extra[0], extra[2], rank, (key_value(key) * extra[3][0] - extra[4][0]) * T.float32(LN_2), extra[5][0],
+            extra[6][0], extra[7])
 
     @T.inline
     def place_in_buffer(extra, rank, key):
@@ -744,8 +745,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 write_given(
                     G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                    element(X, B, row, ids[row, i * threads + t]) * factor[0] - reference[0], inverse[0],
-                    logarithm[0], log)
+                    (element(X, B, row, ids[row, i * threads + t]) * factor[0] - reference[0]) * T.float32(LN_2),
+                    inverse[0], logarithm[0], log)
         if split > 1:
             if t < split:
                 T.evaluate(put_int(verdict.ptr_to([0]), t, 1))

@@ -14,8 +14,6 @@ from tvm.script import tirx as T
 
 from tvm_sparse.operators.softmax_topk import SoftmaxTopk
 
-LN_2 = 0.6931471805599453
-
 
 def element_of(problem: SoftmaxTopk) -> Callable[..., tirx.PrimExpr]:
     """The function (logits, bias, row, column) -> the element, for use in a TVMScript kernel of this problem."""
@@ -29,8 +27,8 @@ def element_of(problem: SoftmaxTopk) -> Callable[..., tirx.PrimExpr]:
 
 @T.inline
 def write_value(V, row, i, exponent, inverse, logarithm, log):
-    """V[row, i] of an element whose exponential is 2^exponent, given 1 / d and ln(d) of the sum d of all of them."""
-    V[row, i] = T.Select(log != 0, exponent * T.float32(LN_2) - logarithm, T.exp2(exponent) * inverse)
+    """V[row, i] of an element whose exponential is e^exponent, given 1 / d and ln(d) of the sum d of all of them."""
+    V[row, i] = T.Select(log != 0, exponent - logarithm, T.exp(exponent) * inverse)
 
 
 @T.inline

@@ -155,7 +155,7 @@ KINDS = {
 
 def check_softmax(problem: Problem, logits: np.ndarray, log: int, outputs: Any) -> None:
     problem = dataclasses.replace(problem, batch=max(1, len(logits)))
-    inputs = [logits, log]
+    inputs = [logits, 1.0, log]
     problem.check(inputs, problem.reference(inputs), [to_numpy(array) for array in outputs])
 
 

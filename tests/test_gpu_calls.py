@@ -74,7 +74,7 @@ def poisoned(problem: Problem) -> tuple[Any, ...]:
 def check_topk(logits: Any, outputs: Any, log: int = 0) -> None:
     """Compare with the reference of these very logits, wherever they lie."""
     values, indices = outputs
-    inputs = [host(logits), log]
+    inputs = [host(logits), 1.0, log]
     problem = SoftmaxTopk(*logits.shape, values.shape[1], str(logits.dtype).removeprefix("torch."))
     problem.check(inputs, problem.reference(inputs), [host(values), host(indices)])
 

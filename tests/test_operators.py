@@ -191,8 +191,9 @@ def test_typical_rows_are_counted_roughly() -> None:
 def test_logits_are_what_the_structure_says(problem: SoftmaxTopk) -> None:
     shape = (problem.batch, problem.vocab)
     for seed, structure in enumerate(problem.structures):
-        logits, log = problem.generate(seed, structure)
+        logits, scale, log = problem.generate(seed, structure)
         assert (logits.shape, str(logits.dtype), log) == (shape, problem.dtype, seed % 2)
+        assert scale == (1.0, 1.0, 0.625, 1.7)[seed % 4]
         again, _ = problem.generate(seed, structure)
         assert logits.tobytes() == again.tobytes()
         x = logits.astype(np.float64)
@@ -312,8 +313,8 @@ def test_unknown_structure(operator: str) -> None:
 def test_softmax_topk_reference_against_torch(structure: str, log: int) -> None:
     torch = pytest.importorskip("torch")
     problem = parse("softmax_topk/batch=24,vocab=53,k=9")
-    logits, _ = problem.generate(log, structure)
-    values, indices = problem.reference([logits, log])
+    logits, *_ = problem.generate(log, structure)
+    values, indices = problem.reference([logits, 1.0, log])
     x = torch.from_numpy(logits.astype(np.float64))
     every = (torch.log_softmax if log else torch.softmax)(x, -1).numpy()
     # A probability does not tell which of several logits it came from: the order is that of the logits, as torch

@@ -114,7 +114,7 @@ class SoftmaxTopk(Problem):
             batch = T.int64()
             X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
             B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
-            I = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
+            Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
             V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
             Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
             G = T.match_buffer(given_h, (batch, T.int64(n)), "float32", align=4)
@@ -151,8 +151,8 @@ class SoftmaxTopk(Problem):
                         write(V, row, i, u[i], m, d, scale, log)
                     if with_ids:
                         for i in range(n):
-                            if I[row, i] >= 0 and I[row, i] < vocab:
-                                load(x, X, B, row, I[row, i])
+                            if Q[row, i] >= 0 and Q[row, i] < vocab:
+                                load(x, X, B, row, Q[row, i])
                                 write(G, row, i, x[0], m, d, scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
@@ -212,10 +212,11 @@ class SoftmaxTopk(Problem):
                 x = x + extras[0]
         x = x.astype(np.float64)
         factor = float(np.float32(scale))
-        # Stable, so that ties keep the lower index; NaN sorts last and is put first, as torch.topk does.
-        key = np.where(np.isnan(x), -np.inf, -x)
-        nan_first = np.lexsort((np.broadcast_to(np.arange(x.shape[1]), x.shape), key, ~np.isnan(x)), axis=1)
-        indices = nan_first[:, : self.k]
+        indices = np.empty((len(x), self.k), np.int64)
+        for row, key in enumerate(np.where(np.isnan(x), -np.inf, -x)):
+            # Only what reaches the k-th need be sorted: NaN first, as torch.topk has it, then ties by the lower index.
+            some = np.flatnonzero(key <= np.partition(key, self.k - 1)[self.k - 1])
+            indices[row] = some[np.lexsort((some, key[some], ~np.isnan(x[row, some])))[: self.k]]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             shifted = factor * (x - np.max(np.where(np.isnan(x), -np.inf, x), axis=1, keepdims=True))
             total = np.exp(shifted).sum(axis=1, keepdims=True)
