@@ -28,7 +28,7 @@ LOADS = (1, 4)
 MAX_K = 32
 
 # Probabilities (a, b) keep the order of their elements if a - b exceeds APART * |a| + VANISHING: exponentials and
-# quotients are right to 2^-21, and what is below the least normal number may be 0.
+# products keep the order of their arguments to 2^-21, and what is below the least normal number may be 0.
 APART, VANISHING = 2.0**-18, 2e-38
 
 

@@ -25,6 +25,8 @@ first one's shared memory, so that there is one launch and no workspace.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
 
@@ -35,7 +37,7 @@ THREADS = powers(32, 1024)
 VECTORS = (1, 2, 3, 4, 6, 8)
 # Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
 # 40 KB in flight on each multiprocessor.
-STAGES = (1, 2, 3, 4)
+STAGES = (1, 2, 3)
 # Threads that a multiprocessor is to hold, which bounds their registers to 64.
 RESIDENT = 1024
 # The least room in the buffer beyond k: survivors of a row in random order come to rest in it.
@@ -109,8 +111,10 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
         raise NotApplicable(f"{machine.arch} has no thread block clusters")
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
-    table = {"split": SPLITS, **space(problem, machine)}
-    if first_allowed(problem, machine, cluster_choices(), cluster_allowed) is None:
+    # More blocks than fit at once would only wait for each other.
+    splits = tuple(split for split in SPLITS if problem.batch_extent * split <= max(2 * machine.cores, 2))
+    table = {"split": splits or SPLITS[:1], **space(problem, machine)}
+    if first_allowed(problem, machine, cluster_choices(table), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
@@ -133,10 +137,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
 
 
 def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    if decisions["threads"] < 128:
+    if decisions["threads"] < 256:
         return f"{decisions['threads']} threads are too few for a block that has a multiprocessor of its own"
-    if Layout(problem, decisions).tiles * 8 < decisions["vectors"]:
-        return "a part is less than a tile"
     return allowed(problem, machine, decisions)
 
 
@@ -145,20 +147,30 @@ def choices() -> list[Decisions]:
     return [{"threads": t, "vectors": v, "stages": s} for t in orders[0] for v in orders[1] for s in orders[2]]
 
 
-def cluster_choices() -> list[Decisions]:
-    return [{"split": split, **point} for split in (8, 4, 2) for point in choices()]
+def cluster_choices(table: Table) -> list[Decisions]:
+    return [{"split": split, **point} for split in (8, 4, 2) if split in table["split"] for point in choices()]
 
 
-def first_allowed(problem, machine, points, rule) -> Decisions | None:
+def first_allowed(
+    problem: Problem,
+    machine: Machine,
+    points: list[Decisions],
+    rule: Callable[[Problem, Machine, Decisions], str | None],
+) -> Decisions | None:
     return next((point for point in points if rule(problem, machine, point) is None), None)
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    return first_allowed(problem, machine, choices(), allowed)
+    point = first_allowed(problem, machine, choices(), allowed)
+    assert point is not None, f"{problem}: the smallest point fits every k and vocab"
+    return point
 
 
 def cluster_default(problem: Problem, machine: Machine) -> Decisions:
-    return first_allowed(problem, machine, cluster_choices(), cluster_allowed)
+    choices = cluster_choices(cluster_space(problem, machine))
+    point = first_allowed(problem, machine, choices, cluster_allowed)
+    assert point is not None, f"{problem}: the space would not apply"
+    return point
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
