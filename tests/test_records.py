@@ -26,7 +26,6 @@ from tvm_sparse.tuning.records import (
     Log,
     Session,
     Trial,
-    operators_with_records,
     utc_now,
 )
 
@@ -209,14 +208,6 @@ def test_line_is_canonical(log: Log):
     fields = json.loads(line)
     assert line == json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     assert fields["kind"] == "trial" and len(fields["sum"]) == 16
-
-
-def test_operators_with_records(tmp_path: Path):
-    assert operators_with_records(tmp_path, ARCH) == ()
-    Log(tmp_path, ARCH, "softmax_topk").append(trial())
-    Log(tmp_path, ARCH, "csr_lookup").append_best(best(problem="csr_lookup/rows=4"))
-    (tmp_path / ARCH / "empty").mkdir()
-    assert operators_with_records(tmp_path, ARCH) == ("csr_lookup", "softmax_topk")
 
 
 def test_append_refuses_what_reading_would_skip(log: Log):

@@ -79,8 +79,8 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         (
             "threshold_gate",
             "softmax_topk/batch=3,vocab=7,k=7",
-            {"threads": (128, 256, 512, 1024), "vectors": (1, 2, 4, 8), "prefetch": (0, 1)},
-            4,  # of short rows neither a second vector a thread nor prefetching makes sense
+            {"threads": (32, 64, 128, 256, 512, 1024), "vectors": (1, 2, 3, 4, 6, 8), "stages": (1, 2, 3)},
+            1,  # a row of one vector has work for one warp, one vector a thread and one tile
         ),
         ("softmax_rows", "softmax/batch=3,vocab=61,algorithm=safe", {"lanes": (8, 16, 32, 64)}, 4),
         ("softmax_block", "softmax/batch=3,vocab=130", {"lanes": (64, 128)}, 2),

@@ -111,7 +111,13 @@ def _torch_tensor(array: Any, device: str) -> Any:
     return torch.from_numpy(array).to(device)
 
 
+def _plain_softmax_topk(problem: SoftmaxTopk) -> None:
+    if problem.bias or problem.ids:
+        raise NotImplementedError("compared without bias and ids only")
+
+
 def _torch_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    _plain_softmax_topk(problem)
     import torch
 
     x = _torch_tensor(inputs[0], device)
@@ -119,6 +125,7 @@ def _torch_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str
 
 
 def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    _plain_softmax_topk(problem)
     import torch
 
     x = _torch_tensor(inputs[0], device)
@@ -131,6 +138,7 @@ def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: s
 
 
 def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    _plain_softmax_topk(problem)
     import numpy as np
 
     x, k = inputs[0], problem.k

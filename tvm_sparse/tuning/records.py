@@ -526,14 +526,6 @@ class Log:
             raise ValueError(f"problem {record.problem!r} in the folder of {self.operator!r}")
 
 
-def operators_with_records(root: Path, arch: str) -> tuple[str, ...]:
-    """Return the operators that have a file of records for `arch`, sorted."""
-    folder = Path(root) / arch
-    files = ("trials.jsonl", "best.jsonl")
-    found = {path.parent.name for name in files for path in folder.glob(f"*/{name}")}
-    return tuple(sorted(found))
-
-
 def _append_lines(path: Path, lines: list[bytes]) -> None:
     """Append all of `lines` durably, or none."""
     _make_folder(path.parent)
