@@ -42,7 +42,8 @@ def order(x, plain, bits):
     """
     T.ptx.add.rn.f32(plain[0], x, T.float32(0))
     bits[0] = T.reinterpret("uint32", plain[0]) ^ (
-        T.Cast("uint32", T.reinterpret("int32", plain[0]) >> 31) | T.uint32(0x80000000))
+        T.Cast("uint32", T.reinterpret("int32", plain[0]) >> 31) | T.uint32(0x80000000)
+    )
 
 
 def bits_value(ordered: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -403,6 +404,4 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
                 keys[e * threads + t] = own[e]
         T.cuda.cta_sync()
     # fmt: on
-    return DeviceFunctions(
-        select_pivot, keep_selected, place_of_maxima, rank_key, rank_in_bins, sort_descending
-    )
+    return DeviceFunctions(select_pivot, keep_selected, place_of_maxima, rank_key, rank_in_bins, sort_descending)

@@ -209,7 +209,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     parts, itemsize = per_word(dtype), numpy_dtype(dtype).itemsize
     words = 4 * vectors  # of a thread's tile
     overflows = layout.overflows
-    resident = max(RESIDENT // threads, 1) if split == 1 else 1
+    # A bitonic sort of many keys by few threads needs more registers.
+    resident = max(RESIDENT // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
     sample = layout.slots * 32 * width
     place = first_threshold(k, min(sample / vocab, 1.0), min(warps, layout.slots))
     gated = place is not None

@@ -645,17 +645,6 @@ def test_host_checks_still_work():
 
 def test_what_is_not_emulated_is_refused():
     @T.prim_func
-    def func(X: T.Buffer((32,), "float32")):
-        T.device_entry()
-        T.cta_id([1])
-        t = T.thread_id([32])
-        T.ptx.barrier.cluster.arrive.relaxed()
-        X[t] = 0.0
-
-    with pytest.raises(NotImplementedError, match="barrier.cluster"):
-        run_tirx(func, [np.ones(32, "float32")])
-
-    @T.prim_func
     def unknown(X: T.Buffer((32,), "float32")):
         T.device_entry()
         T.cta_id([1])

@@ -110,6 +110,22 @@ def test_softmax_topk_equals_the_reference(key: str, dtype: str, structure: str)
             check_topk(logits[:batch], fresh, log)
 
 
+@pytest.mark.parametrize("number", range(24))
+def test_softmax_topk_of_any_shape(number: int) -> None:
+    """Shapes, dtypes, structures and extras drawn at random; a failure's message holds what was drawn."""
+    rng = np.random.default_rng([next(numbers), number])
+    vocab = int(2 ** rng.uniform(0, np.log2(200_000)))
+    k = min(vocab, int(2 ** rng.uniform(0, 10)))
+    problem = SoftmaxTopk(
+        int(rng.integers(1, 40)), vocab, k, str(rng.choice(FLOATS)), int(rng.integers(2)), int(rng.integers(3))
+    )
+    inputs = problem.generate(int(rng.integers(2**31)), str(rng.choice(problem.structures)))
+    logits, scale, log, *rest = (cuda(a) if isinstance(a, np.ndarray) else a for a in inputs)
+    extras = dict(zip((a.name for a in problem.kernel_inputs[3:]), rest, strict=True))
+    outputs = tvm_sparse.softmax_topk(logits, k, log=bool(log), temperature=1 / scale, **extras)
+    problem.check(inputs, problem.reference(inputs), [host(array) for array in outputs])
+
+
 @pytest.mark.parametrize("structure", BsrMatmul.structures)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("key", [BLOCKS, "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5"])

@@ -112,9 +112,9 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "split": ROWS[:5],
                 "tiles": (1, 2, 4, 8),
                 "guess": (0, 1),
-                "early": (0, 1),
+                "early": (0,),
             },
-            128,  # for one entry a row, at most two at once
+            64,  # for one entry a row, at most two at once
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "lanes": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),

@@ -49,7 +49,8 @@ def softmax_topk(
     ----------
     logits
         Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
-        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first.
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. On a GPU finite entries must stay
+        below 2e38 times the temperature in size.
     k
         1 <= k <= vocab.
     log

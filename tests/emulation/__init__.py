@@ -13,7 +13,8 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1).
 
-What it cannot see: performance, the weak memory model between blocks, contraction of a * b + c to
+What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
+barrier orders what a release would), contraction of a * b + c to
 fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and the rounding
 in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through
 global memory between blocks show only as different results under different seeds.
