@@ -31,7 +31,7 @@ def test_they_are_searched_only_if_named(tmp_path: Path) -> None:
     # The points of the named one and the fallback; of the log only these are paid for.
     log = Log(tmp_path, SM90.arch, PROBLEM.operator)
     fallback = schedules.fallback(PROBLEM, SM90)
-    for name in ("threshold_gate", "safe_fused"):
+    for name in ("radix_select", "safe_fused"):
         template = schedules.find(name)
         candidate = template.candidate(template.default(PROBLEM, SM90))
         log.append(Trial(PROBLEM.key, SM90.arch, candidate, "ok", "", (1e-5,), 0.1, "s", 0))

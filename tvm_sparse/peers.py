@@ -111,24 +111,25 @@ def _torch_tensor(array: Any, device: str) -> Any:
     return torch.from_numpy(array).to(device)
 
 
-def _plain_softmax_topk(problem: SoftmaxTopk) -> None:
+def _plain_logits(problem: SoftmaxTopk, inputs: Sequence[Any]) -> Any:
+    """Logits that need no temperature any more: peers are not charged for it."""
     if problem.bias or problem.ids:
         raise NotImplementedError("compared without bias and ids only")
+    logits, scale = inputs[:2]
+    return logits if scale == 1 else (logits * scale).astype(logits.dtype)
 
 
 def _torch_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
-    _plain_softmax_topk(problem)
     import torch
 
-    x = _torch_tensor(inputs[0], device)
+    x = _torch_tensor(_plain_logits(problem, inputs), device)
     return lambda: torch.topk(torch.softmax(x, -1, dtype=torch.float32), problem.k)
 
 
 def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
-    _plain_softmax_topk(problem)
     import torch
 
-    x = _torch_tensor(inputs[0], device)
+    x = _torch_tensor(_plain_logits(problem, inputs), device)
 
     def call() -> Any:
         values, indices = torch.topk(x, problem.k)
@@ -138,10 +139,9 @@ def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: s
 
 
 def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
-    _plain_softmax_topk(problem)
     import numpy as np
 
-    x, k = inputs[0], problem.k
+    x, k = _plain_logits(problem, inputs), problem.k
 
     def call() -> Any:
         e = np.exp(x.astype(np.float32, copy=False) - x.max(axis=1, keepdims=True).astype(np.float32))
