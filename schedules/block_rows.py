@@ -49,7 +49,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from .epilogue import drop_parameter, finish
+    from .epilogue import finish
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -116,7 +116,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                 y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = finish(
                                     part[o, 0], None, activation, dtype)
     # fmt: on
-    return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "bias")}))
+    return Program(tvm.IRModule({"main": problem.trimmed(main)}))
 
 
 block_rows = Template(

@@ -7,20 +7,11 @@ from typing import Any
 from tvm.script import tirx as T
 
 
-def peer_read(name: str, kind: str, dtype: str) -> Any:
-    """A function (shared address, rank) that reads a `kind` there in the rank-th block of the cluster.
-
-    A few words of CUDA, because no TIR intrinsic maps a shared address to a peer's and reads it.
-    """
-    source = (
-        f"__device__ __forceinline__ {kind} {name}(void* p, int r)"
-        f" {{ return *(const volatile {kind}*)__cluster_map_shared_rank(p, r); }}"
-    )
-    return lambda pointer, rank: T.cuda.func_call(name, pointer, rank, source_code=source, return_type=dtype)
-
-
 def peer_write(name: str, kind: str) -> Any:
-    """A function (shared address, rank, value) that writes a `kind` there in the rank-th block of the cluster."""
+    """A function (shared address, rank, value) that writes a `kind` there in the rank-th block of the cluster.
+
+    A few words of CUDA, because no TIR intrinsic maps a shared address to a peer's and writes it.
+    """
     source = (
         f"__device__ __forceinline__ void {name}(void* p, int r, {kind} v)"
         f" {{ *(volatile {kind}*)__cluster_map_shared_rank(p, r) = v; }}"
@@ -51,5 +42,5 @@ def cluster_wait():
 @T.inline
 def cluster_barrier():
     """All threads of all blocks arrive; what they wrote to shared memory before is visible after."""
-    T.evaluate(T.call_extern("void", "__cluster_barrier_arrive"))
-    T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
+    cluster_arrive()
+    cluster_wait()

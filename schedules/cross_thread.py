@@ -100,7 +100,7 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int,
     """
     from tvm.script import tirx as T
 
-    from .epilogue import drop_parameter, finish
+    from .epilogue import finish
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -195,7 +195,7 @@ def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int,
                         y[vi * tile_m + vii, vj * tile_n + vjj] = finish(
                             total[vi, vj, vjj, vii], None, activation, dtype)
     # fmt: on
-    return main if biased else drop_parameter(main, "bias")
+    return problem.trimmed(main)
 
 
 def build(problem: Problem, decisions: Decisions, over_blocks: bool = False) -> Program:

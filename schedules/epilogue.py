@@ -23,9 +23,3 @@ def finish(value: tirx.PrimExpr, bias: tirx.PrimExpr | None, activation: str, dt
     if bias is not None:
         value = value + T.Cast("float32", bias)
     return T.Cast(dtype, activate(value, activation))
-
-
-def drop_parameter(func: tirx.PrimFunc, name: str) -> tirx.PrimFunc:
-    """The function without a buffer that its body does not use, for problems that do not have it."""
-    kept = [p for p in func.params if p.name != name]
-    return tirx.PrimFunc(kept, func.body, func.ret_type, func.attrs)

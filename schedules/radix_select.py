@@ -101,7 +101,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
         # the keys of the k, in no order
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            key[0] = make_key(element(X, B, row, i * threads + t), i * threads + t)
+            key[0] = key_of(X, B, row, i * threads + t)
             if key[0] >= pivot[0]:
                 slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
                 Z[row, slot[0]] = T.Cast("int64", key[0])

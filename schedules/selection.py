@@ -125,6 +125,15 @@ def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
     return bin + bin // 32
 
 
+@T.inline
+def scan_lanes(t, value, other):
+    """The inclusive sum of `value` over the lanes of a warp up to one's own; `other` is lost."""
+    for s in T.unroll(5):
+        other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), value[0], 1 << s, 32, 32)
+        if t % 32 >= (1 << s):
+            value[0] = value[0] + other[0]
+
+
 class DeviceFunctions(NamedTuple):
     """What `device_functions` makes, to be called in a kernel."""
 
@@ -161,10 +170,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
                 own[0] = own[0] + histogram[RADIX_BINS - 1 - (t * lanes_bins + b)]
             # inclusive scan over the lanes, the highest bins on lane 0
             above[0] = own[0]
-            for s in T.unroll(5):
-                other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << s, 32, 32)
-                if t >= (1 << s):
-                    above[0] = above[0] + other[0]
+            scan_lanes(t, above, other)
             above[0] = above[0] - own[0]
             for b in T.unroll(lanes_bins):
                 own[0] = histogram[RADIX_BINS - 1 - (t * lanes_bins + b)]
@@ -297,10 +303,9 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
 
         The keys of each bin, linear in the value between `low` and `high` (or `finer` bins an index, if these are
         equal), are counted and linked; a scan over the bins tells how many keys are above each; in its bin a key is
-        ranked by counting. Bins of more than CROWD keys (ties,
-        an outlier that stretches the range) would take too long. All arrays are shared: `counts` and `heads` hold an
-        integer a bin (see `spread`), `nexts` one a key, `totals` one a warp, `flag` one. Counts, heads and flag come
-        as 0. Begins with a barrier.
+        ranked by counting. Bins of more than CROWD keys (ties, an outlier that stretches the range) would take too
+        long. All arrays are shared: `counts` and `heads` hold an integer a bin (see `spread`), `nexts` one a key,
+        `totals` one a warp, `flag` one. Counts, heads and flag come as 0. Begins with a barrier.
         """
         bin = T.alloc_local([1], "int32")
         own = T.alloc_local([1], "int32")
@@ -325,10 +330,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
                     flag[0] = 1
                 above[0] = above[0] + own[0]
             rank[0] = above[0]
-            for s in T.unroll(5):
-                other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << s, 32, 32)
-                if t % 32 >= (1 << s):
-                    above[0] = above[0] + other[0]
+            scan_lanes(t, above, other)
             if t % 32 == 31:
                 totals[t // 32] = above[0]
             above[0] = above[0] - rank[0]
@@ -344,10 +346,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
             if t % 32 < scanning:
                 above[0] = totals[t % 32]
             own[0] = above[0]
-            for s in T.unroll(5):
-                other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << s, 32, 32)
-                if t % 32 >= (1 << s):
-                    above[0] = above[0] + other[0]
+            scan_lanes(t, above, other)
             above[0] = above[0] - own[0]
             for i in T.serial((size + (threads - 1)) // threads):
                 own[0] = T.min(i * threads + t, size - 1)

@@ -95,8 +95,7 @@ def require_online(problem: Problem) -> None:
 
 
 def base_space(problem: Problem, machine: Machine) -> Table:
-    clusters = machine.arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))
-    return {"threads": THREADS, "split": SPLITS if clusters else (1,)}
+    return {"threads": THREADS, "split": SPLITS if machine.has_clusters else (1,)}
 
 
 def held_space(problem: Problem, machine: Machine) -> Table:
@@ -212,7 +211,7 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
     from tvm.script import tirx as T
 
     from .arithmetic import LOG2_E
-    from .cluster import cluster_arrive, cluster_wait, peer_write
+    from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
 
     vocab, dtype, wide = problem.vocab, problem.dtype, width(problem)
     softmax, how = isinstance(problem, Softmax), algorithm(problem)
@@ -450,8 +449,7 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
             if t % 32 < split:
                 put(pair_m.ptr_to([part * warps + t // 32]), t % 32, top[0])
                 put(pair_d.ptr_to([part * warps + t // 32]), t % 32, d[0])
-            cluster_arrive()
-            cluster_wait()
+            cluster_barrier()
             join_pairs(t, pair_m, pair_d, m, d, top)
         elif warps > 1:
             if t % 32 == 0:

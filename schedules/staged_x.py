@@ -123,8 +123,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from .cluster import cluster_arrive, cluster_wait, peer_write
-    from .epilogue import drop_parameter, finish
+    from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
+    from .epilogue import finish
     from .words import value_in
 
     rows, cols = problem.block_shape
@@ -277,8 +277,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if count > chunk:
                 cluster_wait()
                 if rank == 0:
-                    cluster_arrive()
-                    cluster_wait()
+                    cluster_barrier()
         for o in T.serial((outputs - t + (threads - 1)) // threads):
             if strip * tile_m + (o * threads + t) // rows < m:
                 total[0] = T.float32(0)
@@ -300,13 +299,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             total[0], None, activation, dtype)
         if spread > 1:
             if rank > 0:
-                cluster_arrive()
-                cluster_wait()
+                cluster_barrier()
     # fmt: on
     main = main.with_attr("global_symbol", "main")
     if early:
         main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
-    return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "B")}), pipeline="tirx")
+    return Program(tvm.IRModule({"main": problem.trimmed(main)}), pipeline="tirx")
 
 
 staged_x = Template(

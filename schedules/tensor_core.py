@@ -136,8 +136,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from .cluster import cluster_arrive, cluster_wait, peer_write
-    from .epilogue import drop_parameter, finish
+    from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
+    from .epilogue import finish
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -313,8 +313,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 if count > chunk:
                     cluster_wait()
                     if rank == 0:
-                        cluster_arrive()
-                        cluster_wait()
+                        cluster_barrier()
             for i in T.serial((pairs - t % share + (share - 1)) // share):
                 pair = i * share + t % share
                 if top + pair // (tile_n // 2) < m:
@@ -338,13 +337,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                   tile * tile_n + pair % (tile_n // 2) * 2 + e, sums[e])
             if spread > 1:
                 if rank > 0:
-                    cluster_arrive()
-                    cluster_wait()
+                    cluster_barrier()
     # fmt: on
     main = main.with_attr("global_symbol", "main")
     if early:
         main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
-    return Program(tvm.IRModule({"main": main if biased else drop_parameter(main, "B")}), pipeline="tirx")
+    return Program(tvm.IRModule({"main": problem.trimmed(main)}), pipeline="tirx")
 
 
 tensor_core = Template(

@@ -107,7 +107,7 @@ def space(problem: Problem, machine: Machine) -> Table:
 
 
 def cluster_space(problem: Problem, machine: Machine) -> Table:
-    if not machine.arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12")):
+    if not machine.has_clusters:
         raise NotApplicable(f"{machine.arch} has no thread block clusters")
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
@@ -167,8 +167,8 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 
 def cluster_default(problem: Problem, machine: Machine) -> Decisions:
-    choices = cluster_choices(cluster_space(problem, machine))
-    point = first_allowed(problem, machine, choices, cluster_allowed)
+    points = cluster_choices(cluster_space(problem, machine))
+    point = first_allowed(problem, machine, points, cluster_allowed)
     assert point is not None, f"{problem}: the space would not apply"
     return point
 
@@ -307,11 +307,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         x[e] = -T.infinity("float32")
 
     @T.inline
+    def keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need):
+        """Cut the buffer's keys to the best k, in its front; `pivot` is a lower bound that only these reach."""
+        select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
+        keep_selected(t, keys, size[0], kept, count, pivot)
+
+    @T.inline
     def compact(t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred):
         """Cut the buffer to the best k and raise the threshold to the k-th. All threads come here, after a barrier."""
         size[0] = T.min(count[0], capacity)
-        select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
-        keep_selected(t, keys, size[0], kept, count, pivot)
+        keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
         gate[0] = key_value(pivot[0])
         # The pivot's last digits are 0 where no equals had to be told apart.
         barred[0] = T.Cast("int32", T.min(key_index(pivot[0]), T.uint32(vocab)))
@@ -677,8 +682,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
             if split > 1:
                 if size[0] > room:
-                    select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
-                    keep_selected(t, keys, size[0], kept, count, pivot)
+                    keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
                     gate[0] = key_value(pivot[0])
                     barred[0] = T.Cast("int32", T.min(key_index(pivot[0]), T.uint32(vocab)))
                     size[0] = k
@@ -743,8 +747,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 T.cuda.cta_sync()
                 if slot[0] != 0:
                     if size[0] > k:
-                        select_pivot(t, key_in, keys, keys, 0, size[0], histogram, found, pivot, mask, need)
-                        keep_selected(t, keys, size[0], kept, count, pivot)
+                        keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
                     for i in T.serial((layout.rounded - k - t + (threads - 1)) // threads):
                         keys[k + i * threads + t] = T.uint64(0)
                     sort_descending(t, keys)
