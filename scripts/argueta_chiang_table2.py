@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from contenders import COLUMNS, Named, Shape, built, compared, csv_rows, others
+from contenders import COLUMNS, Named, Shape, built, compared, csv_rows, medians, others, print_origins
 from reproduction import has_plot, provenance, result_path, write_csv, write_plot
 
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
 from tvm_sparse.machine import UnknownArch
 from tvm_sparse.operators import Problem, make
-from tvm_sparse.peers import NAME, Call, Comparison, Peer
+from tvm_sparse.peers import Call, Comparison, Peer
 
 VOCAB = 10240
 BATCHES = (1, 512, 1024)
@@ -66,14 +66,7 @@ def shape(batch: int, n: int, compiled: bool) -> Shape:
 
 def show(batch: int, results: dict[int, Comparison]) -> dict[str, dict[int, float]]:
     """Print a batch's table; returns microseconds by contender, the paper's included, and N."""
-    series: dict[str, dict[int, float]] = {}
-    notes: dict[str, str] = {}
-    for n, result in results.items():
-        for timing in result.timings:
-            if timing.median:
-                series.setdefault(timing.name, {})[n] = timing.median * 1e6
-            elif timing.note:
-                notes[timing.name] = f"N = {n}: {timing.note}"
+    series, notes = medians(results, "N")
     for name, row in PAPER.get(batch, {}).items():
         series[name] = {n: ms * 1e3 for n, ms in zip(WANTED, row, strict=True) if n in results}
     heads = [str(n) for n in results]
@@ -89,10 +82,7 @@ def show(batch: int, results: dict[int, Comparison]) -> dict[str, dict[int, floa
     if ratios:
         mean = statistics.geometric_mean(ratios.values())
         typer.echo(f"the best other takes {mean:.2f} times as long in the geometric mean")
-    for n, result in results.items():
-        typer.echo(f"{NAME} at N = {n}: {result.kernel} ({result.how})")
-    for name, note in notes.items():
-        typer.echo(f"{name}, {note}")
+    print_origins(results, notes, "N")
     return series
 
 

@@ -217,6 +217,27 @@ COLUMNS = ("figure", "problem", "implementation", "microseconds", "peer_over_our
            "correct", "kernel", "note")  # fmt: skip
 
 
+def medians(results: Mapping[int, Comparison], axis: str) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
+    """Of a table's results by the axis' value: microseconds by contender and value, and by contender why some lack."""
+    series: dict[str, dict[int, float]] = {}
+    notes: dict[str, str] = {}
+    for value, result in results.items():
+        for timing in result.timings:
+            if timing.median:
+                series.setdefault(timing.name, {})[value] = timing.median * 1e6
+            elif timing.note:
+                notes[timing.name] = f"{axis} = {value}: {timing.note}"
+    return series, notes
+
+
+def print_origins(results: Mapping[int, Comparison], notes: Mapping[str, str], axis: str) -> None:
+    """Which kernel ours was at each value, and the notes of those that have no time."""
+    for value, result in results.items():
+        typer.echo(f"{NAME} at {axis} = {value}: {result.kernel} ({result.how})")
+    for name, note in notes.items():
+        typer.echo(f"{name}, {note}")
+
+
 def csv_rows(figure: str, result: Comparison) -> list[list[Any]]:
     ours, made = result.ours.median, []
     for timing in result.timings:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from contenders import COLUMNS, Named, Shape, built, compared, csv_rows, others
+from contenders import COLUMNS, Named, Shape, built, compared, csv_rows, medians, others, print_origins
 from reproduction import has_plot, provenance, result_path, write_csv, write_plot
 
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
@@ -124,14 +124,7 @@ def shapes_of(figure: Figure, where: Machine, quick: bool, compiled: bool) -> di
 
 def show(figure: Figure, results: dict[int, Comparison]) -> dict[str, dict[int, float]]:
     """Print a figure's table; returns microseconds by contender and value."""
-    series: dict[str, dict[int, float]] = {}
-    notes: dict[str, str] = {}
-    for value, result in results.items():
-        for timing in result.timings:
-            if timing.median:
-                series.setdefault(timing.name, {})[value] = timing.median * 1e6
-            elif timing.note:
-                notes[timing.name] = f"{figure.axis} = {value}: {timing.note}"
+    series, notes = medians(results, figure.axis)
     heads = [f"{value:,}" for value in results]
     made = table(f"microseconds a call, by {figure.axis}", *heads, right=heads)
     for name, figures in series.items():
@@ -151,10 +144,7 @@ def show(figure: Figure, results: dict[int, Comparison]) -> dict[str, dict[int, 
     typer.echo(f"\nFigure {figure.name}: {figure.title}")
     console().print(made)
     typer.echo(f"paper: {figure.paper}")
-    for value, result in results.items():
-        typer.echo(f"{NAME} at {figure.axis} = {value}: {result.kernel} ({result.how})")
-    for name, note in notes.items():
-        typer.echo(f"{name}, {note}")
+    print_origins(results, notes, figure.axis)
     return series
 
 
