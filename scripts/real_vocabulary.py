@@ -113,10 +113,12 @@ def main(sentences: tuple[str, ...]) -> None:
 
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         logits = exact.astype(dtype)
-        problem = SoftmaxTopk(*logits.shape, K, logits.dtype.name)
+        batch, vocab = logits.shape
+        problem = SoftmaxTopk(batch, vocab, K, logits.dtype.name)
         values, indices = tvm_sparse.softmax_topk(logits, K)
-        expected = problem.reference([logits, 0])
-        problem.check([logits, 0], expected, [values, indices])  # raises where they differ
+        inputs = [logits, 1.0, 0]
+        expected = problem.reference(inputs)
+        problem.check(inputs, expected, [values, indices])  # raises where they differ
         error = np.max(np.abs(values - expected[0]) / expected[0])
         print(f"{problem}: equal to the float64 reference, largest relative error {error:.1e}")
 
