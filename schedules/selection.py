@@ -6,24 +6,21 @@ the complement of its index. Keys of a row are unique, so a selection has one ri
 
 from __future__ import annotations
 
-import math
-from functools import cache
 from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.script import tirx as T
 
 from .arithmetic import is_nan
+from .thresholds import FIRST, Rank
 
 FULL_WARP = 0xFFFFFFFF
 RADIX_BITS = 8
 RADIX_BINS = 1 << RADIX_BITS
 MINUS_INFINITY, PLUS_INFINITY = 0x007FFFFF, 0xFF800000  # order_bits of these
 RANKERS = 8  # threads that share the ranking of one key
+REMOVALS = 5  # of a warp's maxima, one after another; to find what lies deeper the lanes are sorted
 CROWD = 32  # keys of one bin that are still ranked by counting
-
-# How often a first threshold may turn out too high, and the row be read again.
-MISS = 1e-4
 
 
 def order_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -71,53 +68,6 @@ def key_value(key: tirx.PrimExpr) -> tirx.PrimExpr:
 
 def key_index(key: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.uint32(0xFFFFFFFF) - T.Cast("uint32", key & T.uint64(0xFFFFFFFF))
-
-
-class Rank(NamedTuple):
-    """A place among the values of a block: the `warp`-th largest of the warps' `lane`-th largest, counted from 1."""
-
-    lane: int
-    warp: int
-    sure: bool  # at least k elements are as large, whatever the data
-
-
-FIRST = Rank(1, 1, sure=True)
-
-
-@cache
-def first_threshold(k: int, share: float, warps: int) -> Rank | None:
-    """Which of a sample's values to take for a threshold that k elements of the row reach; None if none is any good.
-
-    The sample is `share` of the row, spread over `warps` warps, and a thread knows only its largest element. A value
-    that at least k elements of the sample reach is sure; but for k of a whole row a smaller number of the sample
-    suffices if the sample is like the rest. Of the k largest elements of a row in random order about k * share are in
-    the sample; a place is good enough if with probability 1 - MISS it lies below them. Among the good ones the one that
-    the fewest elements reach is best.
-    """
-    threads = 32 * warps
-
-    def at_least(least: int, of: int, p: float) -> float:
-        return sum(math.comb(of, i) * p**i * (1 - p) ** (of - i) for i in range(least, of + 1))
-
-    def reached(elements: float, lane: int, warp: int) -> float:
-        """Probability that `warp` of the warps have `lane` threads with one or more of the sample's `elements`."""
-        return at_least(warp, warps, min(at_least(lane, 32, -math.expm1(-elements / threads)), 1.0))
-
-    best, fewest = None, 4.0 * threads
-    for lane in range(1, 33):
-        for warp in range(1, warps + 1):
-            sure = lane * warp >= k
-            if not sure and reached(k * share, lane, warp) > MISS:
-                continue
-            # As many elements of the sample reach this place in half of the cases.
-            low, high = 0.0, 4.0 * threads
-            while high - low > 0.5:
-                middle = (low + high) / 2
-                low, high = (middle, high) if reached(middle, lane, warp) < 0.5 else (low, middle)
-            if high < fewest:
-                best, fewest = Rank(lane, warp, sure), high
-            break  # of these lanes, more warps are only more elements
-    return best
 
 
 def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -237,15 +187,28 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
         largest = T.alloc_local([1], "uint32")
         lanes = T.alloc_local([1], "uint32")
         rank = T.alloc_local([1], "int32")
-        for r in T.serial(place.lane):
-            largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
-            if r == 0:
-                top[0] = largest[0]
-            if r < place.lane - 1:
-                lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == largest[0])
-                # only one of equals is taken out
-                if T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t % 32:
-                    bits[0] = T.uint32(0)
+        if place.lane > REMOVALS:
+            # a bitonic sort of the lanes, the largest first
+            for p in T.unroll(5):
+                for q in T.unroll(5):
+                    if q <= p:
+                        lanes[0] = T.tvm_warp_shuffle_xor(
+                            T.uint32(FULL_WARP), bits[0], 1 << T.max(p - q, 0), 32, 32)
+                        bits[0] = T.Select(
+                            (t % 32 >> (p + 1)) & 1 == (t >> T.max(p - q, 0)) & 1,
+                            T.max(bits[0], lanes[0]), T.min(bits[0], lanes[0]))
+            top[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], 0, 32, 32)
+            largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], place.lane - 1, 32, 32)
+        else:
+            for r in T.serial(place.lane):
+                largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
+                if r == 0:
+                    top[0] = largest[0]
+                if r < place.lane - 1:
+                    lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == largest[0])
+                    # only one of equals is taken out
+                    if T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t % 32:
+                        bits[0] = T.uint32(0)
         if warps == 1:
             reached[0] = largest[0]
         else:

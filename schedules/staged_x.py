@@ -125,7 +125,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .epilogue import finish
-    from .words import value_in
+    from .overlap import await_previous, overlapping
+    from .words import load_words, value_in
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -137,9 +138,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     step = threads // across  # rows between two of a thread's
     size = vec * numpy_dtype(dtype).itemsize
     words = size // 4
-    # Not declared read-only, and with a barrier behind them: else the assembler moves the weight's loads behind the
-    # copies of x, which wait for the columns.
-    load = T.ptx.ld.global_
+    # The weight's loads have a barrier behind them: else the assembler moves them behind the copies of x, which wait
+    # for the columns.
+    fetch = T.ptx.ld.global_.s32
     copy = T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_
     # Lanes of a warp that share a row: neighbours with other columns of a block, and others with other blocks.
     near, far = across.bit_length() - 1, max(0, (32 // (rows * across)).bit_length() - 1)
@@ -155,16 +156,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for j in T.unroll(copies):
             columns[j] = 0
             if begin + (j * threads + t) // (tile_m * across) < count:
-                columns[j] = D[first + begin + (j * threads + t) // (tile_m * across)] * cols
-
-    @T.inline
-    def load_vector(w, at, place):
-        if words == 4:
-            load.v4.u32(w[at], w[at + 1], w[at + 2], w[at + 3], place)
-        elif words == 2:
-            load.v2.u32(w[at], w[at + 1], place)
-        else:
-            load.u32(w[at], place)
+                fetch(columns[j], D.ptr_to([first + begin + (j * threads + t) // (tile_m * across)]))
+                columns[j] = columns[j] * cols
 
     @T.inline
     def load_weight(W, t, first, begin, count, w):
@@ -172,8 +165,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for d in T.unroll(depth):
             if begin + d * groups + t // (rows * across) < count:
                 for p in T.unroll(passes):
-                    load_vector(
-                        w, (d * passes + p) * words,
+                    load_words(
+                        size, w, (d * passes + p) * words, None,
                         W.ptr_to([first + begin + d * groups + t // (rows * across),
                                   t // across % rows + p * step, t % across * vec]))
 
@@ -233,14 +226,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         w = T.alloc_local([depth * passes * words], "uint32")
         x = T.alloc_local([vec], dtype)
         columns = T.alloc_local([copies], "int32")
+        ends = T.alloc_local([2], "int32")
         total = T.alloc_local([1], "float32")
         if spread > 1:
             others = T.alloc_shared([spread - 1, outputs], "float32")
         if early:
-            T.ptx.griddepcontrol.wait()
-            T.ptx.griddepcontrol.launch_dependents()
-        first: T.int32 = P[row]
-        count: T.int32 = P[row + 1] - first
+            await_previous()
+        fetch(ends[0], P.ptr_to([row]))
+        fetch(ends[1], P.ptr_to([row + 1]))
+        first: T.int32 = ends[0]
+        count: T.int32 = ends[1] - ends[0]
         begin: T.int32 = rank * chunk
         if spread > 1:
             if rank > 0 and begin >= count:
@@ -303,7 +298,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     # fmt: on
     main = main.with_attr("global_symbol", "main")
     if early:
-        main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+        main = overlapping(main)
     return Program(tvm.IRModule({"main": problem.trimmed(main)}), pipeline="tirx")
 
 

@@ -138,6 +138,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .epilogue import finish
+    from .overlap import await_previous, overlapping
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -248,15 +249,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         wide_part = T.alloc_local([depth * wide * 4], "uint32")
         columns = T.alloc_local([depth], "int32")
         lane_rows = T.alloc_local([tile_m // 8], "int32")
+        ends = T.alloc_local([2], "int32")
         # The rows of a fragment that this lane holds begin at `group`; `lane` is which of the four octets it takes.
         group = t % 32 // 4
         lane = t % 4
         top: T.int32 = (strip * warps_m + t // share) * tile_m  # of x, of this warp's tile
         if early:
-            T.ptx.griddepcontrol.wait()
-            T.ptx.griddepcontrol.launch_dependents()
-        first: T.int32 = P[tile * tile_n // rows]
-        count: T.int32 = (P[tile * tile_n // rows + 1] - first) * octets
+            await_previous()
+        fetch(ends[0], P.ptr_to([tile * tile_n // rows]))
+        fetch(ends[1], P.ptr_to([tile * tile_n // rows + 1]))
+        first: T.int32 = ends[0]
+        count: T.int32 = (ends[1] - ends[0]) * octets
         octet: T.int32 = rank * chunk + t // 32 % split * 4 + lane
         if spread > 1:
             if rank > 0 and rank * chunk >= count:
@@ -341,7 +344,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     # fmt: on
     main = main.with_attr("global_symbol", "main")
     if early:
-        main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+        main = overlapping(main)
     return Program(tvm.IRModule({"main": problem.trimmed(main)}), pipeline="tirx")
 
 

@@ -6,7 +6,7 @@ Algorithm 4 of Milakov & Gimelshein, whose cost grows with k, is paid for a few 
 stream without waiting for each other.
 
 Threshold and reference of the exponentials come from the first tile, which is a sample of the whole row: a tile's
-vectors are spread over it. `selection.first_threshold` tells which value of the sample to take for a threshold, so that
+vectors are spread over it. `first_threshold` tells which value of the sample to take for a threshold, so that
 little more than k elements survive; the sample's maximum is the reference in the place of the running maximum of
 Algorithm 3, which leaves a sum without rescaling. The row is read a second time, with no threshold and its true
 maximum, if fewer than k survive (once in ten thousand rows in random order) or the sum overflows (elements that exceed
@@ -26,11 +26,13 @@ first one's shared memory, so that there is one launch and no workspace.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil, sqrt
 
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
 
 from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
+from .thresholds import FIRST, first_threshold
 
 THREADS = powers(32, 1024)
 # 16-byte vectors of a thread's tile: what is worked on at once.
@@ -40,7 +42,7 @@ VECTORS = (1, 2, 3, 4, 6, 8)
 STAGES = (1, 2, 3)
 # Threads that a multiprocessor is to hold, which bounds their registers to 64.
 RESIDENT = 1024
-# The least room in the buffer beyond k: survivors of a row in random order come to rest in it.
+# The least room in the buffer beyond k.
 SLACK = 256
 # Up to here the survivors are ranked by counting, every one against every other.
 COUNTED = 16
@@ -76,11 +78,18 @@ class Layout:
         self.tiles = ceildiv(self.chunks, self.warps * self.vectors)
         # Chunk `slot * tiles + i` is in tile i: slots beyond the last chunk are idle in all tiles.
         self.slots = ceildiv(self.chunks, self.tiles)
+        self.sample = self.slots * 32 * self.width
+        place = first_threshold(k, min(self.sample / vocab, 1.0), min(self.warps, self.slots))
+        self.gated = place is not None
+        self.place = place or FIRST
+        # What passes the first threshold, but for a few rows. Of the sample itself that is known, the rest varies.
+        passing = self.place.most * max(self.share * self.width / self.sample, 1.0)
+        survivors = ceildiv(ceil(passing + 4 * sqrt(passing - self.place.most)), 32) * 32
         self.whole = self.aligned and row_vectors == self.tiles * self.warps * self.vectors * 32 * self.split
         self.rounded = max(1 << (k - 1).bit_length(), 32)
-        self.room = max(ceildiv(k, 32) * 32, 128) if self.split > 1 else 0  # keys that a block may push
+        self.room = max(ceildiv(k, 32) * 32, survivors) if self.split > 1 else 0  # keys that a block may push
         # Beyond k there is room for what comes to rest between two compactions.
-        rest = max(self.rounded + max(SLACK, self.rounded), self.split * self.room)
+        rest = max(self.rounded + max(SLACK, self.rounded), survivors, self.split * self.room)
         self.overflows = rest < self.tiles * self.tile
         self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * self.room)
         self.kept = self.rounded
@@ -103,7 +112,8 @@ class Layout:
 def space(problem: Problem, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
-    return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES}
+    early = int(machine.has_clusters)
+    return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES, "early": (early,)}
 
 
 def cluster_space(problem: Problem, machine: Machine) -> Table:
@@ -114,7 +124,7 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
     # More blocks than fit at once would only wait for each other.
     splits = tuple(split for split in SPLITS if problem.batch_extent * split <= max(2 * machine.cores, 2))
     table = {"split": splits or SPLITS[:1], **space(problem, machine)}
-    if first_allowed(problem, machine, cluster_choices(table), cluster_allowed) is None:
+    if first_allowed(problem, machine, cluster_choices(table, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
@@ -142,13 +152,19 @@ def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) ->
     return allowed(problem, machine, decisions)
 
 
-def choices() -> list[Decisions]:
+def choices(machine: Machine) -> list[Decisions]:
     orders = ((512, 256, 128, 64, 32), (4, 2, 1), (2, 1))
-    return [{"threads": t, "vectors": v, "stages": s} for t in orders[0] for v in orders[1] for s in orders[2]]
+    early = int(machine.has_clusters)
+    return [
+        {"threads": t, "vectors": v, "stages": s, "early": early}
+        for t in orders[0]
+        for v in orders[1]
+        for s in orders[2]
+    ]
 
 
-def cluster_choices(table: Table) -> list[Decisions]:
-    return [{"split": split, **point} for split in (8, 4, 2) if split in table["split"] for point in choices()]
+def cluster_choices(table: Table, machine: Machine) -> list[Decisions]:
+    return [{"split": split, **point} for split in (8, 4, 2) if split in table["split"] for point in choices(machine)]
 
 
 def first_allowed(
@@ -161,13 +177,13 @@ def first_allowed(
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    point = first_allowed(problem, machine, choices(), allowed)
+    point = first_allowed(problem, machine, choices(machine), allowed)
     assert point is not None, f"{problem}: the smallest point fits every k and vocab"
     return point
 
 
 def cluster_default(problem: Problem, machine: Machine) -> Decisions:
-    points = cluster_choices(cluster_space(problem, machine))
+    points = cluster_choices(cluster_space(problem, machine), machine)
     point = first_allowed(problem, machine, points, cluster_allowed)
     assert point is not None, f"{problem}: the space would not apply"
     return point
@@ -179,8 +195,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .arithmetic import LN_2, LOG2_E, is_nan
     from .cluster import cluster_barrier, cluster_begin, cluster_wait, peer_write
+    from .overlap import await_previous, overlapping
     from .selection import (
-        FIRST,
         FULL_WARP,
         MINUS_INFINITY,
         PLUS_INFINITY,
@@ -188,7 +204,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         RANKERS,
         bits_value,
         device_functions,
-        first_threshold,
         join_key,
         key_bits,
         key_index,
@@ -196,11 +211,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         order,
         order_bits,
     )
-    from .topk import element_of, write_given, write_value
-    from .words import per_word, value_in
+    from .topk import write_given, write_value
+    from .words import load_words, per_word, value_in
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    element, with_bias = element_of(problem), bool(problem.bias)
+    with_bias, early = bool(problem.bias), bool(decisions["early"])
     layout = Layout(problem, decisions)
     threads, warps, vectors, width, stages = layout.threads, layout.warps, layout.vectors, layout.width, layout.stages
     held, tiles, share, split, aligned = layout.held, layout.tiles, layout.share, layout.split, layout.aligned
@@ -211,9 +226,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     overflows = layout.overflows
     # A bitonic sort of many keys by few threads needs more registers.
     resident = max(RESIDENT // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
-    sample = layout.slots * 32 * width
-    place = first_threshold(k, min(sample / vocab, 1.0), min(warps, layout.slots))
-    gated = place is not None
+    sample, gated = layout.sample, layout.gated
     counted = k <= COUNTED
     fits = 4 * threads // RANKERS
     staged = k > STAGED
@@ -221,7 +234,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     lowest = T.min_value("float32")
     put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
     put_key = peer_write("put_key", "unsigned long long")
-    device = device_functions(threads, k, bins, FIRST if place is None else place)
+    device = device_functions(threads, k, bins, layout.place)
     select_pivot, keep_selected = device.select_pivot, device.keep_selected
     place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
     rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
@@ -293,13 +306,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 raw[u * 4 + v] = ring[(((i % stages) * vectors + u) * threads + t) * 4 + v]
 
     @T.inline
-    def convert_tile(B, start, end, t, at, raw, x):
+    def convert_tile(B, start, end, t, at, raw, plain, x):
         """The elements of a tile, -inf for what is not of this block's share."""
         for e in T.unroll(held):
             x[e] = value_in(dtype, raw[e // parts], e % parts)
         if with_bias:
             for e in T.unroll(held):
-                x[e] = x[e] + B[T.max(T.min(column_of(at, e), vocab - 1), 0)]
+                T.ptx.ld.global_.f32(plain[0], B.ptr_to([T.max(T.min(column_of(at, e), vocab - 1), 0)]))
+                x[e] = x[e] + plain[0]
         if not layout.whole:
             if not inside(t, at, start, end):
                 for e in T.unroll(held):
@@ -404,13 +418,22 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     ring[(((i % stages) * vectors + spot[0] // width) * threads + t) * 4 + spot[0] % width // parts],
                     spot[0] % parts)
                 if with_bias:
-                    power[0] = power[0] + B[column_of(at, spot[0])]
+                    T.ptx.ld.global_.f32(plain[0], B.ptr_to([column_of(at, spot[0])]))
+                    power[0] = power[0] + plain[0]
                 order(power[0], plain, ordered)
                 keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
                 slot[0] = slot[0] + 1
 
     @T.inline
-    def fill_up(X, B, row, t, keys, size, slot):
+    def read_element(X, B, row, column, word, small, plain, value):
+        load_words(itemsize, word, 0, small, X.ptr_to([row, column]))
+        value[0] = value_in(dtype, word[0], 0)
+        if with_bias:
+            T.ptx.ld.global_.f32(plain[0], B.ptr_to([column]))
+            value[0] = value[0] + plain[0]
+
+    @T.inline
+    def fill_up(X, B, row, t, keys, size, slot, word, small, plain, value):
         """One warp appends the row's first elements at minus infinity until there are k keys."""
         lanes = T.alloc_local([1], "uint32")
         has = T.alloc_local([1], "int32")
@@ -418,7 +441,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         while i * 32 < vocab and size[0] < k:
             has[0] = 0
             if i * 32 + t < vocab:
-                if element(X, B, row, i * 32 + t) == -T.infinity("float32"):
+                read_element(X, B, row, i * 32 + t, word, small, plain, value)
+                if value[0] == -T.infinity("float32"):
                     has[0] = 1
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
             slot[0] = size[0] + T.Cast(
@@ -578,6 +602,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         at = T.alloc_local([2], "int32")
         ahead = T.alloc_local([2], "int32")
         barred = T.alloc_local([1], "int32")
+        small = T.alloc_local([1], "uint16")
+        wanted = T.alloc_local([1], "int64")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
         settled = T.alloc_local([1], "int32")
@@ -602,6 +628,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             cluster_begin()  # and waits for the others to have begun before it writes into the first
         if not counted:
             clear_bins(t, counts, heads, flag)
+        if early:
+            await_previous()
 
         for attempt in T.serial(2):
             for i in T.unroll(stages):
@@ -625,7 +653,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 while i < tiles and called[0] == T.uint32(0):
                     place_tile(i, t, start, at)
                     load_tile(i, t, ring, raw)
-                    convert_tile(B, start, end, t, at, raw, x)
+                    convert_tile(B, start, end, t, at, raw, plain, x)
                     top[0] = largest(x, 0, held)
                     if fresh[0] != 0:
                         if i == 0 and attempt == 0:
@@ -724,7 +752,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if size[0] < k:
             T.cuda.cta_sync()
             if t < 32:
-                fill_up(X, B, row, t, keys, size, slot)
+                fill_up(X, B, row, t, keys, size, slot, bits, small, plain, power)
             T.cuda.cta_sync()
             size[0] = k
         if counted and size[0] <= fits:
@@ -759,21 +787,24 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         kept[i * threads + t])
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
+                T.ptx.ld.global_.s64(wanted[0], ids.ptr_to([row, i * threads + t]))
+                column: T.int32 = T.Cast("int32", T.max(T.min(wanted[0], T.int64(vocab - 1)), T.int64(0)))
+                read_element(X, B, row, column, bits, small, plain, power)
                 write_given(
-                    G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                    (element(X, B, row, ids[row, i * threads + t]) * factor[0] - reference[0]) * T.float32(LN_2),
-                    inverse[0], logarithm[0], log)
+                    G, row, i * threads + t, wanted[0], vocab,
+                    (power[0] * factor[0] - reference[0]) * T.float32(LN_2), inverse[0], logarithm[0], log)
         if split > 1:
             if t < split:
                 T.evaluate(put_int(verdict.ptr_to([0]), t, 1))
             cluster_barrier()
     # fmt: on
-    return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
+    main = problem.trimmed(main).with_attr("global_symbol", "main")
+    return Program(tvm.IRModule({"main": overlapping(main) if early else main}), pipeline="tirx")
 
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=2,
+    version=3,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -786,7 +817,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=2,
+    version=3,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

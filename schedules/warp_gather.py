@@ -28,11 +28,6 @@ TILES = powers(1, 8)
 MAX_THREADS = 512
 
 
-# 1 gained 0.1 to 0.4 microseconds on an H200, but stays out of the space: these loads take the read-only path, and
-# whether that can serve lines from before a kernel that is still at work has to be tested on a GPU first.
-EARLY = (0,)
-
-
 def widths(problem: Problem) -> tuple[int, ...]:
     """Elements a load, of 16 bytes and of 8, or what divides a row of the table."""
     widest = 16 // numpy_dtype(problem.dtype).itemsize
@@ -47,7 +42,7 @@ def space(problem: Problem, machine: Machine) -> Table:
         "split": SPLIT,
         "tiles": TILES,
         "guess": (0, 1),
-        "early": EARLY,
+        "early": (0, 1) if machine.has_clusters else (0,),
     }
 
 
@@ -87,7 +82,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
+    from .overlap import await_previous, overlapping
     from .selection import FULL_WARP
+    from .words import load_words, per_word, value_in
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     lanes, vec, loads, split = (decisions[name] for name in ("lanes", "vec", "loads", "split"))
@@ -98,6 +95,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     ragged = width % (lanes * vec) != 0
     halvings, split_bits = groups.bit_length() - 1, split.bit_length() - 1
     wide = min(vec, 4)  # floats of one access to shared memory
+    size = numpy_dtype(dtype).itemsize
+    words = ceildiv(vec * size, 4)  # of a load
+    read_index = getattr(T.ptx.ld.global_, {"int32": "s32", "int64": "s64"}[index])
 
     # fmt: off
     @T.inline
@@ -108,17 +108,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         last[0] = T.min(stop, first[0] + last[0])
 
     @T.inline
-    def fetch(indices, values, at, last, lane, column, value):
+    def fetch(indices, values, at, last, lane, id, column, value, word, small):
         """32 ids and values, one a lane; beyond the last entry a value of 0."""
         column[0] = 0
         value[0] = T.float32(0)
         if at + T.Cast(index, lane) < last[0]:
-            column[0] = T.Cast("int32", indices[at + T.Cast(index, lane)])
+            read_index(id[0], indices.ptr_to([at + T.Cast(index, lane)]))
+            column[0] = T.Cast("int32", id[0])
             if weighted:
-                value[0] = T.Cast("float32", values[at + T.Cast(index, lane)])
+                load_words(size, word, 0, small, values.ptr_to([at + T.Cast(index, lane)]))
+                value[0] = value_in(dtype, word[0], 0)
 
     @T.inline
-    def gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, term, acc, whole):
+    def gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, whole):
         """Add `step` entries, all loads first, then the sums.
 
         Where not all of them are there, the last one is loaded in the place of the others, because a branch would
@@ -131,19 +133,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if weighted:
                 weight[u] = T.tvm_warp_shuffle(
                     T.uint32(FULL_WARP), value[0], slot[u] if whole else T.min(slot[u], count[0] - 1), 32, 32)
-            for v in T.vectorized(vec):
-                if ragged:
-                    # Lanes beyond the last column read it again, and store nothing.
-                    raw[u * vec + v] = table[
-                        T.Cast("int64", z[u]), T.min((tile * lanes + lane % lanes) * vec, width - vec) + v]
-                else:
-                    raw[u * vec + v] = table[T.Cast("int64", z[u]), (tile * lanes + lane % lanes) * vec + v]
+            if ragged:
+                # Lanes beyond the last column read it again, and store nothing.
+                load_words(vec * size, raw, u * words, small, table.ptr_to(
+                    [T.Cast("int64", z[u]), T.min((tile * lanes + lane % lanes) * vec, width - vec)]))
+            else:
+                load_words(vec * size, raw, u * words, small, table.ptr_to(
+                    [T.Cast("int64", z[u]), (tile * lanes + lane % lanes) * vec]))
         for u in T.unroll(loads):
             for v in T.unroll(vec):
+                term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
                 if weighted:
-                    term[0] = weight[u] * T.Cast("float32", raw[u * vec + v])
-                else:
-                    term[0] = T.Cast("float32", raw[u * vec + v])
+                    term[0] = weight[u] * term[0]
                 if whole:
                     acc[v] = acc[v] + term[0]
                 else:
@@ -177,7 +178,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         slot = T.alloc_local([loads], "int32")
         z = T.alloc_local([loads], "int32")
         weight = T.alloc_local([loads], "float32")
-        raw = T.alloc_local([loads * vec], dtype)
+        id = T.alloc_local([1], index)
+        word = T.alloc_local([1], "uint32")
+        small = T.alloc_local([1], "uint16")
+        raw = T.alloc_local([loads * words], "uint32")
+        result = T.alloc_local([vec], dtype)
         term = T.alloc_local([1], "float32")
         acc = T.alloc_local([vec], "float32")
         lane = t % 32
@@ -189,30 +194,28 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for v in T.unroll(vec):
             acc[v] = T.float32(0)
         if early:
-            # Nothing is read before the kernel that may have written it is done.
-            T.ptx.griddepcontrol.wait()
-            T.ptx.griddepcontrol.launch_dependents()
-        start[0] = indptr[row]
-        stop[0] = indptr[row + 1]
+            await_previous()
+        read_index(start[0], indptr.ptr_to([row]))
+        read_index(stop[0], indptr.ptr_to([row + 1]))
         if guess:
             guessed[0] = T.Cast(index, row * each)
             guessed[1] = guessed[0] + T.Cast(index, each)
             share_out(guessed[0], guessed[1], part, first, last)
-            fetch(indices, values, first[0], last, lane, column, value)
+            fetch(indices, values, first[0], last, lane, id, column, value, word, small)
             if (start[0] ^ guessed[0]) | (stop[0] ^ guessed[1]) != T.Cast(index, 0):
                 share_out(start[0], stop[0], part, first, last)
-                fetch(indices, values, first[0], last, lane, column, value)
+                fetch(indices, values, first[0], last, lane, id, column, value, word, small)
         else:
             share_out(start[0], stop[0], part, first, last)
-            fetch(indices, values, first[0], last, lane, column, value)
+            fetch(indices, values, first[0], last, lane, id, column, value, word, small)
         while first[0] < last[0]:
-            fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, next_column, next_value)
+            fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, id, next_column, next_value, word, small)
             count[0] = T.Cast("int32", T.min(last[0] - first[0], T.Cast(index, 32)))
             batches = count[0] // step
             for b in T.serial(batches):
-                gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, term, acc, True)
+                gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, True)
             if count[0] % step != 0:
-                gather(table, batches, lane, tile, count, column, value, slot, z, weight, raw, term, acc, False)
+                gather(table, batches, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, False)
             first[0] = first[0] + T.Cast(index, 32)
             column[0] = next_column[0]
             value[0] = next_value[0]
@@ -236,19 +239,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if part == 0 and lane < lanes and T.Cast("int64", line) < rows:
             if (tile * lanes + lane) * vec < width:
                 for v in T.unroll(vec):
-                    raw[v] = T.Cast(dtype, acc[v])
+                    result[v] = T.Cast(dtype, acc[v])
                 for v in T.vectorized(vec):
-                    out[row, (tile * lanes + lane) * vec + v] = raw[v]
+                    out[row, (tile * lanes + lane) * vec + v] = result[v]
     # fmt: on
     main = problem.trimmed(main).with_attr("global_symbol", "main")
     if early:
-        main = main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+        main = overlapping(main)
     return Program(tvm.IRModule({"main": main}), pipeline="tirx")
 
 
 warp_gather = Template(
     name="warp_gather",
-    version=1,
+    version=2,
     operator="nhot_lookup",
     kind="cuda",
     summary="warps share a row's entries, several wide loads in flight a lane",

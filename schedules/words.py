@@ -27,3 +27,21 @@ def value_in(dtype: str, word: tirx.PrimExpr, part: tirx.PrimExpr | int) -> tirx
     if dtype == "bfloat16":
         return T.reinterpret("float32", (word << (T.uint32(16) - shift)) & T.uint32(0xFFFF0000))
     return T.cuda.func_call("half_of_word", word >> shift, source_code=HALF, return_type="float32")
+
+
+@T.inline
+def load_words(size, w, at, small, place):
+    """`size` bytes of global memory, 2 to 16, into words; `small` is room for an uint16.
+
+    Not declared read-only: a kernel whose launch overlapped the one before may read what that has written, and the
+    assembler does not move one of these loads behind another.
+    """
+    if size == 16:
+        T.ptx.ld.global_.v4.u32(w[at], w[at + 1], w[at + 2], w[at + 3], place)
+    elif size == 8:
+        T.ptx.ld.global_.v2.u32(w[at], w[at + 1], place)
+    elif size == 4:
+        T.ptx.ld.global_.u32(w[at], place)
+    else:
+        T.ptx.ld.global_.u16(small[0], place)
+        w[at] = T.Cast("uint32", small[0])

@@ -102,11 +102,14 @@ def main(
     sparsity: Annotated[list[float] | None, typer.Option(help="Only these sparsities.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the default shapes.")] = "float32",
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
+    rotated: Annotated[bool, typer.Option("--rotated", help="Every call reads its inputs from memory.")] = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
 ) -> None:
     """Compare with PyTorch, NumPy and SciPy over many shapes."""
     with errors():
         where = machine_here(target, "comparing")
+        if rotated and where.kind != "cuda":
+            raise typer.BadParameter("expected a GPU: what a CPU caches is not known", param_hint="--rotated")
         problems = shape_files.read(shapes) if shapes else default_problems(dtype)
         wanted = {
             "batch": batch or [],
@@ -117,7 +120,7 @@ def main(
             "k": k or [],
         }
         problems = [p for p in problems if p.operator in (operator or [p.operator]) and chosen(p, wanted)]
-        facts = provenance(where)
+        facts = provenance(where, rotated=rotated)
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
         file = csv_path.open("w", newline="") if csv_path else None
@@ -130,7 +133,7 @@ def main(
         for number, problem in enumerate(problems, start=1):
             typer.echo(f"\n[{number}/{len(problems)}] {label(problem)}")
             try:
-                last = peers.compare(problem, where, seed=seed)
+                last = peers.compare(problem, where, seed=seed, rotated=rotated)
             except Mismatch as error:
                 wrong += 1
                 typer.echo(f"error: our own result is wrong: {error}", err=True)

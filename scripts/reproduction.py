@@ -18,8 +18,9 @@ from tvm_sparse.machine import Machine
 RESULTS = Path(__file__).parent / "results"
 
 
-def provenance(where: Machine) -> dict[str, str]:
+def provenance(where: Machine, *, rotated: bool = False) -> dict[str, str]:
     """Device, date, versions, and how times are taken: what a figure means nothing without."""
+    inputs = "inputs rotated past the L2 cache" if rotated else "inputs not rotated (hot)"
     facts = {
         "device": f"{where.name} ({where.arch})",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -34,9 +35,9 @@ def provenance(where: Machine) -> dict[str, str]:
         import torch
 
         facts["torch_cuda"] = str(torch.version.cuda)
-        facts["timing"] = "CUDA graphs of 10-50 calls, events, median of 30 rounds in turn; inputs not rotated (hot)"
+        facts["timing"] = f"CUDA graphs of 10-50 calls, events, median of 30 rounds in turn; {inputs}"
     else:
-        facts["timing"] = "calls from Python, median of 15 rounds in turn; inputs not rotated (hot)"
+        facts["timing"] = f"calls from Python, median of 15 rounds in turn; {inputs}"
     return facts
 
 

@@ -9,11 +9,11 @@ from test_templates import emulated, verify
 
 from tvm_sparse import schedules
 from tvm_sparse.operators import SoftmaxTopk
-from tvm_sparse.schedules.selection import first_threshold
 from tvm_sparse.schedules.threshold_gate import Layout
+from tvm_sparse.schedules.thresholds import first_threshold
 
-BLOCK = {"threads": 128, "vectors": 1, "stages": 1}
-CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2}
+BLOCK = {"threads": 128, "vectors": 1, "stages": 1, "early": 1}
+CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1}
 
 
 def sampled_columns(problem: SoftmaxTopk, decisions: dict[str, int]) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_rows_that_are_read_twice(name: str, decisions: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("structure", ["ties", "constant", "ascending", "special"])
 def test_buffer_that_overflows_is_compacted(structure: str) -> None:
-    problem, decisions = SoftmaxTopk(4, 10240, 5), {"threads": 64, "vectors": 3, "stages": 2}
+    problem, decisions = SoftmaxTopk(4, 10240, 5), {"threads": 64, "vectors": 3, "stages": 2, "early": 1}
     assert Layout(problem, decisions).overflows
     template = schedules.find("threshold_gate")
     verify(problem, structure, 3, emulated(template.build(problem, decisions), 3))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import AWKWARD, case_id, sampled
@@ -88,3 +91,86 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
     # Not faster than the memory, not slower than a launch and a hundred times the memory.
     fastest = problem.cost().bytes / 20e12
     assert all(fastest < s < 1e-3 for s in seconds)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("gate", ["threshold_gate", "cluster_gate"])
+def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype: str, tmp_path: Path) -> None:
+    """A loop of three kernels, each of which reads what the one before has just written, and nothing in between.
+
+    The best five columns of y choose the rows of the table that are added up to x, and y is x times a sparse weight. A
+    bias that changes with the step keeps the loop moving. After every number of steps the same bits have to be there as
+    if each kernel had been waited for.
+    """
+    torch = pytest.importorskip("torch")
+    from tvm_sparse.runtime.loading import load_function
+
+    gpu = machine.gpu()
+    assert gpu is not None
+    kind, weighted = getattr(torch, dtype), int(dtype == "float32")
+    rows, columns, k, steps = 48, 1024, 5, 24
+    product = f"bsr_matmul/m={rows},k={columns},n={columns},block=16,sparsity=0.9,dtype={dtype}"
+    kernels = []
+    for name, key in (
+        (gate, f"softmax_topk/batch={rows},vocab={columns},k={k},dtype={dtype},bias=1"),
+        (
+            "warp_gather",
+            f"nhot_lookup/rows={rows},vocab={columns},width={columns},nonzeros={k},dtype={dtype},weighted={weighted},"
+            "index=int64",
+        ),
+        ("staged_x" if dtype == "float32" else "tensor_core", product),
+    ):
+        template, problem = schedules.find(name), parse(key)
+        candidate = template.candidate({**template.default(problem, gpu), "early": 1})
+        compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{name}.so")
+        assert not compiled.workspaces
+        kernels.append(load_function(Path(compiled.path), "cuda", None))
+    topk, lookup, multiply = kernels
+
+    torch.manual_seed(0)
+    table = torch.randn(columns, columns, device="cuda").to(kind)
+    noise = 3 * torch.randn(steps, columns, device="cuda")
+    _, *sparse = (torch.from_numpy(array).cuda() for array in parse(product).generate(0))
+    indptr = torch.arange(0, rows * k + 1, k, device="cuda")
+    first = torch.randn(rows, columns, device="cuda").to(kind)
+
+    def buffers() -> dict[str, Any]:
+        return {
+            "x": torch.full((rows, columns), float("nan"), dtype=kind, device="cuda"),
+            "y": first.clone(),
+            "values": torch.full((rows, k), float("nan"), device="cuda"),
+            "indices": torch.full((rows, k), -1, device="cuda"),
+        }
+
+    def step(number: int, x: Any, y: Any, values: Any, indices: Any, settle: Callable[[], None]) -> None:
+        topk(y, 1.0, 0, noise[number], values, indices)
+        settle()
+        lookup(indptr, indices.view(-1), *([values.view(-1)] if weighted else []), table, x)
+        settle()
+        multiply(x, *sparse, y)
+        settle()
+
+    expected, waited = [], buffers()
+    for number in range(steps):
+        step(number, **waited, settle=torch.cuda.synchronize)
+        expected.append({name: array.clone() for name, array in waited.items()})
+    assert all(not torch.equal(a["indices"], b["indices"]) for a, b in itertools.pairwise(expected))
+    for many in range(1, steps + 1):
+        overlapped = buffers()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for number in range(many):
+                step(number, **overlapped, settle=lambda: None)
+        for how in ("replayed", "launched"):
+            overlapped["y"].copy_(first)
+            torch.cuda.synchronize()
+            if how == "replayed":
+                graph.replay()
+            else:
+                for number in range(many):
+                    step(number, **overlapped, settle=lambda: None)
+            torch.cuda.synchronize()
+            for name, array in overlapped.items():
+                assert torch.equal(array, expected[many - 1][name]), f"{name} after {many} steps, {how}"

@@ -79,7 +79,12 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         (
             "threshold_gate",
             "softmax_topk/batch=3,vocab=7,k=7",
-            {"threads": (32, 64, 128, 256, 512, 1024), "vectors": (1, 2, 3, 4, 6, 8), "stages": (1, 2, 3)},
+            {
+                "threads": (32, 64, 128, 256, 512, 1024),
+                "vectors": (1, 2, 3, 4, 6, 8),
+                "stages": (1, 2, 3),
+                "early": (1,),
+            },
             1,  # a row of one vector has work for one warp, one vector a thread and one tile
         ),
         ("softmax_rows", "softmax/batch=3,vocab=61,algorithm=safe", {"lanes": (8, 16, 32, 64)}, 4),
@@ -112,9 +117,9 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "split": ROWS[:5],
                 "tiles": (1, 2, 4, 8),
                 "guess": (0, 1),
-                "early": (0,),
+                "early": (0, 1),
             },
-            64,  # for one entry a row, at most two at once
+            2 * 64,  # for one entry a row, at most two at once
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "lanes": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),

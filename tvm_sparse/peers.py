@@ -4,7 +4,7 @@ A peer is a name and a function that prepares one call. Its result is compared w
 in the accuracy that its dtype gives: a peer that computes something else has no time. Libraries are imported when a
 peer is prepared; one that is absent is listed as absent.
 
-Inputs are not rotated ("hot"): what fits into a GPU's L2 cache (about 50 MB) is read from there, by all alike. On CUDA
+Inputs are "hot" unless asked for otherwise: what fits into a GPU's L2 cache is read from there, by all alike. On CUDA
 every contender is captured in a CUDA graph, so that no Python time is counted; what cannot be captured is timed eagerly
 and says so. On the CPU a call is timed from Python, allocation of the result included, as its user would see it.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -449,9 +451,19 @@ NAME = "tvm_sparse"
 
 
 def compare(
-    problem: Problem, machine: Machine, *, seed: int = 0, peers: Sequence[Peer] = PEERS, host: bool = True
+    problem: Problem,
+    machine: Machine,
+    *,
+    seed: int = 0,
+    structure: str | None = None,
+    peers: Sequence[Peer] = PEERS,
+    host: bool = True,
+    rotated: bool = False,
 ) -> Comparison:
-    """Check and time our public function and the peers on one problem; `host` also times what Python costs of ours.
+    """Check and time our public function and the peers on one problem, with inputs of one of its structures.
+
+    `host` also times what Python costs of ours. `rotated`, for GPUs, gives every call in turn other copies of the
+    inputs, which together take twice the L2 cache (or as many as a graph has calls): each call then reads memory.
 
     Raises
     ------
@@ -467,7 +479,11 @@ def compare(
         raise ModuleNotFoundError(
             'comparing on CUDA needs PyTorch with CUDA: pip install "tvm_sparse[torch]"', name="torch"
         )
-    inputs = problem.generate(seed)
+    inputs = problem.generate(seed, structure)
+    copies = 1
+    if rotated:
+        size = sum(array.nbytes for array in inputs if hasattr(array, "nbytes"))
+        copies = min(math.ceil(2 * _l2_bytes() / size), MOST_CALLS)
     sample = _Sample(problem, inputs)
     with_torch = has_torch(device)
 
@@ -476,15 +492,16 @@ def compare(
         return _torch_tensor(argument, device) if with_torch and hasattr(argument, "dtype") else argument
 
     ours, called = OURS[problem.operator](problem, inputs, convert)
+    others = [OURS[problem.operator](problem, inputs, convert)[0] for _ in range(copies - 1)]
     problem.check(sample.inputs, sample.expected, sample.of(as_numpy(ours())))
-    calls: dict[str, Call] = {NAME: ours}
+    calls: dict[str, Call] = {NAME: _in_turn([ours, *others])}
     lines: dict[str, Timing] = {NAME: Timing(NAME, correct=True)}
     for peer in peers:
         if peer.operator != problem.operator or device not in peer.devices:
             continue
         lines[peer.name], call = _admit(peer, problem, inputs, sample, device)
         if call is not None:
-            calls[peer.name] = call
+            calls[peer.name] = _in_turn([call, *(peer.prepare(problem, inputs, device) for _ in range(copies - 1))])
 
     timed = _time_cuda(calls) if device == "cuda" else _time_cpu(calls)
     for name, (how, seconds) in timed.items():
@@ -503,6 +520,18 @@ def compare(
         explained.candidate,
         _threads(device),
     )
+
+
+def _l2_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties().L2_cache_size)
+
+
+def _in_turn(calls: Sequence[Call]) -> Call:
+    """One call after the other, and again from the first."""
+    turn = itertools.cycle(calls)
+    return lambda: next(turn)()
 
 
 class _Sample:

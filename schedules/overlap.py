@@ -1,0 +1,23 @@
+"""Launches that overlap the end of the kernel before: programmatic dependent launch, from compute capability 9.0 on.
+
+The blocks of such a kernel may start as soon as the kernel before has no more blocks to start, and do then what needs
+nothing of it. Global memory has to be read by `ld.global` after `await_previous`, not as TVM reads a parameter: that
+would be through the read-only path, which is for what nobody writes while the kernel runs.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+
+@T.inline
+def await_previous():
+    """Until the kernel before is done and what it wrote is visible; then let the one behind start its blocks."""
+    T.ptx.griddepcontrol.wait()
+    T.ptx.griddepcontrol.launch_dependents()
+
+
+def overlapping(main: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function, launched so."""
+    return main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])

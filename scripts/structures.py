@@ -1,0 +1,81 @@
+"""What the worst inputs cost: rows in order, constant rows, Zipf-like rows and ties; sparse weights with skewed rows.
+
+    python scripts/structures.py                     # on a GPU with 16 cores, about two minutes
+    python scripts/structures.py --operator bsr_matmul
+    python scripts/structures.py --large             # 4000 x 25000 too, whose inputs take long to make
+
+Each line is a shape of `softmax_topk` or `bsr_matmul`, with what the public function takes for inputs in random order
+(blocks spread evenly), and the others' time over that. Everything is checked against the reference before it is timed.
+Writes a CSV with GPU, versions and date into scripts/results/.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from contenders import built
+from reproduction import provenance, result_path, write_csv
+
+from tvm_sparse import peers
+from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
+from tvm_sparse.operators import Problem, make
+
+ROWS = ((1, 10240), (10, 25000), (12, 128256), (64, 128256), (512, 10240), (1024, 10240), (4000, 1000))
+LARGE = (4000, 25000)
+TOP = (5, 50, 400)
+ORDERS = ("random", "ascending", "constant", "zipf", "ties")
+PRODUCTS = (
+    {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.85},
+    {"m": 8, "k": 4096, "n": 4096, "block": 16, "sparsity": 0.85, "dtype": "float16"},
+    {"m": 512, "k": 4096, "n": 4096, "block": 32, "sparsity": 0.85, "dtype": "float16"},
+    {"m": 8, "k": 8192, "n": 28672, "block": 16, "sparsity": 0.85, "dtype": "float16"},
+)
+PATTERNS = ("uniform", "skewed")
+
+
+def cases(operator: str, large: bool) -> list[list[tuple[str, Problem, str | None]]]:
+    """By shape: the name of each kind of input, the problem, and the structure to generate."""
+    if operator == "softmax_topk":
+        shapes = (*ROWS, LARGE) if large else ROWS
+        problems = [make(operator, {"batch": b, "vocab": v, "k": k}) for b, v in shapes for k in TOP]
+        return [[(order, problem, order) for order in ORDERS] for problem in problems]
+    return [[(name, make(operator, {**axes, "pattern": name}), None) for name in PATTERNS] for axes in PRODUCTS]
+
+
+def main(
+    target: Target = "auto",
+    operator: Annotated[list[str] | None, typer.Option(help="Only softmax_topk, or only bsr_matmul.")] = None,
+    large: Annotated[bool, typer.Option("--large", help="4000 x 25000 too.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+) -> None:
+    """Compare kinds of input of one shape."""
+    with errors():
+        where = machine_here(target, "comparing")
+        facts = provenance(where)
+        for name, value in facts.items():
+            typer.echo(f"{name}: {value}")
+        lines: list[list[object]] = []
+        for kind in operator or ("softmax_topk", "bsr_matmul"):
+            shapes = cases(kind, large)
+            names = [name for name, _, _ in shapes[0]]
+            printed = table("problem", f"{names[0]} us", *names[1:], right=(f"{names[0]} us", *names[1:]))
+            with built([(problem, (), ()) for shape in shapes for _, problem, _ in shape], where):
+                for shape in shapes:
+                    seconds = []
+                    for name, problem, structure in shape:
+                        result = peers.compare(problem, where, seed=seed, structure=structure, peers=(), host=False)
+                        assert result.ours.median is not None
+                        seconds.append(result.ours.median)
+                        ratio = seconds[-1] / seconds[0]
+                        lines.append([problem.key, name, f"{seconds[-1] * 1e6:.3f}", f"{ratio:.3f}", result.kernel])
+                    ratios = [f"{s / seconds[0]:.2f}" for s in seconds[1:]]
+                    printed.add_row(shape[0][1].key, us(seconds[0]), *ratios)
+            console().print(printed)
+        path = result_path("structures", where).with_suffix(".csv")
+        write_csv(path, facts, ("problem", "inputs", "microseconds", "over_first", "kernel"), lines)
+        typer.echo(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
