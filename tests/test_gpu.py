@@ -108,7 +108,7 @@ def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype:
     gpu = machine.gpu()
     assert gpu is not None
     kind, weighted = getattr(torch, dtype), int(dtype == "float32")
-    rows, columns, k, steps = 48, 1024, 5, 24
+    rows, columns, k, steps = 48, 4096, 5, 24
     product = f"bsr_matmul/m={rows},k={columns},n={columns},block=16,sparsity=0.9,dtype={dtype}"
     kernels = []
     for name, key in (

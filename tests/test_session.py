@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -120,6 +121,25 @@ def test_run_through_metaschedule(tmp_path: Path) -> None:
     run(log, 14, problem)
     trials = log.read().trials
     assert [t.outcome for t in trials] == ["ok"] * 14 and len({t.candidate for t in trials}) == 14
+
+
+def test_what_won_for_similar_problems_is_tried_first(log: Log) -> None:
+    def winner(key: str, candidate: Candidate) -> Best:
+        return Best(key, cpu().arch, candidate, 1e-5, FALLBACK, 2e-5, 2, "s")
+
+    axis = next(name for name, value in PROBLEM.axes.items() if isinstance(value, int) and value > 4)
+    near, far = (dataclasses.replace(PROBLEM, **{axis: PROBLEM.axes[axis] * factor}) for factor in (2, 16))
+    log.append_best(
+        winner(far.key, OTHERS[0]),
+        winner(near.key, OTHERS[1]),
+        winner(PROBLEM.key, OTHERS[2]),  # its own: known or not, no hint
+        winner(dataclasses.replace(PROBLEM, **{axis: 3}).key, dataclasses.replace(OTHERS[3], version=99)),
+    )
+    tables = schedules.searched(PROBLEM, cpu(), ())[0]
+    assert session.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[1], OTHERS[0]]
+    run(log, 2 * session.PROVEN_SHARE)
+    tried = [trial.candidate for trial in log.read().trials]
+    assert tried[:3] == [FALLBACK, OTHERS[1], OTHERS[0]]
 
 
 def test_stop_ends_the_search_and_holds_the_final(log: Log) -> None:

@@ -1,7 +1,8 @@
 """A tuning run: plan, trials in batches, a final between the best, and everything written down as it happens.
 
-    plan ──► fallback and defaults ──► batches: propose, build in parallel, measure one by one, append ──► final
+    plan ──► first candidates ──► batches: propose, build in parallel, measure one by one, append ──► final
 
+The first candidates are the fallback, every template's default, and what won for similar problems in the same log.
 A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
 it again. Records of other versions of a template, and of trials that failed, count as paid for too.
 """
@@ -12,6 +13,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import itertools
+import math
 import platform
 import signal
 import statistics
@@ -27,7 +29,7 @@ from typing import Any
 import tvm_sparse.schedules as schedules
 
 from ..machine import Machine
-from ..operators.problem import Problem
+from ..operators import Problem, parse
 from . import build_worker
 from .processes import Pool, Reply, Worker
 from .records import Best, Candidate, Log, Session, Trial
@@ -35,6 +37,8 @@ from .search import Search, points
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
+# One in this many trials goes to what won for similar problems, before the search begins.
+PROVEN_SHARE = 4
 FINALISTS = 4
 FINAL_ROUNDS = 5
 BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.build_worker")
@@ -118,6 +122,29 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     return known
 
 
+def winners_nearby(
+    problem: Problem, machine: Machine, tables: Mapping[str, schedules.Table], log: Log
+) -> list[Candidate]:
+    """What won for other problems of the operator and is a point of these spaces, of the most similar ones first."""
+
+    def distance(other: Problem) -> float:
+        pairs = [(axis, other.axes.get(name)) for name, axis in problem.axes.items()]
+        return sum(
+            abs(math.log2(a / b)) if isinstance(a, int) and isinstance(b, int) and a and b else a != b for a, b in pairs
+        )
+
+    found: list[tuple[float, Candidate]] = []
+    for key, best in log.best().items():
+        with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
+            if key != problem.key and best.candidate.template in tables:
+                template = schedules.find(best.candidate.template)
+                if best.candidate.version == template.version and not template.point(
+                    problem, machine, best.candidate.values
+                ):
+                    found.append((distance(parse(key)), best.candidate))
+    return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
+
+
 def tune(
     plan: Plan,
     log: Log,
@@ -187,7 +214,8 @@ def tune(
 
         show(progress)
         defaults = [schedules.find(n).candidate(schedules.find(n).default(problem, machine)) for n in tables]
-        first = [c for c in dict.fromkeys([fallback, *defaults]) if c not in known]
+        proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
+        first = [c for c in dict.fromkeys([fallback, *defaults, *proven]) if c not in known]
         if fallback in known and plan.trials:
             require_fallback()
         for batch in (first[:1], first[1:]):
