@@ -12,6 +12,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from .arithmetic import is_nan
+from .template import ceildiv
 from .thresholds import FIRST, Rank
 
 FULL_WARP = 0xFFFFFFFF
@@ -102,10 +103,12 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
     digits = 64 // RADIX_BITS
     # sort_descending: keys, a power of two of at least a warp, and how many of them a thread holds.
     rounded = max(1 << (k - 1).bit_length(), 32)
-    each = max(1, rounded // threads)
-    # rank_in_bins: bins that a thread scans, and warps that do.
-    each_bins = max(1, bins // threads)
-    scanning = min(warps, bins // 32)
+    each = ceildiv(rounded, threads)
+    # rank_in_bins: bins that a thread scans, a power of two, and warps that do.
+    each_bins = 1 << (ceildiv(bins, threads) - 1).bit_length()
+    scanning = bins // each_bins // 32
+    # Warps whose every lane has to reach a value, so that k elements do.
+    full_warps = ceildiv(k, 32)
 
     # fmt: off
     @T.inline
@@ -179,14 +182,17 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
         T.cuda.cta_sync()
 
     @T.inline
-    def place_of_maxima(t, bits, top, group, group_top, reached):
+    def place_of_maxima(t, bits, top, group, group_top, group_least, reached):
         """`reached`: the value at `place` among those that each thread has in `bits`, which is lost; `top` the largest.
 
-        One barrier.
+        Or a higher one, that is sure: which all lanes of so many warps reach that they are k. In a row that ascends few
+        elements are as large, while the place's value is low: in the warps above it all are larger. One barrier.
         """
         largest = T.alloc_local([1], "uint32")
+        least = T.alloc_local([1], "uint32")
         lanes = T.alloc_local([1], "uint32")
         rank = T.alloc_local([1], "int32")
+        least[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
         if place.lane > REMOVALS:
             # a bitonic sort of the lanes, the largest first
             for p in T.unroll(5):
@@ -211,10 +217,13 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
                         bits[0] = T.uint32(0)
         if warps == 1:
             reached[0] = largest[0]
+            if full_warps == 1:
+                reached[0] = T.max(largest[0], least[0])
         else:
             if t % 32 == 0:
                 group[t // 32] = largest[0]
                 group_top[t // 32] = top[0]
+                group_least[t // 32] = least[0]
             T.cuda.cta_sync()
             top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_top[t % warps])
             # The least value that fewer than `place.warp` others exceed.
@@ -226,6 +235,18 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
             if rank[0] >= place.warp:
                 largest[0] = T.uint32(0xFFFFFFFF)
             reached[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
+            if full_warps <= warps:
+                least[0] = group_least[t % warps]
+                if full_warps > 1:
+                    rank[0] = 0
+                    for w in T.unroll(warps):
+                        if group_least[w] >= least[0]:
+                            rank[0] = rank[0] + 1
+                    # Of those that enough reach, the largest.
+                    if rank[0] < full_warps:
+                        least[0] = T.uint32(0)
+                reached[0] = T.max(
+                    reached[0], T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), least[0]))
 
     @T.inline
     def rank_key(t, i, keys, size, at, key, rank):
@@ -251,7 +272,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
         bin[0] = 0
         if fine[0] == T.infinity("float32"):
             bin[0] = T.Cast("int32", T.min(
-                T.Cast("float32", key_index(key)) * T.float32(finer), T.float32(bins - 1)))
+                T.Cast("float32", key_index(key)) * finer[0], T.float32(bins - 1)))
         else:
             if fine[0] > T.float32(0):
                 bin[0] = T.Cast("int32", T.min((high[0] - key_value(key)) * fine[0], T.float32(bins - 1)))
@@ -264,7 +285,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
     def rank_in_bins(t, keys, size, counts, heads, nexts, totals, flag, low, high, finer, place_key, extra, crowded):
         """Call place_key(extra, rank, key) for the k best of keys[0:size], size >= k, or set `crowded`.
 
-        The keys of each bin, linear in the value between `low` and `high` (or `finer` bins an index, if these are
+        The keys of each bin, linear in the value between `low` and `high` (or `finer[0]` bins an index, if these are
         equal), are counted and linked; a scan over the bins tells how many keys are above each; in its bin a key is
         ranked by counting. Bins of more than CROWD keys (ties, an outlier that stretches the range) would take too
         long. All arrays are shared: `counts` and `heads` hold an integer a bin (see `spread`), `nexts` one a key,

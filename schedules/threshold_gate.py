@@ -26,7 +26,7 @@ first one's shared memory, so that there is one launch and no workspace.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, sqrt
+from math import ceil, isqrt, sqrt
 
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
@@ -34,7 +34,8 @@ from tvm_sparse.operators.problem import Problem, numpy_dtype
 from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
 from .thresholds import FIRST, first_threshold
 
-THREADS = powers(32, 1024)
+# Threads of a block. A row of 10,240 or 25,000 elements is cut evenly by 5 or 7 warps.
+THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 6, 8)
 # Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
@@ -44,9 +45,15 @@ STAGES = (1, 2, 3)
 RESIDENT = 1024
 # The least room in the buffer beyond k.
 SLACK = 256
+# Survivors of a warp's tile, in a row in random order, up to which it looks for them one lane after another.
+SPARSE = 3
 # Up to here the survivors are ranked by counting, every one against every other.
 COUNTED = 16
+# Comparisons a thread that ranking by counting may take where bins have failed.
+COMPARISONS = 512
 MAX_K = 2048
+# The share of a tile's vectors that a row at least has; idle ones cost as much as others.
+USED = 0.75
 # Beyond, ranked keys go through shared memory, so that they are written to memory side by side.
 STAGED = 64
 # Bytes of shared memory that leave room for a second block, and those of a block that is alone.
@@ -64,6 +71,8 @@ class Layout:
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         vocab, k = problem.vocab, problem.k
+        # Of elements that equal the threshold as many should pass: a little more than k.
+        self.equals = k + k // 8 + 64
         self.threads, self.vectors, self.stages = (decisions[name] for name in ("threads", "vectors", "stages"))
         self.split = decisions.get("split", 1)
         self.warps = self.threads // 32
@@ -87,7 +96,11 @@ class Layout:
         survivors = ceildiv(ceil(passing + 4 * sqrt(passing - self.place.most)), 32) * 32
         self.whole = self.aligned and row_vectors == self.tiles * self.warps * self.vectors * 32 * self.split
         self.rounded = max(1 << (k - 1).bit_length(), 32)
-        self.room = max(ceildiv(k, 32) * 32, survivors) if self.split > 1 else 0  # keys that a block may push
+        # Few elements of a warp's tile pass: warps look for them together.
+        usual = self.place.usual * max(self.share * self.width / self.sample, 1.0)
+        self.sparse = self.gated and usual <= SPARSE * self.tiles * min(self.warps, self.slots)
+        # Keys that a block may push, more than those of a row that is constant.
+        self.room = max(ceildiv(self.equals + 32, 32) * 32, survivors) if self.split > 1 else 0
         # Beyond k there is room for what comes to rest between two compactions.
         rest = max(self.rounded + max(SLACK, self.rounded), survivors, self.split * self.room)
         self.overflows = rest < self.tiles * self.tile
@@ -135,7 +148,7 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{layout.pool} bytes of shared memory are more than a block should take"
     if layout.held > 32:
         return f"{layout.held} elements in registers are more than 32"
-    if layout.vectors > 1 and 5 * layout.chunks < 3 * layout.tiles * layout.warps * layout.vectors:
+    if layout.vectors > 1 and layout.chunks < USED * layout.tiles * layout.warps * layout.vectors:
         return f"of {layout.warps * layout.vectors} vectors a tile has only {layout.slots} to load"
     if layout.warps > 1 and layout.chunks < layout.warps:
         return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
@@ -228,7 +241,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     resident = max(RESIDENT // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
     sample, gated = layout.sample, layout.gated
     counted = k <= COUNTED
-    fits = 4 * threads // RANKERS
+    # Keys that are ranked by counting: a few a thread; where bins have failed, a square that is no more work than a sort.
+    fits, crowd = 4 * threads // RANKERS, isqrt(COMPARISONS * threads)
     staged = k > STAGED
     halvings = (split - 1).bit_length()
     lowest = T.min_value("float32")
@@ -245,7 +259,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def column_of(at, e):
         """The column of element e of a tile that lies at `at`."""
         u = e // width
-        return (T.Select(u * 2 >= vectors, at[1], at[0]) if vectors > 1 else at[0]) + u * slot_size + e % width
+        late = at[int(2 * u >= vectors)] if isinstance(e, int) else T.Select(u * 2 >= vectors, at[1], at[0])
+        return (late if vectors > 1 else at[0]) + u * slot_size + e % width
 
     def largest(x, low, high):
         """The maximum of x[low:high], as a tree."""
@@ -258,8 +273,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Whether all of a thread's tile lies in the row and in this block's share of it."""
         if layout.whole:
             return True
-        # The last slot holds the row's last vectors.
-        behind = start + ((vectors - 1) * warps + t // 32 + 1) * tiles * 32 * width <= end - (0 if aligned else width)
+        last = column_of(at, (vectors - 1) * width)
+        # A row that begins within a vector also ends in one.
+        behind = last + (width if aligned else 2 * width) <= end
         return behind if aligned else T.And(behind, at[0] >= 0)
 
     # fmt: off
@@ -345,7 +361,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def bar_equals(t, x, high, found, start, barred):
         """Of elements that equal the sample's maximum only the row's first are wanted: up to which column?
 
-        As many as there should be a little more than k of these, if they are as dense everywhere. One barrier.
+        As many as there should be `Layout.equals` of these, if they are as dense everywhere. One barrier.
         """
         equal = T.alloc_local([1], "int32")
         equal[0] = 0
@@ -358,23 +374,23 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
         barred[0] = T.Cast("int32", T.min(
             T.Cast("float32", start)
-            + T.float32((1.5 * k + 64) * sample) / T.Cast("float32", T.max(found[3], 1)), T.float32(vocab)))
+            + T.float32(layout.equals * sample) / T.Cast("float32", T.max(found[3], 1)), T.float32(vocab)))
 
     @T.inline
     def look_at_sample(
-        t, x, top, plain, bits, called, reached, group_bits, group_top, high, reference, factor, gate, found, start,
-        barred
+        t, x, top, plain, bits, called, reached, group_bits, group_top, group_least, high, reference, factor, gate,
+        found, start, barred
     ):
         """From the first tile: the reference of the exponentials and the first threshold. One barrier or two."""
         order(top[0], plain, bits)
-        place_of_maxima(t, bits, called, group_bits, group_top, reached)
+        place_of_maxima(t, bits, called, group_bits, group_top, group_least, reached)
         high[0] = T.Select(
             called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
             bits_value(called[0]), T.float32(0))
         reference[0] = high[0] * factor[0]
         if gated and reached[0] > T.uint32(MINUS_INFINITY):
             gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
-            if overflows and reached[0] == called[0]:
+            if (overflows or split > 1) and reached[0] == called[0]:
                 bar_equals(t, x, high, found, start, barred)
 
     @T.inline
@@ -387,7 +403,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for e in T.unroll(held):
                 if x[e] == gate[0] and column_of(at, e) > barred[0]:
                     bits[0] = bits[0] & ~(T.uint32(1) << T.Cast("uint32", e))
-        if is_nan(d[0]):
+        if is_nan(d[0] + d[1]):
             for e in T.unroll(held):
                 if is_nan(x[e]):
                     bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
@@ -423,6 +439,53 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 order(power[0], plain, ordered)
                 keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
                 slot[0] = slot[0] + 1
+
+    @T.inline
+    def push_lane(
+        i, t, B, start, end, ring, keys, count, full, peak, high, bits, at, slot, spot, gate, barred, power, plain,
+        ordered, pending, lanes
+    ):
+        """Put the elements of one lane's tile that reach the threshold into the buffer; a lane looks at one element.
+
+        The first of the lanes that have a bit is taken, and its bit cleared.
+        """
+        spot[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1 - t % 32
+        bits[0] = bits[0] & (bits[0] - T.uint32(1))
+        column: T.int32 = column_of(at, t % 32) + spot[0] * width
+        lanes[0] = T.uint32(0)
+        if t % 32 < held:
+            power[0] = value_in(
+                dtype,
+                ring[(((i % stages) * vectors + t % 32 // width) * threads + t + spot[0]) * 4 + t % 32 % width // parts],
+                t % 32 % parts)
+            if with_bias:
+                T.ptx.ld.global_.f32(plain[0], B.ptr_to([T.max(T.min(column, vocab - 1), 0)]))
+                power[0] = power[0] + plain[0]
+            if (power[0] > gate[0] or (power[0] == gate[0] and column <= barred[0]) or is_nan(power[0])) and (
+                layout.whole or (column < T.min(end, vocab) and column >= T.max(start, 0))
+            ):
+                lanes[0] = T.uint32(1)
+        reaches: T.int32 = T.Cast("int32", lanes[0])
+        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), reaches != 0)
+        if t % 32 == 0:
+            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(lanes[0])))
+        slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), slot[0], 0, 32, 32)
+        if overflows and slot[0] + T.Cast("int32", T.popcount(lanes[0])) > capacity:
+            # What is left of the room is made void.
+            if slot[0] + t % 32 < capacity:
+                keys[slot[0] + t % 32] = T.uint64(0)
+            if t % 32 == 0:
+                T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
+        else:
+            if spot[0] == 0:
+                pending[0] = 0
+            if reaches != 0:
+                order(power[0], plain, ordered)
+                if power[0] > high[0]:
+                    T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), ordered[0]))
+                keys[slot[0] + T.Cast("int32", T.popcount(
+                    lanes[0] & ((T.uint32(1) << T.Cast("uint32", t % 32)) - T.uint32(1))))] = join_key(
+                        ordered[0], column)
 
     @T.inline
     def read_element(X, B, row, column, word, small, plain, value):
@@ -537,6 +600,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def place_in_buffer(extra, rank, key):
         extra[rank] = key
 
+    @T.inline
+    def rank_by_counting(t, keys, size, need, pivot, slot, place_key, extra):
+        """Call place_key(extra, rank, key) for the k best keys."""
+        for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
+            rank_key(t, i, keys, size[0], need, pivot, slot)
+            if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
+                place_key(extra, slot[0], pivot[0])
+
     @T.prim_func
     def main(
         logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
@@ -575,12 +646,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         group_sum = T.alloc_shared([32], "float32")
         group_bits = T.alloc_shared([32], "uint32")
         group_top = T.alloc_shared([32], "uint32")
+        group_least = T.alloc_shared([32], "uint32")
         full = T.alloc_shared([1], "uint32")
         peak = T.alloc_shared([1], "uint32")
         raw = T.alloc_local([words], "uint32")
         x = T.alloc_local([held], "float32")
         top = T.alloc_local([1], "float32")
-        d = T.alloc_local([1], "float32")
+        d = T.alloc_local([2], "float32")  # two sums, so that an addition need not wait for the one before
         power = T.alloc_local([1], "float32")
         factor = T.alloc_local([1], "float32")
         high = T.alloc_local([1], "float32")  # the largest element, as far as it is known
@@ -604,6 +676,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         barred = T.alloc_local([1], "int32")
         small = T.alloc_local([1], "uint16")
         wanted = T.alloc_local([1], "int64")
+        lanes = T.alloc_local([1], "uint32")
+        finer = T.alloc_local([1], "float32")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
         settled = T.alloc_local([1], "int32")
@@ -640,6 +714,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 peak[0] = T.uint32(0)
                 found[3] = 0
             d[0] = T.float32(0)
+            d[1] = T.float32(0)
             # Everything above minus infinity passes: rows that have fewer than k of these are filled up at the end.
             gate[0] = lowest
             barred[0] = vocab
@@ -658,25 +733,33 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     if fresh[0] != 0:
                         if i == 0 and attempt == 0:
                             look_at_sample(
-                                t, x, top, plain, bits, called, reached, group_bits, group_top, high, reference, factor,
-                                gate, found, start, barred)
+                                t, x, top, plain, bits, called, reached, group_bits, group_top, group_least, high,
+                                reference, factor, gate, found, start, barred)
                         for e in T.unroll(held):
                             # One rounding, so that the reference cancels in the quotient; and without the steps that
                             # exp2 takes for subnormal results, which add nothing to a sum of about 1 or more.
                             T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
                             T.ptx.ex2.approx.ftz.f32(power[0], power[0])
-                            d[0] = d[0] + power[0]
+                            d[e % 2] = d[e % 2] + power[0]
                         pending[0] = 1
                     # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it. A
                     # NaN passes no comparison of floats, but it stays in the sum.
-                    if pending[0] != 0 and (
-                        top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0])
-                    ):
-                        mark_survivors(x, gate, at, barred, d, bits)
-                        if bits[0] != T.uint32(0):
-                            push_survivors(
-                                i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain,
-                                ordered, pending)
+                    if layout.sparse:
+                        bits[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), pending[0] != 0 and (
+                            top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0] + d[1])))
+                        while bits[0] != T.uint32(0):
+                            push_lane(
+                                i, t, B, start, end, ring, keys, count, full, peak, high, bits, at, slot, spot, gate,
+                                barred, power, plain, ordered, pending, lanes)
+                    else:
+                        if pending[0] != 0 and (
+                            top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0] + d[1])
+                        ):
+                            mark_survivors(x, gate, at, barred, d, bits)
+                            if bits[0] != T.uint32(0):
+                                push_survivors(
+                                    i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power,
+                                    plain, ordered, pending)
                     if overflows:
                         T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
                         called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)))
@@ -688,7 +771,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         start_tile(i + stages, X, row, start, end, t, ahead, ring)
                         i = i + 1
                         fresh[0] = 1
-                plain[0] = T.cuda.warp_sum(d[0])
+                plain[0] = T.cuda.warp_sum(d[0] + d[1])
                 if t % 32 == 0:
                     group_sum[t // 32] = plain[0]
                 T.cuda.cta_sync()
@@ -757,30 +840,35 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             size[0] = k
         if counted and size[0] <= fits:
             T.cuda.cta_sync()
-            for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
-                rank_key(t, i, keys, size[0], need, pivot, slot)
-                if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
-                    place_in_output((V, Z, row, factor, reference, inverse, logarithm, log), slot[0], pivot[0])
+            rank_by_counting(
+                t, keys, size, need, pivot, slot, place_in_output,
+                (V, Z, row, factor, reference, inverse, logarithm, log))
         else:
             if counted:
                 clear_bins(t, counts, heads, flag)
             if gate[0] == lowest:
                 T.cuda.cta_sync()
                 least_value(t, keys, size, group_bits, bits, gate)
+            # Equals of the threshold are in the columns up to its own.
+            finer[0] = T.float32(bins) / T.Cast("float32", T.max(T.min(barred[0], vocab - 1) + 1, 1))
             rank_in_bins(
-                t, keys, size[0], counts, heads, nexts, totals, flag, gate, high, bins / vocab,
+                t, keys, size[0], counts, heads, nexts, totals, flag, gate, high, finer,
                 place_in_buffer if staged else place_in_output,
                 kept if staged else (V, Z, row, factor, reference, inverse, logarithm, log), slot)
             if staged or slot[0] != 0:
                 T.cuda.cta_sync()
                 if slot[0] != 0:
-                    if size[0] > k:
-                        keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
-                    for i in T.serial((layout.rounded - k - t + (threads - 1)) // threads):
-                        keys[k + i * threads + t] = T.uint64(0)
-                    sort_descending(t, keys)
-                    for i in T.serial((k - 1 - t + threads) // threads):
-                        kept[i * threads + t] = keys[i * threads + t]
+                    if size[0] <= crowd:
+                        rank_by_counting(t, keys, size, need, pivot, slot, place_in_buffer, kept)
+                    else:
+                        if size[0] > k:
+                            keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
+                        for i in T.serial((layout.rounded - k - t + (threads - 1)) // threads):
+                            keys[k + i * threads + t] = T.uint64(0)
+                        sort_descending(t, keys)
+                        for i in T.serial((k - 1 - t + threads) // threads):
+                            kept[i * threads + t] = keys[i * threads + t]
+                    T.cuda.cta_sync()
                 for i in T.serial((k - 1 - t + threads) // threads):
                     place_in_output(
                         (V, Z, row, factor, reference, inverse, logarithm, log), i * threads + t,
@@ -804,7 +892,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=3,
+    version=4,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -817,7 +905,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=3,
+    version=4,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",
