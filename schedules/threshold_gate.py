@@ -36,6 +36,8 @@ from .thresholds import FIRST, first_threshold
 
 # Threads of a block. A row of 10,240 or 25,000 elements is cut evenly by 5 or 7 warps.
 THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+# The least of a block that has a multiprocessor of its own.
+ALONE = 256
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 6, 8)
 # Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
@@ -53,7 +55,7 @@ COUNTED = 16
 COMPARISONS = 512
 MAX_K = 2048
 # The share of a tile's vectors that a row at least has; idle ones cost as much as others.
-USED = 0.75
+USED = 0.85
 # Beyond, ranked keys go through shared memory, so that they are written to memory side by side.
 STAGED = 64
 # Bytes of shared memory that leave room for a second block, and those of a block that is alone.
@@ -152,6 +154,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"of {layout.warps * layout.vectors} vectors a tile has only {layout.slots} to load"
     if layout.warps > 1 and layout.chunks < layout.warps:
         return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
+    if layout.threads < ALONE <= 32 * layout.chunks and problem.batch_extent <= machine.cores:
+        return f"{layout.threads} threads are too few for a block that has a multiprocessor of its own"
     if layout.stages > layout.tiles:
         return f"there are only {layout.tiles} tiles for {layout.stages} stages"
     if layout.threads == 32 and layout.tiles > 8:
@@ -160,8 +164,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
 
 
 def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    if decisions["threads"] < 256:
-        return f"{decisions['threads']} threads are too few for a block that has a multiprocessor of its own"
+    if decisions["threads"] < ALONE:
+        return f"{decisions['threads']} threads are too few for a block of a cluster"
     return allowed(problem, machine, decisions)
 
 

@@ -80,7 +80,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "threshold_gate",
             "softmax_topk/batch=3,vocab=7,k=7",
             {
-                "threads": (32, 64, 128, 256, 512, 1024),
+                "threads": (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
                 "vectors": (1, 2, 3, 4, 6, 8),
                 "stages": (1, 2, 3),
                 "early": (1,),
