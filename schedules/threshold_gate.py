@@ -245,7 +245,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     resident = max(RESIDENT // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
     sample, gated = layout.sample, layout.gated
     counted = k <= COUNTED
-    # Keys that are ranked by counting: a few a thread; where bins have failed, a square that is no more work than a sort.
+    # Keys that are ranked by counting: a few a thread; where bins have failed, as many as cost no more than a sort.
     fits, crowd = 4 * threads // RANKERS, isqrt(COMPARISONS * threads)
     staged = k > STAGED
     halvings = (split - 1).bit_length()
@@ -460,7 +460,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if t % 32 < held:
             power[0] = value_in(
                 dtype,
-                ring[(((i % stages) * vectors + t % 32 // width) * threads + t + spot[0]) * 4 + t % 32 % width // parts],
+                ring[
+                    (((i % stages) * vectors + t % 32 // width) * threads + t + spot[0]) * 4 + t % 32 % width // parts
+                ],
                 t % 32 % parts)
             if with_bias:
                 T.ptx.ld.global_.f32(plain[0], B.ptr_to([T.max(T.min(column, vocab - 1), 0)]))
