@@ -96,8 +96,13 @@ class DeviceFunctions(NamedTuple):
     sort_descending: Any
 
 
-def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST) -> DeviceFunctions:
-    """The functions below for blocks of `threads` and a selection of `k`, for use in a TVMScript kernel."""
+def device_functions(
+    threads: int, k: int, bins: int = 256, place: Rank = FIRST, ordered: bool = False
+) -> DeviceFunctions:
+    """The functions below for blocks of `threads` and a selection of `k`, for use in a TVMScript kernel.
+
+    `ordered`: `place_of_maxima` is to be good for rows in order, too.
+    """
     warps = threads // 32
     lanes_bins = RADIX_BINS // 32
     digits = 64 // RADIX_BITS
@@ -109,6 +114,7 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
     scanning = bins // each_bins // 32
     # Warps whose every lane has to reach a value, so that k elements do.
     full_warps = ceildiv(k, 32)
+    floored = ordered and full_warps <= min(warps, REMOVALS)
 
     # fmt: off
     @T.inline
@@ -182,17 +188,27 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
         T.cuda.cta_sync()
 
     @T.inline
+    def remove_largest(t, value, largest, lanes):
+        """Set the largest of a warp's values to 0, in one lane alone if several have it; then find the next one."""
+        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), value[0] == largest[0])
+        if T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t % 32:
+            value[0] = T.uint32(0)
+        largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), value[0])
+
+    @T.inline
     def place_of_maxima(t, bits, top, group, group_top, group_least, reached):
         """`reached`: the value at `place` among those that each thread has in `bits`, which is lost; `top` the largest.
 
-        Or a higher one, that is sure: which all lanes of so many warps reach that they are k. In a row that ascends few
-        elements are as large, while the place's value is low: in the warps above it all are larger. One barrier.
+        If `ordered`, or a higher one that is sure: which all lanes of so many warps reach that they are k. In a row
+        that ascends few elements are as large, while the place's value is low: in the warps above it all are larger.
+        One barrier.
         """
         largest = T.alloc_local([1], "uint32")
         least = T.alloc_local([1], "uint32")
         lanes = T.alloc_local([1], "uint32")
         rank = T.alloc_local([1], "int32")
-        least[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
+        if floored:
+            least[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
         if place.lane > REMOVALS:
             # a bitonic sort of the lanes, the largest first
             for p in T.unroll(5):
@@ -206,24 +222,20 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
             top[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], 0, 32, 32)
             largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], place.lane - 1, 32, 32)
         else:
-            for r in T.serial(place.lane):
-                largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
-                if r == 0:
-                    top[0] = largest[0]
-                if r < place.lane - 1:
-                    lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == largest[0])
-                    # only one of equals is taken out
-                    if T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t % 32:
-                        bits[0] = T.uint32(0)
+            top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
+            largest[0] = top[0]
+            for _ in T.serial(place.lane - 1):
+                remove_largest(t, bits, largest, lanes)
         if warps == 1:
             reached[0] = largest[0]
-            if full_warps == 1:
+            if floored:
                 reached[0] = T.max(largest[0], least[0])
         else:
             if t % 32 == 0:
                 group[t // 32] = largest[0]
                 group_top[t // 32] = top[0]
-                group_least[t // 32] = least[0]
+                if floored:
+                    group_least[t // 32] = least[0]
             T.cuda.cta_sync()
             top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_top[t % warps])
             # The least value that fewer than `place.warp` others exceed.
@@ -235,18 +247,14 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST)
             if rank[0] >= place.warp:
                 largest[0] = T.uint32(0xFFFFFFFF)
             reached[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
-            if full_warps <= warps:
-                least[0] = group_least[t % warps]
-                if full_warps > 1:
-                    rank[0] = 0
-                    for w in T.unroll(warps):
-                        if group_least[w] >= least[0]:
-                            rank[0] = rank[0] + 1
-                    # Of those that enough reach, the largest.
-                    if rank[0] < full_warps:
-                        least[0] = T.uint32(0)
-                reached[0] = T.max(
-                    reached[0], T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), least[0]))
+            if floored:
+                least[0] = T.uint32(0)
+                if t % 32 < warps:
+                    least[0] = group_least[t % 32]
+                largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), least[0])
+                for _ in T.serial(full_warps - 1):
+                    remove_largest(t, least, largest, lanes)
+                reached[0] = T.max(reached[0], largest[0])
 
     @T.inline
     def rank_key(t, i, keys, size, at, key, rank):

@@ -26,7 +26,7 @@ first one's shared memory, so that there is one launch and no workspace.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, isqrt, sqrt
+from math import ceil, isqrt, log2, sqrt
 
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
@@ -47,8 +47,6 @@ STAGES = (1, 2, 3)
 RESIDENT = 1024
 # The least room in the buffer beyond k.
 SLACK = 256
-# Survivors of a warp's tile, in a row in random order, up to which it looks for them one lane after another.
-SPARSE = 3
 # Up to here the survivors are ranked by counting, every one against every other.
 COUNTED = 16
 # Comparisons a thread that ranking by counting may take where bins have failed.
@@ -98,9 +96,6 @@ class Layout:
         survivors = ceildiv(ceil(passing + 4 * sqrt(passing - self.place.most)), 32) * 32
         self.whole = self.aligned and row_vectors == self.tiles * self.warps * self.vectors * 32 * self.split
         self.rounded = max(1 << (k - 1).bit_length(), 32)
-        # Few elements of a warp's tile pass: warps look for them together.
-        usual = self.place.usual * max(self.share * self.width / self.sample, 1.0)
-        self.sparse = self.gated and usual <= SPARSE * self.tiles * min(self.warps, self.slots)
         # Keys that a block may push, more than those of a row that is constant.
         self.room = max(ceildiv(self.equals + 32, 32) * 32, survivors) if self.split > 1 else 0
         # Beyond k there is room for what comes to rest between two compactions.
@@ -139,7 +134,7 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
     # More blocks than fit at once would only wait for each other.
     splits = tuple(split for split in SPLITS if problem.batch_extent * split <= max(2 * machine.cores, 2))
     table = {"split": splits or SPLITS[:1], **space(problem, machine)}
-    if first_allowed(problem, machine, cluster_choices(table, machine), cluster_allowed) is None:
+    if first_allowed(problem, machine, cluster_choices(table, problem, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
@@ -169,19 +164,18 @@ def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) ->
     return allowed(problem, machine, decisions)
 
 
-def choices(machine: Machine) -> list[Decisions]:
-    orders = ((512, 256, 128, 64, 32), (4, 2, 1), (2, 1))
-    early = int(machine.has_clusters)
+def choices(problem: Problem, machine: Machine) -> list[Decisions]:
+    """Points in the order in which they are good guesses: large tiles, blocks of a middle size or larger ones."""
+    early, wanted = int(machine.has_clusters), 512 if problem.batch_extent <= machine.cores else 256
+    threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
     return [
-        {"threads": t, "vectors": v, "stages": s, "early": early}
-        for t in orders[0]
-        for v in orders[1]
-        for s in orders[2]
+        {"threads": t, "vectors": v, "stages": s, "early": early} for v in (4, 2, 1) for t in threads for s in (2, 1)
     ]
 
 
-def cluster_choices(table: Table, machine: Machine) -> list[Decisions]:
-    return [{"split": split, **point} for split in (8, 4, 2) if split in table["split"] for point in choices(machine)]
+def cluster_choices(table: Table, problem: Problem, machine: Machine) -> list[Decisions]:
+    points = choices(problem, machine)
+    return [{"split": split, **point} for split in (8, 4, 2) if split in table["split"] for point in points]
 
 
 def first_allowed(
@@ -194,13 +188,13 @@ def first_allowed(
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    point = first_allowed(problem, machine, choices(machine), allowed)
+    point = first_allowed(problem, machine, choices(problem, machine), allowed)
     assert point is not None, f"{problem}: the smallest point fits every k and vocab"
     return point
 
 
 def cluster_default(problem: Problem, machine: Machine) -> Decisions:
-    points = cluster_choices(cluster_space(problem, machine), machine)
+    points = cluster_choices(cluster_space(problem, machine), problem, machine)
     point = first_allowed(problem, machine, points, cluster_allowed)
     assert point is not None, f"{problem}: the space would not apply"
     return point
@@ -252,7 +246,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     lowest = T.min_value("float32")
     put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
     put_key = peer_write("put_key", "unsigned long long")
-    device = device_functions(threads, k, bins, layout.place)
+    device = device_functions(threads, k, bins, layout.place, ordered=gated and tiles * split > 1)
     select_pivot, keep_selected = device.select_pivot, device.keep_selected
     place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
     rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
@@ -407,7 +401,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for e in T.unroll(held):
                 if x[e] == gate[0] and column_of(at, e) > barred[0]:
                     bits[0] = bits[0] & ~(T.uint32(1) << T.Cast("uint32", e))
-        if is_nan(d[0] + d[1]):
+        if is_nan(d[0]):
             for e in T.unroll(held):
                 if is_nan(x[e]):
                     bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
@@ -443,55 +437,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 order(power[0], plain, ordered)
                 keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
                 slot[0] = slot[0] + 1
-
-    @T.inline
-    def push_lane(
-        i, t, B, start, end, ring, keys, count, full, peak, high, bits, at, slot, spot, gate, barred, power, plain,
-        ordered, pending, lanes
-    ):
-        """Put the elements of one lane's tile that reach the threshold into the buffer; a lane looks at one element.
-
-        The first of the lanes that have a bit is taken, and its bit cleared.
-        """
-        spot[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1 - t % 32
-        bits[0] = bits[0] & (bits[0] - T.uint32(1))
-        column: T.int32 = column_of(at, t % 32) + spot[0] * width
-        lanes[0] = T.uint32(0)
-        if t % 32 < held:
-            power[0] = value_in(
-                dtype,
-                ring[
-                    (((i % stages) * vectors + t % 32 // width) * threads + t + spot[0]) * 4 + t % 32 % width // parts
-                ],
-                t % 32 % parts)
-            if with_bias:
-                T.ptx.ld.global_.f32(plain[0], B.ptr_to([T.max(T.min(column, vocab - 1), 0)]))
-                power[0] = power[0] + plain[0]
-            if (power[0] > gate[0] or (power[0] == gate[0] and column <= barred[0]) or is_nan(power[0])) and (
-                layout.whole or (column < T.min(end, vocab) and column >= T.max(start, 0))
-            ):
-                lanes[0] = T.uint32(1)
-        reaches: T.int32 = T.Cast("int32", lanes[0])
-        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), reaches != 0)
-        if t % 32 == 0:
-            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(lanes[0])))
-        slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), slot[0], 0, 32, 32)
-        if overflows and slot[0] + T.Cast("int32", T.popcount(lanes[0])) > capacity:
-            # What is left of the room is made void.
-            if slot[0] + t % 32 < capacity:
-                keys[slot[0] + t % 32] = T.uint64(0)
-            if t % 32 == 0:
-                T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
-        else:
-            if spot[0] == 0:
-                pending[0] = 0
-            if reaches != 0:
-                order(power[0], plain, ordered)
-                if power[0] > high[0]:
-                    T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), ordered[0]))
-                keys[slot[0] + T.Cast("int32", T.popcount(
-                    lanes[0] & ((T.uint32(1) << T.Cast("uint32", t % 32)) - T.uint32(1))))] = join_key(
-                        ordered[0], column)
 
     @T.inline
     def read_element(X, B, row, column, word, small, plain, value):
@@ -658,7 +603,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         raw = T.alloc_local([words], "uint32")
         x = T.alloc_local([held], "float32")
         top = T.alloc_local([1], "float32")
-        d = T.alloc_local([2], "float32")  # two sums, so that an addition need not wait for the one before
+        d = T.alloc_local([1], "float32")
         power = T.alloc_local([1], "float32")
         factor = T.alloc_local([1], "float32")
         high = T.alloc_local([1], "float32")  # the largest element, as far as it is known
@@ -682,7 +627,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         barred = T.alloc_local([1], "int32")
         small = T.alloc_local([1], "uint16")
         wanted = T.alloc_local([1], "int64")
-        lanes = T.alloc_local([1], "uint32")
         finer = T.alloc_local([1], "float32")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
@@ -720,7 +664,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 peak[0] = T.uint32(0)
                 found[3] = 0
             d[0] = T.float32(0)
-            d[1] = T.float32(0)
             # Everything above minus infinity passes: rows that have fewer than k of these are filled up at the end.
             gate[0] = lowest
             barred[0] = vocab
@@ -746,26 +689,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             # exp2 takes for subnormal results, which add nothing to a sum of about 1 or more.
                             T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
                             T.ptx.ex2.approx.ftz.f32(power[0], power[0])
-                            d[e % 2] = d[e % 2] + power[0]
+                            d[0] = d[0] + power[0]
                         pending[0] = 1
                     # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it. A
                     # NaN passes no comparison of floats, but it stays in the sum.
-                    if layout.sparse:
-                        bits[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), pending[0] != 0 and (
-                            top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0] + d[1])))
-                        while bits[0] != T.uint32(0):
-                            push_lane(
-                                i, t, B, start, end, ring, keys, count, full, peak, high, bits, at, slot, spot, gate,
-                                barred, power, plain, ordered, pending, lanes)
-                    else:
-                        if pending[0] != 0 and (
-                            top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0] + d[1])
-                        ):
-                            mark_survivors(x, gate, at, barred, d, bits)
-                            if bits[0] != T.uint32(0):
-                                push_survivors(
-                                    i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power,
-                                    plain, ordered, pending)
+                    if pending[0] != 0 and (
+                        top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0])
+                    ):
+                        mark_survivors(x, gate, at, barred, d, bits)
+                        if bits[0] != T.uint32(0):
+                            push_survivors(
+                                i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain,
+                                ordered, pending)
                     if overflows:
                         T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
                         called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)))
@@ -777,7 +712,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         start_tile(i + stages, X, row, start, end, t, ahead, ring)
                         i = i + 1
                         fresh[0] = 1
-                plain[0] = T.cuda.warp_sum(d[0] + d[1])
+                plain[0] = T.cuda.warp_sum(d[0])
                 if t % 32 == 0:
                     group_sum[t // 32] = plain[0]
                 T.cuda.cta_sync()
@@ -898,7 +833,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=4,
+    version=5,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -911,7 +846,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=4,
+    version=5,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from scipy.special import bdtrc  # P(more than i of n succeed)
 
 # How often a first threshold may turn out too high, and the row be read again.
-MISS = 1e-5
+MISS = 3e-5
 
 
 class Rank(NamedTuple):
@@ -21,11 +21,10 @@ class Rank(NamedTuple):
     lane: int
     warp: int
     sure: bool  # at least k elements are as large, whatever the data
-    usual: float  # elements of the sample that are as large: the median,
-    most: float  # and what they exceed with probability MISS
+    most: float  # elements of the sample that are as large, exceeded with probability MISS
 
 
-FIRST = Rank(1, 1, sure=True, usual=0, most=0)
+FIRST = Rank(1, 1, sure=True, most=0)
 
 
 @cache
@@ -60,6 +59,6 @@ def first_threshold(k: int, share: float, warps: int) -> Rank | None:
                 continue
             median = quantile(0.5, lane, warp)
             if median < fewest:
-                best, fewest = Rank(lane, warp, sure, median, quantile(1 - MISS, lane, warp)), median
+                best, fewest = Rank(lane, warp, sure, quantile(1 - MISS, lane, warp)), median
             break  # of these lanes, more warps are only more elements
     return best

@@ -132,14 +132,13 @@ def test_what_won_for_similar_problems_is_tried_first(log: Log) -> None:
     log.append_best(
         winner(far.key, OTHERS[0]),
         winner(near.key, OTHERS[1]),
-        winner(PROBLEM.key, OTHERS[2]),  # its own: known or not, no hint
-        winner(dataclasses.replace(PROBLEM, **{axis: 3}).key, dataclasses.replace(OTHERS[3], version=99)),
+        winner(PROBLEM.key, dataclasses.replace(OTHERS[2], version=99)),  # its own, of another version
     )
     tables = schedules.searched(PROBLEM, cpu(), ())[0]
-    assert session.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[1], OTHERS[0]]
+    assert session.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[2], OTHERS[1], OTHERS[0]]
     run(log, 2 * session.PROVEN_SHARE)
     tried = [trial.candidate for trial in log.read().trials]
-    assert tried[:3] == [FALLBACK, OTHERS[1], OTHERS[0]]
+    assert tried[:3] == [FALLBACK, OTHERS[2], OTHERS[1]]
 
 
 def test_stop_ends_the_search_and_holds_the_final(log: Log) -> None:

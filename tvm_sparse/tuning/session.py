@@ -125,7 +125,11 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
 def winners_nearby(
     problem: Problem, machine: Machine, tables: Mapping[str, schedules.Table], log: Log
 ) -> list[Candidate]:
-    """What won for other problems of the operator and is a point of these spaces, of the most similar ones first."""
+    """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
+
+    Winners at an earlier version of a template count as well, those of the problem itself too: kernels change more
+    often than what suits a shape.
+    """
 
     def distance(other: Problem) -> float:
         pairs = [(axis, other.axes.get(name)) for name, axis in problem.axes.items()]
@@ -136,12 +140,9 @@ def winners_nearby(
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
-            if key != problem.key and best.candidate.template in tables:
-                template = schedules.find(best.candidate.template)
-                if best.candidate.version == template.version and not template.point(
-                    problem, machine, best.candidate.values
-                ):
-                    found.append((distance(parse(key)), best.candidate))
+            template, values = schedules.find(best.candidate.template), best.candidate.values
+            if template.name in tables and not template.point(problem, machine, values):
+                found.append((distance(parse(key)), template.candidate(values)))
     return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
 
 
@@ -294,6 +295,7 @@ class _Bench:
 
     def __init__(self, problem: Problem, machine: Machine, seed: int, folder: Path, pool: Pool, runner: Worker) -> None:
         self._problem, self._machine, self._seed = problem, machine, seed
+        self._fallback = schedules.fallback(problem, machine)
         self._pool, self._runner = pool, runner
         self._built: dict[Candidate, Reply] = {}
         self._names = (folder / f"{number}.so" for number in itertools.count())
@@ -328,7 +330,7 @@ class _Bench:
         if not built.ok:
             return trial("timeout" if built.kind == "timeout" else "build-error", f"build: {built.message}")
         spills = (built.value["resources"] or {}).get("spill_instructions", 0)
-        if spills:
+        if spills and candidate != self._fallback:
             # Another point holds the same work in registers; this one is not worth its share of the device's time.
             return trial("rejected", f"spills registers: {spills} instructions")
         message = {
