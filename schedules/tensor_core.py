@@ -17,8 +17,11 @@ the weight is asked for before x, because it does not wait for them.
 One multiprocessor takes long to read a row of many blocks among short ones. With `spread`, a cluster of blocks of
 threads belongs to each tile: what its first block does not read in one go is dealt out to the others, which put their
 sums into the first one's shared memory, where they are added in a fixed order. Blocks with nothing to read end once
-they know the length of their row. `early` lets a launch overlap the end of the kernel before (programmatic dependent
-launch); nothing is read before that one is done.
+they know the length of their row.
+
+`early` lets a launch overlap the end of the kernel before (programmatic dependent launch). Of the three trips to memory
+that follow each other, for the row's ends, its columns and x, two are made before that one is done: ends and columns
+are guesses then, which are read again, from the L2 cache and beside x, and in most calls found to be right.
 """
 
 from __future__ import annotations
@@ -158,6 +161,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     # Barriers of a warp part the loads of the weight, those of x, and the products, and loads that are not declared
     # read-only stay on their side: the assembler would move each next to its use, so that one waits for another.
     load, fetch = T.ptx.ld.global_.v4.u32, T.ptx.ld.global_.s32
+    fetch_anew = T.ptx.ld.relaxed.gpu.global_.s32  # passes by what this multiprocessor has cached
     # What one warp alone reads, once, need not push x out of L1.
     stream = T.ptx.ld.global_.L1__no_allocate.v4.u32 if warps_m == 1 else load
     biased, activation = bool(problem.bias), problem.activation
@@ -165,11 +169,34 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     # fmt: off
     @T.inline
-    def load_columns(D, octet, count, first, columns):
+    def load_ends(how, P, tile, ends):
+        """First block of the tile's row, and the row's octets."""
+        how(ends[0], P.ptr_to([tile * tile_n // rows]))
+        how(ends[1], P.ptr_to([tile * tile_n // rows + 1]))
+        ends[1] = (ends[1] - ends[0]) * octets
+
+    @T.inline
+    def load_columns(how, D, octet, count, first, columns):
         """The block columns of the octets of all steps in hand."""
         for d in T.unroll(depth):
             if octet + d * (4 * split) < count:
-                fetch(columns[d], D.ptr_to([first + (octet + d * (4 * split)) // octets]))
+                how(columns[d], D.ptr_to([first + (octet + d * (4 * split)) // octets]))
+
+    @T.inline
+    def compare(D, P, tile, octet, ends, columns, again, columns_again, guessed):
+        """Whether ends and columns are what they were guessed to be; else `guessed` is 0 and they are read again."""
+        load_ends(fetch_anew, P, tile, again)
+        load_columns(fetch_anew, D, octet, ends[1], ends[0], columns_again)
+        if again[0] != ends[0] or again[1] != ends[1]:
+            guessed[0] = 0
+        for d in T.unroll(depth):
+            if octet + d * (4 * split) < ends[1] and columns_again[d] != columns[d]:
+                guessed[0] = 0
+        ends[0] = again[0]
+        ends[1] = again[1]
+        if T.cuda.any_sync(T.uint32(0xFFFFFFFF), guessed[0] == 0) != 0:
+            guessed[0] = 0
+            load_columns(fetch_anew, D, octet, ends[1], ends[0], columns)
 
     @T.inline
     def load_weight(W, octet, count, first, row, part):
@@ -250,36 +277,54 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         columns = T.alloc_local([depth], "int32")
         lane_rows = T.alloc_local([tile_m // 8], "int32")
         ends = T.alloc_local([2], "int32")
+        guessed = T.alloc_local([1], "int32")
+        again = T.alloc_local([2], "int32")
+        columns_again = T.alloc_local([depth], "int32")
         # The rows of a fragment that this lane holds begin at `group`; `lane` is which of the four octets it takes.
         group = t % 32 // 4
         lane = t % 4
         top: T.int32 = (strip * warps_m + t // share) * tile_m  # of x, of this warp's tile
-        if early:
-            await_previous()
-        fetch(ends[0], P.ptr_to([tile * tile_n // rows]))
-        fetch(ends[1], P.ptr_to([tile * tile_n // rows + 1]))
-        first: T.int32 = ends[0]
-        count: T.int32 = (ends[1] - ends[0]) * octets
         octet: T.int32 = rank * chunk + t // 32 % split * 4 + lane
-        if spread > 1:
-            if rank > 0 and rank * chunk >= count:
-                T.thread_return()
-            if count > chunk:
-                cluster_arrive()
         for f in T.unroll(tile_m // 8):
             # Rows beyond m repeat the last one and are not stored.
             lane_rows[f] = T.min(top + f * 8 + group, m - 1)
         for e in T.unroll(tall * wide * 4):
             sums[e] = T.float32(0)
+        guessed[0] = int(early)
+        load_ends(fetch, P, tile, ends)
+        if early:
+            # What is read here may be anything still, but it must not lead out of the arrays.
+            ends[0] = T.max(T.min(ends[0], nnzb), 0)
+            ends[1] = T.max(T.min(ends[1], (nnzb - ends[0]) * octets), 0)
+        load_columns(fetch, D, octet, ends[1], ends[0], columns)
+        if early:
+            for d in T.unroll(depth):
+                columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
+            await_previous()
+            # The first lane's octet decides for the warp: all of it is needed for an instruction.
+            if octet - lane < ends[1]:
+                load_weight(
+                    W, octet, ends[1], ends[0], tile * tile_n % rows + group, tall_part if weight_first else wide_part)
+                T.cuda.warp_sync()
+                load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
+            compare(D, P, tile, octet, ends, columns, again, columns_again, guessed)
+        first: T.int32 = ends[0]
+        count: T.int32 = ends[1]
+        if spread > 1:
+            if rank > 0 and rank * chunk >= count:
+                T.thread_return()
+            if count > chunk:
+                cluster_arrive()
 
-        load_columns(D, octet, count, first, columns)
-        # The first lane's octet decides for the warp: all of it is needed for an instruction.
         while octet - lane < count:
-            load_weight(W, octet, count, first, tile * tile_n % rows + group, tall_part if weight_first else wide_part)
-            T.cuda.warp_sync()
-            load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
+            if guessed[0] == 0:
+                load_weight(
+                    W, octet, count, first, tile * tile_n % rows + group, tall_part if weight_first else wide_part)
+                T.cuda.warp_sync()
+                load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
+            guessed[0] = 0
             octet = octet + chunk * spread
-            load_columns(D, octet, count, first, columns)
+            load_columns(fetch, D, octet, count, first, columns)
             T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
 
@@ -350,7 +395,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 tensor_core = Template(
     name="tensor_core",
-    version=2,
+    version=3,
     operator="bsr_matmul",
     kind="cuda",
     summary="16-bit blocks on tensor cores, operands straight from global memory, warps and clusters share rows",
