@@ -301,12 +301,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for d in T.unroll(depth):
                 columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
             await_previous()
-            # The first lane's octet decides for the warp: all of it is needed for an instruction.
-            if octet - lane < ends[1]:
-                load_weight(
-                    W, octet, ends[1], ends[0], tile * tile_n % rows + group, tall_part if weight_first else wide_part)
-                T.cuda.warp_sync()
-                load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
+            # By all lanes, also where the row is taken to end before: they may have read different ends.
+            load_weight(
+                W, octet, ends[1], ends[0], tile * tile_n % rows + group, tall_part if weight_first else wide_part)
+            T.cuda.warp_sync()
+            load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
             compare(D, P, tile, octet, ends, columns, again, columns_again, guessed)
         first: T.int32 = ends[0]
         count: T.int32 = ends[1]
@@ -316,6 +315,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if count > chunk:
                 cluster_arrive()
 
+        # The first lane's octet decides for the warp: all of it is needed for an instruction.
         while octet - lane < count:
             if guessed[0] == 0:
                 load_weight(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from contenders import built
 from reproduction import provenance
 
 from tvm_sparse import peers
@@ -130,19 +131,20 @@ def main(
             writer.writerow(COLUMNS)
         wrong = 0
         last = None
-        for number, problem in enumerate(problems, start=1):
-            typer.echo(f"\n[{number}/{len(problems)}] {label(problem)}")
-            try:
-                last = peers.compare(problem, where, seed=seed, rotated=rotated)
-            except Mismatch as error:
-                wrong += 1
-                typer.echo(f"error: our own result is wrong: {error}", err=True)
-                continue
-            typer.echo(f"kernel: {last.kernel} ({last.how})")
-            console().print(comparison_table(last))
-            if file and writer:
-                writer.writerows(rows(last))
-                file.flush()  # what is measured is kept, whatever happens to the rest
+        with built([(problem, (), ()) for problem in problems], where):
+            for number, problem in enumerate(problems, start=1):
+                typer.echo(f"\n[{number}/{len(problems)}] {label(problem)}")
+                try:
+                    last = peers.compare(problem, where, seed=seed, rotated=rotated)
+                except Mismatch as error:
+                    wrong += 1
+                    typer.echo(f"error: our own result is wrong: {error}", err=True)
+                    continue
+                typer.echo(f"kernel: {last.kernel} ({last.how})")
+                console().print(comparison_table(last))
+                if file and writer:
+                    writer.writerows(rows(last))
+                    file.flush()  # what is measured is kept, whatever happens to the rest
         if last:
             typer.echo("\n".join(notes(last)[1:]))
         if file:

@@ -528,6 +528,84 @@ def test_async_copy_needs_its_wait(wait):
     assert np.array_equal(y, x[::-1]) == wait
 
 
+# ---- launches that overlap the kernel before ---------------------------------------------------
+
+
+def overlapping(early, blocks=6, attributes=("tirx.use_programtic_dependent_launch",)):
+    """Y = X[0] for all threads, read before `griddepcontrol.wait` or behind it, by a load or a copy."""
+
+    @T.prim_func
+    def func(X: T.Buffer((4,), "float32"), Y: T.Buffer((blocks, 64), "float32")):
+        T.func_attr({"tirx.kernel_launch_params": list(attributes)})
+        T.device_entry()
+        b = T.cta_id([blocks])
+        t = T.thread_id([64])
+        s = T.alloc_shared([64, 4], "float32")
+        x = T.alloc_local([1], "float32")
+        if early == "load":
+            T.ptx.ld.global_.f32(x[0], X.ptr_to([0]))
+        if early == "copy":
+            T.ptx.cp.async_.cg.shared.global_(s.ptr_to([t, 0]), X.ptr_to([0]), 16)
+            T.ptx.cp.async_.commit_group()
+        if early == "store":
+            Y[b, t] = T.float32(1)
+        T.ptx.griddepcontrol.launch_dependents()
+        T.ptx.griddepcontrol.wait()
+        if early == "copy":
+            T.ptx.cp.async_.wait_group(0)
+            x[0] = s[t, 0]
+        if early != "load" and early != "copy":
+            T.ptx.ld.global_.f32(x[0], X.ptr_to([0]))
+        if early != "store":
+            Y[b, t] = x[0]
+
+    return func
+
+
+def run_stale(func, seed=0, blocks=6):
+    x, y = np.full(4, 1, "float32"), np.full((blocks, 64), 2, "float32")
+    run_tirx(func, [x, y], seed=seed, stale={0: np.full(4, 9, "float32"), 1: np.full((blocks, 64), 3, "float32")})
+    assert (x == 1).all()
+    return y
+
+
+@pytest.mark.parametrize("early", ["load", "copy"])
+def test_what_is_read_before_the_wait_is_stale_for_some_threads(early):
+    results = np.concatenate([run_stale(overlapping(early), seed) for seed in range(4)])
+    assert {*results.flat} == {1, 9}
+    stale = results == 9
+    assert stale.all(1).any()  # a whole block,
+    warps = stale.reshape(-1, 32)
+    assert (warps.any(1) & ~warps.all(1)).any()  # some lanes of a warp,
+    whole = warps.all(1).reshape(-1, 2)
+    assert (whole.any(1) & ~stale.all(1)).any()  # a warp and not its neighbour
+
+
+def test_what_is_written_before_the_wait_is_lost_where_the_kernel_before_writes_too():
+    results = np.concatenate([run_stale(overlapping("store"), seed) for seed in range(4)])
+    assert {*results.flat} == {1, 2}
+
+
+def test_what_is_read_behind_the_wait_is_not_stale():
+    for seed in range(4):
+        assert (run_stale(overlapping(None), seed) == 1).all()
+
+
+def test_nothing_is_stale_where_launches_do_not_overlap():
+    """Nor where no stale contents are given; launching dependents has no effect either way."""
+    assert (run_stale(overlapping("load", attributes=())) == 1).all()
+    x, y = np.full(4, 1, "float32"), np.full((6, 64), 2, "float32")
+    run_tirx(overlapping("load"), [x, y])
+    assert (y == 1).all()
+
+
+def test_stale_contents_are_of_the_array():
+    args = [np.zeros(4, "float32"), np.zeros((6, 64), "float32")]
+    for stale in (np.zeros(5, "float32"), np.zeros(4, "int32")):
+        with pytest.raises(ValueError, match=r"argument 0 is float32\(4,\), its stale contents are"):
+            run_tirx(overlapping(None), args, stale={0: stale})
+
+
 @pytest.mark.parametrize("how", ["some", "exit"])
 def test_divergent_barrier(how):
     with pytest.raises(EmulationError, match=r"func_kernel: divergent barrier.*(\n.*)*thread \("):

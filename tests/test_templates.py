@@ -380,10 +380,14 @@ def test_threads_as_loops_catch_a_schedule_that_forgets_to_initialise(template: 
 # ---- thread by thread ----------------------------------------------------------------------------
 
 
-def emulated(program: Program, seed: int) -> Callable[[Sequence[Any]], None]:
+Stale = Callable[[Sequence[Any]], dict[int, np.ndarray]]
+
+
+def emulated(program: Program, seed: int, stale: Stale | None = None) -> Callable[[Sequence[Any]], None]:
     def call(arguments: Sequence[Any]) -> None:
+        before = stale(arguments) if stale else None
         try:
-            run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
+            run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=before)
         except NotImplementedError as error:
             if "cluster" in str(error):
                 pytest.skip(f"{error}: checked on a GPU only (test_gpu.py)")
@@ -445,6 +449,81 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
         emulated(program, seed)([*inputs, *outputs])
         results.append(outputs[0].tobytes())
     assert results[0] == results[1]
+
+
+# A problem for each operator whose templates have launches that overlap the kernel before.
+OVERLAPPED = {
+    "softmax_topk": "softmax_topk/batch=2,vocab=6001,k=20,dtype=float16,bias=1,ids=3",
+    "bsr_matmul": "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,bias=1,activation=silu",
+    "nhot_lookup": "nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",
+}
+
+
+def overlapping() -> list[Template]:
+    chosen = {t.name: t for t, p in cases("cuda") if 1 in t.space(p, SM90).get("early", ())}
+    return list(chosen.values())
+
+
+def garbage(array: np.ndarray, seed: int) -> np.ndarray:
+    """NaN, or integers of which half lie around the sizes that occur here and half anywhere."""
+    if array.dtype.kind != "i":
+        return np.full_like(array, np.nan)
+    rng, most = np.random.default_rng(seed), np.iinfo(array.dtype)
+    anywhere = rng.integers(most.min, most.max, array.shape, array.dtype, endpoint=True)
+    return np.where(rng.random(array.shape) < 0.5, anywhere, rng.integers(-100, 1000, array.shape, array.dtype))
+
+
+def all_garbage(arguments: Sequence[Any]) -> dict[int, np.ndarray]:
+    return {i: garbage(a, i) for i, a in enumerate(arguments) if isinstance(a, np.ndarray)}
+
+
+@pytest.mark.parametrize("template", overlapping(), ids=case_id)
+def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(template: Template) -> None:
+    """All arrays hold garbage for threads that read before they await that kernel, and lose what these write."""
+    problem = parse(OVERLAPPED[template.operator])
+    point = {**template.default(problem, SM90), "early": 1}
+    assert template.point(problem, SM90, point) is None
+    program = template.build(problem, point)
+    for seed, structure in enumerate(problem.structures):
+        verify(problem, structure, seed, emulated(program, seed, all_garbage), workspaces(program, problem))
+
+
+def with_one_other(array: np.ndarray, place: int) -> np.ndarray:
+    other = array.copy()
+    other[place : place + 1] ^= 1
+    return other
+
+
+# What a row's columns (argument 2) and ends (argument 3) are taken to be, by what is wrong with it.
+WRONG: dict[str, Callable[[np.ndarray, np.ndarray], dict[int, np.ndarray]]] = {
+    "one column": lambda indices, indptr: {2: with_one_other(indices, indices.size // 3)},
+    "one end, and the next row's begin": lambda indices, indptr: {3: with_one_other(indptr, indptr.size // 2)},
+    "all columns": lambda indices, indptr: {2: garbage(indices, 0)},
+    "all ends": lambda indices, indptr: {3: garbage(indptr, 0)},
+    "both": lambda indices, indptr: {2: garbage(indices, 1), 3: garbage(indptr, 1)},
+    "no blocks": lambda indices, indptr: {3: np.zeros_like(indptr)},
+    # As many blocks in the same columns, but not the same blocks.
+    "begins alone": lambda indices, indptr: {2: np.roll(indices, 1), 3: indptr + 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "decisions"),
+    [
+        ("m=3,k=1024,n=48,block=8,dtype=float16,bias=1", {"tile_m": 16, "split": 2, "depth": 1, "spread": 8}),
+        ("m=5,k=512,n=64,block=16,dtype=bfloat16", {"tile_m": 8, "split": 4, "depth": 2, "spread": 2}),
+        ("m=40,k=240,n=48,block=8x24,dtype=float16", {"tile_m": 32, "split": 1, "warps_m": 2}),
+    ],
+    ids=["8-blocks", "2-blocks", "1-warp"],
+)
+def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int]) -> None:
+    """Whichever part of them is wrong, for all lanes of a warp or for some, in rows that blocks of threads share too."""
+    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), schedules.find("tensor_core")
+    point = {**template.default(problem, SM90), **decisions, "early": 1}
+    assert template.point(problem, SM90, point) is None
+    program = template.build(problem, point)
+    for (seed, wrong), structure in itertools.product(enumerate(WRONG.values()), problem.structures):
+        verify(problem, structure, seed, emulated(program, seed, lambda arguments, wrong=wrong: wrong(*arguments[2:4])))
 
 
 def test_thread_by_thread_catches_a_missing_barrier() -> None:

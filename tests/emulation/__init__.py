@@ -11,10 +11,12 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
 * barriers and warp collectives which not all participants reach;
 * blocks which exit while others of their cluster may access their shared memory;
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
-* reads of shared memory and workspaces before anything was written (they hold NaN or -1).
+* reads of shared memory and workspaces before anything was written (they hold NaN or -1);
+* in a launch that overlaps the kernel before, use of what was read ahead of `griddepcontrol.wait`
+  (`stale` contents of arrays, which some threads find and others no longer).
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
-barrier orders what a release would), contraction of a * b + c to
+barrier orders what a release would) and caches that are behind memory, contraction of a * b + c to
 fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and the rounding
 in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through
 global memory between blocks show only as different results under different seeds.
@@ -32,7 +34,7 @@ import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +63,9 @@ DIMS = ["blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", 
 CLUSTER_DIMS = ["clusterCtaIdx.x", "clusterCtaIdx.y", "clusterCtaIdx.z"]
 DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
 COOPERATIVE = "tirx.use_cooperative_launch"
-# Programmatic dependent launch: kernels run one after another here, which it permits.
-FLAGS = {COOPERATIVE, "tirx.use_programtic_dependent_launch"}
+# Programmatic dependent launch: kernels run one after another here, which it permits; `stale` is for the rest.
+OVERLAPPING = "tirx.use_programtic_dependent_launch"
+FLAGS = {COOPERATIVE, OVERLAPPING}
 
 
 class EmulationError(RuntimeError):
@@ -87,6 +90,7 @@ def run_on_cpu(
     seed: int = 0,
     timeout: float = 60,
     check_races: bool = True,
+    stale: Mapping[int, np.ndarray] | None = None,
 ) -> None:
     """Build `mod` for CUDA and run its host function with the kernels emulated.
 
@@ -101,11 +105,16 @@ def run_on_cpu(
     timeout : seconds for the run, the build not counted.
     check_races : also report races which did no harm in this order. Switch it off only for code
         that synchronises threads of a block by other means than barriers and warp collectives.
+    stale : what arrays hold while the kernel before still runs, by their place in `args`; it then
+        writes what they hold in `args`, outputs included. It is done at a moment drawn from `seed`,
+        before any `griddepcontrol.wait` returns. Only for the first kernel, and only if that is
+        launched to overlap (programmatic dependent launch).
 
     Raises
     ------
     EmulationError : a kernel misbehaved; the message says which, where and in which thread.
     NotImplementedError : the kernel uses what is not emulated (TMA, mbarrier, wgmma...).
+    ValueError : an array is not C-contiguous, or its stale contents are of another shape or dtype.
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
     host, device, target = _lower(mod, target, pipeline)
@@ -121,6 +130,8 @@ def run_on_cpu(
         library.write_bytes(_compiled(source, tuple(kernels)))
         runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
         placed = [_GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)]
+        for i, before in (stale or {}).items():
+            placed[i].hold_until_awaited(before)
         arrays = [a for a in args if isinstance(a, np.ndarray)]
         copies = [p for p in placed if isinstance(p, _GuardedArray)]
         error = _run_in_child(library, runtime, entry, kernels, placed, seed, timeout, check_races)
@@ -396,7 +407,7 @@ BITS = {
 # Ordering is stronger here than anything these ask for.
 NO_EFFECT = re.compile(
     r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*|prefetch(u)?\..*"
-    r"|griddepcontrol\.(wait|launch_dependents)"
+    r"|griddepcontrol\.launch_dependents"
 )
 
 
@@ -530,6 +541,8 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return "__trap();"
     if opcode in BITS:
         return _set(ops[0], BITS[opcode].format(*ops[1:]))
+    if opcode == "griddepcontrol.wait":
+        return "cuda_on_cpu::await_previous();"
     if NO_EFFECT.fullmatch(opcode):
         return "cuda_on_cpu::yield_point();"
     modifiers = {"rn", "ftz", "approx", "full", parts[-1]}
@@ -568,6 +581,13 @@ class _GuardedArray:
         self.guards = [self.address - self._start, self.address - self._start + (pages + 1) * PAGE]
         self.array = self._inside.view(array.dtype).reshape(array.shape)
         self.array[...] = array
+        self.stale: np.ndarray | None = None
+
+    def hold_until_awaited(self, stale: np.ndarray) -> None:
+        if (stale.shape, stale.dtype) != (self.array.shape, self.array.dtype):
+            raise ValueError(f"{self.name} is {self.array.dtype}{self.array.shape}, its stale contents are "
+                             f"{stale.dtype}{stale.shape}")  # fmt: skip
+        self.stale = np.ascontiguousarray(stale)
 
     @property
     def _inside(self) -> np.ndarray:
@@ -640,12 +660,15 @@ def _child(
         ctypes.c_int, ctypes.c_uint64, ctypes.c_bool, ctypes.c_double,
     ]  # fmt: skip
     lib.cuda_on_cpu_region.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    lib.cuda_on_cpu_stale.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     lib.cuda_on_cpu_init(error_fd, seed, check_races, timeout)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for arg in args:
         if isinstance(arg, _GuardedArray):
             lib.cuda_on_cpu_region(arg.address, arg.nbytes, arg.name.encode())
+            if arg.stale is not None:
+                lib.cuda_on_cpu_stale(arg.address, arg.stale.ctypes.data, arg.nbytes)
             for guard in arg.guards:
                 libc.mprotect(guard, PAGE, 0)
     tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
@@ -679,7 +702,7 @@ def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> object:
             kernel.name.encode(),
             ctypes.cast(lib[f"emulated_{kernel.name}"], ctypes.c_void_p),
             pointers, dims, ctypes.c_size_t(sizes.get(DYNAMIC_SHARED, 0)),
-            COOPERATIVE in kernel.launch_params,
+            COOPERATIVE in kernel.launch_params, OVERLAPPING in kernel.launch_params,
         )  # fmt: skip
 
     return launch

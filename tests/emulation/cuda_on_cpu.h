@@ -126,6 +126,12 @@ struct Region {
   Block* owner;  // of shared memory
 };
 
+// An array that the kernel before writes: what it holds until that is done, and then.
+struct Stale {
+  char* array;
+  std::vector<char> before, after;
+};
+
 struct PendingWrite {
   char* address = nullptr;
   size_t size;
@@ -153,6 +159,8 @@ struct Machine {
   uint32_t launch = 0;
   std::vector<Region> regions;
   PendingWrite pending;
+  std::vector<Stale> stale;
+  size_t unfinished = 0;  // how often threads still find the kernel before at work; 0 when it is done
 };
 extern Machine machine;
 
@@ -161,6 +169,7 @@ constexpr size_t kStack = 64 << 10, kPage = 4096;
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 void suspend();
 void yield_point(bool always = false);
+void await_previous();
 Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value);
 int block_barrier(const char* op, int line, int id, int count, bool predicate, bool wait = true);
 void grid_barrier(int line);
@@ -281,11 +290,18 @@ void yield_point(bool always) {
   suspend();
 }
 
+static void finish_copy(const Thread::Copy& c) {
+  memcpy(c.dst, c.src, c.filled);
+  memset((char*)c.dst + c.filled, 0, c.size - c.filled);
+}
+
 void copy_async(void* dst, const void* src, int size, int filled) {
   if (uintptr_t(dst) % size || uintptr_t(src) % size) fail("misaligned cp.async of %d bytes", size);
   check_address(dst, size);
   if (filled) check_address(src, filled);
-  self().copies.push_back({dst, src, size_t(size), size_t(filled), self().group});
+  Thread::Copy copy{dst, src, size_t(size), size_t(filled), self().group};
+  if (machine.unfinished) return finish_copy(copy);  // may well be done before the kernel before is
+  self().copies.push_back(copy);
 }
 
 // Copies of the groups but the newest are done now, not before: a missing wait reads old data.
@@ -294,13 +310,42 @@ void wait_copies(int pending_groups) {
   size_t kept = 0;
   for (auto& c : t->copies) {
     if (c.group < t->group - pending_groups) {
-      memcpy(c.dst, c.src, c.filled);
-      memset((char*)c.dst + c.filled, 0, c.size - c.filled);
+      finish_copy(c);
     } else {
       t->copies[kept++] = c;
     }
   }
   t->copies.resize(kept);
+}
+
+// ---- the kernel before, which an overlapping launch does not wait for ------------------------
+
+// Every set of resident blocks starts while it runs, as if all blocks of the grid had started at
+// once. In half of the cases it is done when all of their threads have come to the wait, else when
+// some of them have: these, any lanes of any warps, have read what was there before, the others not.
+static void begin_previous(size_t threads) {
+  for (Stale& s : machine.stale) memcpy(s.array, s.before.data(), s.before.size());
+  if (!machine.stale.empty()) machine.unfinished = 1 + random_number() % (2 * threads);
+}
+
+static void end_previous() {
+  finish_pending_write();
+  for (Stale& s : machine.stale) memcpy(s.array, s.after.data(), s.after.size());
+  machine.unfinished = 0;
+}
+
+// What the blocks themselves wrote is to be there beside the next ones too.
+static void keep_written() {
+  for (Stale& s : machine.stale) s.after.assign(s.array, s.array + s.after.size());
+}
+
+void await_previous() {
+  while (machine.unfinished > 1) {
+    machine.unfinished--;
+    yield_point(true);
+  }
+  if (machine.unfinished) end_previous();
+  yield_point();
 }
 
 void thread_main() {
@@ -766,6 +811,11 @@ void cuda_on_cpu_region(void* begin, size_t size, const char* name) {
   cuda_on_cpu::add_region((char*)begin, size, name);
 }
 
+// Until the kernel before is done, `array` holds the bytes at `before`.
+void cuda_on_cpu_stale(char* array, const char* before, size_t size) {
+  cuda_on_cpu::machine.stale.push_back({array, {before, before + size}, {array, array + size}});
+}
+
 // Global workspaces between the kernels of one host function.
 void* cuda_on_cpu_alloc(size_t size) {
   char* p = cuda_on_cpu::guarded(size, "a workspace");
@@ -774,7 +824,7 @@ void* cuda_on_cpu_alloc(size_t size) {
 }
 
 void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const unsigned* dims,
-                     size_t dynamic_shared, bool cooperative) {
+                     size_t dynamic_shared, bool cooperative, bool overlapping) {
   using namespace cuda_on_cpu;
   Machine& m = machine;
   m.kernel = name, m.body = body, m.args = args;
@@ -806,6 +856,7 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
     size_t j = random_number() % (i + 1);
     order[i] = order[j], order[j] = i;
   }
+  if (!overlapping) m.stale.clear();
   std::vector<Block> resident(slots);
   for (size_t next = 0; next < blocks; next += slots) {
     m.blocks.clear();
@@ -814,8 +865,12 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
       prepare(resident[s], order[(next + s) / cluster], (next + s) % cluster, s);
       m.blocks.push_back(&resident[s]);
     }
+    begin_previous(slots * threads);
     run_resident_blocks();
+    if (m.unfinished) end_previous();  // none of them has waited
+    keep_written();
   }
+  m.stale.clear();  // the kernels behind start when this one has waited
   // Shared memory is left mapped; its regions are not.
   m.regions.erase(std::remove_if(m.regions.begin(), m.regions.end(),
                                  [](const Region& r) { return r.owner; }), m.regions.end());
