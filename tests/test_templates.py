@@ -517,7 +517,7 @@ WRONG: dict[str, Callable[[np.ndarray, np.ndarray], dict[int, np.ndarray]]] = {
     ids=["8-blocks", "2-blocks", "1-warp"],
 )
 def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int]) -> None:
-    """Whichever part of them is wrong, for all lanes of a warp or for some, in rows that blocks of threads share too."""
+    """Whatever is wrong with them, for all lanes of a warp or for some, also in rows that blocks of threads share."""
     problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), schedules.find("tensor_core")
     point = {**template.default(problem, SM90), **decisions, "early": 1}
     assert template.point(problem, SM90, point) is None

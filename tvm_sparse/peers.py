@@ -89,6 +89,7 @@ class Comparison:
     how: str  # our kernel was chosen: one of `runtime.dispatch.HOW`
     kernel: str  # the candidate that it is
     threads: str  # of the CPU's libraries
+    rotated: bool = False  # inputs, past the GPU's L2 cache
 
     @property
     def ours(self) -> Timing:
@@ -519,6 +520,7 @@ def compare(
         explained.how,
         explained.candidate,
         _threads(device),
+        rotated,
     )
 
 

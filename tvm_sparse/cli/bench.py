@@ -79,7 +79,8 @@ def notes(result: Comparison) -> list[str]:
     bytes_ = result.problem.cost().bytes
     lines = [f"GB/s counts compulsory bytes: {bytes_:,} a call, each input read and each output written once."]
     if result.machine.device == "cuda":
-        lines.append("Hot: inputs are not rotated, and what fits into the L2 cache (about 50 MB) is read from there.")
+        hot = "Hot: inputs are not rotated, and what fits into the L2 cache (about 50 MB) is read from there."
+        lines.append("Every call has other copies of the inputs, and reads memory." if result.rotated else hot)
         lines.append("graph: replays of a CUDA graph of 10-50 calls, timed by events, median of 30 rounds in turn.")
         host = "of our public function costs the host"
     else:
