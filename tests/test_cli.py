@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tvm_sparse import machine, schedules
+from tvm_sparse import machine, peers, schedules
 from tvm_sparse.cli import doctor, shapes
 from tvm_sparse.cli.app import app
 from tvm_sparse.operators import ProblemError, parse
@@ -242,9 +242,15 @@ def test_bench_checks_and_compares(tuned: tuple[Path, str], tmp_path: Path) -> N
     assert all(t["correct"] or "absent" in t["note"] or "not available" in t["note"] for t in others)
 
 
-def test_a_peer_that_is_wrong_has_no_time() -> None:
-    from tvm_sparse import peers
+def test_a_comparison_takes_a_structure_and_names_one_that_is_unknown() -> None:
+    problem = parse("softmax_topk/batch=3,vocab=500,k=4")
+    result = peers.compare(problem, machine.cpu(), structure="constant", peers=(), host=False)
+    assert result.ours.correct and result.best_peer is None and not result.rotated
+    with pytest.raises(ProblemError, match="structure: got 'sorted'"):
+        peers.compare(problem, machine.cpu(), structure="sorted", peers=())
 
+
+def test_a_peer_that_is_wrong_has_no_time() -> None:
     problem = parse("softmax_topk/batch=2,vocab=50,k=2")
     inputs = problem.generate(0)
     sample = peers._Sample(problem, inputs)

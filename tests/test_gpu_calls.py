@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import tvm_sparse
-from tvm_sparse import functional, machine
+from tvm_sparse import functional, machine, peers
 from tvm_sparse.operators import BsrMatmul, LogSumExp, NhotLookup, Problem, Softmax, SoftmaxTopk, parse
 from tvm_sparse.operators.problem import FLOATS
 from tvm_sparse.runtime.dispatch import Dispatcher
@@ -574,3 +574,12 @@ def test_host_time_of_a_call(name: str, capsys: pytest.CaptureFixture[str]) -> N
         check(static, result)
     with capsys.disabled():
         print(f"\n{name}: host time of a call {times['new']:.1f} us, with out= {times['out']:.1f} us")
+
+
+def test_rotated_inputs_are_compared() -> None:
+    problem = parse("bsr_matmul/m=4,k=4096,n=4096,block=16,sparsity=0.75")
+    gpu = machine.gpu()
+    assert gpu is not None
+    hot, cold = (peers.compare(problem, gpu, peers=(), host=False, rotated=rotated) for rotated in (False, True))
+    assert hot.ours.correct and cold.ours.correct and cold.rotated and not hot.rotated
+    assert cold.ours.median and hot.ours.median
