@@ -215,8 +215,8 @@ def _device_source(device: tvm.IRModule, target: tvm.target.Target) -> str:
     return built.inspect_source("cuda")
 
 
-def _keep_text(code: str, *_: object) -> str:
-    return code
+def _keep_text(code: str, *_: object) -> bytes:
+    return code.encode()  # once TVM's CUDA runtime is loaded, it takes nothing else
 
 
 @functools.lru_cache(maxsize=8)
