@@ -126,7 +126,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .epilogue import finish
     from .overlap import await_previous, overlapping
-    from .words import load_words, value_in
+    from .words import load_words, read_element, value_in
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -288,7 +288,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 if rank == 0:
                     if biased:
                         Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
-                            total[0], B[row * rows + (o * threads + t) % rows], activation, dtype)
+                            total[0], read_element(dtype, B.ptr_to([row * rows + (o * threads + t) % rows])),
+                            activation, dtype)
                     else:
                         Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
                             total[0], None, activation, dtype)

@@ -142,6 +142,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .epilogue import finish
     from .overlap import await_previous, overlapping
+    from .words import read_element
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
@@ -243,7 +244,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.inline
     def store(Y, B, row, column, value):
         if biased:
-            Y[row, column] = finish(value, B[column], activation, dtype)
+            Y[row, column] = finish(value, read_element(dtype, B.ptr_to([column])), activation, dtype)
         else:
             Y[row, column] = finish(value, None, activation, dtype)
 
@@ -324,7 +325,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
             guessed[0] = 0
             octet = octet + chunk * spread
-            load_columns(fetch, D, octet, count, first, columns)
+            load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)
             T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
 

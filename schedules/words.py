@@ -45,3 +45,12 @@ def load_words(size, w, at, small, place):
     else:
         T.ptx.ld.global_.u16(small[0], place)
         w[at] = T.Cast("uint32", small[0])
+
+
+def read_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The float32 of the element at an address of global memory, not declared read-only, as `load_words`."""
+    kind = "unsigned int" if dtype == "float32" else "unsigned short"
+    source = (
+        f"__device__ __forceinline__ unsigned int element_word(const void* p) {{ return *(const volatile {kind}*)p; }}"
+    )
+    return value_in(dtype, T.cuda.func_call("element_word", place, source_code=source, return_type="uint32"), 0)
