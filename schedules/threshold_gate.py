@@ -223,7 +223,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         order_bits,
     )
     from .topk import write_given, write_value
-    from .words import load_words, per_word, value_in
+    from .words import per_word, read_element, value_in
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
     with_bias, early = bool(problem.bias), bool(decisions["early"])
@@ -250,6 +250,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     select_pivot, keep_selected = device.select_pivot, device.keep_selected
     place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
     rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
+
+    def element(X, B, row, column):
+        """As `topk.element_of`, but not by the read-only path."""
+        logit = read_element(dtype, X.ptr_to([row, column]))
+        return logit + read_element("float32", B.ptr_to([column])) if with_bias else logit
 
     def key_in(keys, extra, row, i):
         return keys[i]
@@ -320,14 +325,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 raw[u * 4 + v] = ring[(((i % stages) * vectors + u) * threads + t) * 4 + v]
 
     @T.inline
-    def convert_tile(B, start, end, t, at, raw, plain, x):
+    def convert_tile(B, start, end, t, at, raw, x):
         """The elements of a tile, -inf for what is not of this block's share."""
         for e in T.unroll(held):
             x[e] = value_in(dtype, raw[e // parts], e % parts)
         if with_bias:
             for e in T.unroll(held):
-                T.ptx.ld.global_.f32(plain[0], B.ptr_to([T.max(T.min(column_of(at, e), vocab - 1), 0)]))
-                x[e] = x[e] + plain[0]
+                x[e] = x[e] + read_element("float32", B.ptr_to([T.max(T.min(column_of(at, e), vocab - 1), 0)]))
         if not layout.whole:
             if not inside(t, at, start, end):
                 for e in T.unroll(held):
@@ -432,22 +436,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     ring[(((i % stages) * vectors + spot[0] // width) * threads + t) * 4 + spot[0] % width // parts],
                     spot[0] % parts)
                 if with_bias:
-                    T.ptx.ld.global_.f32(plain[0], B.ptr_to([column_of(at, spot[0])]))
-                    power[0] = power[0] + plain[0]
+                    power[0] = power[0] + read_element("float32", B.ptr_to([column_of(at, spot[0])]))
                 order(power[0], plain, ordered)
                 keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
                 slot[0] = slot[0] + 1
 
     @T.inline
-    def read_element(X, B, row, column, word, small, plain, value):
-        load_words(itemsize, word, 0, small, X.ptr_to([row, column]))
-        value[0] = value_in(dtype, word[0], 0)
-        if with_bias:
-            T.ptx.ld.global_.f32(plain[0], B.ptr_to([column]))
-            value[0] = value[0] + plain[0]
-
-    @T.inline
-    def fill_up(X, B, row, t, keys, size, slot, word, small, plain, value):
+    def fill_up(X, B, row, t, keys, size, slot):
         """One warp appends the row's first elements at minus infinity until there are k keys."""
         lanes = T.alloc_local([1], "uint32")
         has = T.alloc_local([1], "int32")
@@ -455,8 +450,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         while i * 32 < vocab and size[0] < k:
             has[0] = 0
             if i * 32 + t < vocab:
-                read_element(X, B, row, i * 32 + t, word, small, plain, value)
-                if value[0] == -T.infinity("float32"):
+                if element(X, B, row, i * 32 + t) == -T.infinity("float32"):
                     has[0] = 1
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
             slot[0] = size[0] + T.Cast(
@@ -625,7 +619,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         at = T.alloc_local([2], "int32")
         ahead = T.alloc_local([2], "int32")
         barred = T.alloc_local([1], "int32")
-        small = T.alloc_local([1], "uint16")
         wanted = T.alloc_local([1], "int64")
         finer = T.alloc_local([1], "float32")
         reached = T.alloc_local([1], "uint32")
@@ -677,7 +670,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 while i < tiles and called[0] == T.uint32(0):
                     place_tile(i, t, start, at)
                     load_tile(i, t, ring, raw)
-                    convert_tile(B, start, end, t, at, raw, plain, x)
+                    convert_tile(B, start, end, t, at, raw, x)
                     top[0] = largest(x, 0, held)
                     if fresh[0] != 0:
                         if i == 0 and attempt == 0:
@@ -776,7 +769,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if size[0] < k:
             T.cuda.cta_sync()
             if t < 32:
-                fill_up(X, B, row, t, keys, size, slot, bits, small, plain, power)
+                fill_up(X, B, row, t, keys, size, slot)
             T.cuda.cta_sync()
             size[0] = k
         if counted and size[0] <= fits:
@@ -818,10 +811,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 T.ptx.ld.global_.s64(wanted[0], ids.ptr_to([row, i * threads + t]))
                 column: T.int32 = T.Cast("int32", T.max(T.min(wanted[0], T.int64(vocab - 1)), T.int64(0)))
-                read_element(X, B, row, column, bits, small, plain, power)
                 write_given(
                     G, row, i * threads + t, wanted[0], vocab,
-                    (power[0] * factor[0] - reference[0]) * T.float32(LN_2), inverse[0], logarithm[0], log)
+                    (element(X, B, row, column) * factor[0] - reference[0]) * T.float32(LN_2),
+                    inverse[0], logarithm[0], log)
         if split > 1:
             if t < split:
                 T.evaluate(put_int(verdict.ptr_to([0]), t, 1))

@@ -49,8 +49,6 @@ def load_words(size, w, at, small, place):
 
 def read_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
     """The float32 of the element at an address of global memory, not declared read-only, as `load_words`."""
-    kind = "unsigned int" if dtype == "float32" else "unsigned short"
-    source = (
-        f"__device__ __forceinline__ unsigned int element_word(const void* p) {{ return *(const volatile {kind}*)p; }}"
-    )
-    return value_in(dtype, T.cuda.func_call("element_word", place, source_code=source, return_type="uint32"), 0)
+    name, kind = ("word_at", "unsigned int") if dtype == "float32" else ("half_word_at", "unsigned short")
+    source = f"__device__ __forceinline__ unsigned int {name}(const void* p) {{ return *(const volatile {kind}*)p; }}"
+    return value_in(dtype, T.cuda.func_call(name, place, source_code=source, return_type="uint32"), 0)

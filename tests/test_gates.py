@@ -12,7 +12,7 @@ from tvm_sparse.operators import SoftmaxTopk
 from tvm_sparse.schedules.threshold_gate import Layout
 from tvm_sparse.schedules.thresholds import first_threshold
 
-BLOCK = {"threads": 128, "vectors": 1, "stages": 1, "early": 1}
+BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "early": 1}
 CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1}
 
 
