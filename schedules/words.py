@@ -49,6 +49,10 @@ def load_words(size, w, at, small, place):
 
 def read_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
     """The float32 of the element at an address of global memory, not declared read-only, as `load_words`."""
-    name, kind = ("word_at", "unsigned int") if dtype == "float32" else ("half_word_at", "unsigned short")
-    source = f"__device__ __forceinline__ unsigned int {name}(const void* p) {{ return *(const volatile {kind}*)p; }}"
+    name, kind, register = ("word_at", "u32", "=r") if dtype == "float32" else ("half_word_at", "u16", "=h")
+    held = {"u32": "unsigned int", "u16": "unsigned short"}[kind]
+    source = (
+        f"__device__ __forceinline__ unsigned int {name}(const void* p) {{ {held} w;"
+        f' asm volatile("ld.global.{kind} %0, [%1];" : "{register}"(w) : "l"(p) : "memory"); return w; }}'
+    )
     return value_in(dtype, T.cuda.func_call(name, place, source_code=source, return_type="uint32"), 0)
