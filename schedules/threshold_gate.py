@@ -21,6 +21,10 @@ where that fails (many equal values) by radix selection and a bitonic sort.
 `threshold_gate` gives a row to a block, which may be a single warp. `cluster_gate` gives it to a cluster of blocks, for
 batches too small to fill the card with one block a row: each scans a part and pushes its (m, d) and survivors into the
 first one's shared memory, so that there is one launch and no workspace.
+
+Of a row in order the sample's values lie far apart, and the threshold may be far below the k-th largest element: then a
+higher one is taken, which whole warps of the sample reach. Of elements that equal the threshold only those up to a
+column pass. Where the machine can, launches overlap the end of the kernel before (`early`).
 """
 
 from __future__ import annotations
