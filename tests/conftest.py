@@ -1,10 +1,17 @@
-"""What all tests share: GPU tests are skipped, with the reason, on a machine without one."""
+"""What all tests share: Ctrl-C works, and GPU tests are skipped, with the reason, on a machine without one."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
 from tvm_sparse import machine
+
+
+# A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
