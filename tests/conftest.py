@@ -8,7 +8,6 @@ import pytest
 
 from tvm_sparse import machine
 
-
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
