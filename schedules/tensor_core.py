@@ -227,6 +227,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     part[d * (tile_m // 2) + e] = T.uint32(0)
 
     @T.inline
+    def load_operands(W, X, octet, count, first, row, lane_rows, columns, tall_part, wide_part):
+        """Both operands of all steps in hand, the weight's first."""
+        load_weight(W, octet, count, first, row, tall_part if weight_first else wide_part)
+        T.cuda.warp_sync()
+        load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
+
+    @T.inline
     def multiply(sums, tall_part, wide_part):
         """Two instructions a step for each pair of fragments: the halves of the octets."""
         for d in T.unroll(depth):
@@ -303,10 +310,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
             await_previous()
             # By all lanes, also where the row is taken to end before: they may have read different ends.
-            load_weight(
-                W, octet, ends[1], ends[0], tile * tile_n % rows + group, tall_part if weight_first else wide_part)
-            T.cuda.warp_sync()
-            load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
+            load_operands(
+                W, X, octet, ends[1], ends[0], tile * tile_n % rows + group, lane_rows, columns, tall_part, wide_part)
             compare(D, P, tile, octet, ends, columns, again, columns_again, guessed)
         first: T.int32 = ends[0]
         count: T.int32 = ends[1]
@@ -319,10 +324,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         # The first lane's octet decides for the warp: all of it is needed for an instruction.
         while octet - lane < count:
             if guessed[0] == 0:
-                load_weight(
-                    W, octet, count, first, tile * tile_n % rows + group, tall_part if weight_first else wide_part)
-                T.cuda.warp_sync()
-                load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
+                load_operands(
+                    W, X, octet, count, first, tile * tile_n % rows + group, lane_rows, columns, tall_part, wide_part)
             guessed[0] = 0
             octet = octet + chunk * spread
             load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)

@@ -9,7 +9,7 @@ Threshold and reference of the exponentials come from the first tile, which is a
 vectors are spread over it. `first_threshold` tells which value of the sample to take for a threshold, so that
 little more than k elements survive; the sample's maximum is the reference in the place of the running maximum of
 Algorithm 3, which leaves a sum without rescaling. The row is read a second time, with no threshold and its true
-maximum, if fewer than k survive (once in ten thousand rows in random order) or the sum overflows (elements that exceed
+maximum, if fewer than k survive (`thresholds.MISS` of rows in random order) or the sum overflows (elements that exceed
 the sample's maximum by 88 and more). If far more survive, a warp that finds the buffer nearly full calls all others to
 a compaction, in which radix selection cuts it to k and raises the threshold. A threshold is a key, value and index
 together, so that rows of equal elements pass it no more often than others; the value alone decides in all but a few
@@ -226,11 +226,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         order,
         order_bits,
     )
-    from .topk import write_given, write_value
+    from .topk import element_of, write_given, write_value
     from .words import per_word, read_element, value_in
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
     with_bias, early = bool(problem.bias), bool(decisions["early"])
+    element = element_of(problem, overlapped=True)
     layout = Layout(problem, decisions)
     threads, warps, vectors, width, stages = layout.threads, layout.warps, layout.vectors, layout.width, layout.stages
     held, tiles, share, split, aligned = layout.held, layout.tiles, layout.share, layout.split, layout.aligned
@@ -254,11 +255,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     select_pivot, keep_selected = device.select_pivot, device.keep_selected
     place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
     rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
-
-    def element(X, B, row, column):
-        """As `topk.element_of`, but not by the read-only path."""
-        logit = read_element(dtype, X.ptr_to([row, column]))
-        return logit + read_element("float32", B.ptr_to([column])) if with_bias else logit
 
     def key_in(keys, extra, row, i):
         return keys[i]

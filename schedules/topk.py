@@ -14,13 +14,21 @@ from tvm.script import tirx as T
 
 from tvm_sparse.operators.softmax_topk import SoftmaxTopk
 
+from .words import read_element
 
-def element_of(problem: SoftmaxTopk) -> Callable[..., tirx.PrimExpr]:
-    """The function (logits, bias, row, column) -> the element, for use in a TVMScript kernel of this problem."""
+
+def element_of(problem: SoftmaxTopk, overlapped: bool = False) -> Callable[..., tirx.PrimExpr]:
+    """The function (logits, bias, row, column) -> the element, for use in a TVMScript kernel of this problem.
+
+    `overlapped`: in a CUDA kernel whose launch may overlap the one before, see `overlap`.
+    """
+
+    def read(array: Any, dtype: str, *place: Any) -> tirx.PrimExpr:
+        return read_element(dtype, array.ptr_to(list(place))) if overlapped else T.Cast("float32", array[place])
 
     def element(X: Any, B: Any, row: Any, column: Any) -> tirx.PrimExpr:
-        logit = T.Cast("float32", X[row, column])
-        return logit + B[column] if problem.bias else logit
+        logit = read(X, problem.dtype, row, column)
+        return logit + read(B, "float32", column) if problem.bias else logit
 
     return element
 
