@@ -84,7 +84,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .overlap import await_previous, overlapping
     from .selection import FULL_WARP
-    from .words import load_words, per_word, value_in
+    from .words import load_words, per_word, read_element, value_in
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     lanes, vec, loads, split = (decisions[name] for name in ("lanes", "vec", "loads", "split"))
@@ -108,7 +108,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         last[0] = T.min(stop, first[0] + last[0])
 
     @T.inline
-    def fetch(indices, values, at, last, lane, id, column, value, word, small):
+    def fetch(indices, values, at, last, lane, id, column, value):
         """32 ids and values, one a lane; beyond the last entry a value of 0."""
         column[0] = 0
         value[0] = T.float32(0)
@@ -116,8 +116,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             read_index(id[0], indices.ptr_to([at + T.Cast(index, lane)]))
             column[0] = T.Cast("int32", id[0])
             if weighted:
-                load_words(size, word, 0, small, values.ptr_to([at + T.Cast(index, lane)]))
-                value[0] = value_in(dtype, word[0], 0)
+                value[0] = read_element(dtype, values.ptr_to([at + T.Cast(index, lane)]))
 
     @T.inline
     def gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, whole):
@@ -179,7 +178,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         z = T.alloc_local([loads], "int32")
         weight = T.alloc_local([loads], "float32")
         id = T.alloc_local([1], index)
-        word = T.alloc_local([1], "uint32")
         small = T.alloc_local([1], "uint16")
         raw = T.alloc_local([loads * words], "uint32")
         result = T.alloc_local([vec], dtype)
@@ -201,15 +199,15 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             guessed[0] = T.Cast(index, row * each)
             guessed[1] = guessed[0] + T.Cast(index, each)
             share_out(guessed[0], guessed[1], part, first, last)
-            fetch(indices, values, first[0], last, lane, id, column, value, word, small)
+            fetch(indices, values, first[0], last, lane, id, column, value)
             if (start[0] ^ guessed[0]) | (stop[0] ^ guessed[1]) != T.Cast(index, 0):
                 share_out(start[0], stop[0], part, first, last)
-                fetch(indices, values, first[0], last, lane, id, column, value, word, small)
+                fetch(indices, values, first[0], last, lane, id, column, value)
         else:
             share_out(start[0], stop[0], part, first, last)
-            fetch(indices, values, first[0], last, lane, id, column, value, word, small)
+            fetch(indices, values, first[0], last, lane, id, column, value)
         while first[0] < last[0]:
-            fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, id, next_column, next_value, word, small)
+            fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, id, next_column, next_value)
             count[0] = T.Cast("int32", T.min(last[0] - first[0], T.Cast(index, 32)))
             batches = count[0] // step
             for b in T.serial(batches):
