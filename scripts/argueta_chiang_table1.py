@@ -15,7 +15,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from reproduction import has_plot, provenance, result_path, write_csv, write_plot
+from reproduction import has_plot, provenance, result_path, timing_rows, write_csv, write_plot
 
 from tvm_sparse import peers
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
@@ -33,22 +33,6 @@ COLUMNS = ("nonzeros", "values", "implementation", "microseconds", "peer_over_ou
            "note")  # fmt: skip
 # For lookups without values; the others compute the same with a value of 1 as with any other.
 FOR_ONES = tuple(peer for peer in peers.PEERS if peer.name in ("torch embedding_bag", "torch embedding"))
-
-
-def csv_rows(count: int, values: str, result: peers.Comparison) -> list[list[Any]]:
-    ours, made = result.ours.median, []
-    for timing in result.timings:
-        seconds = timing.median
-        made.append([
-            count, values, timing.name,
-            f"{seconds * 1e6:.3f}" if seconds else "",
-            f"{seconds / ours:.3f}" if seconds and ours else "",
-            timing.how,
-            "" if timing.correct is None else timing.correct,
-            f"{result.kernel} ({result.how})" if timing is result.ours else "",
-            timing.note,
-        ])  # fmt: skip
-    return made
 
 
 def main(
@@ -75,7 +59,7 @@ def main(
                     result = peers.compare(problem, where, seed=seed, peers=contenders, host=False)
                 except Mismatch as error:
                     sys.exit(f"{problem}: our own result is wrong: {error}")
-                lines += csv_rows(count, values, result)
+                lines += timing_rows(COLUMNS, result, nonzeros=count, values=values)
                 for timing in result.timings:
                     if timing.median:
                         series.setdefault(timing.name + suffix, {})[count] = timing.median * 1e6

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from contenders import COLUMNS, Named, Shape, built, compared, csv_rows, medians, others, print_origins
-from reproduction import has_plot, provenance, result_path, write_csv, write_plot
+from contenders import Named, Shape, built, measured, medians, others, print_origins, say_written
+from reproduction import has_plot, provenance, result_path, write_plot
 
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
 from tvm_sparse.machine import UnknownArch
@@ -111,14 +111,7 @@ def main(
         lines: list[list[Any]] = []
         with built([one for row in plans.values() for one in row.values()], where) as libraries:
             for rows, row in plans.items():
-                results = {}
-                for count, one in row.items():
-                    result = compared(one, libraries, where, seed)
-                    if result is not None:
-                        results[count] = result
-                        lines += csv_rows(f"2, L = {rows}", result)
-                        # What is measured is kept, whatever happens to the rest.
-                        write_csv(path.with_suffix(".csv"), facts, COLUMNS, lines)
+                results = measured(row, f"2, L = {rows}", libraries, where, seed, path, facts, lines)
                 if not results:
                     continue
                 series = show(rows, results)
@@ -128,10 +121,7 @@ def main(
                     title = f"Fused softmax and top-N, {rows} rows of {VOCAB}"
                     write_plot(plot, facts, points, title=title, x="N", printed=(OURS, THEIRS))
                     typer.echo(f"written: {plot}")
-        if lines:
-            typer.echo(f"\nwritten: {path.with_suffix('.csv')}")
-        if not has_plot():
-            typer.echo('no plots, matplotlib is absent: pip install "tvm_sparse[plot]"')
+        say_written(path, lines)
 
 
 if __name__ == "__main__":

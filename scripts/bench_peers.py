@@ -11,14 +11,13 @@ entries; the block-sparse ones are those of Gu 2020 and a square layer; the look
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from contenders import built
-from reproduction import provenance
+from reproduction import provenance, timing_rows, write_csv
 
 from tvm_sparse import peers
 from tvm_sparse.cli import shapes as shape_files
@@ -69,28 +68,6 @@ def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:
     return all(not values or name not in axes or axes[name] in values for name, values in wanted.items())
 
 
-def rows(result: peers.Comparison) -> list[list[Any]]:
-    bytes_, ours = result.problem.cost().bytes, result.ours.median
-    made = []
-    for timing in result.timings:
-        seconds, limit = timing.median, result.machine.bandwidth
-        first = timing is result.ours
-        made.append([
-            result.problem.key,
-            timing.name,
-            f"{seconds * 1e6:.3f}" if seconds else "",
-            f"{seconds / ours:.3f}" if seconds and ours else "",
-            f"{bytes_ / seconds / 1e9:.2f}" if seconds else "",
-            f"{bytes_ / seconds / limit:.3f}" if seconds and limit else "",
-            timing.how,
-            "" if timing.correct is None else timing.correct,
-            f"{result.host_seconds * 1e6:.2f}" if first and result.host_seconds is not None else "",
-            f"{result.kernel} ({result.how})" if first else "",
-            timing.note,
-        ])  # fmt: skip
-    return made
-
-
 def main(
     target: Target = "auto",
     operator: Annotated[list[str] | None, typer.Option(help="Only these operators.")] = None,
@@ -124,11 +101,10 @@ def main(
         facts = provenance(where, rotated=rotated)
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
-        file = csv_path.open("w", newline="") if csv_path else None
-        writer = csv.writer(file) if file else None
-        if file and writer:
-            file.writelines(f"# {name}: {value}\n" for name, value in facts.items())
-            writer.writerow(COLUMNS)
+        lines: list[list[Any]] = []
+        if csv_path:
+            # A file that cannot be written fails before anything is measured.
+            write_csv(csv_path, facts, COLUMNS, lines)
         wrong = 0
         last = None
         with built([(problem, (), ()) for problem in problems], where):
@@ -142,13 +118,11 @@ def main(
                     continue
                 typer.echo(f"kernel: {last.kernel} ({last.how})")
                 console().print(comparison_table(last))
-                if file and writer:
-                    writer.writerows(rows(last))
-                    file.flush()  # what is measured is kept, whatever happens to the rest
+                if csv_path:
+                    lines += timing_rows(COLUMNS, last)
+                    write_csv(csv_path, facts, COLUMNS, lines)  # what is measured is kept, whatever happens to the rest
         if last:
             typer.echo("\n".join(notes(last)[1:]))
-        if file:
-            file.close()
         if wrong:
             sys.exit(f"{wrong} of {len(problems)} problems were wrong")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from reproduction import has_plot, timing_rows, write_csv
 
 from tvm_sparse import machine, peers, schedules
 from tvm_sparse.artifacts import manifest
@@ -119,7 +120,7 @@ class Libraries:
                 raise RuntimeError(f"build: {reply.message}")
             function = loading.load_function(Path(reply.value["path"]), self._where.kind, None)
             function = loading.with_workspaces(function, reply.value["workspaces"], problem, self._where.kind)
-            return _call(function, problem, inputs, device)
+            return call_of(function, problem, inputs, device)
 
         return Peer(one.label, operator, "tvm", ("cpu", "cuda"), prepare)
 
@@ -131,7 +132,7 @@ def _chosen(problem: Problem, record: str | None, candidate: str) -> Job:
     return (recorded if same else problem), Candidate.parse(candidate)
 
 
-def _call(function: Any, problem: Problem, inputs: Sequence[Any], device: str) -> Call:
+def call_of(function: Any, problem: Problem, inputs: Sequence[Any], device: str) -> Call:
     """A call of a kernel on given inputs.
 
     On a GPU it allocates its outputs, as the public function's does, which costs nothing in a graph. On the CPU it
@@ -238,18 +239,31 @@ def print_origins(results: Mapping[int, Comparison], notes: Mapping[str, str], a
         typer.echo(f"{name}, {note}")
 
 
-def csv_rows(figure: str, result: Comparison) -> list[list[Any]]:
-    ours, made = result.ours.median, []
-    for timing in result.timings:
-        seconds = timing.median
-        made.append([
-            figure, result.problem.key, timing.name,
-            f"{seconds * 1e6:.3f}" if seconds else "",
-            f"{seconds / ours:.3f}" if seconds and ours else "",
-            f"{result.problem.cost().bytes / seconds / 1e9:.2f}" if seconds else "",
-            timing.how,
-            "" if timing.correct is None else timing.correct,
-            f"{result.kernel} ({result.how})" if timing is result.ours else "",
-            timing.note,
-        ])  # fmt: skip
-    return made
+def measured(
+    shapes: Mapping[int, Shape],
+    figure: str,
+    libraries: Libraries,
+    where: Machine,
+    seed: int,
+    path: Path,
+    facts: Mapping[str, str],
+    lines: list[list[Any]],
+) -> dict[int, Comparison]:
+    """The results of a table's shapes, by their value; `lines` grow by them, and are in the CSV after each."""
+    results = {}
+    for value, shape in shapes.items():
+        result = compared(shape, libraries, where, seed)
+        if result is not None:
+            results[value] = result
+            lines += timing_rows(COLUMNS, result, figure=figure)
+            # What is measured is kept, whatever happens to the rest.
+            write_csv(path.with_suffix(".csv"), facts, COLUMNS, lines)
+    return results
+
+
+def say_written(path: Path, lines: Sequence[Any]) -> None:
+    """Where the CSV is, if there is one, and what plots lack."""
+    if lines:
+        typer.echo(f"\nwritten: {path.with_suffix('.csv')}")
+    if not has_plot():
+        typer.echo('no plots, matplotlib is absent: pip install "tvm_sparse[plot]"')

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from contenders import built, call_of
 from reproduction import has_plot, provenance, result_path, write_csv, write_plot
 
-import tvm_sparse
 from tvm_sparse import peers, schedules
-from tvm_sparse.artifacts import export, manifest
 from tvm_sparse.cli.common import console, errors, machine_here, table, us
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators import BsrMatmul, Mismatch, Problem
@@ -197,17 +196,8 @@ def as_peer(candidate: Candidate, path: str, workspaces: Sequence[Any]) -> Peer:
     """A library of ours among the others."""
 
     def prepare(problem: Any, inputs: Sequence[Any], device: str) -> peers.Call:
-        import torch
-
         function = with_workspaces(load_function(Path(path), "cuda", None), workspaces, problem, "cuda")
-        arguments = [torch.from_numpy(array).to(device) for array in inputs]
-        y = torch.empty(problem.m, problem.n, device=device)
-
-        def call() -> Any:
-            function(*arguments, y)
-            return y
-
-        return call
+        return call_of(function, problem, inputs, device)
 
     return Peer(str(candidate), "bsr_matmul", "torch", peers.CUDA, prepare)
 
@@ -233,20 +223,6 @@ def built_peers(
                 peer = as_peer(candidate, reply.value["path"], reply.value["workspaces"])
                 made.setdefault(problem.key, []).append(peer)
     return made, failed
-
-
-def load_ours(problems: Sequence[BsrMatmul], where: Machine, folder: Path, builders: int) -> None:
-    """Compile at once what calls will run, else each would at its first call, one after another."""
-    from tvm_sparse.runtime.dispatch import dispatcher
-
-    jobs = []
-    for problem in problems:
-        found = dispatcher.explain(problem, where)
-        if found.library is None:
-            jobs.append((problem, Candidate.parse(found.candidate), found.how, found.figures))
-    if jobs:
-        manifest.write(folder, export.build(jobs, where, folder, builders=builders))
-        tvm_sparse.load(str(folder))
 
 
 def measure(
@@ -312,12 +288,10 @@ def main(
         results: dict[Any, dict[str, float]] = {}
         lines: list[list[Any]] = []
         say = functools.partial(typer.echo, err=True)
-        with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder:
+        called = [(problem, (), ()) for problem in (*problems, *halves)]
+        with built(called, where), tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder:
             say(f"compiling {len(wanted)} points of templates")
             made, failed = built_peers(wanted, where, Path(folder), builders)
-            ours = Path(folder) / "ours"
-            ours.mkdir()
-            load_ours([*problems, *halves], where, ours, builders)
             for number, (problem, half) in enumerate(zip(problems, halves, strict=True), start=1):
                 say(f"[{number}/{len(problems)}] {problem}")
                 times, rows = measure(problem, where, seed, (*FLOAT, *made.get(problem.key, ())), SHOWN)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from contenders import COLUMNS, Named, Shape, built, compared, csv_rows, medians, others, print_origins
-from reproduction import has_plot, provenance, result_path, write_csv, write_plot
+from contenders import Named, Shape, built, measured, medians, others, print_origins, say_written
+from reproduction import has_plot, provenance, result_path, write_plot
 
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
 from tvm_sparse.machine import Machine
@@ -79,7 +79,7 @@ GPU = (
         printed=((5, 5.0), (10, 3.5), (15, 2.0), (30, 1.4)),
     ),
 )  # fmt: skip
-# Without what is beside them: there the libraries' results are new arrays in every call, see `contenders._call`.
+# Without what is beside them: there the libraries' results are new arrays in every call, see `contenders.call_of`.
 CPU_RATIOS = ((SAFE, NAIVE), (SAFE, ONLINE))
 CPU = (
     Figure(
@@ -176,14 +176,7 @@ def main(
         lines: list[list[Any]] = []
         with built([shape for shapes in plans.values() for shape in shapes.values()], where) as libraries:
             for one in wanted:
-                results = {}
-                for value, shape in plans[one.name].items():
-                    result = compared(shape, libraries, where, seed)
-                    if result is not None:
-                        results[value] = result
-                        lines += csv_rows(one.name, result)
-                        # What is measured is kept, whatever happens to the rest.
-                        write_csv(path.with_suffix(".csv"), facts, COLUMNS, lines)
+                results = measured(plans[one.name], one.name, libraries, where, seed, path, facts, lines)
                 if not results:
                     continue
                 series = show(one, results)
@@ -193,10 +186,7 @@ def main(
                     axis = "vector size V" if one.axis == "vocab" else "k"
                     write_plot(plot, facts, points, title=one.title, x=axis)
                     typer.echo(f"written: {plot}")
-        if lines:
-            typer.echo(f"\nwritten: {path.with_suffix('.csv')}")
-        if not has_plot():
-            typer.echo('no plots, matplotlib is absent: pip install "tvm_sparse[plot]"')
+        say_written(path, lines)
 
 
 if __name__ == "__main__":

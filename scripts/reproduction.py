@@ -47,6 +47,31 @@ def result_path(name: str, where: Machine) -> Path:
     return RESULTS / f"{name}-{re.sub(r'[^a-z0-9_]+', '-', device.lower()).strip('-')}"
 
 
+def timing_rows(columns: Sequence[str], result: peers.Comparison, **given: Any) -> list[list[Any]]:
+    """A line of a CSV for each contender: `given` by name, and of the comparison what `columns` name."""
+    bytes_, ours, limit, made = result.problem.cost().bytes, result.ours.median, result.machine.bandwidth, []
+    for timing in result.timings:
+        seconds, first = timing.median, timing is result.ours
+        cells = {
+            "problem": result.problem.key,
+            "implementation": timing.name,
+            "microseconds": f"{seconds * 1e6:.3f}" if seconds else "",
+            "peer_over_ours": f"{seconds / ours:.3f}" if seconds and ours else "",
+            "compulsory_GB_per_s": f"{bytes_ / seconds / 1e9:.2f}" if seconds else "",
+            "share_of_limit": f"{bytes_ / seconds / limit:.3f}" if seconds and limit else "",
+            "timed": timing.how,
+            "correct": "" if timing.correct is None else timing.correct,
+            "host_microseconds": (
+                f"{result.host_seconds * 1e6:.2f}" if first and result.host_seconds is not None else ""
+            ),
+            "kernel": f"{result.kernel} ({result.how})" if first else "",
+            "note": timing.note,
+            **given,
+        }
+        made.append([cells[column] for column in columns])
+    return made
+
+
 def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A CSV whose first lines are the facts, as comments."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from bench_peers import SOFTMAX, TOP
 from contenders import built
 from reproduction import provenance, result_path, write_csv
 
@@ -21,9 +22,7 @@ from tvm_sparse import peers
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
 from tvm_sparse.operators import Problem, make
 
-ROWS = ((1, 10240), (10, 25000), (12, 128256), (64, 128256), (512, 10240), (1024, 10240), (4000, 1000))
 LARGE = (4000, 25000)
-TOP = (5, 50, 400)
 ORDERS = ("random", "ascending", "constant", "zipf", "ties")
 PRODUCTS = (
     {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.85},
@@ -37,7 +36,7 @@ PATTERNS = ("uniform", "skewed")
 def cases(operator: str, large: bool) -> list[list[tuple[str, Problem, str | None]]]:
     """By shape: the name of each kind of input, the problem, and the structure to generate."""
     if operator == "softmax_topk":
-        shapes = (*ROWS, LARGE) if large else ROWS
+        shapes = [shape for shape in SOFTMAX if large or shape != LARGE]
         problems = [make(operator, {"batch": b, "vocab": v, "k": k}) for b, v in shapes for k in TOP]
         return [[(order, problem, order) for order in ORDERS] for problem in problems]
     return [[(name, make(operator, {**axes, "pattern": name}), None) for name in PATTERNS] for axes in PRODUCTS]

@@ -532,6 +532,8 @@ def _l2_bytes() -> int:
 
 def _in_turn(calls: Sequence[Call]) -> Call:
     """One call after the other, and again from the first."""
+    if len(calls) == 1:
+        return calls[0]
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
 

@@ -131,18 +131,13 @@ def winners_nearby(
     often than what suits a shape.
     """
 
-    def distance(other: Problem) -> float:
-        pairs = [(axis, other.axes.get(name)) for name, axis in problem.axes.items()]
-        return sum(
-            abs(math.log2(a / b)) if isinstance(a, int) and isinstance(b, int) and a and b else a != b for a, b in pairs
-        )
-
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
             template, values = schedules.find(best.candidate.template), best.candidate.values
             if template.name in tables and not template.point(problem, machine, values):
-                found.append((distance(parse(key)), template.candidate(values)))
+                distance = problem.distance(parse(key))  # None for one of another dtype: last
+                found.append((math.inf if distance is None else distance, template.candidate(values)))
     return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
 
 
@@ -185,7 +180,7 @@ def tune(
 
     with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder, contextlib.ExitStack() as stack:
         pool, runner = using or stack.enter_context(workers(plan.builders))
-        bench = _Bench(problem, machine, seed, Path(folder), pool, runner)
+        bench = _Bench(problem, machine, fallback, seed, Path(folder), pool, runner)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -293,9 +288,17 @@ def workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
 class _Bench:
     """Builds and measures candidates of one problem; keeps the libraries it has built."""
 
-    def __init__(self, problem: Problem, machine: Machine, seed: int, folder: Path, pool: Pool, runner: Worker) -> None:
-        self._problem, self._machine, self._seed = problem, machine, seed
-        self._fallback = schedules.fallback(problem, machine)
+    def __init__(
+        self,
+        problem: Problem,
+        machine: Machine,
+        fallback: Candidate,
+        seed: int,
+        folder: Path,
+        pool: Pool,
+        runner: Worker,
+    ) -> None:
+        self._problem, self._machine, self._fallback, self._seed = problem, machine, fallback, seed
         self._pool, self._runner = pool, runner
         self._built: dict[Candidate, Reply] = {}
         self._names = (folder / f"{number}.so" for number in itertools.count())
