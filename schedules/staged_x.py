@@ -7,8 +7,9 @@ vectors t, t + threads, ... of the block row's elements, always of the same colu
 its sums stay in registers; every vector meets all `tile_m` rows of x, and every staged part of x all rows of the block.
 
 Loads of the weight are issued before those of x are waited for: a row of one chunk costs three trips to memory (row
-starts, columns, x), whatever its length. The chunks of a longer row can be dealt out to a cluster of `spread` blocks of
-threads, as `tensor_core` does it, and `early` lets a launch overlap the end of the kernel before.
+starts, columns, x), whatever its length. Of a skewed pattern the long rows come first, and the chunks of each can be
+dealt out to a cluster of `spread` blocks of threads, as `tensor_core` does it. `early` lets a launch overlap the end of
+the kernel before; the columns of a skewed pattern, which nobody writes, are read in that time.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ THREADS = powers(32, 512)
 TILE_M = powers(1, 16)
 # Blocks that a thread has a vector of in a chunk; what is in flight at once.
 DEPTH = powers(1, 8)
-# Blocks of threads that share a block row of several chunks.
+# Blocks of threads that share a long block row of several chunks, in skewed patterns.
 SPREAD = powers(1, 8)
 # Sums, and elements of the weight in flight, that a thread holds; copies of x that it issues for a chunk.
 MAX_HELD, MAX_COPIES = 96, 16
 MAX_SHARED = 48 * 1024
-# Blocks of threads a multiprocessor beyond which those that find nothing to do take longer than they save.
-MAX_BLOCKS = 32
 
 
 def space(problem: Problem, machine: Machine) -> Table:
@@ -47,7 +46,7 @@ def space(problem: Problem, machine: Machine) -> Table:
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.m),
         "vec": vecs[-2:],
         "depth": DEPTH,
-        "spread": SPREAD if machine.has_clusters else (1,),
+        "spread": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
         "early": (0, 1) if machine.has_clusters else (0,),
     }
     if not fitting(problem, machine, table):
@@ -57,12 +56,16 @@ def space(problem: Problem, machine: Machine) -> Table:
 
 def fitting(problem: Problem, machine: Machine, table: Table) -> list[Decisions]:
     """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
+    vec, early = table["vec"][-1], int(machine.has_clusters)
+    # With one strip of x a long row is shared; with several there is enough to do beside it.
+    spreads = (4, 1) if 4 in table["spread"] and problem.m <= 8 else (1,)
     choices = [
-        {"threads": threads, "tile_m": tile_m, "vec": table["vec"][-1], "depth": depth, "spread": 1, "early": 0}
+        {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "spread": spread, "early": early}
         for tile_m in (8, 4, 2, 1)
         if tile_m in table["tile_m"]
         for threads in (128, 256, 64, 512, 32)
         for depth in (4, 2, 1)
+        for spread in spreads
     ]
     return [point for point in choices if allowed(problem, machine, point) is None]
 
@@ -96,22 +99,9 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{shared_bytes(problem, decisions)} bytes exceed shared memory of {MAX_SHARED}"
     if groups * decisions["depth"] >= 2 * problem.grid[1] and (decisions["threads"], decisions["depth"]) != (32, 1):
         return f"half of a chunk of {groups * decisions['depth']} blocks lies beyond the {problem.grid[1]} of a row"
-    return spread_allowed(problem, machine, decisions)
-
-
-def spread_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
     spread = decisions["spread"]
-    if spread == 1:
-        return None
-    block_rows, block_cols = problem.grid
-    _, groups, _, _ = sizes(problem, decisions)
-    # Blocks of a row if they lie evenly, or all that it can have.
-    longest = block_cols if problem.pattern == "skewed" else block_cols * (1 - problem.sparsity)
-    if groups * decisions["depth"] * spread >= 2 * max(longest, 1):
-        return f"half of {spread} blocks of threads have no part of a row of {longest:.0f} blocks"
-    blocks = ceildiv(problem.m, decisions["tile_m"]) * block_rows * spread
-    if blocks > MAX_BLOCKS * machine.cores:
-        return f"{blocks} blocks of threads exceed {MAX_BLOCKS} a multiprocessor"
+    if spread > 1 and groups * decisions["depth"] * spread >= 2 * problem.grid[1]:
+        return f"half of {spread} blocks of threads have no part of a row of {problem.grid[1]} blocks"
     return None
 
 
@@ -123,6 +113,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
+    from .balance import Deal
     from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .epilogue import finish
     from .overlap import await_previous, overlapping
@@ -132,7 +123,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     threads, tile_m, vec, depth = (decisions[name] for name in ("threads", "tile_m", "vec", "depth"))
-    spread, early = decisions["spread"], bool(decisions["early"])
+    spread, early, dealt = decisions["spread"], bool(decisions["early"]), problem.pattern == "skewed"
+    deal = Deal(block_rows, 1, spread)
     across, groups, passes, copies = sizes(problem, decisions)
     chunk = depth * groups
     step = threads // across  # rows between two of a thread's
@@ -197,7 +189,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.prim_func
     def main(
-        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, bias_h: T.handle, y_h: T.handle
+        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, order_h: T.handle, long: T.int32,
+        bias_h: T.handle, y_h: T.handle
     ):
         m = T.int32()
         nnzb = T.int32()
@@ -205,20 +198,28 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         W = T.match_buffer(data_h, (nnzb, rows, cols), dtype)
         D = T.match_buffer(indices_h, (nnzb,), "int32")
         P = T.match_buffer(indptr_h, (block_rows + 1,), "int32")
+        R = T.match_buffer(order_h, (block_rows, 3), "int32")
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
         # One axis: TVM launches clusters along x alone, and the others end at 65535.
         if spread > 1:
-            block = T.cluster_id([(m + (tile_m - 1)) // tile_m * block_rows])
+            block = T.cluster_id([(m + (tile_m - 1)) // tile_m * deal.clusters(long)])
             place = T.cta_id_in_cluster([spread])
-            rank: T.int32 = place
         else:
             block = T.cta_id([(m + (tile_m - 1)) // tile_m * block_rows])
-            rank = 0
-        row: T.int32 = block % block_rows
-        strip: T.int32 = block // block_rows
+            place = 0
         t = T.thread_id([threads])
+        # The long rows of all strips of x come before the others.
+        strips: T.int32 = (m + (tile_m - 1)) // tile_m
+        strip: T.int32 = block % strips if dealt else block // block_rows
+        cluster: T.int32 = block // strips if dealt else block % block_rows
+        unit: T.int32 = deal.unit(cluster, place, long)
+        rank: T.int32 = deal.rank(cluster, place, long)
+        ranks: T.int32 = deal.ranks(cluster, long)
+        if spread > 1:
+            if unit >= block_rows:
+                T.thread_return()
         # One row more than is used keeps blocks off each other's banks.
         staged = T.alloc_shared([chunk, tile_m + 1, cols], dtype)
         parts = T.alloc_shared([sets, tile_m, rows], "float32")
@@ -227,33 +228,43 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         x = T.alloc_local([vec], dtype)
         columns = T.alloc_local([copies], "int32")
         ends = T.alloc_local([2], "int32")
+        row = T.alloc_local([1], "int32")
         total = T.alloc_local([1], "float32")
         if spread > 1:
             others = T.alloc_shared([spread - 1, outputs], "float32")
-        if early:
+        begin: T.int32 = rank * chunk
+        if early and not dealt:
             await_previous()
-        fetch(ends[0], P.ptr_to([row]))
-        fetch(ends[1], P.ptr_to([row + 1]))
+        row[0] = unit
+        if dealt:
+            fetch(row[0], R.ptr_to([unit, 0]))
+            fetch(ends[0], R.ptr_to([unit, 1]))
+            fetch(ends[1], R.ptr_to([unit, 2]))
+        else:
+            fetch(ends[0], P.ptr_to([unit]))
+            fetch(ends[1], P.ptr_to([unit + 1]))
         first: T.int32 = ends[0]
         count: T.int32 = ends[1] - ends[0]
-        begin: T.int32 = rank * chunk
+        load_columns(D, t, first, begin, count, columns)
+        if early and dealt:
+            await_previous()
         if spread > 1:
             if rank > 0 and begin >= count:
                 T.thread_return()
-            if count > chunk:
+            if ranks > 1 and count > chunk:
                 cluster_arrive()
         for e in T.unroll(passes * tile_m):
             sums[e] = T.float32(0)
         while begin < count:
-            load_columns(D, t, first, begin, count, columns)
             load_weight(W, t, first, begin, count, w)
             T.cuda.warp_sync()
             stage(X, m, t, strip * tile_m, begin, count, columns, staged)
+            load_columns(D, t, first, begin + chunk * ranks, count, columns)
             T.ptx.cp.async_.wait_group(0)
             T.cuda.cta_sync()
             multiply(t, begin, count, w, staged, x, sums)
             T.cuda.cta_sync()
-            begin = begin + chunk * spread
+            begin = begin + chunk * ranks
 
         for e in T.unroll(passes * tile_m):
             for j in T.unroll(near):
@@ -269,7 +280,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
         if spread > 1:
             # Blocks write into the first one's memory when that has started, and it reads when they have written.
-            if count > chunk:
+            if ranks > 1 and count > chunk:
                 cluster_wait()
                 if rank == 0:
                     cluster_barrier()
@@ -283,15 +294,15 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         T.evaluate(put(others.ptr_to([rank - 1, o * threads + t]), 0, total[0]))
                     else:
                         for r in T.unroll(spread - 1):
-                            if (r + 1) * chunk < count:
+                            if r + 1 < ranks and (r + 1) * chunk < count:
                                 total[0] = total[0] + others[r, o * threads + t]
                 if rank == 0:
+                    column: T.int32 = row[0] * rows + (o * threads + t) % rows
                     if biased:
-                        Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
-                            total[0], read_element(dtype, B.ptr_to([row * rows + (o * threads + t) % rows])),
-                            activation, dtype)
+                        Y[strip * tile_m + (o * threads + t) // rows, column] = finish(
+                            total[0], read_element(dtype, B.ptr_to([column])), activation, dtype)
                     else:
-                        Y[strip * tile_m + (o * threads + t) // rows, row * rows + (o * threads + t) % rows] = finish(
+                        Y[strip * tile_m + (o * threads + t) // rows, column] = finish(
                             total[0], None, activation, dtype)
         if spread > 1:
             if rank > 0:
@@ -305,7 +316,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 staged_x = Template(
     name="staged_x",
-    version=2,
+    version=3,
     operator="bsr_matmul",
     kind="cuda",
     summary="a block row a block of threads, its parts of x in shared memory (Gu 2020, 4.3)",

@@ -14,14 +14,15 @@ accumulators lie as the output does, and which blocks of 8 rows need.
 enough loads in flight when m is small. Column numbers are read one step ahead, because x is found through them, and
 the weight is asked for before x, because it does not wait for them.
 
-One multiprocessor takes long to read a row of many blocks among short ones. With `spread`, a cluster of blocks of
-threads belongs to each tile: what its first block does not read in one go is dealt out to the others, which put their
-sums into the first one's shared memory, where they are added in a fixed order. Blocks with nothing to read end once
-they know the length of their row.
+One multiprocessor takes long to read a row of many blocks among short ones. Of a skewed pattern the host knows which
+rows these are. They come first, and with `spread` a cluster of blocks of threads shares each (`balance`): what its
+first block does not read in one go is dealt out to the others, which put their sums into the first one's shared memory,
+where they are added in a fixed order.
 
 `early` lets a launch overlap the end of the kernel before (programmatic dependent launch). Of the three trips to memory
 that follow each other, for the row's ends, its columns and x, two are made before that one is done: ends and columns
-are guesses then, which are read again, from the L2 cache and beside x, and in most calls found to be right.
+are guesses then, which are read again, from the L2 cache and beside x, and in most calls found to be right. What the
+host has looked at, the structure of a skewed pattern, nobody writes: there is nothing to read again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SPLIT = powers(1, 16)
 WARPS_M = powers(1, 4)
 # Steps of four octets whose loads are in flight together.
 DEPTH = powers(1, 8)
-# Blocks of threads that share a tile whose row is long.
+# Blocks of threads that share a tile whose row is long, in skewed patterns.
 SPREAD = powers(1, 8)
 MAX_WARPS = 16
 # Accumulators and operands that a thread holds; beyond it the compiler spills.
@@ -47,8 +48,6 @@ MAX_HELD = 176
 # Registers of a multiprocessor, and what a thread needs besides (addresses, counts).
 REGISTERS, BESIDES = 65536, 24
 MAX_SHARED = 48 * 1024
-# Blocks of threads a multiprocessor beyond which those that find nothing to do take longer than they save.
-MAX_BLOCKS = 32
 # Floats between the rows of a tile in shared memory beyond its width: keeps lanes off each other's banks.
 PAD = 4
 
@@ -67,7 +66,7 @@ def space(problem: Problem, machine: Machine) -> Table:
         "split": SPLIT,
         "warps_m": WARPS_M,
         "depth": DEPTH,
-        "spread": SPREAD if machine.has_clusters else (1,),
+        "spread": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
         "early": (0, 1) if machine.has_clusters else (0,),
     }
 
@@ -91,24 +90,11 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{held} accumulators and operands in each of {32 * warps} threads exceed the registers"
     if split * decisions["depth"] > max(steps, 1):
         return f"a row has at most {steps} steps of 32 columns to share"
-    return spread_allowed(problem, machine, decisions)
-
-
-def spread_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    tile_m, tile_n, split, warps_m, spread = (
-        decisions[name] for name in ("tile_m", "tile_n", "split", "warps_m", "spread")
-    )
-    if spread == 1:
-        return None
-    if split == 1:
+    spread = decisions["spread"]
+    if spread > 1 and split == 1:
         return "a row is shared by the warps of a block before it is by blocks"
-    # Blocks of a row if they lie evenly, or all that it can have.
-    longest = problem.k if problem.pattern == "skewed" else problem.k * (1 - problem.sparsity)
-    if split * decisions["depth"] * spread * 32 >= 2 * max(longest, 1):
-        return f"half of {spread} blocks of threads have no part of a row of {longest:.0f} elements"
-    blocks = ceildiv(problem.m, tile_m * warps_m) * (problem.n // tile_n) * spread
-    if blocks > MAX_BLOCKS * machine.cores:
-        return f"{blocks} blocks of threads exceed {MAX_BLOCKS} a multiprocessor"
+    if spread > 1 and split * decisions["depth"] * spread >= 2 * steps:
+        return f"half of {spread} blocks of threads have no part of a row of {problem.k} elements"
     return None
 
 
@@ -119,17 +105,23 @@ def shared_bytes(decisions: Decisions) -> int:
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    """Tiles of up to 64 rows of x and 32 of the weight, split until each multiprocessor has some warps to work on."""
+    """Tiles of up to 64 rows of x and 32 of the weight, split until each multiprocessor has some warps to work on.
+
+    With one strip of x a long row is shared by four blocks; with several there is enough to do beside it.
+    """
     table = space(problem, machine)
     tile_n = max(tile for tile in table["tile_n"] if tile <= 32)
     tile_m = max(tile for tile in table["tile_m"] if tile <= 64 and (tile > 8 or tile_n % 16 == 0))
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
     tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
+    early = int(machine.has_clusters)
+    spreads = (4, 1) if 4 in table["spread"] and problem.m <= tile_m else (1,)
     choices = [
-        {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth, "spread": 1, "early": 0}
+        {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth, "spread": s, "early": early}
         for split in (8, 4, 2, 1)
         for depth in (2, 1)
+        for s in spreads
         if split == 1 or tiles * split <= 16 * machine.cores
     ]
     return next(point for point in choices if allowed(problem, machine, point) is None)
@@ -139,6 +131,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
+    from .balance import Deal
     from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
     from .epilogue import finish
     from .overlap import await_previous, overlapping
@@ -148,7 +141,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     tile_m, tile_n, split, warps_m, depth = (decisions[d] for d in ("tile_m", "tile_n", "split", "warps_m", "depth"))
-    spread, early = decisions["spread"], bool(decisions["early"])
+    spread, early, dealt = decisions["spread"], bool(decisions["early"]), problem.pattern == "skewed"
+    slices = rows // tile_n
+    deal = Deal(n // tile_n, slices, spread)
     octets = cols // 8  # of a row of a block
     weight_first = tile_m == 8
     tall, wide = (tile_n // 16, tile_m // 8) if weight_first else (tile_m // 16, tile_n // 8)  # fragments
@@ -170,10 +165,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     # fmt: off
     @T.inline
-    def load_ends(how, P, tile, ends):
-        """First block of the tile's row, and the row's octets."""
-        how(ends[0], P.ptr_to([tile * tile_n // rows]))
-        how(ends[1], P.ptr_to([tile * tile_n // rows + 1]))
+    def load_ends(how, P, R, unit, ends):
+        """First block of the unit's row, and the row's octets."""
+        if dealt:
+            how(ends[0], R.ptr_to([unit // slices, 1]))
+            how(ends[1], R.ptr_to([unit // slices, 2]))
+        else:
+            how(ends[0], P.ptr_to([unit // slices]))
+            how(ends[1], P.ptr_to([unit // slices + 1]))
         ends[1] = (ends[1] - ends[0]) * octets
 
     @T.inline
@@ -184,9 +183,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 how(columns[d], D.ptr_to([first + (octet + d * (4 * split)) // octets]))
 
     @T.inline
-    def compare(D, P, tile, octet, ends, columns, again, columns_again, guessed):
+    def compare(D, P, R, unit, octet, ends, columns, again, columns_again, guessed):
         """Whether ends and columns are what they were guessed to be; else `guessed` is 0 and they are read again."""
-        load_ends(fetch_anew, P, tile, again)
+        load_ends(fetch_anew, P, R, unit, again)
         load_columns(fetch_anew, D, octet, ends[1], ends[0], columns_again)
         if again[0] != ends[0] or again[1] != ends[1]:
             guessed[0] = 0
@@ -257,7 +256,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.prim_func
     def main(
-        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, bias_h: T.handle, y_h: T.handle
+        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, order_h: T.handle, long: T.int32,
+        bias_h: T.handle, y_h: T.handle
     ):
         m = T.int32()
         nnzb = T.int32()
@@ -265,26 +265,35 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         W = T.match_buffer(data_h, (nnzb, rows, cols), dtype)
         D = T.match_buffer(indices_h, (nnzb,), "int32")
         P = T.match_buffer(indptr_h, (block_rows + 1,), "int32")
+        R = T.match_buffer(order_h, (block_rows, 3), "int32")
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
         # One axis: TVM launches clusters along x alone, and the others end at 65535.
         if spread > 1:
-            block = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
+            block = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * deal.clusters(long)])
             place = T.cta_id_in_cluster([spread])
-            rank: T.int32 = place
         else:
             block = T.cta_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
-            rank = 0
-        tile: T.int32 = block % (n // tile_n)
-        strip: T.int32 = block // (n // tile_n)
+            place = 0
         t = T.thread_id([threads])
+        # The long rows of all strips come before the others; strips read the same rows of x one after another else.
+        strips: T.int32 = (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)
+        strip: T.int32 = block % strips if dealt else block // (n // tile_n)
+        cluster: T.int32 = block // strips if dealt else block % (n // tile_n)
+        unit: T.int32 = deal.unit(cluster, place, long)
+        rank: T.int32 = deal.rank(cluster, place, long)
+        ranks: T.int32 = deal.ranks(cluster, long)
+        if spread > 1:
+            if unit >= n // tile_n:
+                T.thread_return()
         sums = T.alloc_local([tall * wide * 4], "float32")
         tall_part = T.alloc_local([depth * tall * 8], "uint32")
         wide_part = T.alloc_local([depth * wide * 4], "uint32")
         columns = T.alloc_local([depth], "int32")
         lane_rows = T.alloc_local([tile_m // 8], "int32")
         ends = T.alloc_local([2], "int32")
+        row = T.alloc_local([1], "int32")
         guessed = T.alloc_local([1], "int32")
         again = T.alloc_local([2], "int32")
         columns_again = T.alloc_local([depth], "int32")
@@ -299,39 +308,45 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for e in T.unroll(tall * wide * 4):
             sums[e] = T.float32(0)
         guessed[0] = int(early)
-        load_ends(fetch, P, tile, ends)
-        if early:
+        load_ends(fetch, P, R, unit, ends)
+        row[0] = unit // slices
+        if dealt:
+            fetch(row[0], R.ptr_to([unit // slices, 0]))
+        if early and not dealt:
             # What is read here may be anything still, but it must not lead out of the arrays.
             ends[0] = T.max(T.min(ends[0], nnzb), 0)
             ends[1] = T.max(T.min(ends[1], (nnzb - ends[0]) * octets), 0)
         load_columns(fetch, D, octet, ends[1], ends[0], columns)
         if early:
-            for d in T.unroll(depth):
-                columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
+            if not dealt:
+                for d in T.unroll(depth):
+                    columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
             await_previous()
             # By all lanes, also where the row is taken to end before: they may have read different ends.
             load_operands(
-                W, X, octet, ends[1], ends[0], tile * tile_n % rows + group, lane_rows, columns, tall_part, wide_part)
-            compare(D, P, tile, octet, ends, columns, again, columns_again, guessed)
+                W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part, wide_part)
+            if not dealt:
+                compare(D, P, R, unit, octet, ends, columns, again, columns_again, guessed)
         first: T.int32 = ends[0]
         count: T.int32 = ends[1]
         if spread > 1:
             if rank > 0 and rank * chunk >= count:
                 T.thread_return()
-            if count > chunk:
+            if ranks > 1 and count > chunk:
                 cluster_arrive()
 
         # The first lane's octet decides for the warp: all of it is needed for an instruction.
         while octet - lane < count:
             if guessed[0] == 0:
                 load_operands(
-                    W, X, octet, count, first, tile * tile_n % rows + group, lane_rows, columns, tall_part, wide_part)
+                    W, X, octet, count, first, unit % slices * tile_n + group, lane_rows, columns, tall_part, wide_part)
             guessed[0] = 0
-            octet = octet + chunk * spread
-            load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)
+            octet = octet + chunk * ranks
+            load_columns(fetch_anew if early and not dealt else fetch, D, octet, count, first, columns)
             T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
 
+        left: T.int32 = row[0] * rows + unit % slices * tile_n  # of y, of this block's tiles
         if split == 1:
             for f in T.unroll(tall):
                 for g in T.unroll(wide):
@@ -339,12 +354,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         for e in T.unroll(4):
                             if top + g * 8 + lane * 2 + e % 2 < m:
                                 store(Y, B, top + g * 8 + lane * 2 + e % 2,
-                                      tile * tile_n + f * 16 + e // 2 * 8 + group, sums[(f * wide + g) * 4 + e])
+                                      left + f * 16 + e // 2 * 8 + group, sums[(f * wide + g) * 4 + e])
                     else:
                         for e in T.unroll(2):
                             if top + f * 16 + e * 8 + group < m:
                                 for v in T.vectorized(2):
-                                    store(Y, B, top + f * 16 + e * 8 + group, tile * tile_n + g * 8 + lane * 2 + v,
+                                    store(Y, B, top + f * 16 + e * 8 + group, left + g * 8 + lane * 2 + v,
                                           sums[(f * wide + g) * 4 + e * 2 + v])
         else:
             parts = T.alloc_shared([warps_m * split, tile_m, pitch], "float32")
@@ -362,7 +377,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.cuda.cta_sync()
             if spread > 1:
                 # Blocks write into the first one's memory when that has started, and it reads when they have written.
-                if count > chunk:
+                if ranks > 1 and count > chunk:
                     cluster_wait()
                     if rank == 0:
                         cluster_barrier()
@@ -380,13 +395,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                 T.evaluate(put(others.ptr_to([rank - 1, t // share, pair, e]), 0, sums[e]))
                         else:
                             for r in T.unroll(spread - 1):
-                                if (r + 1) * chunk < count:
+                                if r + 1 < ranks and (r + 1) * chunk < count:
                                     for e in T.unroll(2):
                                         sums[e] = sums[e] + others[r, t // share, pair, e]
                     if rank == 0:
                         for e in T.vectorized(2):
                             store(Y, B, top + pair // (tile_n // 2),
-                                  tile * tile_n + pair % (tile_n // 2) * 2 + e, sums[e])
+                                  left + pair % (tile_n // 2) * 2 + e, sums[e])
             if spread > 1:
                 if rank > 0:
                     cluster_barrier()
@@ -399,7 +414,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 tensor_core = Template(
     name="tensor_core",
-    version=3,
+    version=4,
     operator="bsr_matmul",
     kind="cuda",
     summary="16-bit blocks on tensor cores, operands straight from global memory, warps and clusters share rows",

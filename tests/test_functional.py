@@ -667,12 +667,22 @@ def test_a_weight_follows_its_data() -> None:
 
 
 def test_a_skewed_weight_is_known_as_one() -> None:
-    indptr = np.array([0, 20, 20, 20, 21, 21, 21, 21], np.int32)
-    weight = tvm_sparse.BsrWeight((np.ones((21, 5, 3), np.float32), np.arange(21, dtype=np.int32), indptr), columns=66)
-    assert weight.pattern == weight.problem(3).pattern == "skewed"
-    even = tvm_sparse.BsrWeight(
-        (np.ones((21, 5, 3), np.float32), np.arange(21, dtype=np.int32), np.arange(8) * 3), columns=66
-    )
+    full = ints(0, 20, 20, 20, 21, 21, 21, 21)
+    data, columns = np.ones((21, 5, 3), np.float32), np.arange(21, dtype=np.int32)
+    x = np.random.default_rng(seed()).standard_normal((4, 66), np.float32)
+    results = []
+    for convert in (np.asarray, to_torch):
+        given = tuple(map(convert, (data, columns, full)))
+        weight = tvm_sparse.BsrWeight(given, columns=66)
+        assert weight.pattern == weight.problem(3).pattern == "skewed"
+        as_it_is = tvm_sparse.BsrWeight(given, columns=66, balance=False)
+        assert as_it_is.pattern == "uniform"
+        for prepared in (weight, as_it_is, given):
+            results.append(to_numpy(tvm_sparse.bsr_matmul(convert(x), prepared)))
+    wanted = scipy.sparse.bsr_array((data, columns, full), shape=(35, 66)) @ x.astype(np.float64).T
+    for y in results:
+        np.testing.assert_allclose(y, wanted.T, rtol=1e-5, atol=1e-5)
+    even = tvm_sparse.BsrWeight((data, columns, np.arange(8) * 3), columns=66)
     assert even.pattern == "uniform"
 
 

@@ -13,7 +13,7 @@ from cases import AWKWARD, case_id
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_sparse.formats.bsr import check_structure, random_pattern, skew
+from tvm_sparse.formats.bsr import check_structure, fullest_first, random_pattern, skew
 from tvm_sparse.formats.compressed import check_compressed
 from tvm_sparse.operators import (
     OPERATORS,
@@ -219,8 +219,10 @@ def test_special_logits_are_special() -> None:
 def test_weights_are_valid_for_every_structure(problem: BsrMatmul) -> None:
     block_rows, block_cols = problem.grid
     for seed, structure in enumerate(problem.structures):
-        x, data, indices, indptr, *bias = problem.generate(seed, structure)
-        assert [b.shape for b in bias] == [(problem.n,)] * problem.bias
+        inputs = problem.generate(seed, structure)
+        x, data, indices, indptr, *balance = inputs[: len(inputs) - problem.bias]
+        assert [b.shape for b in problem.biases(inputs)] == [(problem.n,)] * problem.bias
+        assert len(balance) == (2 if problem.pattern == "skewed" else 0) and len(inputs) == len(problem.kernel_inputs)
         assert x.shape == (problem.m, problem.k) and data.shape == (len(indices), *problem.block_shape)
         assert str(x.dtype) == str(data.dtype) == problem.dtype and indices.dtype == indptr.dtype == np.int32
         check_structure(indptr, indices, len(data), problem.grid)
@@ -242,6 +244,19 @@ def test_skewed_patterns_are_skewed() -> None:
     skewed = dataclasses.replace(uniform, pattern="skewed")
     assert skew(skewed.generate(0)[3]) > 3 > 2.5 > skew(uniform.generate(0)[3])
     assert len(skewed.generate(0)[2]) == skewed.nnzb  # full rows pass on what they have no room for
+
+
+@given(st.lists(st.integers(0, 30), max_size=40))
+def test_the_fullest_block_rows_come_first(counts: list[int]) -> None:
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    order, long = fullest_first(indptr)
+    assert order.shape == (len(counts), 3) and order.dtype == np.int32 and order.flags.c_contiguous
+    assert sorted(order[:, 0]) == list(range(len(counts)))
+    assert np.array_equal(order[:, 1], indptr[order[:, 0]]) and np.array_equal(order[:, 2], indptr[order[:, 0] + 1])
+    lengths = order[:, 2] - order[:, 1]
+    assert (np.diff(lengths) <= 0).all()
+    mean = sum(counts) / max(len(counts), 1)
+    assert (lengths[:long] > 1.5 * mean).all() and (lengths[long:] <= 1.5 * mean).all()
 
 
 @given(st.integers(0, 400), st.integers(1, 12), st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=20))
@@ -334,7 +349,8 @@ def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
         "silu": torch.nn.functional.silu,
     }[problem.activation]
     for seed, structure in enumerate(problem.structures):
-        x, data, indices, indptr, *bias = problem.generate(seed, structure)
+        inputs = problem.generate(seed, structure)
+        x, data, indices, indptr = inputs[:4]
         wide = data.astype(np.float64)
         weight = scipy.sparse.bsr_array((wide, indices, indptr), shape=(problem.n, problem.k))
         if structure == "special":
@@ -348,9 +364,9 @@ def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
                     wanted[:, r * rows : (r + 1) * rows] += terms.sum(axis=2)
         else:
             wanted = (weight @ x.astype(np.float64).T).T
-        wanted = wanted + sum(b.astype(np.float64) for b in bias)
+        wanted = wanted + sum(b.astype(np.float64) for b in problem.biases(inputs))
         wanted = activation(torch.from_numpy(wanted)).numpy()
-        (y,) = problem.reference([x, data, indices, indptr, *bias])
+        (y,) = problem.reference(inputs)
         np.testing.assert_allclose(y, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 

@@ -25,14 +25,19 @@ class BsrWeight:
         k, for a weight given by its arrays (which do not tell how many block columns are empty at the end).
     validate
         Also check indices and indptr that lie on a GPU; those on the host are always checked.
+    balance
+        Look at indptr, which of tensors on a GPU costs a synchronisation; if some block rows hold far more blocks than
+        others, kernels begin with these and share them out. Arrays of other libraries on a GPU are taken as they are.
 
     Attributes
     ----------
     data, indices, indptr
         The arrays that kernels take: blocks `(nnzb, block_rows, block_cols)`, int32 block columns `(nnzb,)`, int32 row
-        starts `(n / block_rows + 1,)`. Changing `data` in place is allowed.
+        starts `(n / block_rows + 1,)`. Changing `data` in place is allowed, changing the structure is not.
     shape, dtype, nnzb, block_shape, device
         Of the matrix.
+    pattern
+        `"skewed"` if kernels balance its block rows, else `"uniform"`.
 
     Raises
     ------
@@ -40,7 +45,9 @@ class BsrWeight:
         As `bsr_matmul`, naming the argument.
     """
 
-    def __init__(self, weight: Any, *, columns: int | None = None, validate: bool = False) -> None:
+    def __init__(
+        self, weight: Any, *, columns: int | None = None, validate: bool = False, balance: bool = True
+    ) -> None:
         data, indices, indptr, shape = _parts(weight)
         known = arrays.facts("data", data)
         if len(known.shape) != 3:
@@ -82,12 +89,14 @@ class BsrWeight:
             raise ValueError(f"weight: expected fewer than 2^31 elements, got shape ({n}, {k})")
         self.shape = (int(n), int(k))
         self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
-        self.pattern = "uniform"
         if known.device == "cpu" or validate:
             self._check(indptr, indices)
         self.data = arrays.ready("data", data, known)
         self.indices, self.indptr = _as_int32("indices", indices), _as_int32("indptr", indptr)
-        self.arguments = tuple(arrays.argument(array) for array in (self.data, self.indices, self.indptr))
+        shared = self._balance() if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)) else ()
+        self.pattern = "skewed" if shared else "uniform"
+        given = (self.data, self.indices, self.indptr)
+        self.arguments = (*map(arrays.argument, given), *shared)
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
@@ -103,13 +112,23 @@ class BsrWeight:
         self._check(self.indptr, self.indices)
 
     def _check(self, indptr: Any, indices: Any) -> None:
-        from .formats.bsr import check_structure, skew
+        from .formats.bsr import check_structure
 
-        starts, columns = _to_numpy(indptr), _to_numpy(indices)
         rows, cols = self.block_shape
-        check_structure(starts, columns, self.nnzb, (self.shape[0] // rows, self.shape[1] // cols))
-        if skew(starts) > SKEWED:
-            self.pattern = "skewed"
+        grid = self.shape[0] // rows, self.shape[1] // cols
+        check_structure(_to_numpy(indptr), _to_numpy(indices), self.nnzb, grid)
+
+    def _balance(self) -> tuple[Any, ...]:
+        """What kernels for skewed patterns take beside the arrays, or nothing if this one is not."""
+        from .formats.bsr import fullest_first, skew
+
+        starts = _to_numpy(self.indptr)
+        if skew(starts) <= SKEWED:
+            return ()
+        order, long = fullest_first(starts)
+        if arrays.is_torch(self.indptr):
+            order = sys.modules["torch"].from_numpy(order).to(self.indptr.device)
+        return arrays.argument(order), long
 
     def problem(self, m: int, bias: int = 0, activation: str = "") -> BsrMatmul:
         """The problem of a product with `m` rows of x."""

@@ -1,7 +1,7 @@
 """The manifest of a folder of exported libraries: what each is, and what its bytes must be.
 
 manifest.json
-    format      version of this layout
+    format      version of this layout, and of what kernels take
     versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
     kernels     one entry a library, see `Entry`
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from ..tuning.records import Candidate
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 _LIBRARY = re.compile(r"\w[\w.\-]*", re.ASCII)  # a bare file name: no folder, and neither . nor ..
 

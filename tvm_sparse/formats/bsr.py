@@ -6,6 +6,9 @@ import numpy as np
 
 from .compressed import check_compressed
 
+# Block rows with so many times the mean of blocks are worth the time that several blocks of threads need to join sums.
+LONG = 1.5
+
 
 def random_pattern(
     rng: np.random.Generator, nnzb: int, block_cols: int, weights: np.ndarray
@@ -35,6 +38,18 @@ def check_structure(indptr: np.ndarray, indices: np.ndarray, nnzb: int, grid: tu
     `nnzb` entries in [0, block columns).
     """
     check_compressed(indptr, indices, nnzb, grid, item="block", stored_in="block of data")
+
+
+def fullest_first(indptr: np.ndarray) -> tuple[np.ndarray, int]:
+    """What lets a GPU begin with the block rows that take longest, and share these out.
+
+    Returns `order`, int32 of shape (block rows, 3), in each row a block row, its first block and the one behind its
+    last, the fullest block row first (of equals the lower); and how many hold more than LONG times the mean.
+    """
+    counts = np.diff(indptr)
+    rows = np.argsort(-counts, kind="stable")
+    order = np.stack([rows, indptr[:-1][rows], indptr[1:][rows]], axis=1).astype(np.int32)
+    return order, int(np.count_nonzero(counts > LONG * counts.mean())) if len(counts) else 0
 
 
 def skew(indptr: np.ndarray) -> float:

@@ -59,7 +59,8 @@ class BsrMatmul(Problem):
     """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
 
     `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
-    `uniform` over the matrix, or `skewed` (Zipf over block rows). `bias` is 1 if there is one, 0 if not.
+    `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels for skewed patterns also take what the host
+    has found out about them, `formats.bsr.fullest_first`. `bias` is 1 if there is one, 0 if not.
     """
 
     m: int
@@ -74,12 +75,20 @@ class BsrMatmul(Problem):
 
     operator: ClassVar[str] = "bsr_matmul"
     batch_axis: ClassVar[str] = "m"
-    data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
+    data_axes: ClassVar[tuple[str, ...]] = ("sparsity",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
         Argument("indices", ("nnzb",), "int32", "Block column of each block, in [0, k / block_cols)."),
         Argument("indptr", ("n / block_rows + 1",), "int32", "First block of each block row; the last entry is nnzb."),
+        Argument(
+            "order",
+            ("n / block_rows", 3),
+            "int32",
+            "Block rows, the fullest first: which, its first block, and the one behind its last.",
+            when="pattern=skewed",
+        ),
+        Argument("long", (), "int32", "How many of these are long enough to be shared.", when="pattern=skewed"),
         Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
@@ -158,6 +167,7 @@ class BsrMatmul(Problem):
         data = te.placeholder((nnzb, rows, cols), self.dtype, name="data")
         indices = te.placeholder((nnzb,), "int32", name="indices")
         indptr = te.placeholder((self.n // rows + 1,), "int32", name="indptr")
+        balance = [te.placeholder((self.n // rows, 3), "int32", name="order"), tirx.Var("long", "int32")]
 
         def product(i, j):
             start, stop = indptr[j // rows], indptr[j // rows + 1]
@@ -173,7 +183,8 @@ class BsrMatmul(Problem):
             return finish(total[i, j], bias[0][j] if bias else None, self.activation, self.dtype)
 
         y = te.compute((m, self.n), output, name="y")
-        return te.create_prim_func([x, data, indices, indptr, *bias, y]).with_attr("global_symbol", "main")
+        arguments = [x, data, indices, indptr, *(balance if self.pattern == "skewed" else ()), *bias, y]
+        return te.create_prim_func(arguments).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None) -> list[Any]:
         """x, data and bias standard normal, the pattern as the problem says.
@@ -183,7 +194,7 @@ class BsrMatmul(Problem):
         """
         import numpy as np
 
-        from ..formats.bsr import random_pattern
+        from ..formats.bsr import fullest_first, random_pattern
 
         rng = np.random.default_rng([seed, self.m, self.k, self.n])
         structure = structure or self.structures[0]
@@ -206,15 +217,20 @@ class BsrMatmul(Problem):
                 spots: Any = rng.integers(array.size, size=2) if array.size else []
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
         bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
-        return [x.astype(dtype), data.astype(dtype), indices, indptr, *bias]
+        balance = fullest_first(indptr) if self.pattern == "skewed" else ()
+        return [x.astype(dtype), data.astype(dtype), indices, indptr, *balance, *bias]
+
+    def biases(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The bias among the inputs, if there is one."""
+        return inputs[-1:] if self.bias else ()
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         import numpy as np
 
-        x, data, indices, indptr, *bias = inputs
+        x, data, indices, indptr = inputs[:4]
         y = self._product(x.astype(np.float64), data.astype(np.float64), indices, indptr)
-        if bias:
-            y += bias[0].astype(np.float64)
+        for bias in self.biases(inputs):
+            y += bias.astype(np.float64)
         return [activated(y, self.activation)]
 
     def _product(self, x: np.ndarray, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray) -> np.ndarray:
@@ -240,7 +256,8 @@ class BsrMatmul(Problem):
 
         y, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
         # float32 is enough for a bound.
-        x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in (*inputs[:2], *inputs[4:]))
+        floats = (*inputs[:2], *self.biases(inputs))
+        x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in floats)
         with np.errstate(invalid="ignore"):
             magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
             factor = 1.13 * SUMMATION if self.activation else SUMMATION
