@@ -40,7 +40,8 @@ COLUMNS = ("problem", "implementation", "microseconds", "peer_over_ours", "compu
 
 
 def default_problems(dtype: str) -> list[Problem]:
-    softmax = [
+    softmax = [make("softmax", {"batch": batch, "vocab": vocab, "dtype": dtype}) for batch, vocab in SOFTMAX]
+    top = [
         make("softmax_topk", {"batch": batch, "vocab": vocab, "k": k, "dtype": dtype})
         for batch, vocab in SOFTMAX
         for k in TOP
@@ -56,7 +57,7 @@ def default_problems(dtype: str) -> list[Problem]:
         for nonzeros in NONZEROS
         for weighted in (0, 1)
     ]
-    return [*softmax, *products, *lookups]
+    return [*softmax, *top, *products, *lookups]
 
 
 def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:
@@ -98,6 +99,8 @@ def main(
             "k": k or [],
         }
         problems = [p for p in problems if p.operator in (operator or [p.operator]) and chosen(p, wanted)]
+        if not problems:
+            raise typer.BadParameter("no shape of the list is left", param_hint="--operator and others")
         facts = provenance(where, rotated=rotated)
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")

@@ -232,7 +232,7 @@ def _torch_finish(problem: BsrMatmul, inputs: Sequence[Any], device: str, produc
     """A product of PyTorch followed by the problem's bias and activation, as its users write it."""
     import torch
 
-    bias = [_torch_tensor(array, device) for array in inputs[4:]]
+    bias = [_torch_tensor(array, device) for array in problem.biases(inputs)]
     activation = getattr(torch.nn.functional, problem.activation) if problem.activation else None
 
     def call() -> Any:
@@ -246,7 +246,7 @@ def _torch_finish(problem: BsrMatmul, inputs: Sequence[Any], device: str, produc
 
 def _numpy_finish(problem: BsrMatmul, inputs: Sequence[Any], product: Call) -> Call:
     """A product of NumPy or SciPy followed by the problem's bias and activation."""
-    bias = inputs[4:]
+    bias = problem.biases(inputs)
     if not bias and not problem.activation:
         return product
     return lambda: activated(product() + (bias[0] if bias else 0), problem.activation)
@@ -402,9 +402,10 @@ def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callabl
     from .functional import bsr_matmul
     from .layers import BsrWeight
 
-    x, data, indices, indptr, *bias = map(convert, inputs)
-    weight = BsrWeight((data, indices, indptr), columns=problem.k, validate=True)
-    extras: dict[str, Any] = {"bias": bias[0] if bias else None, "activation": problem.activation or None}
+    x, data, indices, indptr = map(convert, inputs[:4])
+    weight = BsrWeight((data, indices, indptr), columns=problem.k)
+    [bias] = map(convert, problem.biases(inputs) or [None])
+    extras: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
     return lambda: bsr_matmul(x, weight, **extras), weight.problem(problem.m, problem.bias, problem.activation)
 
 
@@ -504,7 +505,7 @@ def compare(
         if call is not None:
             calls[peer.name] = _in_turn([call, *(peer.prepare(problem, inputs, device) for _ in range(copies - 1))])
 
-    timed = _time_cuda(calls) if device == "cuda" else _time_cpu(calls)
+    timed = time_cuda(calls) if device == "cuda" else _time_cpu(calls)
     for name, (how, seconds) in timed.items():
         line = lines[name]
         if isinstance(seconds, str):
@@ -650,7 +651,7 @@ def _time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Ti
     return {name: ("eager", seconds) for name, seconds in times.items()}
 
 
-def _time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> Times:
+def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> Times:
     """Seconds a call by events around replays of a graph of many calls, in rounds, each after one that warms up."""
     import torch
 
