@@ -96,12 +96,10 @@ class DeviceFunctions(NamedTuple):
     sort_descending: Any
 
 
-def device_functions(
-    threads: int, k: int, bins: int = 256, place: Rank = FIRST, ordered: bool = False
-) -> DeviceFunctions:
+def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST, floors: int = 0) -> DeviceFunctions:
     """The functions below for blocks of `threads` and a selection of `k`, for use in a TVMScript kernel.
 
-    `ordered`: `place_of_maxima` is to be good for rows in order, too.
+    `floors`: of how many warps `place_of_maxima` takes the floors (see `thresholds.Floor`); 0 for none.
     """
     warps = threads // 32
     lanes_bins = RADIX_BINS // 32
@@ -112,9 +110,6 @@ def device_functions(
     # rank_in_bins: bins that a thread scans, a power of two, and warps that do.
     each_bins = 1 << (ceildiv(bins, threads) - 1).bit_length()
     scanning = bins // each_bins // 32
-    # Warps whose every lane has to reach a value, so that k elements do.
-    full_warps = ceildiv(k, 32)
-    floored = ordered and full_warps <= min(warps, REMOVALS)
 
     # fmt: off
     @T.inline
@@ -196,19 +191,15 @@ def device_functions(
         largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), value[0])
 
     @T.inline
-    def place_of_maxima(t, bits, top, group, group_top, group_least, reached):
+    def place_of_maxima(t, bits, floor, top, group, group_top, group_floor, reached):
         """`reached`: the value at `place` among those that each thread has in `bits`, which is lost; `top` the largest.
 
-        If `ordered`, or a higher one that is sure: which all lanes of so many warps reach that they are k. In a row
-        that ascends few elements are as large, while the place's value is low: in the warps above it all are larger.
-        One barrier.
+        Or, if that is higher, the `floors`-th largest of the warps' `floor`, which is lost as well, and 0 where a warp
+        has none. One barrier.
         """
         largest = T.alloc_local([1], "uint32")
-        least = T.alloc_local([1], "uint32")
         lanes = T.alloc_local([1], "uint32")
         rank = T.alloc_local([1], "int32")
-        if floored:
-            least[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
         if place.lane > REMOVALS:
             # a bitonic sort of the lanes, the largest first
             for p in T.unroll(5):
@@ -228,14 +219,14 @@ def device_functions(
                 remove_largest(t, bits, largest, lanes)
         if warps == 1:
             reached[0] = largest[0]
-            if floored:
-                reached[0] = T.max(largest[0], least[0])
+            if floors > 0:
+                reached[0] = T.max(largest[0], floor[0])
         else:
             if t % 32 == 0:
                 group[t // 32] = largest[0]
                 group_top[t // 32] = top[0]
-                if floored:
-                    group_least[t // 32] = least[0]
+                if floors > 0:
+                    group_floor[t // 32] = floor[0]
             T.cuda.cta_sync()
             top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_top[t % warps])
             # The least value that fewer than `place.warp` others exceed.
@@ -247,13 +238,16 @@ def device_functions(
             if rank[0] >= place.warp:
                 largest[0] = T.uint32(0xFFFFFFFF)
             reached[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
-            if floored:
-                least[0] = T.uint32(0)
-                if t % 32 < warps:
-                    least[0] = group_least[t % 32]
-                largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), least[0])
-                for _ in T.serial(full_warps - 1):
-                    remove_largest(t, least, largest, lanes)
+            if floors > 0:
+                floor[0] = group_floor[t % warps]
+                largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), floor[0])
+                # Of a row that is not in order no warp has a floor.
+                if floors > 1:
+                    if largest[0] > reached[0]:
+                        if t % 32 >= warps:
+                            floor[0] = T.uint32(0)
+                        for _ in T.serial(floors - 1):
+                            remove_largest(t, floor, largest, lanes)
                 reached[0] = T.max(reached[0], largest[0])
 
     @T.inline

@@ -22,9 +22,10 @@ where that fails (many equal values) by radix selection and a bitonic sort.
 batches too small to fill the card with one block a row: each scans a part and pushes its (m, d) and survivors into the
 first one's shared memory, so that there is one launch and no workspace.
 
-Of a row in order the sample's values lie far apart, and the threshold may be far below the k-th largest element: then a
-higher one is taken, which whole warps of the sample reach. Of elements that equal the threshold only those up to a
-column pass. Where the machine can, launches overlap the end of the kernel before (`early`).
+Of a row in order a thread's maximum tells little of its other elements, and the threshold would be far below the k-th
+largest: but then a warp sees its vectors ascend or descend, and gives a higher one, which neighbouring lanes reach with
+all of a vector (`thresholds.Floor`). Of elements that equal the threshold only those up to a column pass. Where the
+machine can, launches overlap the end of the kernel before (`early`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
 
 from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
-from .thresholds import FIRST, first_threshold
+from .thresholds import FIRST, first_threshold, floor_of_runs
 
 # Threads of a block. A row of 10,240 or 25,000 elements is cut evenly by 5 or 7 warps.
 THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -95,21 +96,52 @@ class Layout:
         place = first_threshold(k, min(self.sample / vocab, 1.0), min(self.warps, self.slots))
         self.gated = place is not None
         self.place = place or FIRST
+        # A row that begins within a vector leaves its first lane without a whole one.
+        self.lead = 0 if self.aligned else 1
+        # How many vectors a block has: all blocks as many, but for the last one that has any.
+        parts = {min(self.share, row_vectors), row_vectors % self.share or self.share}
+        self.floor = floor_of_runs(k, self.width, 32 - self.lead, min(self.warps, self.slots)) if self.gated else None
+        if self.floor is not None:
+            # Which vector of a thread is in an ascending row's last run: the last one that enough warps have.
+            self.last = max((min(parts) // 32 // self.tiles - self.floor.warps) // self.warps, 0)
         # What passes the first threshold, but for a few rows. Of the sample itself that is known, the rest varies.
         passing = self.place.most * max(self.share * self.width / self.sample, 1.0)
         survivors = ceildiv(ceil(passing + 4 * sqrt(passing - self.place.most)), 32) * 32
         self.whole = self.aligned and row_vectors == self.tiles * self.warps * self.vectors * 32 * self.split
         self.rounded = max(1 << (k - 1).bit_length(), 32)
-        # Keys that a block may push, more than those of a row that is constant.
-        self.room = max(ceildiv(self.equals + 32, 32) * 32, survivors) if self.split > 1 else 0
         # Beyond k there is room for what comes to rest between two compactions.
-        rest = max(self.rounded + max(SLACK, self.rounded), survivors, self.split * self.room)
-        self.overflows = rest < self.tiles * self.tile
-        self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * self.room)
+        self.rest = max(self.rounded + max(SLACK, self.rounded), survivors)
         self.kept = self.rounded
         self.bins = min(max(256, self.rounded), 1024)
         self.spread = self.bins + self.bins // 32  # words that they take, see `selection.spread`
         self.ring = self.stages * self.tile * numpy_dtype(problem.dtype).itemsize  # bytes
+        # Keys that a block may push, more than those of a row that is constant.
+        room = max(ceildiv(self.equals + 32, 32) * 32, survivors) if self.split > 1 else 0
+        self.divide_pool(room)
+        if self.split > 1 and self.floor is not None:
+            # As many as those of a row in order, unless that takes the multiprocessor's second block its place.
+            limit = MAX_SHARED if self.pool <= MAX_SHARED else MAX_CLUSTER_SHARED
+            self.divide_pool(max(ceildiv(max(map(self.passing_in_order, parts)), 32) * 32, room))
+            if self.pool > limit:
+                self.divide_pool(room)
+
+    def passing_in_order(self, part: int) -> int:
+        """Of a block's part of so many vectors, the elements that reach the floor if the row ascends or descends."""
+        assert self.floor is not None
+        # The lowest of the warps that give it is that of this slot; see `place_tile` for which chunk is in the sample.
+        slot = min(part // 32 // self.tiles, (self.last + 1) * self.warps) - self.floor.warps
+        late = 2 * slot >= self.warps if self.vectors == 1 else 2 * self.last >= self.vectors
+        chunk = slot * self.tiles + (self.tiles - 1 if late else 0)
+        ascending = part - chunk * 32 - (32 - self.floor.lanes)
+        descending = (self.floor.warps - 1) * self.tiles * 32 + self.lead + self.floor.lanes
+        return min(max(ascending, descending), part) * self.width
+
+    def divide_pool(self, room: int) -> None:
+        """Lay the buffers out in shared memory, with room for so many keys of each block of a cluster."""
+        self.room = room
+        rest = max(self.rest, self.split * room)
+        self.overflows = rest < self.tiles * self.tile
+        self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * room)
         # Offsets into the pool, in their own elements.
         self.at_keys = self.ring // 8
         self.at_kept = self.at_keys + self.capacity
@@ -242,7 +274,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     overflows = layout.overflows
     # A bitonic sort of many keys by few threads needs more registers.
     resident = max(RESIDENT // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
-    sample, gated = layout.sample, layout.gated
+    gated, floor = layout.gated, layout.floor
+    floors = floor.warps if floor else 0
     counted = k <= COUNTED
     # Keys that are ranked by counting: a few a thread; where bins have failed, as many as cost no more than a sort.
     fits, crowd = 4 * threads // RANKERS, isqrt(COMPARISONS * threads)
@@ -251,7 +284,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     lowest = T.min_value("float32")
     put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
     put_key = peer_write("put_key", "unsigned long long")
-    device = device_functions(threads, k, bins, layout.place, ordered=gated and tiles * split > 1)
+    device = device_functions(threads, k, bins, layout.place, floors)
     select_pivot, keep_selected = device.select_pivot, device.keep_selected
     place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
     rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
@@ -265,12 +298,25 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         late = at[int(2 * u >= vectors)] if isinstance(e, int) else T.Select(u * 2 >= vectors, at[1], at[0])
         return (late if vectors > 1 else at[0]) + u * slot_size + e % width
 
-    def largest(x, low, high):
-        """The maximum of x[low:high], as a tree."""
+    def folded(most, x, low, high):
+        """The maximum or minimum (`most`) of x[low:high], as a tree."""
         if high - low == 1:
             return x[low]
         middle = (low + high) // 2
-        return T.max(largest(x, low, middle), largest(x, middle, high))
+        return most(folded(most, x, low, middle), folded(most, x, middle, high))
+
+    def in_order(x, small, large):
+        """Whether a vector whose ends these are may be of a run in order; not if it is not in the row."""
+        ordered = x[small] <= x[large]
+        return ordered if layout.whole else T.And(ordered, x[large] > -T.infinity("float32"))
+
+    def is_run(rising, falling):
+        """Whether all of a warp's last vectors ascend, up to the row's end, or all of its first ones descend."""
+        descends = (falling | T.uint32(layout.lead)) == T.uint32(FULL_WARP)
+        if layout.whole:
+            return T.Or(rising == T.uint32(FULL_WARP), descends)
+        ascends = T.And(rising & (rising + T.uint32(1)) == T.uint32(0), rising >= T.uint32((1 << floor.lanes) - 1))
+        return T.Or(ascends, descends)
 
     def inside(t, at, start, end):
         """Whether all of a thread's tile lies in the row and in this block's share of it."""
@@ -360,15 +406,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
 
     @T.inline
-    def bar_equals(t, x, high, found, start, barred):
+    def bar_equals(t, x, gate, found, start, end, barred):
         """Of elements that equal the sample's maximum only the row's first are wanted: up to which column?
 
-        As many as there should be `Layout.equals` of these, if they are as dense everywhere. One barrier.
+        As many as there should be `Layout.equals` of these, if in all of the block's part they are as dense as in the
+        sample, which is one of its tiles. One barrier.
         """
         equal = T.alloc_local([1], "int32")
         equal[0] = 0
         for e in T.unroll(held):
-            if x[e] == high[0]:
+            if x[e] == gate[0]:
                 equal[0] = equal[0] + 1
         equal[0] = T.cuda.warp_sum(equal[0])
         if t % 32 == 0:
@@ -376,16 +423,49 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
         barred[0] = T.Cast("int32", T.min(
             T.Cast("float32", start)
-            + T.float32(layout.equals * sample) / T.Cast("float32", T.max(found[3], 1)), T.float32(vocab)))
+            + T.Cast("float32", T.min(end, vocab) - start) * T.float32(layout.equals / tiles)
+            / T.Cast("float32", T.max(found[3], 1)), T.float32(vocab)))
+
+    @T.inline
+    def least_of_vectors(x, low, inside, plain, bits, least):
+        """Raise `least` to what the lanes that are `inside` all reach with the vector from x[low] on."""
+        order(folded(T.min, x, low, low + width), plain, bits)
+        if not inside:
+            bits[0] = T.uint32(FULL_WARP)
+        bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
+        least[0] = T.max(least[0], bits[0])
+
+    @T.inline
+    def floor_of_warp(t, x, plain, bits, least):
+        """`least`: what `floor.lanes` neighbouring lanes reach with a whole vector; 0 if the row is not in order here.
+
+        A warp's vectors of one slot are a run of the row. The last run of an ascending row ends in its largest elements
+        and the first one of a descending row begins with them. The ends of the vectors only tell whether it is worth
+        looking; what is found holds for any row. A NaN is left out of a minimum, which it counts as larger than.
+        """
+        rising = T.alloc_local([1], "uint32")
+        falling = T.alloc_local([1], "uint32")
+        rising[0] = T.cuda.ballot_sync(
+            T.uint32(FULL_WARP), in_order(x, layout.last * width, layout.last * width + width - 1))
+        falling[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(x, width - 1, 0))
+        least[0] = T.uint32(0)
+        if is_run(rising[0], falling[0]):
+            # Places in a circle, so that it is always as many lanes, of which some have nothing if the run is shorter.
+            least_of_vectors(
+                x, layout.last * width,
+                (t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - floor.lanes, plain, bits, least)
+            least_of_vectors(x, 0, (t - layout.lead) & 31 < floor.lanes, plain, bits, least)
 
     @T.inline
     def look_at_sample(
-        t, x, top, plain, bits, called, reached, group_bits, group_top, group_least, high, reference, factor, gate,
-        found, start, barred
+        t, x, top, plain, bits, least, called, reached, group_bits, group_top, group_floor, high, reference, factor,
+        gate, found, start, end, barred
     ):
         """From the first tile: the reference of the exponentials and the first threshold. One barrier or two."""
+        if floors > 0:
+            floor_of_warp(t, x, plain, bits, least)
         order(top[0], plain, bits)
-        place_of_maxima(t, bits, called, group_bits, group_top, group_least, reached)
+        place_of_maxima(t, bits, least, called, group_bits, group_top, group_floor, reached)
         high[0] = T.Select(
             called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
             bits_value(called[0]), T.float32(0))
@@ -393,7 +473,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if gated and reached[0] > T.uint32(MINUS_INFINITY):
             gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
             if (overflows or split > 1) and reached[0] == called[0]:
-                bar_equals(t, x, high, found, start, barred)
+                bar_equals(t, x, gate, found, start, end, barred)
 
     @T.inline
     def mark_survivors(x, gate, at, barred, d, bits):
@@ -591,7 +671,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         group_sum = T.alloc_shared([32], "float32")
         group_bits = T.alloc_shared([32], "uint32")
         group_top = T.alloc_shared([32], "uint32")
-        group_least = T.alloc_shared([32], "uint32")
+        group_floor = T.alloc_shared([32], "uint32")
         full = T.alloc_shared([1], "uint32")
         peak = T.alloc_shared([1], "uint32")
         raw = T.alloc_local([words], "uint32")
@@ -623,6 +703,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         finer = T.alloc_local([1], "float32")
         reached = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
+        least = T.alloc_local([1], "uint32")
         settled = T.alloc_local([1], "int32")
         if split > 1:
             united = T.decl_buffer(
@@ -671,12 +752,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     place_tile(i, t, start, at)
                     load_tile(i, t, ring, raw)
                     convert_tile(B, start, end, t, at, raw, x)
-                    top[0] = largest(x, 0, held)
+                    top[0] = folded(T.max, x, 0, held)
                     if fresh[0] != 0:
                         if i == 0 and attempt == 0:
                             look_at_sample(
-                                t, x, top, plain, bits, called, reached, group_bits, group_top, group_least, high,
-                                reference, factor, gate, found, start, barred)
+                                t, x, top, plain, bits, least, called, reached, group_bits, group_top, group_floor,
+                                high, reference, factor, gate, found, start, end, barred)
                         for e in T.unroll(held):
                             # One rounding, so that the reference cancels in the quotient; and without the steps that
                             # exp2 takes for subnormal results, which add nothing to a sum of about 1 or more.
@@ -826,7 +907,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=5,
+    version=6,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -839,7 +920,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=5,
+    version=6,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -1,4 +1,4 @@
-"""A first threshold for the k largest of a row, from a sample of it: which value to take, and how many reach it.
+"""First thresholds for the k largest of a row, from a sample of it: which value to take, and how many reach it.
 
 Without the compiler, because spaces depend on it.
 """
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from scipy.special import bdtrc  # P(more than i of n succeed)
 
+# Warps whose floors are looked through one after another (see `Floor`).
+MAX_FLOORS = 5
 # How often a first threshold may turn out too high, and the row be read again.
 MISS = 3e-5
 
@@ -25,6 +27,23 @@ class Rank(NamedTuple):
 
 
 FIRST = Rank(1, 1, sure=True, most=0)
+
+
+class Floor(NamedTuple):
+    """A threshold for rows in order: `lanes` neighbouring lanes of `warps` warps each reach it with all of a vector.
+
+    So k elements do, whatever the data. The vectors that a warp loads at once are a run of the row: if that ascends or
+    descends and the run is at its larger end, little more than k elements of the row are as large.
+    """
+
+    warps: int
+    lanes: int
+
+
+def floor_of_runs(k: int, width: int, lanes: int, warps: int) -> Floor | None:
+    """The floor for vectors of `width` elements, of at most `lanes` lanes and `warps` warps; None if k takes more."""
+    needed = -(-k // (lanes * width))
+    return Floor(needed, -(-k // (needed * width))) if needed <= min(warps, MAX_FLOORS) else None
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from cases import SM90
@@ -9,8 +11,9 @@ from test_templates import emulated, verify
 
 from tvm_sparse import schedules
 from tvm_sparse.operators import SoftmaxTopk
+from tvm_sparse.operators.problem import numpy_dtype
 from tvm_sparse.schedules.threshold_gate import Layout
-from tvm_sparse.schedules.thresholds import first_threshold
+from tvm_sparse.schedules.thresholds import Floor, first_threshold, floor_of_runs
 
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "early": 1}
 CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1}
@@ -34,7 +37,7 @@ def run(name: str, problem: SoftmaxTopk, decisions: dict[str, int], logits: np.n
     template = schedules.find(name)
     assert template.point(problem, SM90, decisions) is None
     program = template.build(problem, decisions)
-    inputs = [logits.astype(np.float32), 1.0, seed % 2]
+    inputs = [logits.astype(numpy_dtype(problem.dtype)), 1.0, seed % 2]
     outputs = problem.empty_outputs()
     emulated(program, seed)([*inputs, *outputs])
     problem.check(inputs, problem.reference(inputs), outputs)
@@ -72,6 +75,95 @@ def test_equals_of_the_threshold_in_several_blocks() -> None:
     run("cluster_gate", problem, CLUSTER, logits)
 
 
+def test_infinities_of_which_only_the_first_pass() -> None:
+    """The sample's maximum, and so the threshold, is infinite; zeros tell nothing of how dense the infinities are."""
+    problem = SoftmaxTopk(1, 6000, 40)
+    logits = np.where(np.arange(problem.vocab) % 2 == 0, 0, np.inf)[None]
+    run("threshold_gate", problem, BLOCK, logits)
+
+
+GATES_IN_ORDER = [
+    # (template, vocab, k, dtype, decisions), and tiles
+    ("threshold_gate", 4096, 5, "float32", {**BLOCK, "vectors": 4}, 1),
+    ("threshold_gate", 3600, 1, "float16", {**BLOCK, "vectors": 2}, 1),
+    ("threshold_gate", 3001, 33, "bfloat16", BLOCK, 2),
+    ("threshold_gate", 8186, 128, "float32", {**BLOCK, "vectors": 2}, 4),
+    ("threshold_gate", 8192, 129, "float32", BLOCK, 8),
+    ("threshold_gate", 8400, 400, "float32", {**BLOCK, "vectors": 3}, 3),
+    ("cluster_gate", 7900, 50, "float32", {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, 1),
+    ("cluster_gate", 8001, 5, "bfloat16", {**CLUSTER, "stages": 1}, 2),
+    ("cluster_gate", 5200, 400, "float32", {**CLUSTER, "vectors": 3, "stages": 1}, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "vocab", "k", "dtype", "decisions", "tiles"), GATES_IN_ORDER)
+def test_rows_in_order(name: str, vocab: int, k: int, dtype: str, decisions: dict[str, int], tiles: int) -> None:
+    problem = SoftmaxTopk(9, vocab, k, dtype)
+    layout = Layout(problem, decisions)
+    assert layout.floor is not None and layout.tiles == tiles
+    rng = np.random.default_rng(vocab)
+    logits = np.sort(rng.standard_normal((9, vocab)), axis=1)
+    logits[1] = logits[1, ::-1]
+    logits[2] = 1
+    logits[3] = np.round(logits[3])
+    # Its maximum in the middle, and in order but for one element.
+    logits[4] = np.concatenate([logits[4, ::2], logits[4, 1::2][::-1]])
+    logits[5, [vocab - 3, 7]] = logits[5, [7, vocab - 3]]
+    # Infinities at the ends, NaN among the largest elements and NaN in all but a few vectors.
+    logits[6, : vocab // 2], logits[6, -3:] = -np.inf, np.inf
+    logits[7] = logits[7, ::-1]
+    logits[[5, 7], [vocab - 6, 5]] = np.nan
+    logits[8, np.arange(vocab) % 8 != 3] = np.nan
+    run(name, problem, decisions, logits, seed=k)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """Let the kernels' device functions of these names trap."""
+    from tvm.script import tirx as T
+
+    from tvm_sparse.schedules import selection
+
+    # fmt: off
+    @T.inline
+    def select_pivot(t, key_at, source, extra, row, size, histogram, found, pivot, mask, need):
+        T.evaluate(T.call_extern("int32", "__trap"))
+
+    @T.inline
+    def rank_in_bins(t, keys, size, counts, heads, nexts, totals, flag, low, high, finer, place_key, extra, crowded):
+        T.evaluate(T.call_extern("int32", "__trap"))
+    # fmt: on
+    functions, traps = selection.device_functions, {"select_pivot": select_pivot, "rank_in_bins": rank_in_bins}
+
+    def device_functions(*args: Any) -> selection.DeviceFunctions:
+        return functions(*args)._replace(**{name: traps[name] for name in names})
+
+    monkeypatch.setattr(selection, "device_functions", device_functions)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "k", "decisions", "unneeded"),
+    [
+        # Few enough keys are left to be ranked by counting alone.
+        ("threshold_gate", 4096, 5, {**BLOCK, "vectors": 4}, ["select_pivot", "rank_in_bins"]),
+        ("threshold_gate", 4075, 5, {**BLOCK, "vectors": 4}, ["select_pivot", "rank_in_bins"]),
+        ("threshold_gate", 4000, 50, {**BLOCK, "vectors": 4}, ["select_pivot"]),
+        ("threshold_gate", 8192, 50, BLOCK, ["select_pivot"]),
+        # The last block has 385 vectors, the others have 512.
+        ("cluster_gate", 7684, 50, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
+        ("cluster_gate", 7684, 400, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
+    ],
+)
+def test_rows_in_order_never_fill_a_buffer(
+    name: str, vocab: int, k: int, decisions: dict[str, int], unneeded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = SoftmaxTopk(3, vocab, k)
+    logits = np.sort(np.random.default_rng(vocab).standard_normal((3, vocab)), axis=1)
+    logits[1] = logits[1, ::-1]
+    logits[2] = 1
+    without(monkeypatch, unneeded)
+    run(name, problem, decisions, logits)
+
+
 @pytest.mark.parametrize(("k", "share", "warps"), [(5, 0.3, 4), (50, 0.2, 8), (50, 0.06, 16), (400, 0.4, 16)])
 def test_first_threshold_seldom_misses_and_lets_few_through(k: int, share: float, warps: int) -> None:
     place = first_threshold(k, share, warps)
@@ -91,3 +183,13 @@ def test_first_threshold_seldom_misses_and_lets_few_through(k: int, share: float
 
 def test_first_threshold_where_none_is_any_good() -> None:
     assert first_threshold(400, 1.0, 1) is None
+
+
+def test_floor_takes_as_few_lanes_as_hold_k() -> None:
+    assert floor_of_runs(1, 4, 32, 1) == Floor(1, 1)
+    assert floor_of_runs(50, 4, 32, 8) == Floor(1, 13)
+    assert floor_of_runs(128, 4, 32, 1) == Floor(1, 32)
+    assert floor_of_runs(128, 4, 31, 8) == Floor(2, 16)
+    assert floor_of_runs(400, 8, 32, 8) == Floor(2, 25)
+    assert floor_of_runs(400, 4, 32, 3) is None
+    assert floor_of_runs(2048, 4, 32, 32) is None
