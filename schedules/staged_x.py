@@ -9,7 +9,7 @@ its sums stay in registers; every vector meets all `tile_m` rows of x, and every
 Loads of the weight are issued before those of x are waited for: a row of one chunk costs three trips to memory (row
 starts, columns, x), whatever its length. Of a skewed pattern the long rows come first, and the chunks of each can be
 dealt out to a cluster of `spread` blocks of threads, as `tensor_core` does it. `early` lets a launch overlap the end of
-the kernel before; the columns of a skewed pattern, which nobody writes, are read in that time.
+the kernel before; a structure that the host has looked at, which nobody writes any more, is read in that time.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     threads, tile_m, vec, depth = (decisions[name] for name in ("threads", "tile_m", "vec", "depth"))
-    spread, early, dealt = decisions["spread"], bool(decisions["early"]), problem.pattern == "skewed"
+    spread, early = decisions["spread"], bool(decisions["early"])
     deal = Deal(block_rows, 1, spread)
     across, groups, passes, copies = sizes(problem, decisions)
     chunk = depth * groups
@@ -212,8 +212,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         t = T.thread_id([threads])
         # The long rows of all strips of x come before the others.
         strips: T.int32 = (m + (tile_m - 1)) // tile_m
-        strip: T.int32 = block % strips if dealt else block // block_rows
-        cluster: T.int32 = block // strips if dealt else block % block_rows
+        strip: T.int32 = block % strips
+        cluster: T.int32 = block // strips
         unit: T.int32 = deal.unit(cluster, place, long)
         rank: T.int32 = deal.rank(cluster, place, long)
         ranks: T.int32 = deal.ranks(cluster, long)
@@ -233,21 +233,22 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if spread > 1:
             others = T.alloc_shared([spread - 1, outputs], "float32")
         begin: T.int32 = rank * chunk
-        if early and not dealt:
-            await_previous()
-        row[0] = unit
-        if dealt:
+        if long >= 0:
             fetch(row[0], R.ptr_to([unit, 0]))
             fetch(ends[0], R.ptr_to([unit, 1]))
             fetch(ends[1], R.ptr_to([unit, 2]))
         else:
+            if early:
+                await_previous()
+            row[0] = unit
             fetch(ends[0], P.ptr_to([unit]))
             fetch(ends[1], P.ptr_to([unit + 1]))
         first: T.int32 = ends[0]
         count: T.int32 = ends[1] - ends[0]
         load_columns(D, t, first, begin, count, columns)
-        if early and dealt:
-            await_previous()
+        if early:
+            if long >= 0:
+                await_previous()
         if spread > 1:
             if rank > 0 and begin >= count:
                 T.thread_return()

@@ -21,8 +21,8 @@ where they are added in a fixed order.
 
 `early` lets a launch overlap the end of the kernel before (programmatic dependent launch). Of the three trips to memory
 that follow each other, for the row's ends, its columns and x, two are made before that one is done: ends and columns
-are guesses then, which are read again, from the L2 cache and beside x, and in most calls found to be right. What the
-host has looked at, the structure of a skewed pattern, nobody writes: there is nothing to read again.
+are known if the host has looked at them (`long` is not below 0), because nobody writes them any more. Else they are
+guesses, which are read again, from the L2 cache and beside x, and in most calls found to be right.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     tile_m, tile_n, split, warps_m, depth = (decisions[d] for d in ("tile_m", "tile_n", "split", "warps_m", "depth"))
-    spread, early, dealt = decisions["spread"], bool(decisions["early"]), problem.pattern == "skewed"
+    spread, early = decisions["spread"], bool(decisions["early"])
     slices = rows // tile_n
     deal = Deal(n // tile_n, slices, spread)
     octets = cols // 8  # of a row of a block
@@ -165,14 +165,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     # fmt: off
     @T.inline
-    def load_ends(how, P, R, unit, ends):
+    def load_ends(how, P, unit, ends):
         """First block of the unit's row, and the row's octets."""
-        if dealt:
-            how(ends[0], R.ptr_to([unit // slices, 1]))
-            how(ends[1], R.ptr_to([unit // slices, 2]))
-        else:
-            how(ends[0], P.ptr_to([unit // slices]))
-            how(ends[1], P.ptr_to([unit // slices + 1]))
+        how(ends[0], P.ptr_to([unit // slices]))
+        how(ends[1], P.ptr_to([unit // slices + 1]))
         ends[1] = (ends[1] - ends[0]) * octets
 
     @T.inline
@@ -183,9 +179,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 how(columns[d], D.ptr_to([first + (octet + d * (4 * split)) // octets]))
 
     @T.inline
-    def compare(D, P, R, unit, octet, ends, columns, again, columns_again, guessed):
+    def compare(D, P, unit, octet, ends, columns, again, columns_again, guessed):
         """Whether ends and columns are what they were guessed to be; else `guessed` is 0 and they are read again."""
-        load_ends(fetch_anew, P, R, unit, again)
+        load_ends(fetch_anew, P, unit, again)
         load_columns(fetch_anew, D, octet, ends[1], ends[0], columns_again)
         if again[0] != ends[0] or again[1] != ends[1]:
             guessed[0] = 0
@@ -277,10 +273,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             block = T.cta_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
             place = 0
         t = T.thread_id([threads])
-        # The long rows of all strips come before the others; strips read the same rows of x one after another else.
+        # The long rows of all strips come before the others.
         strips: T.int32 = (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)
-        strip: T.int32 = block % strips if dealt else block // (n // tile_n)
-        cluster: T.int32 = block // strips if dealt else block % (n // tile_n)
+        strip: T.int32 = block % strips
+        cluster: T.int32 = block // strips
         unit: T.int32 = deal.unit(cluster, place, long)
         rank: T.int32 = deal.rank(cluster, place, long)
         ranks: T.int32 = deal.ranks(cluster, long)
@@ -308,25 +304,28 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for e in T.unroll(tall * wide * 4):
             sums[e] = T.float32(0)
         guessed[0] = int(early)
-        load_ends(fetch, P, R, unit, ends)
-        row[0] = unit // slices
-        if dealt:
+        if long >= 0:
             fetch(row[0], R.ptr_to([unit // slices, 0]))
-        if early and not dealt:
+            fetch(ends[0], R.ptr_to([unit // slices, 1]))
+            fetch(ends[1], R.ptr_to([unit // slices, 2]))
+            ends[1] = (ends[1] - ends[0]) * octets
+        else:
+            row[0] = unit // slices
+            load_ends(fetch, P, unit, ends)
+        if early:
             # What is read here may be anything still, but it must not lead out of the arrays.
             ends[0] = T.max(T.min(ends[0], nnzb), 0)
             ends[1] = T.max(T.min(ends[1], (nnzb - ends[0]) * octets), 0)
         load_columns(fetch, D, octet, ends[1], ends[0], columns)
         if early:
-            if not dealt:
-                for d in T.unroll(depth):
-                    columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
+            for d in T.unroll(depth):
+                columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
             await_previous()
             # By all lanes, also where the row is taken to end before: they may have read different ends.
             load_operands(
                 W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part, wide_part)
-            if not dealt:
-                compare(D, P, R, unit, octet, ends, columns, again, columns_again, guessed)
+            if long < 0:
+                compare(D, P, unit, octet, ends, columns, again, columns_again, guessed)
         first: T.int32 = ends[0]
         count: T.int32 = ends[1]
         if spread > 1:
@@ -342,7 +341,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     W, X, octet, count, first, unit % slices * tile_n + group, lane_rows, columns, tall_part, wide_part)
             guessed[0] = 0
             octet = octet + chunk * ranks
-            load_columns(fetch_anew if early and not dealt else fetch, D, octet, count, first, columns)
+            load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)
             T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
 

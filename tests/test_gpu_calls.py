@@ -132,7 +132,7 @@ def test_softmax_topk_of_any_shape(number: int) -> None:
 def test_bsr_matmul_equals_the_reference(key: str, dtype: str, structure: str) -> None:
     problem = parse(f"{key},dtype={dtype}")
     inputs = problem.generate(next(numbers), structure)
-    x, data, indices, indptr = map(cuda, inputs)
+    x, data, indices, indptr = map(cuda, inputs[:4])
     weights = [(data, indices, indptr), (data, indices.long(), indptr.long())]
     weights.append(tvm_sparse.BsrWeight(weights[0], columns=problem.k))
     weights.append(torch.sparse_bsr_tensor(indptr.long(), indices.long(), data, size=(problem.n, problem.k)))
@@ -202,13 +202,13 @@ def test_bias_and_activation(dtype: str, activation: str | None) -> None:
     """Twice each, because a second call is a shorter one; with a bias between 16-byte boundaries; without blocks."""
     problem = dataclasses.replace(parse(f"{BLOCKS},dtype={dtype}"), bias=1, activation=activation or "")
     inputs = problem.generate(next(numbers), "special")
-    x, data, indices, indptr, bias = map(cuda, inputs)
+    x, data, indices, indptr, bias = map(cuda, (*inputs[:4], inputs[-1]))
     weight = tvm_sparse.BsrWeight((data, indices, indptr), columns=problem.k)
     moved = torch.empty(problem.n + 1, dtype=bias.dtype, device="cuda")[1:].copy_(bias)
     for row in (bias, bias, moved, bias):
         y = tvm_sparse.bsr_matmul(x, weight, bias=row, activation=activation)
         problem.check(inputs, problem.reference(inputs), [host(y)])
-    empty = [inputs[0], inputs[1][:0], inputs[2][:0], inputs[3] * 0, inputs[4]]
+    empty = [inputs[0], inputs[1][:0], inputs[2][:0], inputs[3] * 0, *inputs[4:]]
     y = tvm_sparse.bsr_matmul(x, tuple(map(cuda, empty[1:4])), bias=bias, activation=activation)
     problem.check(empty, problem.reference(empty), [host(y)])
 
@@ -270,7 +270,7 @@ def test_nothing_to_compute() -> None:
     values, indices = tvm_sparse.softmax_topk(torch.empty(0, 2051, device="cuda"), 5)
     assert values.shape == indices.shape == (0, 5) and values.is_cuda and indices.is_cuda
     inputs = parse(BLOCKS).generate(next(numbers))
-    x, data, indices, indptr = map(cuda, inputs)
+    x, data, indices, indptr = map(cuda, inputs[:4])
     assert tvm_sparse.bsr_matmul(x[:0], (data, indices, indptr)).shape == (0, 96)
     out = torch.full((7, 96), float("nan"), device="cuda")
     tvm_sparse.bsr_matmul(x, (data[:0], indices[:0], indptr * 0), out=out)
@@ -292,7 +292,7 @@ def test_misaligned_views(dtype: str, dispatcher: Dispatcher) -> None:
 
     problem = parse(f"{BLOCKS},dtype={dtype}")
     inputs = problem.generate(next(numbers))
-    x, data, indices, indptr = map(cuda, inputs)
+    x, data, indices, indptr = map(cuda, inputs[:4])
 
     def behind(tensor: Any) -> Any:
         moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape)
@@ -336,7 +336,7 @@ def calls() -> dict[str, tuple[Any, Any, Any]]:
     """For each function: a static input, the call into given outputs, and the check of input and outputs."""
     problem = parse(BLOCKS)
     inputs = problem.generate(next(numbers))
-    weight = tvm_sparse.BsrWeight(tuple(map(cuda, inputs[1:])), columns=problem.k)
+    weight = tvm_sparse.BsrWeight(tuple(map(cuda, inputs[1:4])), columns=problem.k)
     lookup = parse(LOOKUP)
     *entries, _ = lookup.generate(next(numbers))
     rows = tvm_sparse.CsrRows(tuple(map(cuda, entries)), columns=lookup.vocab)
@@ -441,7 +441,7 @@ def test_nothing_is_allocated_but_outputs(name: str) -> None:
 def test_threads_on_two_streams() -> None:
     problem = parse(BLOCKS)
     inputs = problem.generate(next(numbers))
-    weight = tvm_sparse.BsrWeight(tuple(map(cuda, inputs[1:])), columns=problem.k)
+    weight = tvm_sparse.BsrWeight(tuple(map(cuda, inputs[1:4])), columns=problem.k)
     torch.cuda.synchronize()
 
     def work(seed: int) -> None:
@@ -478,7 +478,7 @@ def test_both_devices_in_one_process() -> None:
 
 def test_devices_must_agree() -> None:
     inputs = parse(BLOCKS).generate(next(numbers))
-    x, data, indices, indptr = map(torch.from_numpy, inputs)
+    x, data, indices, indptr = map(torch.from_numpy, inputs[:4])
     on_gpu = tuple(array.cuda() for array in (data, indices, indptr))
     logits = torch.randn(7, 2051)
     cpu_out = torch.empty(7, 5), torch.empty(7, 5, dtype=torch.int64)
@@ -513,7 +513,7 @@ def test_devices_must_agree() -> None:
 )
 def test_validate_finds_what_is_wrong_on_the_gpu(name: str, spoil: Any, message: str) -> None:
     inputs = parse(BLOCKS).generate(next(numbers))
-    x, *arrays = map(cuda, inputs)
+    x, *arrays = map(cuda, inputs[:4])
     prepared = tvm_sparse.BsrWeight(tuple(arrays), columns=192, validate=True)
     spoil(arrays[("data", "indices", "indptr").index(name)])
     spoil(getattr(prepared, name))
@@ -545,7 +545,7 @@ def test_validate_finds_what_is_wrong_with_rows_on_the_gpu() -> None:
 
 def test_lengths_on_the_gpu_are_checked_without_being_asked() -> None:
     """They cost no synchronisation."""
-    x, data, indices, indptr = map(cuda, parse(BLOCKS).generate(next(numbers)))
+    x, data, indices, indptr = map(cuda, parse(BLOCKS).generate(next(numbers))[:4])
     with pytest.raises(ValueError, match="indices: expected .* entries"):
         tvm_sparse.bsr_matmul(x, (data, indices[:-1], indptr))
     with pytest.raises(ValueError, match="indptr: expected at least 1 entry"):

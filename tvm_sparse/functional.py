@@ -342,7 +342,7 @@ def bsr_matmul(
     if not isinstance(weight, BsrWeight):
         known = arrays.facts("x", x)
         _check_floats("x", known, rank=2)
-        weight = BsrWeight(weight, columns=known.shape[1], validate=validate, balance=known.device == "cpu")
+        weight = BsrWeight(weight, columns=known.shape[1], validate=validate, balance=False)
     elif validate:
         weight.validate()
     torch = sys.modules.get("torch")

@@ -26,8 +26,9 @@ class BsrWeight:
     validate
         Also check indices and indptr that lie on a GPU; those on the host are always checked.
     balance
-        Look at indptr, which of tensors on a GPU costs a synchronisation; if some block rows hold far more blocks than
-        others, kernels begin with these and share them out. Arrays of other libraries on a GPU are taken as they are.
+        Look at indptr, which of tensors on a GPU costs a synchronisation. Kernels then begin with the block rows that
+        hold most blocks, share out those that hold far more than others, and read the structure while the kernel before
+        is at its end. Arrays of other libraries on a GPU are taken as they are.
 
     Attributes
     ----------
@@ -37,7 +38,7 @@ class BsrWeight:
     shape, dtype, nnzb, block_shape, device
         Of the matrix.
     pattern
-        `"skewed"` if kernels balance its block rows, else `"uniform"`.
+        `"skewed"` if some block rows were found to hold far more blocks than others, else `"uniform"`.
 
     Raises
     ------
@@ -93,10 +94,13 @@ class BsrWeight:
             self._check(indptr, indices)
         self.data = arrays.ready("data", data, known)
         self.indices, self.indptr = _as_int32("indices", indices), _as_int32("indptr", indptr)
-        shared = self._balance() if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)) else ()
-        self.pattern = "skewed" if shared else "uniform"
-        given = (self.data, self.indices, self.indptr)
-        self.arguments = (*map(arrays.argument, given), *shared)
+        self.pattern, long = "uniform", -1
+        if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)):
+            order, long = self._balance()
+        else:
+            order = arrays.empty((block_rows, 3), "int32", self.indptr, known)  # which nobody reads
+        given = (self.data, self.indices, self.indptr, order)
+        self.arguments = (*map(arrays.argument, given), long)
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
@@ -118,17 +122,17 @@ class BsrWeight:
         grid = self.shape[0] // rows, self.shape[1] // cols
         check_structure(_to_numpy(indptr), _to_numpy(indices), self.nnzb, grid)
 
-    def _balance(self) -> tuple[Any, ...]:
-        """What kernels for skewed patterns take beside the arrays, or nothing if this one is not."""
+    def _balance(self) -> tuple[Any, int]:
+        """The block rows in order, on the weight's device, and how many are long."""
         from .formats.bsr import fullest_first, skew
 
         starts = _to_numpy(self.indptr)
-        if skew(starts) <= SKEWED:
-            return ()
+        if skew(starts) > SKEWED:
+            self.pattern = "skewed"
         order, long = fullest_first(starts)
         if arrays.is_torch(self.indptr):
             order = sys.modules["torch"].from_numpy(order).to(self.indptr.device)
-        return arrays.argument(order), long
+        return order, long
 
     def problem(self, m: int, bias: int = 0, activation: str = "") -> BsrMatmul:
         """The problem of a product with `m` rows of x."""

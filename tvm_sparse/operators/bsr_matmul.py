@@ -59,8 +59,9 @@ class BsrMatmul(Problem):
     """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
 
     `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
-    `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels for skewed patterns also take what the host
-    has found out about them, `formats.bsr.fullest_first`. `bias` is 1 if there is one, 0 if not.
+    `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels also take what the host has found out about
+    the pattern, `formats.bsr.fullest_first`; with it they may read the structure before the kernel before is done, as
+    nobody writes it any more. `bias` is 1 if there is one, 0 if not.
     """
 
     m: int
@@ -75,7 +76,7 @@ class BsrMatmul(Problem):
 
     operator: ClassVar[str] = "bsr_matmul"
     batch_axis: ClassVar[str] = "m"
-    data_axes: ClassVar[tuple[str, ...]] = ("sparsity",)
+    data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
@@ -86,9 +87,8 @@ class BsrMatmul(Problem):
             ("n / block_rows", 3),
             "int32",
             "Block rows, the fullest first: which, its first block, and the one behind its last.",
-            when="pattern=skewed",
         ),
-        Argument("long", (), "int32", "How many of these are long enough to be shared.", when="pattern=skewed"),
+        Argument("long", (), "int32", "How many of these are long enough to be shared; -1 if `order` says nothing."),
         Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
@@ -167,7 +167,7 @@ class BsrMatmul(Problem):
         data = te.placeholder((nnzb, rows, cols), self.dtype, name="data")
         indices = te.placeholder((nnzb,), "int32", name="indices")
         indptr = te.placeholder((self.n // rows + 1,), "int32", name="indptr")
-        balance = [te.placeholder((self.n // rows, 3), "int32", name="order"), tirx.Var("long", "int32")]
+        order, long = te.placeholder((self.n // rows, 3), "int32", name="order"), tirx.Var("long", "int32")
 
         def product(i, j):
             start, stop = indptr[j // rows], indptr[j // rows + 1]
@@ -183,7 +183,7 @@ class BsrMatmul(Problem):
             return finish(total[i, j], bias[0][j] if bias else None, self.activation, self.dtype)
 
         y = te.compute((m, self.n), output, name="y")
-        arguments = [x, data, indices, indptr, *(balance if self.pattern == "skewed" else ()), *bias, y]
+        arguments = [x, data, indices, indptr, order, long, *bias, y]
         return te.create_prim_func(arguments).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None) -> list[Any]:
@@ -217,8 +217,7 @@ class BsrMatmul(Problem):
                 spots: Any = rng.integers(array.size, size=2) if array.size else []
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
         bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
-        balance = fullest_first(indptr) if self.pattern == "skewed" else ()
-        return [x.astype(dtype), data.astype(dtype), indices, indptr, *balance, *bias]
+        return [x.astype(dtype), data.astype(dtype), indices, indptr, *fullest_first(indptr), *bias]
 
     def biases(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The bias among the inputs, if there is one."""

@@ -42,8 +42,7 @@ class Argument:
     """One argument of a kernel, in calling order.
 
     `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may name an axis, as "dtype" does.
-    `when` names an axis: kernels of problems where it is 0 or empty do not have this argument. Or it is `axis=value`:
-    only kernels of problems where the axis has that value do.
+    `when` names an axis: kernels of problems where it is 0 or empty do not have this argument.
     """
 
     name: str
@@ -89,20 +88,15 @@ class Problem(ABC):
         )
         return f"{self.operator}/" + ",".join(shown)
 
-    def has(self, argument: Argument) -> bool:
-        """Whether kernels of this very problem have an argument of the operator."""
-        axis, _, value = argument.when.partition("=")
-        return not axis or (self.axes[axis] == value if value else bool(self.axes[axis]))
-
     @property
     def kernel_inputs(self) -> tuple[Argument, ...]:
         """The inputs that kernels of this very problem take, in calling order."""
-        return tuple(filter(self.has, self.inputs))
+        return tuple(a for a in self.inputs if not a.when or self.axes[a.when])
 
     @property
     def kernel_outputs(self) -> tuple[Argument, ...]:
         """The outputs that kernels of this very problem write, in calling order."""
-        return tuple(filter(self.has, self.outputs))
+        return tuple(a for a in self.outputs if not a.when or self.axes[a.when])
 
     def __str__(self) -> str:
         return self.key
@@ -169,9 +163,9 @@ class Problem(ABC):
         from tvm import tirx
 
         arguments = (*self.inputs, *self.outputs)
-        present = [self.has(argument) for argument in arguments]
-        present += [True] * (len(function.params) - len(arguments))  # workspaces
-        params = [p for p, there in zip(function.params, present, strict=True) if there]
+        absent = [bool(a.when) and not self.axes[a.when] for a in arguments]
+        absent += [False] * (len(function.params) - len(arguments))  # workspaces
+        params = [p for p, missing in zip(function.params, absent, strict=True) if not missing]
         return tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
 
     def empty_outputs(self) -> list[np.ndarray]:
