@@ -9,7 +9,13 @@ summed through shared memory, in a fixed order. One-hot rows take the same way, 
 With few entries a row the time is that of three dependent trips to memory: row start, ids, rows. Two things make it
 shorter. `guess`: minibatches mostly have as many entries in every row, so the ids are loaded from where they would then
 be, beside the row starts that tell whether they are there. `early`: the launch is allowed to overlap the end of the
-kernel before (programmatic dependent launch); this one waits for the results of that before it reads anything.
+kernel before (programmatic dependent launch). With 1 it waits for the results of that before it reads anything.
+
+With 2 and 3 it reads the ids before it waits. They may be about to be written, so they are guesses, which are only kept
+from leading out of the table; when the kernel before is done, the rows that they stand for are loaded at once, and row
+starts, ids and values beside them. What was loaded counts if starts and ids are what they were taken to be, for a whole
+warp, as they are in most calls: then one trip is left. With 3 the rows are brought into the L2 cache before the wait,
+no more than a hint, so that they may be written until then. The kernel behind may start as soon as this one has.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ LOADS = powers(1, 16)
 SPLIT = powers(1, 16)
 TILES = powers(1, 8)
 MAX_THREADS = 512
+# Bytes that one prefetch brings.
+LINE = 128
 
 
 def widths(problem: Problem) -> tuple[int, ...]:
@@ -42,7 +50,7 @@ def space(problem: Problem, machine: Machine) -> Table:
         "split": SPLIT,
         "tiles": TILES,
         "guess": (0, 1),
-        "early": (0, 1) if machine.has_clusters else (0,),
+        "early": (0, 1, 2, 3) if machine.has_clusters else (0,),
     }
 
 
@@ -54,6 +62,8 @@ def widest(problem: Problem, vec: int) -> int:
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
     lanes, loads, split = decisions["lanes"], decisions["loads"], decisions["split"]
     most = widest(problem, decisions["vec"])
+    if decisions["early"] >= 2 and not decisions["guess"]:
+        return "ids are read ahead only where they are guessed to be"
     if lanes > most:
         return f"half of {lanes} lanes have no column of width={problem.width}"
     if 32 * split * decisions["tiles"] > MAX_THREADS:
@@ -88,16 +98,24 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     lanes, vec, loads, split = (decisions[name] for name in ("lanes", "vec", "loads", "split"))
-    tiles, guess, early = decisions["tiles"], bool(decisions["guess"]), bool(decisions["early"])
+    size = numpy_dtype(dtype).itemsize
+    tiles, guess = decisions["tiles"], bool(decisions["guess"])
+    early, ahead = decisions["early"] > 0, decisions["early"] >= 2
+    prefetches, per_line = decisions["early"] == 3, ceildiv(min(lanes * vec * size, LINE), vec * size)
     groups = 32 // lanes
     step = groups * loads  # entries that a warp has in flight
     columns = ceildiv(width, lanes * vec)  # tiles a row
     ragged = width % (lanes * vec) != 0
+    # Whether warps may be without a row, and lanes without a column. A check that always holds delays the store by some
+    # 50 cycles; launches that begin by waiting keep it all the same, because they take fewer registers with it.
+    spare_warps, spare_lanes = not ahead or columns % tiles != 0, not ahead or ragged
     halvings, split_bits = groups.bit_length() - 1, split.bit_length() - 1
     wide = min(vec, 4)  # floats of one access to shared memory
-    size = numpy_dtype(dtype).itemsize
     words = ceildiv(vec * size, 4)  # of a load
-    read_index = getattr(T.ptx.ld.global_, {"int32": "s32", "int64": "s64"}[index])
+    kind = {"int32": "s32", "int64": "s64"}[index]
+    read_ahead = getattr(T.ptx.ld.global_, kind)
+    # What was read ahead is read again past what this multiprocessor has cached.
+    read_index = getattr(T.ptx.ld.relaxed.gpu.global_ if ahead else T.ptx.ld.global_, kind)
 
     # fmt: off
     @T.inline
@@ -106,6 +124,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         last[0] = (stop - start + T.Cast(index, split - 1)) >> T.Cast(index, split_bits)
         first[0] = start + T.Cast(index, part) * last[0]
         last[0] = T.min(stop, first[0] + last[0])
+
+    @T.inline
+    def guess_share(row, each, part, guessed, first, last):
+        guessed[0] = T.Cast(index, row * each)
+        guessed[1] = guessed[0] + T.Cast(index, each)
+        share_out(guessed[0], guessed[1], part, first, last)
 
     @T.inline
     def fetch(indices, values, at, last, lane, id, column, value):
@@ -119,35 +143,61 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 value[0] = read_element(dtype, values.ptr_to([at + T.Cast(index, lane)]))
 
     @T.inline
-    def gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, whole):
-        """Add `step` entries, all loads first, then the sums.
+    def fetch_ahead(indices, at, last, lane, vocab, id, column):
+        """32 ids, one a lane. They may be anything still, but must not lead out of the table."""
+        column[0] = 0
+        if at + T.Cast(index, lane) < last[0]:
+            read_ahead(id[0], indices.ptr_to([at + T.Cast(index, lane)]))
+            column[0] = T.Cast("int32", T.max(T.min(id[0], T.Cast(index, vocab - 1)), T.Cast(index, 0)))
+
+    @T.inline
+    def choose(u, b, lane, count, column, slot, z, whole):
+        """The entry of a lane's `u`-th load.
 
         Where not all of them are there, the last one is loaded in the place of the others, because a branch would
         delay the loads; a sum takes no part of it.
         """
+        slot[u] = b * step + u * groups + lane // lanes
+        z[u] = T.tvm_warp_shuffle(
+            T.uint32(FULL_WARP), column[0], slot[u] if whole else T.min(slot[u], count[0] - 1), 32, 32)
+
+    @T.inline
+    def weigh(u, count, value, slot, weight, whole):
+        if weighted:
+            weight[u] = T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), value[0], slot[u] if whole else T.min(slot[u], count[0] - 1), 32, 32)
+
+    def place(u, table, lane, tile, z):
+        """Where the table has the columns of this lane in the `u`-th row."""
+        column = (tile * lanes + lane % lanes) * vec
+        # Lanes beyond the last column read it again, and store nothing.
+        return table.ptr_to([T.Cast("int64", z[u]), T.min(column, width - vec) if ragged else column])
+
+    @T.inline
+    def load(u, table, lane, tile, z, raw, small):
+        load_words(vec * size, raw, u * words, small, place(u, table, lane, tile, z))
+
+    @T.inline
+    def add(count, slot, weight, raw, term, acc, whole):
+        """Where not all entries are there: by predicates or branches in launches that read ahead, which mostly do no
+        more than one such batch, else by selecting zeros."""
         for u in T.unroll(loads):
-            slot[u] = b * step + u * groups + lane // lanes
-            z[u] = T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), column[0], slot[u] if whole else T.min(slot[u], count[0] - 1), 32, 32)
-            if weighted:
-                weight[u] = T.tvm_warp_shuffle(
-                    T.uint32(FULL_WARP), value[0], slot[u] if whole else T.min(slot[u], count[0] - 1), 32, 32)
-            if ragged:
-                # Lanes beyond the last column read it again, and store nothing.
-                load_words(vec * size, raw, u * words, small, table.ptr_to(
-                    [T.Cast("int64", z[u]), T.min((tile * lanes + lane % lanes) * vec, width - vec)]))
-            else:
-                load_words(vec * size, raw, u * words, small, table.ptr_to(
-                    [T.Cast("int64", z[u]), (tile * lanes + lane % lanes) * vec]))
+            if whole or not ahead or slot[u] < count[0]:
+                for v in T.unroll(vec):
+                    term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
+                    if weighted:
+                        term[0] = weight[u] * term[0]
+                    acc[v] = acc[v] + (
+                        term[0] if whole or ahead else T.Select(slot[u] < count[0], term[0], T.float32(0)))
+
+    @T.inline
+    def gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, whole):
+        """Add `step` entries, all loads first, then the sums."""
         for u in T.unroll(loads):
-            for v in T.unroll(vec):
-                term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
-                if weighted:
-                    term[0] = weight[u] * term[0]
-                if whole:
-                    acc[v] = acc[v] + term[0]
-                else:
-                    acc[v] = acc[v] + T.Select(slot[u] < count[0], term[0], T.float32(0))
+            choose(u, b, lane, count, column, slot, z, whole)
+            weigh(u, count, value, slot, weight, whole)
+            load(u, table, lane, tile, z, raw, small)
+        add(count, slot, weight, raw, term, acc, whole)
 
     @T.prim_func
     def main(indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle):
@@ -161,6 +211,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         out = T.match_buffer(out_h, (rows, width), dtype)
         each: T.let = nnz // rows  # on the host
         T.device_entry()
+        if ahead:
+            T.ptx.griddepcontrol.launch_dependents()  # they await this one whenever they start
         block = T.cta_id([T.Cast("int32", (rows * columns + (tiles - 1)) // tiles)])
         t = T.thread_id([32 * split * tiles])
         parts = T.alloc_shared([max(tiles * (split - 1) * lanes * vec, 1)], "float32")
@@ -174,6 +226,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         next_column = T.alloc_local([1], "int32")
         next_value = T.alloc_local([1], "float32")
         count = T.alloc_local([1], "int32")
+        taken = T.alloc_local([1], "int32")
+        done = T.alloc_local([1], "int32")  # batches of these 32 entries that were added ahead
         slot = T.alloc_local([loads], "int32")
         z = T.alloc_local([loads], "int32")
         weight = T.alloc_local([loads], "float32")
@@ -191,14 +245,40 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         row: T.int64 = T.min(T.Cast("int64", line), rows - 1)
         for v in T.unroll(vec):
             acc[v] = T.float32(0)
-        if early:
+        if ahead:
+            guess_share(row, each, part, guessed, first, last)
+            fetch_ahead(indices, first[0], last, lane, vocab, id, taken)
+            count[0] = T.Cast("int32", T.min(last[0] - first[0], T.Cast(index, 32)))
+            for u in T.unroll(loads):
+                choose(u, 0, lane, count, taken, slot, z, step == 1)
+            if prefetches and lane % per_line == 0:
+                for u in T.unroll(loads):
+                    T.ptx.prefetch.global_.L2(place(u, table, lane, tile, z))
+            # From here on memory is as the kernel before leaves it.
+            T.ptx.griddepcontrol.wait()
+            for u in T.unroll(loads):
+                load(u, table, lane, tile, z, raw, small)
+            # The assembler would move the loads below, which depend on less, before those.
+            T.cuda.warp_sync()
+        elif early:
             await_previous()
         read_index(start[0], indptr.ptr_to([row]))
         read_index(stop[0], indptr.ptr_to([row + 1]))
-        if guess:
-            guessed[0] = T.Cast(index, row * each)
-            guessed[1] = guessed[0] + T.Cast(index, each)
-            share_out(guessed[0], guessed[1], part, first, last)
+        if ahead:
+            fetch(indices, values, first[0], last, lane, id, column, value)
+            # By warp: also where only some lanes were wrong all of them have to take part in what follows.
+            if T.cuda.any_sync(T.uint32(FULL_WARP), (count[0] <= 0) | (column[0] != taken[0]) | (
+                    (start[0] ^ guessed[0]) | (stop[0] ^ guessed[1]) != T.Cast(index, 0))) != 0:
+                share_out(start[0], stop[0], part, first, last)
+                fetch(indices, values, first[0], last, lane, id, column, value)
+                done[0] = 0
+            else:
+                for u in T.unroll(loads):
+                    weigh(u, count, value, slot, weight, step == 1)
+                add(count, slot, weight, raw, term, acc, step == 1)
+                done[0] = 1
+        elif guess:
+            guess_share(row, each, part, guessed, first, last)
             fetch(indices, values, first[0], last, lane, id, column, value)
             if (start[0] ^ guessed[0]) | (stop[0] ^ guessed[1]) != T.Cast(index, 0):
                 share_out(start[0], stop[0], part, first, last)
@@ -206,14 +286,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         else:
             share_out(start[0], stop[0], part, first, last)
             fetch(indices, values, first[0], last, lane, id, column, value)
-        while first[0] < last[0]:
+        while first[0] + T.Cast(index, done[0] * step if ahead else 0) < last[0]:
             fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, id, next_column, next_value)
             count[0] = T.Cast("int32", T.min(last[0] - first[0], T.Cast(index, 32)))
             batches = count[0] // step
-            for b in T.serial(batches):
+            for b in T.serial(done[0] if ahead else 0, batches, unroll=False if ahead else None):
                 gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, True)
             if count[0] % step != 0:
                 gather(table, batches, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, False)
+            if ahead:
+                done[0] = 0
             first[0] = first[0] + T.Cast(index, 32)
             column[0] = next_column[0]
             value[0] = next_value[0]
@@ -234,8 +316,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 for s in T.unroll(split - 1):
                     for v in T.unroll(vec):
                         acc[v] = acc[v] + parts[(((t // (32 * split)) * (split - 1) + s) * lanes + lane) * vec + v]
-        if part == 0 and lane < lanes and T.Cast("int64", line) < rows:
-            if (tile * lanes + lane) * vec < width:
+        if part == 0 and lane < lanes and (not spare_warps or T.Cast("int64", line) < rows):
+            if not spare_lanes or (tile * lanes + lane) * vec < width:
                 for v in T.unroll(vec):
                     result[v] = T.Cast(dtype, acc[v])
                 for v in T.vectorized(vec):
@@ -249,7 +331,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 warp_gather = Template(
     name="warp_gather",
-    version=2,
+    version=3,
     operator="nhot_lookup",
     kind="cuda",
     summary="warps share a row's entries, several wide loads in flight a lane",

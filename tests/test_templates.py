@@ -117,9 +117,9 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "split": ROWS[:5],
                 "tiles": (1, 2, 4, 8),
                 "guess": (0, 1),
-                "early": (0, 1),
+                "early": (0, 1, 2, 3),
             },
-            2 * 64,  # for one entry a row, at most two at once
+            32 * (2 + 4),  # for one entry a row, at most two at once; ids are read ahead only where they are guessed
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "lanes": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),
@@ -482,9 +482,10 @@ OVERLAPPED = {
 }
 
 
-def overlapping() -> list[Template]:
-    chosen = {t.name: t for t, p in cases("cuda") if 1 in t.space(p, SM90).get("early", ())}
-    return list(chosen.values())
+def overlapping() -> list[tuple[Template, int]]:
+    """Templates, and the ways in which their launches overlap."""
+    spaces = {t.name: (t, t.space(p, SM90).get("early", ())) for t, p in cases("cuda")}
+    return [(template, early) for template, ways in spaces.values() for early in ways if early]
 
 
 def garbage(array: np.ndarray, seed: int) -> np.ndarray:
@@ -502,11 +503,13 @@ def all_garbage(seed: int) -> Stale:
     return lambda arguments: {i: garbage(a, seed) for i, a in enumerate(arguments) if isinstance(a, np.ndarray)}
 
 
-@pytest.mark.parametrize("template", overlapping(), ids=case_id)
-def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(template: Template) -> None:
+@pytest.mark.parametrize(("template", "early"), overlapping(), ids=case_id)
+def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(template: Template, early: int) -> None:
     """All arrays hold garbage for threads that read before they await that kernel, and lose what these write."""
     problem = parse(OVERLAPPED[template.operator])
-    point = {**template.default(problem, SM90), "early": 1}
+    point = {**template.default(problem, SM90), "early": early}
+    if "guess" in point:
+        point["guess"] = 1
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for seed, structure in enumerate(problem.structures):
@@ -548,6 +551,46 @@ def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int
     program = template.build(problem, point)
     for (seed, wrong), structure in itertools.product(enumerate(WRONG.values()), problem.structures):
         verify(problem, structure, seed, emulated(program, seed, lambda arguments, wrong=wrong: wrong(*arguments[2:4])))
+
+
+# What the ids (argument 1) are taken to be. Row starts are not read ahead: by structure their guess is right or wrong.
+WRONG_IDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "one": lambda indices: with_one_other(indices, indices.size // 3),
+    "the last": lambda indices: with_one_other(indices, max(indices.size - 1, 0)),
+    "some": lambda indices: np.where(np.arange(indices.size) % 5 == 2, garbage(indices, 2), indices),
+    "all": lambda indices: garbage(indices, 0),
+    "the least numbers": lambda indices: np.full_like(indices, np.iinfo(indices.dtype).min),
+    "the largest numbers": lambda indices: np.full_like(indices, np.iinfo(indices.dtype).max),
+    "other high words": lambda indices: indices + np.array(1 << 31).astype(indices.dtype) * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "decisions"),
+    [
+        ("rows=5,vocab=24,width=128,nonzeros=1", {"lanes": 32, "vec": 4, "tiles": 4, "early": 2}),
+        ("rows=5,vocab=23,width=70,nonzeros=1,dtype=float16,index=int64", {"lanes": 16, "vec": 2, "early": 3}),
+        ("rows=6,vocab=30,width=64,nonzeros=3", {"lanes": 32, "vec": 2, "loads": 1, "split": 4, "early": 3}),
+        ("rows=4,vocab=60,width=33,nonzeros=40,weighted=1,index=int64", {"loads": 2, "split": 2, "early": 2}),
+        (
+            "rows=3,vocab=97,width=40,nonzeros=90,weighted=1,dtype=float16",
+            {"lanes": 4, "vec": 8, "loads": 4, "split": 1, "early": 3},
+        ),
+        ("rows=4,vocab=50,width=256,nonzeros=10,weighted=1,dtype=bfloat16", {"loads": 4, "split": 2, "early": 2}),
+    ],
+    ids=["one-hot", "one-hot-groups", "more-warps-than-ids", "int64", "more-than-32", "two-batches"],
+)
+def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int]) -> None:
+    """Whatever is wrong with them, for all lanes of a warp or for some, and none leads out of the table."""
+    problem, template = parse(f"nhot_lookup/{key}"), schedules.find("warp_gather")
+    point = {**template.default(problem, SM90), "guess": 1, **decisions}
+    assert template.point(problem, SM90, point) is None
+    program = template.build(problem, point)
+    even, *others = problem.structures
+    for seed, wrong in enumerate(WRONG_IDS.values()):
+        for structure in (even, others[seed % len(others)]):
+            call = emulated(program, seed, lambda arguments, wrong=wrong: {1: wrong(arguments[1])})
+            verify(problem, structure, seed, call)
 
 
 def test_thread_by_thread_catches_a_missing_barrier() -> None:
