@@ -302,6 +302,11 @@ def verify(
         assert before.tobytes() == np.asarray(after, before.dtype).tobytes(), "an input was changed"
 
 
+def unlooked(call: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
+    """A product with a weight that nobody has looked at, called with the arguments of one that is known."""
+    return lambda arguments: call([*arguments[:4], np.full_like(arguments[4], 1 << 30), -1, *arguments[6:]])
+
+
 def misaligned(array: np.ndarray) -> tuple[Any, np.ndarray]:
     """A tensor that starts one element past a 64-byte boundary, and the array that shares its memory."""
     room = np.zeros(array.nbytes + 128, np.uint8)
@@ -466,6 +471,7 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
 
     for seed, structure in enumerate(problem.structures):
         verify(problem, structure, seed, emulated(program, seed, written))
+        verify(problem, structure, seed, unlooked(emulated(program, seed)))
     inputs, results = problem.generate(0, "one_row"), []
     for seed in (1, 2):
         outputs = problem.empty_outputs()
@@ -513,7 +519,10 @@ def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(te
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for seed, structure in enumerate(problem.structures):
-        verify(problem, structure, seed, emulated(program, seed, all_garbage(seed)), workspaces(program, problem))
+        call = emulated(program, seed, all_garbage(seed))
+        if problem.operator == "bsr_matmul":
+            call = unlooked(call)  # else it is told that nobody writes the structure
+        verify(problem, structure, seed, call, workspaces(program, problem))
 
 
 def with_one_other(array: np.ndarray, place: int) -> np.ndarray:
@@ -550,7 +559,8 @@ def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for (seed, wrong), structure in itertools.product(enumerate(WRONG.values()), problem.structures):
-        verify(problem, structure, seed, emulated(program, seed, lambda arguments, wrong=wrong: wrong(*arguments[2:4])))
+        call = emulated(program, seed, lambda arguments, wrong=wrong: wrong(*arguments[2:4]))
+        verify(problem, structure, seed, unlooked(call))
 
 
 # What the ids (argument 1) are taken to be. Row starts are not read ahead: by structure their guess is right or wrong.
