@@ -35,6 +35,7 @@ from .template import Decisions, NotApplicable, Program, Table, Template, Worksp
 from .tensor_core import tensor_core
 from .threshold_gate import cluster_gate, threshold_gate
 from .warp_gather import warp_gather
+from .warp_rows import warp_rows
 
 __all__ = [
     "FALLBACKS",
@@ -55,6 +56,7 @@ TEMPLATES: tuple[Template, ...] = (
     row_scan,
     threshold_gate,
     cluster_gate,
+    warp_rows,
     radix_select,
     safe_then_topk,
     safe_fused,
