@@ -246,17 +246,17 @@ def test_skewed_patterns_are_skewed() -> None:
     assert len(skewed.generate(0)[2]) == skewed.nnzb  # full rows pass on what they have no room for
 
 
-@given(st.lists(st.integers(0, 30), max_size=40))
-def test_the_fullest_block_rows_come_first(counts: list[int]) -> None:
+@given(st.lists(st.integers(0, 30), max_size=40), st.sampled_from([64, 1024, 16384]))
+def test_the_fullest_block_rows_come_first(counts: list[int], block_bytes: int) -> None:
     indptr = np.cumsum([0, *counts]).astype(np.int32)
-    order, long = fullest_first(indptr)
+    order, long = fullest_first(indptr, block_bytes)
     assert order.shape == (len(counts), 3) and order.dtype == np.int32 and order.flags.c_contiguous
     assert sorted(order[:, 0]) == list(range(len(counts)))
     assert np.array_equal(order[:, 1], indptr[order[:, 0]]) and np.array_equal(order[:, 2], indptr[order[:, 0] + 1])
     lengths = order[:, 2] - order[:, 1]
     assert (np.diff(lengths) <= 0).all()
-    mean = sum(counts) / max(len(counts), 1)
-    assert (lengths[:long] > 1.5 * mean).all() and (lengths[long:] <= 1.5 * mean).all()
+    most = max(1.5 * sum(counts) / max(len(counts), 1), 28 * 1024 / block_bytes)
+    assert (lengths[:long] > most).all() and (lengths[long:] <= most).all()
 
 
 @given(st.integers(0, 400), st.integers(1, 12), st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=20))

@@ -307,6 +307,11 @@ def unlooked(call: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]],
     return lambda arguments: call([*arguments[:4], np.full_like(arguments[4], 1 << 30), -1, *arguments[6:]])
 
 
+def shared(call: Callable[[Sequence[Any]], None], rows: int) -> Callable[[Sequence[Any]], None]:
+    """A block-sparse product in which blocks of threads share so many rows, whether they are long or not."""
+    return lambda arguments: call([*arguments[:5], rows, *arguments[6:]])
+
+
 def misaligned(array: np.ndarray) -> tuple[Any, np.ndarray]:
     """A tensor that starts one element past a 64-byte boundary, and the array that shares its memory."""
     room = np.zeros(array.nbytes + 128, np.uint8)
@@ -470,12 +475,13 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
         return {i: garbage(a, 1) for i, a in floats.items()}
 
     for seed, structure in enumerate(problem.structures):
-        verify(problem, structure, seed, emulated(program, seed, written))
+        for rows in (1, problem.grid[0] // 2, problem.grid[0]):
+            verify(problem, structure, seed, shared(emulated(program, seed, written), rows))
         verify(problem, structure, seed, unlooked(emulated(program, seed)))
     inputs, results = problem.generate(0, "one_row"), []
     for seed in (1, 2):
         outputs = problem.empty_outputs()
-        emulated(program, seed)([*inputs, *outputs])
+        shared(emulated(program, seed), 1)([*inputs, *outputs])
         results.append(outputs[0].tobytes())
     assert results[0] == results[1]
 

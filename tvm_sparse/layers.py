@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
 from .operators.bsr_matmul import BsrMatmul
 from .operators.nhot_lookup import INDEX, NhotLookup, typical
-from .operators.problem import FLOATS
+from .operators.problem import FLOATS, numpy_dtype
 from .runtime import arrays
 
 # What `formats.bsr.skew` gives, beyond which a pattern counts as skewed: patterns drawn evenly stay below.
@@ -129,7 +130,7 @@ class BsrWeight:
         starts = _to_numpy(self.indptr)
         if skew(starts) > SKEWED:
             self.pattern = "skewed"
-        order, long = fullest_first(starts)
+        order, long = fullest_first(starts, math.prod(self.block_shape) * numpy_dtype(self.dtype).itemsize)
         if arrays.is_torch(self.indptr):
             order = sys.modules["torch"].from_numpy(order).to(self.indptr.device)
         return order, long

@@ -217,7 +217,8 @@ class BsrMatmul(Problem):
                 spots: Any = rng.integers(array.size, size=2) if array.size else []
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
         bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
-        return [x.astype(dtype), data.astype(dtype), indices, indptr, *fullest_first(indptr), *bias]
+        balance = fullest_first(indptr, math.prod(self.block_shape) * dtype.itemsize)
+        return [x.astype(dtype), data.astype(dtype), indices, indptr, *balance, *bias]
 
     def biases(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The bias among the inputs, if there is one."""
