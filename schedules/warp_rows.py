@@ -3,13 +3,13 @@
 A warp loads its row at once, 16 bytes a lane and load, and everything else is between its own lanes. The maximum is
 known before the first exponential, so that nothing is rescaled and no row is read twice.
 
-Up to `COUNTED` of a row: the k-th largest of the lanes' maxima is a threshold that k elements reach for sure, and few
+For k up to `COUNTED`: the k-th largest of the lanes' maxima is a threshold that k elements reach for sure, and few
 others in any but unusual rows. These are read again, from the cache, and ranked by counting, every one against every
 other.
 
-For more: all elements are counted in bins that are linear in the value, between the row's maximum and what k elements
-reach for sure. A scan over the bins tells where each begins in the order, and in which one the k-th largest is. What is
-not below that moves to its bin's place in shared memory, and is ranked among the few that share the bin.
+For larger k all elements are counted in bins that are linear in the value, between the row's maximum and what k of
+them reach for sure. A scan over the bins tells where each begins in the order, and in which one the k-th largest is.
+What is not below that moves to its bin's place in shared memory, and is ranked among the few that share the bin.
 
 Ties, outliers and infinities can make a bin crowded, or leave too many at the threshold. Then the k-th largest is found
 by bisection of the values' bits between two that enclose it, which stops at the first threshold that few enough reach.
@@ -40,19 +40,41 @@ RESIDENT = ((32, 1024), (64, 640), (MAX_VOCAB, 512))
 MAGIC = 1 << 23
 MAGIC_BITS = 0x4B000000
 
-# Words of CUDA for atomics on addresses of shared memory, which take fewer instructions than subscripts.
+# Words of CUDA for addresses that are computed once, where the compiler would compute them anew at each use, and for
+# accesses to bins, whose place `first + 4 * bin` is one instruction away from a bin.
+FIXED = {
+    kind: f"""
+__device__ __forceinline__ {held} fixed_{kind}({given} place) {{
+  {held} address;
+  asm volatile("mov.{kind} %0, %1;" : "={register}"(address) : "{register}"(place));
+  return address;
+}}
+"""
+    for kind, held, given, register in (
+        ("u32", "unsigned int", "unsigned int", "r"),
+        ("u64", "unsigned long long", "const void*", "l"),
+    )
+}
 COUNT_IN_BIN = """
 __device__ __forceinline__ void count_in_bin(unsigned int first, unsigned int bin) {
   asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(first + 4 * bin) : "memory");
 }
 """
-PLACE_IN_BIN = """
-__device__ __forceinline__ int place_in_bin(unsigned int first, unsigned int bin) {
-  int place;
-  asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(place) : "r"(first + 4 * bin) : "memory");
-  return place;
-}
+# What one instruction gives of a bin: its count before one is added, its count, and that of the bin before.
+OF_BIN = {
+    name: f"""
+__device__ __forceinline__ int {name}(unsigned int first, unsigned int bin) {{
+  int count;
+  asm volatile("{instruction};" : "=r"(count) : "r"(first + 4 * bin) : "memory");
+  return count;
+}}
 """
+    for name, instruction in (
+        ("place_in_bin", "atom.shared.add.u32 %0, [%1], 1"),
+        ("end_of_bin", "ld.shared.u32 %0, [%1]"),
+        ("start_of_bin", "ld.shared.u32 %0, [%1 + -4]"),
+    )
+}
 
 
 class Layout:
@@ -79,7 +101,10 @@ class Layout:
         self.counts = self.bins + 4 if self.bins else 0
         self.bytes = 8 * self.keys + 4 * self.counts
         # At least k elements are no less than the least of the maxima of so many groups of each lane.
-        self.groups = next(g for g in range(ceildiv(k, 32), self.held + 1) if self.held % g == 0)
+        parts = [g for g in range(ceildiv(k, 32), self.held + 1) if self.held % g == 0]
+        self.groups = parts[0]
+        # So many maxima are found side by side, four at least, for an instruction not to wait for the one before.
+        self.tops = next(g for g in parts if g % self.groups == 0 and g >= min(4, self.held))
 
 
 def space(problem: Problem, machine: Machine) -> Table:
@@ -122,16 +147,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     layout = Layout(problem)
     width, aligned, vectors, held = layout.width, layout.aligned, layout.vectors, layout.held
     room, rounded, bins, groups = layout.room, layout.rounded, layout.bins, layout.groups
+    tops = layout.tops
     counted, parts = layout.counted, per_word(dtype)
     key_stride, count_stride = layout.keys, layout.counts
     sparse = k < SPARSE * vocab
     own_bins = bins // 32  # of a lane
     resident = max(next(most for elements, most in RESIDENT if held <= elements) // (32 * rows), 1)
     threads = 32 * rows
-    sums = min(held, 4)
-    tops = next(
-        groups * i for i in range(1, held + 1) if held % (groups * i) == 0 and (groups * i >= 4 or groups * i == held)
-    )
+    sums = min(held, 4)  # side by side, too
     words = ceildiv(held, 32)  # of marks, one bit an element
     most = room if counted else rounded  # keys that a bisection may leave
     lowest = T.min_value("float32")
@@ -165,11 +188,16 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def any_lane(condition):
         return T.cuda.any_sync(T.uint32(FULL_WARP), condition) != 0
 
+    def fixed(kind, place):
+        """An address that the compiler does not compute anew at each use, from what it is made of."""
+        held_in = {"u32": "uint32", "u64": "uint64"}[kind]
+        return T.cuda.func_call("fixed_" + kind, place, source_code=FIXED[kind], return_type=held_in)
+
     def count_in_bin(first, bin):
         return T.cuda.func_call("count_in_bin", first, bin, source_code=COUNT_IN_BIN, return_type="void")
 
-    def place_in_bin(first, bin):
-        return T.cuda.func_call("place_in_bin", first, bin, source_code=PLACE_IN_BIN, return_type="int32")
+    def of_bin(name, first, bin):
+        return T.cuda.func_call(name, first, bin, source_code=OF_BIN[name], return_type="int32")
 
     # fmt: off
     @T.inline
@@ -219,8 +247,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Take one bit off the w-th word: its column, and the order of its element, read again."""
         column[0] = 31 - T.clz(T.reinterpret("int32", bits[w]))
         bits[w] = bits[w] ^ (T.uint32(1) << T.Cast("uint32", column[0]))
-        column[0] = column_of(lane, lead, w * 32 + column[0])
-        order(element(X, B, row, column[0]), plain, ordered)
+        # From the lane's first element to this one: w * 32 elements of the lane on, then this many.
+        column[0] = w * 1024 + column[0] * 32 - column[0] % width * 31
+        plain[0] = read_element(dtype, X.ptr_to([row, lane * width - lead + column[0]]))
+        column[0] = column[0] + lane * width - lead
+        if with_bias:
+            plain[0] = plain[0] + read_element("float32", B.ptr_to([column[0]]))
+        order(plain[0], plain, ordered)
 
     @T.inline
     def push_marked(X, B, row, lane, lead, keys, key_base, bits, column, plain, ordered, lanes, size):
@@ -236,12 +269,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[w] != T.uint32(0))
 
     @T.inline
-    def write_key(V, Z, row, rank, key, factor, reference, inverse, logarithm, log, power, plain):
+    def write_key(at, rank, key, factor, reference, inverse, logarithm, log, power, plain):
         """One value and its index."""
-        Z[row, rank] = T.Cast("int64", key_index(key))
+        T.ptx.st.global_.s64(at[1] + T.Cast("uint64", rank * 8), T.Cast("int64", key_index(key)))
         T.ptx.fma.rn.f32(power[0], key_value(key), factor[0], T.float32(0) - reference[0])
         T.ptx.ex2.approx.ftz.f32(plain[0], power[0])
-        V[row, rank] = T.Select(log != 0, power[0] * T.float32(LN_2) - logarithm[0], plain[0] * inverse[0])
+        T.ptx.st.global_.f32(
+            at[0] + T.Cast("uint64", rank * 4),
+            T.Select(log != 0, power[0] * T.float32(LN_2) - logarithm[0], plain[0] * inverse[0]))
 
     @T.inline
     def count_above(ordered_row, bound, count):
@@ -295,7 +330,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """The keys of all elements above `lower`, and behind them of the first `equals` that equal it."""
         above[0] = 0
         size[0] = k - equals[0]
-        for i in T.serial(ceildiv(vocab, 32)):
+        i: T.int32 = 0
+        while i * 32 < vocab and (equals[0] == 0 or size[0] < k or above[0] < k - equals[0]):
             ordered[0] = T.uint32(0)
             if i * 32 + lane < vocab:
                 order(element(X, B, row, i * 32 + lane), plain, ordered)
@@ -308,6 +344,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if ordered[0] == lower[0] and slot[0] < k:
                 keys[key_base + slot[0]] = join_key(ordered[0], i * 32 + lane)
             size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
+            i = i + 1
         size[0] = T.Select(equals[0] > 0, k, above[0])
 
     @T.inline
@@ -337,15 +374,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Add to `rank` how many of the j-th two keys are larger."""
         for v in T.vectorized(2):
             pair[v] = keys[warp * key_stride + j * 2 + v]
-        for v in T.unroll(2):
-            if pair[v] > own[0]:
-                rank[0] = rank[0] + 1
+        rank[0] = rank[0] + (
+            T.Select(pair[0] > own[0], T.int32(1), T.int32(0)) + T.Select(pair[1] > own[0], T.int32(1), T.int32(0)))
 
     @T.inline
     def find_bin(x, high, fine, plain, bin):
         """The bin of a value, plus MAGIC_BITS: linear from `high` down, the last one for all below the range.
 
-        Of larger elements never a larger one, whatever these three are: a NaN is taken for 0, as the largest is.
+        Never larger for a larger element, whatever `high` and `fine` are: what is NaN here goes to bin 0.
         """
         T.ptx.sub.rn.f32(plain[0], high[0], x)
         T.ptx.fma.rn.f32(
@@ -475,6 +511,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         key = T.alloc_local([1], "uint64")
         pair = T.alloc_local([2], "uint64")
         settled = T.alloc_local([1], "int32")
+        at = T.alloc_local([2], "uint64")  # where the row's values and indices go
         wanted = T.alloc_local([1], "int64")
         lane: T.int32 = t % 32
         warp: T.int32 = t // 32
@@ -488,8 +525,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         factor[0] = scale * T.float32(LOG2_E)
         if not counted:
             clear_bins(lane, warp, counts)
-            first[0] = T.cuda.cvta_generic_to_shared(counts.ptr_to([warp * count_stride + 4])) - T.uint32(
-                4 * MAGIC_BITS & FULL_WARP)
+            first[0] = fixed("u32", T.cuda.cvta_generic_to_shared(counts.ptr_to([warp * count_stride + 4])) - T.uint32(
+                4 * MAGIC_BITS & FULL_WARP))
         if early:
             await_previous()
         if row >= T.Cast("int64", batch):
@@ -533,6 +570,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if log != 0:
             logarithm[0] = T.log(d[0])
 
+        at[0] = fixed("u64", V.ptr_to([row, 0]))
+        at[1] = fixed("u64", Z.ptr_to([row, 0]))
         settled[0] = 1
         if counted:
             gate[0] = T.max(bits_value(T.min(lower[0], T.uint32(PLUS_INFINITY))), lowest)
@@ -556,7 +595,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 T.evaluate(count_in_bin(first[0], bin[0]))
             T.cuda.warp_sync()
             scan_bins(lane, warp, counts, own_counts, cut, size, crowd, lanes, rank, slot)
-            if any_lane(crowd[0] > CROWD) or size[0] > room or cut[0] == bins - 1:
+            if any_lane(crowd[0] > CROWD) or size[0] > room or cut[0] == bins - 1 or (
+                # So small a range that what is computed from it is lost below the smallest float32.
+                fine[0] > T.float32(1e30)
+            ):
                 settled[0] = 0
             else:
                 if sparse:
@@ -568,7 +610,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         while bits[w] != T.uint32(0):
                             read_marked(X, B, row, lane, lead, w, bits, column, plain, ordered)
                             find_bin(plain[0], high, fine, plain, bin)
-                            slot[0] = place_in_bin(first[0], bin[0])
+                            slot[0] = of_bin("place_in_bin", first[0], bin[0])
                             if bin[0] <= cut[0] + MAGIC_BITS:
                                 keys[key_base + slot[0]] = join_key(ordered[0], column[0])
                 else:
@@ -577,7 +619,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         for v in T.unroll(4):
                             find_bin(x[u * 4 + v], high, fine, plain, bin)
                             own_counts[v] = bin[0]
-                            places[v] = place_in_bin(first[0], bin[0])
+                            places[v] = of_bin("place_in_bin", first[0], bin[0])
                         for v in T.unroll(4):
                             order(x[u * 4 + v], plain, ordered)
                             if own_counts[v] <= cut[0] + MAGIC_BITS:
@@ -612,7 +654,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     sort_keys(lane, keys, key_base)
                 for i in T.serial((k - lane + 31) // 32):
                     write_key(
-                        V, Z, row, i * 32 + lane, keys[key_base + i * 32 + lane], factor, reference, inverse,
+                        at, i * 32 + lane, keys[key_base + i * 32 + lane], factor, reference, inverse,
                         logarithm, log, power, plain)
         if counted:
             pad_keys(lane, keys, key_base, size)
@@ -624,7 +666,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     count_larger(keys, warp, j, key, pair, rank)
                 if i * 32 + lane < size[0] and rank[0] < k:
                     write_key(
-                        V, Z, row, rank[0], key[0], factor, reference, inverse, logarithm, log, power, plain)
+                        at, rank[0], key[0], factor, reference, inverse, logarithm, log, power, plain)
         else:
             if settled[0] != 0:
                 pad_keys(lane, keys, key_base, size)
@@ -633,15 +675,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     key[0] = keys[key_base + i * 32 + lane]
                     find_bin(key_value(key[0]), high, fine, plain, bin)
                     # A key of the bin before, which may be the first of a pair, is larger.
-                    slot[0] = counts[warp * count_stride + (3 - MAGIC_BITS) + bin[0]] // 2
+                    slot[0] = of_bin("start_of_bin", first[0], bin[0]) // 2
                     rank[0] = slot[0] * 2
-                    cut[0] = (counts[warp * count_stride + (4 - MAGIC_BITS) + bin[0]] + 1) // 2
-                    while slot[0] < cut[0]:
+                    cut[0] = (of_bin("end_of_bin", first[0], bin[0]) + 1) // 2
+                    while True:
                         count_larger(keys, warp, slot[0], key, pair, rank)
                         slot[0] = slot[0] + 1
+                        if slot[0] >= cut[0]:
+                            break
                     if rank[0] < k:
                         write_key(
-                            V, Z, row, rank[0], key[0], factor, reference, inverse, logarithm, log, power, plain)
+                            at, rank[0], key[0], factor, reference, inverse, logarithm, log, power, plain)
         if n > 0:
             for i in T.serial((n - lane + 31) // 32):
                 T.ptx.ld.global_.s64(wanted[0], ids.ptr_to([row, i * 32 + lane]))
@@ -660,7 +704,7 @@ warp_rows = Template(
     version=1,
     operator="softmax_topk",
     kind="cuda",
-    summary="a warp a row that its registers hold, survivors counted or ranked in bins, no barriers",
+    summary="a warp a row, which its registers hold; survivors are ranked by counting or in bins",
     space=space,
     default=default,
     build=build,
