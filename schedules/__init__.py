@@ -91,7 +91,7 @@ TEMPLATES: tuple[Template, ...] = (
 # and is measured with the others when that is tuned. The last one fits every shape.
 FALLBACKS: dict[tuple[str, str], tuple[Template, ...]] = {
     ("softmax_topk", "llvm"): (row_scan,),
-    ("softmax_topk", "cuda"): (cluster_gate, threshold_gate, radix_select),
+    ("softmax_topk", "cuda"): (warp_rows, cluster_gate, threshold_gate, radix_select),
     ("bsr_matmul", "llvm"): (block_rows,),
     ("bsr_matmul", "cuda"): (tensor_core, staged_x, per_element),
     ("nhot_lookup", "llvm"): (row_gather,),
