@@ -25,11 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tvm_sparse
-from tvm_sparse import functional, machine, schedules
+from tvm_sparse import functional, layers, machine, schedules
 from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.export import build
 from tvm_sparse.operators import BsrMatmul, NhotLookup, Problem, SoftmaxTopk, parse
 from tvm_sparse.operators.problem import FLOATS
+from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 torch = pytest.importorskip("torch")
@@ -684,6 +685,17 @@ def test_a_skewed_weight_is_known_as_one() -> None:
         np.testing.assert_allclose(y, wanted.T, rtol=1e-5, atol=1e-5)
     even = tvm_sparse.BsrWeight((data, columns, np.arange(8) * 3), columns=66)
     assert even.pattern == "uniform"
+
+
+def test_an_array_that_nobody_reads_needs_a_library_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; kernels of weights that nobody has looked at take one."""
+    known = arrays.facts("indptr", ints(0, 1))
+    like = Foreign(ints(0, 1))
+    assert layers._unread((4, 3), like, known).shape == (4, 3)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert layers._unread((4, 3), like, known).dtype == np.int32
+    with pytest.raises(TypeError, match="weight: Foreign offers no way to make arrays on a GPU"):
+        layers._unread((4, 3), like, dataclasses.replace(known, device="cuda"))
 
 
 def parts(**changed: Any) -> tuple[Any, Any, Any]:

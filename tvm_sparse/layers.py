@@ -99,7 +99,7 @@ class BsrWeight:
         if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)):
             order, long = self._balance()
         else:
-            order = arrays.empty((block_rows, 3), "int32", self.indptr, known)  # which nobody reads
+            order = _unread((block_rows, 3), self.indptr, known)
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long)
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
@@ -325,6 +325,21 @@ def _to_numpy(array: Any) -> Any:
     if arrays.is_torch(array):
         return array.cpu().numpy()
     return array if arrays.is_numpy(array) else np.from_dlpack(array)
+
+
+def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
+    """An int32 array in the place of one that kernels take and do not read, on the device of the facts."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"
+        return torch.empty(shape, dtype=torch.int32, device=device)
+    try:
+        return arrays.empty(shape, "int32", like, known)
+    except TypeError:
+        raise TypeError(
+            f"weight: {type(like).__name__} offers no way to make arrays on a GPU, where kernels take one more; import"
+            " torch, or pass arrays of a library of the array API"
+        ) from None
 
 
 def _as_int32(name: str, array: Any) -> Any:
