@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from scipy.special import bdtrc  # P(more than i of n succeed)
 
+from .template import ceildiv
+
 # Warps whose floors are looked through one after another (see `Floor`).
 MAX_FLOORS = 5
 # How often a first threshold may turn out too high, and the row be read again.
@@ -42,8 +44,8 @@ class Floor(NamedTuple):
 
 def floor_of_runs(k: int, width: int, lanes: int, warps: int) -> Floor | None:
     """The floor for vectors of `width` elements, of at most `lanes` lanes and `warps` warps; None if k takes more."""
-    needed = -(-k // (lanes * width))
-    return Floor(needed, -(-k // (needed * width))) if needed <= min(warps, MAX_FLOORS) else None
+    needed = ceildiv(k, lanes * width)
+    return Floor(needed, ceildiv(k, needed * width)) if needed <= min(warps, MAX_FLOORS) else None
 
 
 @cache

@@ -10,7 +10,7 @@ Writes a CSV with GPU, versions and date into scripts/results/.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import tempfile
 from pathlib import Path
@@ -93,14 +93,10 @@ def main(target: Target = "auto") -> None:
                     weights[0].view(blocks, vectors, threads, 4).sum((1, 3)) if vectors else torch.zeros(1, 1).cuda()
                 )
                 torch.testing.assert_close(y.view(blocks, threads), wanted.expand(blocks, threads))
-
-                def in_turn(function: Any, x: Any, weights: list[Any], y: Any) -> Any:
-                    turn = itertools.cycle(weights)
-                    return lambda: function(x, next(turn), y)
-
-                calls[blocks, threads, vectors, "hot"] = in_turn(function, x, weights[:1], y)
+                each = [functools.partial(function, x, weight, y) for weight in weights]
+                calls[blocks, threads, vectors, "hot"] = each[0]
                 if vectors:
-                    calls[blocks, threads, vectors, "rotated"] = in_turn(function, x, weights, y)
+                    calls[blocks, threads, vectors, "rotated"] = peers.in_turn(each)
             printed = table("blocks", "threads", "weight MB", "inputs", "us", "of limit", right=("weight MB", "us"))
             for (blocks, threads, vectors, inputs), (_, seconds) in peers.time_cuda(calls).items():
                 median = sorted(seconds)[len(seconds) // 2]

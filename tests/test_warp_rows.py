@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import SM80, SM90
-from test_templates import PARKED_BYTES, all_garbage, emulated, verify
+from test_templates import PARKED_BYTES, all_garbage, emulated, needs_cuda, verify
 
 from tvm_sparse import schedules
 from tvm_sparse.artifacts.compile import compile_candidate
@@ -16,8 +15,6 @@ from tvm_sparse.operators import SoftmaxTopk
 from tvm_sparse.operators.problem import numpy_dtype
 from tvm_sparse.schedules.warp_rows import COUNTED, Layout
 
-HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
-needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
 TEMPLATE = schedules.find("warp_rows")
 DTYPES = ("float32", "float16", "bfloat16")
 

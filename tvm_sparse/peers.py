@@ -496,14 +496,14 @@ def compare(
     ours, called = OURS[problem.operator](problem, inputs, convert)
     others = [OURS[problem.operator](problem, inputs, convert)[0] for _ in range(copies - 1)]
     problem.check(sample.inputs, sample.expected, sample.of(as_numpy(ours())))
-    calls: dict[str, Call] = {NAME: _in_turn([ours, *others])}
+    calls: dict[str, Call] = {NAME: in_turn([ours, *others])}
     lines: dict[str, Timing] = {NAME: Timing(NAME, correct=True)}
     for peer in peers:
         if peer.operator != problem.operator or device not in peer.devices:
             continue
         lines[peer.name], call = _admit(peer, problem, inputs, sample, device)
         if call is not None:
-            calls[peer.name] = _in_turn([call, *(peer.prepare(problem, inputs, device) for _ in range(copies - 1))])
+            calls[peer.name] = in_turn([call, *(peer.prepare(problem, inputs, device) for _ in range(copies - 1))])
 
     timed = time_cuda(calls) if device == "cuda" else _time_cpu(calls)
     for name, (how, seconds) in timed.items():
@@ -531,7 +531,7 @@ def _l2_bytes() -> int:
     return int(torch.cuda.get_device_properties().L2_cache_size)
 
 
-def _in_turn(calls: Sequence[Call]) -> Call:
+def in_turn(calls: Sequence[Call]) -> Call:
     """One call after the other, and again from the first."""
     if len(calls) == 1:
         return calls[0]
