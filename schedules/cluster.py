@@ -28,8 +28,8 @@ def cluster_arrive():
 
 
 @T.inline
-def cluster_begin():
-    """As `cluster_arrive`, where nothing was written yet: only tells the others that this block runs."""
+def cluster_arrive_silent():
+    """As `cluster_arrive`, where nothing was written that others read: only tells them that this block is here."""
     T.ptx.barrier.cluster.arrive.relaxed()
 
 

@@ -6,6 +6,7 @@ the complement of its index. Keys of a row are unique, so a selection has one ri
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from tvm import tirx
@@ -19,7 +20,7 @@ FULL_WARP = 0xFFFFFFFF
 RADIX_BITS = 8
 RADIX_BINS = 1 << RADIX_BITS
 MINUS_INFINITY, PLUS_INFINITY = 0x007FFFFF, 0xFF800000  # order_bits of these
-RANKERS = 8  # threads that share the ranking of one key
+RANKERS = 8  # threads at most that share the ranking of one key
 REMOVALS = 5  # of a warp's maxima, one after another; to find what lies deeper the lanes are sorted
 CROWD = 32  # keys of one bin that are still ranked by counting
 
@@ -90,16 +91,21 @@ class DeviceFunctions(NamedTuple):
 
     select_pivot: Any
     keep_selected: Any
+    maxima_of_warp: Any
+    offer_maxima: Any
     place_of_maxima: Any
     rank_key: Any
     rank_in_bins: Any
     sort_descending: Any
 
 
-def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST, floors: int = 0) -> DeviceFunctions:
+def device_functions(
+    threads: int, k: int, bins: int = 256, place: Rank = FIRST, floors: int = 0, rankers: int = RANKERS
+) -> DeviceFunctions:
     """The functions below for blocks of `threads` and a selection of `k`, for use in a TVMScript kernel.
 
-    `floors`: of how many warps `place_of_maxima` takes the floors (see `thresholds.Floor`); 0 for none.
+    `floors`: of how many warps `place_of_maxima` takes the floors (see `thresholds.Floor`); 0 for none. `rankers`: how
+    many threads share the ranking of one key, a power of two.
     """
     warps = threads // 32
     lanes_bins = RADIX_BINS // 32
@@ -110,6 +116,8 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST,
     # rank_in_bins: bins that a thread scans, a power of two, and warps that do.
     each_bins = 1 << (ceildiv(bins, threads) - 1).bit_length()
     scanning = bins // each_bins // 32
+    # place_of_maxima: warps' values that are read at once.
+    together = math.gcd(warps, 4)
 
     # fmt: off
     @T.inline
@@ -191,15 +199,12 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST,
         largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), value[0])
 
     @T.inline
-    def place_of_maxima(t, bits, floor, top, group, group_top, group_floor, reached):
-        """`reached`: the value at `place` among those that each thread has in `bits`, which is lost; `top` the largest.
+    def maxima_of_warp(t, bits, top, largest):
+        """`top`, `largest`: the largest and the `place.lane`-th of the values that a warp's threads have in `bits`.
 
-        Or, if that is higher, the `floors`-th largest of the warps' `floor`, which is lost as well, and 0 where a warp
-        has none. One barrier.
+        They are lost.
         """
-        largest = T.alloc_local([1], "uint32")
         lanes = T.alloc_local([1], "uint32")
-        rank = T.alloc_local([1], "int32")
         if place.lane > REMOVALS:
             # a bitonic sort of the lanes, the largest first
             for p in T.unroll(5):
@@ -217,24 +222,43 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST,
             largest[0] = top[0]
             for _ in T.serial(place.lane - 1):
                 remove_largest(t, bits, largest, lanes)
-        if warps == 1:
-            reached[0] = largest[0]
-            if floors > 0:
-                reached[0] = T.max(largest[0], floor[0])
-        else:
+
+    @T.inline
+    def offer_maxima(t, floor, top, largest, group, group_top, group_floor):
+        """Leave a warp's values in shared memory, for `place_of_maxima`."""
+        if warps > 1:
             if t % 32 == 0:
                 group[t // 32] = largest[0]
                 group_top[t // 32] = top[0]
                 if floors > 0:
                     group_floor[t // 32] = floor[0]
+
+    @T.inline
+    def place_of_maxima(t, floor, top, group, group_top, group_floor, reached):
+        """`reached`: the value at `place` among the threads of the block; `top`: the largest. One barrier.
+
+        Or, if that is higher, the `floors`-th largest of the warps' `floor`, which is lost, and 0 if a warp has none.
+        Before, `reached` and `top` are those of the warp.
+        """
+        largest = T.alloc_local([1], "uint32")
+        lanes = T.alloc_local([1], "uint32")
+        rank = T.alloc_local([1], "int32")
+        others = T.alloc_local([together], "uint32")
+        if warps == 1:
+            if floors > 0:
+                reached[0] = T.max(reached[0], floor[0])
+        else:
             T.cuda.cta_sync()
             top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_top[t % warps])
             # The least value that fewer than `place.warp` others exceed.
             rank[0] = 0
             largest[0] = group[t % warps]
-            for w in T.unroll(warps):
-                if group[w] > largest[0]:
-                    rank[0] = rank[0] + 1
+            for w in T.unroll(warps // together):
+                for v in T.vectorized(together):
+                    others[v] = group[w * together + v]
+                for v in T.unroll(together):
+                    if others[v] > largest[0]:
+                        rank[0] = rank[0] + 1
             if rank[0] >= place.warp:
                 largest[0] = T.uint32(0xFFFFFFFF)
             reached[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
@@ -252,17 +276,17 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST,
 
     @T.inline
     def rank_key(t, i, keys, size, at, key, rank):
-        """In step i, RANKERS threads count how many of keys[0:size] are above one key: its place in the order.
+        """In step i, `rankers` threads count how many of keys[0:size] are above one key: its place in the order.
 
         `at` is the key's position, and `rank` is right in all of them. Every thread of the block must come here.
         """
-        at[0] = (i * threads + t) // RANKERS
+        at[0] = (i * threads + t) // rankers
         key[0] = keys[T.min(at[0], size - 1)]
         rank[0] = 0
-        for j in T.serial((size - t % RANKERS + (RANKERS - 1)) // RANKERS):
-            if keys[j * RANKERS + t % RANKERS] > key[0]:
+        for j in T.serial((size - t % rankers + (rankers - 1)) // rankers):
+            if keys[j * rankers + t % rankers] > key[0]:
                 rank[0] = rank[0] + 1
-        for s in T.unroll(RANKERS.bit_length() - 1):
+        for s in T.unroll(rankers.bit_length() - 1):
             rank[0] = rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), rank[0], 1 << s, 32, 32)
 
     @T.inline
@@ -389,4 +413,13 @@ def device_functions(threads: int, k: int, bins: int = 256, place: Rank = FIRST,
                 keys[e * threads + t] = own[e]
         T.cuda.cta_sync()
     # fmt: on
-    return DeviceFunctions(select_pivot, keep_selected, place_of_maxima, rank_key, rank_in_bins, sort_descending)
+    return DeviceFunctions(
+        select_pivot=select_pivot,
+        keep_selected=keep_selected,
+        maxima_of_warp=maxima_of_warp,
+        offer_maxima=offer_maxima,
+        place_of_maxima=place_of_maxima,
+        rank_key=rank_key,
+        rank_in_bins=rank_in_bins,
+        sort_descending=sort_descending,
+    )

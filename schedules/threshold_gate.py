@@ -15,6 +15,11 @@ a compaction, in which radix selection cuts it to k and raises the threshold. A 
 together, so that rows of equal elements pass it no more often than others; the value alone decides in all but a few
 comparisons.
 
+Where few elements survive (`deferred`), a thread does not search its tile for them in the midst of the stream, which
+holds up its whole warp: it copies the tile to shared memory, and its number to a list. Copied tiles are searched when
+the row is through, for k up to `COUNTED` by one warp: the k-th largest of the tiles' maxima is a threshold that hardly
+more than k elements reach. Tiles for which there is no room are read again.
+
 The survivors are put in order by counting them in bins that are linear in the value, and by counting within a bin;
 where that fails (many equal values) by radix selection and a bitonic sort.
 
@@ -44,23 +49,31 @@ THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 89
 # The least of a block that has a multiprocessor of its own.
 ALONE = 256
 # 16-byte vectors of a thread's tile: what is worked on at once.
-VECTORS = (1, 2, 3, 4, 6, 8)
+VECTORS = (1, 2, 3, 4, 5, 6, 8)
 # Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
 # 40 KB in flight on each multiprocessor.
 STAGES = (1, 2, 3)
-# Threads that a multiprocessor is to hold, which bounds their registers to 64.
-RESIDENT = 1024
+# Threads that a multiprocessor is to hold, which bounds their registers to 64, or to 96 for the largest tiles.
+RESIDENT, RESIDENT_LARGE = 1024, 640
 # The least room in the buffer beyond k.
 SLACK = 256
 # Up to here the survivors are ranked by counting, every one against every other.
 COUNTED = 16
+# About how many there are then.
+RANKED = 64
 # Comparisons a thread that ranking by counting may take where bins have failed.
 COMPARISONS = 512
 MAX_K = 2048
 # The share of a tile's vectors that a row at least has; idle ones cost as much as others.
 USED = 0.85
+# Up to here few enough elements survive to look at their tiles again.
+DEFERRED = 64
 # Beyond, ranked keys go through shared memory, so that they are written to memory side by side.
 STAGED = 64
+# Bytes of marked tiles that are copied; others are read again.
+COPIED = 8192
+# Vectors that are searched at once where all survivors together have no room.
+STEP = 64
 # Bytes of shared memory that leave room for a second block, and those of a block that is alone.
 MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
 # Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number.
@@ -79,6 +92,7 @@ class Layout:
         # Of elements that equal the threshold as many should pass: a little more than k.
         self.equals = k + k // 8 + 64
         self.threads, self.vectors, self.stages = (decisions[name] for name in ("threads", "vectors", "stages"))
+        self.deferred = bool(decisions["deferred"])
         self.split = decisions.get("split", 1)
         self.warps = self.threads // 32
         self.width = 16 // numpy_dtype(problem.dtype).itemsize  # elements of a vector
@@ -140,6 +154,13 @@ class Layout:
         """Lay the buffers out in shared memory, with room for so many keys of each block of a cluster."""
         self.room = room
         rest = max(self.rest, self.split * room)
+        if self.deferred:
+            # Searched in steps, of which each finds no more than there is room for behind the best k of those before.
+            self.step = min(self.threads, STEP)
+            # A copied tile is padded, so that threads which read one each meet few bank conflicts.
+            self.padded = self.held + 4
+            self.copies = min(COPIED // (4 * self.padded), self.tiles * self.threads)
+            rest = max(rest, ceildiv(self.rounded + self.step * self.width, 32) * 32)
         self.overflows = rest < self.tiles * self.tile
         self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * room)
         # Offsets into the pool, in their own elements.
@@ -149,7 +170,9 @@ class Layout:
         self.at_counts = 2 * (self.at_united + self.split * self.room)
         self.at_heads = self.at_counts + self.spread
         self.at_nexts = self.at_heads + self.spread
-        self.pool = ceildiv(4 * (self.at_nexts + self.capacity), 16) * 16
+        self.at_copied = ceildiv(self.at_nexts + self.capacity, 4) * 4
+        self.at_marked = 2 * (self.at_copied + (self.copies * self.padded if self.deferred else 0))
+        self.pool = ceildiv(2 * (self.at_marked + (self.tiles * self.threads if self.deferred else 0)), 16) * 16
         # A pool just below 48 KB would exceed what a kernel gets unasked together with the static buffers.
         if STATIC_LIMIT - STATIC < self.pool <= STATIC_LIMIT:
             self.pool = STATIC_LIMIT + 16
@@ -158,8 +181,9 @@ class Layout:
 def space(problem: Problem, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
-    early = int(machine.has_clusters)
-    return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES, "early": (early,)}
+    overlapped = int(machine.has_clusters)
+    early = tuple(range(overlapped + 1)) if problem.batch_extent > machine.cores else (overlapped,)
+    return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES, "early": early, "deferred": (0, 1)}
 
 
 def cluster_space(problem: Problem, machine: Machine) -> Table:
@@ -169,7 +193,7 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     # More blocks than fit at once would only wait for each other.
     splits = tuple(split for split in SPLITS if problem.batch_extent * split <= max(2 * machine.cores, 2))
-    table = {"split": splits or SPLITS[:1], **space(problem, machine)}
+    table = {"split": splits or SPLITS[:1], **space(problem, machine), "early": (1,)}
     if first_allowed(problem, machine, cluster_choices(table, problem, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
@@ -187,6 +211,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
     if layout.threads < ALONE <= 32 * layout.chunks and problem.batch_extent <= machine.cores:
         return f"{layout.threads} threads are too few for a block that has a multiprocessor of its own"
+    if layout.deferred and not (layout.gated and 1 < layout.tiles * layout.threads <= 1 << 16 and layout.tiles > 1):
+        return "nothing is gained from looking at a thread's only tile again, or at most of them"
     if layout.stages > layout.tiles:
         return f"there are only {layout.tiles} tiles for {layout.stages} stages"
     if layout.threads == 32 and layout.tiles > 8:
@@ -202,10 +228,15 @@ def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) ->
 
 def choices(problem: Problem, machine: Machine) -> list[Decisions]:
     """Points in the order in which they are good guesses: large tiles, blocks of a middle size or larger ones."""
-    early, wanted = int(machine.has_clusters), 512 if problem.batch_extent <= machine.cores else 256
+    crowded = problem.batch_extent > machine.cores
+    early, wanted = int(machine.has_clusters), 256 if crowded else 512
     threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
     return [
-        {"threads": t, "vectors": v, "stages": s, "early": early} for v in (4, 2, 1) for t in threads for s in (2, 1)
+        {"threads": t, "vectors": v, "stages": s, "early": early, "deferred": deferred}
+        for v in (4, 2, 1)
+        for t in threads
+        for s in (2, 1)
+        for deferred in ((1, 0) if crowded and problem.k <= DEFERRED else (0,))
     ]
 
 
@@ -241,7 +272,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from .arithmetic import LN_2, LOG2_E, is_nan
-    from .cluster import cluster_barrier, cluster_begin, cluster_wait, peer_write
+    from .cluster import cluster_arrive, cluster_arrive_silent, cluster_barrier, cluster_wait, peer_write
     from .overlap import await_previous, overlapping
     from .selection import (
         FULL_WARP,
@@ -259,7 +290,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         order_bits,
     )
     from .topk import element_of, write_given, write_value
-    from .words import per_word, read_element, value_in
+    from .words import fixed, load_words, per_word, read_element, value_in
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
     with_bias, early = bool(problem.bias), bool(decisions["early"])
@@ -271,22 +302,28 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     capacity, room, bins = layout.capacity, layout.room, layout.bins
     parts, itemsize = per_word(dtype), numpy_dtype(dtype).itemsize
     words = 4 * vectors  # of a thread's tile
-    overflows = layout.overflows
+    deferred, overflows = layout.deferred, layout.overflows and not layout.deferred
     # A bitonic sort of many keys by few threads needs more registers.
-    resident = max(RESIDENT // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
+    resident = RESIDENT_LARGE if vectors == max(VECTORS) else RESIDENT
+    resident = max(resident // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
     gated, floor = layout.gated, layout.floor
     floors = floor.warps if floor else 0
     counted = k <= COUNTED
+    # Few threads rank a key each, so that all survivors are ranked in one step.
+    rankers = min(1 << max((threads // RANKED).bit_length() - 1, 0), RANKERS) if counted else RANKERS
     # Keys that are ranked by counting: a few a thread; where bins have failed, as many as cost no more than a sort.
-    fits, crowd = 4 * threads // RANKERS, isqrt(COMPARISONS * threads)
+    fits, crowd = 4 * threads // rankers, isqrt(COMPARISONS * threads)
     staged = k > STAGED
+    # Whether one warp may do for all of a row what is left after the streaming.
+    quick, each = deferred and counted and split == 1, ceildiv(layout.copies, 32) if deferred else 0
     halvings = (split - 1).bit_length()
     lowest = T.min_value("float32")
     put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
     put_key = peer_write("put_key", "unsigned long long")
-    device = device_functions(threads, k, bins, layout.place, floors)
+    device = device_functions(threads, k, bins, layout.place, floors, rankers)
     select_pivot, keep_selected = device.select_pivot, device.keep_selected
-    place_of_maxima, rank_key = device.place_of_maxima, device.rank_key
+    maxima_of_warp, offer_maxima, place_of_maxima = device.maxima_of_warp, device.offer_maxima, device.place_of_maxima
+    rank_key = device.rank_key
     rank_in_bins, sort_descending = device.rank_in_bins, device.sort_descending
 
     def key_in(keys, extra, row, i):
@@ -298,12 +335,24 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         late = at[int(2 * u >= vectors)] if isinstance(e, int) else T.Select(u * 2 >= vectors, at[1], at[0])
         return (late if vectors > 1 else at[0]) + u * slot_size + e % width
 
-    def folded(most, x, low, high):
-        """The maximum or minimum (`most`) of x[low:high], as a tree."""
-        if high - low == 1:
-            return x[low]
-        middle = (low + high) // 2
-        return most(folded(most, x, low, middle), folded(most, x, middle, high))
+    def address_of(row_at, column):
+        """Of an element of the row whose first one is at `row_at`; `column` may be below 0."""
+        return row_at[0] + T.Cast("uint64", T.Cast("int64", column) * itemsize)
+
+    def folded(most, x, first, extent):
+        """The maximum or minimum (`most`) of so many elements of x from the first one on, as a tree."""
+        if extent == 1:
+            return x[first]
+        half = extent // 2
+        return most(folded(most, x, first, half), folded(most, x, first + half, extent - half))
+
+    def too_large(total):
+        """Whether a sum of exponentials is no good; as if it is a NaN."""
+        return (T.reinterpret("uint32", total) & T.uint32(0x7FFFFFFF)) >= T.uint32(TOO_LARGE)
+
+    def not_below(value, bound, otherwise=0):
+        """Whether a value, which may be a NaN, is no less than `bound`; or else if that is not 0."""
+        return T.Select(value < bound, otherwise, 1) != 0
 
     def in_order(x, small, large):
         """Whether a vector whose ends these are may be of a run in order; not if it is not in the row."""
@@ -343,7 +392,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 at[0] = at[1]
 
     @T.inline
-    def start_tile(i, X, row, start, end, t, ahead, ring):
+    def start_tile(i, row_at, start, end, t, ahead, ring):
         """Have a tile copied into this thread's part of the ring; beyond the row the last vector again."""
         if i < tiles:
             place_tile(i, t, start, ahead)
@@ -351,13 +400,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 for u in T.unroll(vectors):
                     T.ptx.cp.async_.cg.shared.global_(
                         ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
-                        X.ptr_to([row, column_of(ahead, u * width)]), 16)
+                        address_of(row_at, column_of(ahead, u * width)), 16)
             else:
                 for u in T.unroll(vectors):
                     # Of the row's last vector only what is the row's: it may be the array's end.
                     T.ptx.cp.async_.cg.shared.global_(
                         ring.ptr_to([(((i % stages) * vectors + u) * threads + t) * 4]),
-                        X.ptr_to([row, T.min(column_of(ahead, u * width), end - width)]), 16,
+                        address_of(row_at, T.min(column_of(ahead, u * width), end - width)), 16,
                         T.Cast("uint32", T.min(
                             (vocab - T.min(column_of(ahead, u * width), end - width)) * itemsize, 16)))
         T.ptx.cp.async_.commit_group()
@@ -429,7 +478,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.inline
     def least_of_vectors(x, low, inside, plain, bits, least):
         """Raise `least` to what the lanes that are `inside` all reach with the vector from x[low] on."""
-        order(folded(T.min, x, low, low + width), plain, bits)
+        order(folded(T.min, x, low, width), plain, bits)
         if not inside:
             bits[0] = T.uint32(FULL_WARP)
         bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
@@ -457,43 +506,75 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             least_of_vectors(x, 0, (t - layout.lead) & 31 < floor.lanes, plain, bits, least)
 
     @T.inline
-    def look_at_sample(
-        t, x, top, plain, bits, least, called, reached, group_bits, group_top, group_floor, high, reference, factor,
-        gate, found, start, end, barred
+    def refer_to(highest, high, reference, factor):
+        """Take the largest element of a sample, if it is finite, for the reference of the exponentials."""
+        high[0] = T.Select(
+            highest[0] > T.uint32(MINUS_INFINITY) and highest[0] < T.uint32(PLUS_INFINITY),
+            bits_value(highest[0]), T.float32(0))
+        reference[0] = high[0] * factor[0]
+
+    @T.inline
+    def offer_sample(
+        t, x, top, plain, bits, least, highest, reached, group_bits, group_top, group_floor, high, reference, factor
     ):
-        """From the first tile: the reference of the exponentials and the first threshold. One barrier or two."""
+        """From the first tile: the warp's own reference, and what it gives the others for a threshold."""
         if floors > 0:
             floor_of_warp(t, x, plain, bits, least)
         order(top[0], plain, bits)
-        place_of_maxima(t, bits, least, called, group_bits, group_top, group_floor, reached)
-        high[0] = T.Select(
-            called[0] > T.uint32(MINUS_INFINITY) and called[0] < T.uint32(PLUS_INFINITY),
-            bits_value(called[0]), T.float32(0))
-        reference[0] = high[0] * factor[0]
+        maxima_of_warp(t, bits, highest, reached)
+        offer_maxima(t, least, highest, reached, group_bits, group_top, group_floor)
+        refer_to(highest, high, reference, factor)
+
+    @T.inline
+    def look_at_sample(
+        t, x, least, highest, reached, group_bits, group_top, group_floor, high, reference, factor, power, d, gate,
+        found, start, end, barred
+    ):
+        """The reference for the rest, to which the sum so far is brought, and the first threshold. A barrier or two."""
+        place_of_maxima(t, least, highest, group_bits, group_top, group_floor, reached)
+        power[0] = reference[0]
+        refer_to(highest, high, reference, factor)
+        if d[0] > T.float32(0):
+            T.ptx.ex2.approx.ftz.f32(power[0], power[0] - reference[0])
+            d[0] = d[0] * power[0]
         if gated and reached[0] > T.uint32(MINUS_INFINITY):
             gate[0] = bits_value(T.min(reached[0], T.uint32(PLUS_INFINITY)))
-            if (overflows or split > 1) and reached[0] == called[0]:
+            if (layout.overflows or split > 1) and reached[0] == highest[0]:
                 bar_equals(t, x, gate, found, start, end, barred)
 
     @T.inline
-    def mark_survivors(x, gate, at, barred, d, bits):
-        """One bit for each element of the tile that reaches the threshold."""
-        bits[0] = T.uint32(0)
-        for e in T.unroll(held):
-            bits[0] = bits[0] | T.Select(x[e] >= gate[0], T.uint32(1) << T.Cast("uint32", e), T.uint32(0))
+    def mark_elements(x, first, extent, gate, bits):
+        """Set the bits of those of x[first:first + extent] that reach the threshold, as every NaN does."""
+        for e in T.unroll(extent):
+            bits[0] = bits[0] | T.Select(
+                x[first + e] < gate[0], T.uint32(0), T.uint32(1) << T.Cast("uint32", first + e))
+
+    @T.inline
+    def unmark_equals(x, gate, at, barred, bits):
+        """Take the bits off elements that equal the threshold and lie behind its own place."""
         if barred[0] < vocab:
             for e in T.unroll(held):
                 if x[e] == gate[0] and column_of(at, e) > barred[0]:
                     bits[0] = bits[0] & ~(T.uint32(1) << T.Cast("uint32", e))
-        if is_nan(d[0]):
-            for e in T.unroll(held):
-                if is_nan(x[e]):
-                    bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
 
     @T.inline
-    def push_survivors(
-        i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain, ordered, pending
-    ):
+    def take_mark(bits, spot):
+        spot[0] = 31 - T.clz(T.reinterpret("int32", bits[0]))
+        bits[0] = bits[0] ^ (T.uint32(1) << T.Cast("uint32", spot[0]))
+
+    @T.inline
+    def mark_survivors(x, top, top_of, gate, careful, at, barred, pending, bits):
+        """One bit for each element of the tile that reaches the threshold and is not in the buffer yet."""
+        bits[0] = T.uint32(0)
+        # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it.
+        if pending[0] != 0 and (top[0] != gate[0] or at[0] <= barred[0] or careful[0] != 0):
+            for u in T.unroll(vectors):
+                if not_below(top_of[u], gate[0], careful[0]):
+                    mark_elements(x, u * width, width, gate, bits)
+            unmark_equals(x, gate, at, barred, bits)
+
+    @T.inline
+    def push_survivors(i, t, B, ring, keys, count, full, bits, at, slot, spot, power, plain, ordered, pending):
         """Put the elements of the thread's tile that have their bit into the buffer; if it is full, call for help."""
         slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(bits[0])))
         if overflows and slot[0] + T.Cast("int32", T.popcount(bits[0])) > capacity:
@@ -504,13 +585,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.evaluate(T.call_extern("uint32", "atomicExch", full.ptr_to([0]), T.uint32(1)))
         else:
             pending[0] = 0
-            if top[0] > high[0]:
-                order(top[0], plain, ordered)
-                T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), ordered[0]))
             # Registers cannot be indexed: the elements are read again, from the ring.
             while bits[0] != T.uint32(0):
-                spot[0] = T.Cast("int32", T.cuda.ffs_u32(bits[0])) - 1
-                bits[0] = bits[0] & (bits[0] - T.uint32(1))
+                take_mark(bits, spot)
                 power[0] = value_in(
                     dtype,
                     ring[(((i % stages) * vectors + spot[0] // width) * threads + t) * 4 + spot[0] % width // parts],
@@ -520,6 +597,77 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 order(power[0], plain, ordered)
                 keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
                 slot[0] = slot[0] + 1
+
+    @T.inline
+    def load_marked(B, row_at, column, end, raw, y):
+        """The elements of a vector of the row, read again; -inf for what is not of this block's share."""
+        for e in T.unroll(width):
+            y[e] = -T.infinity("float32")
+        if column < end:
+            if aligned or (column >= 0 and column + width <= vocab):
+                load_words(16, raw, 0, None, address_of(row_at, column))
+                for e in T.unroll(width):
+                    y[e] = value_in(dtype, raw[e // parts], e % parts)
+                    if with_bias:
+                        y[e] = y[e] + read_element("float32", B.ptr_to([column + e]))
+            else:
+                for e in T.unroll(width):
+                    if column + e >= 0 and column + e < vocab:
+                        y[e] = read_element(dtype, T.reinterpret("handle", address_of(row_at, column + e)))
+                        if with_bias:
+                            y[e] = y[e] + read_element("float32", B.ptr_to([column + e]))
+
+    @T.inline
+    def search_marked(
+        first, last, step, B, row_at, start, end, t, marked, gate, barred, keys, count, at, raw, x, bits, slot, spot,
+        plain, ordered
+    ):
+        """Put what reaches the threshold of the first to the last vector of marked tiles into the buffer, if it fits.
+
+        `step` threads take one vector after another.
+        """
+        for r in T.serial((last - first - t + (step - 1)) // step):
+            if t < step:
+                spot[0] = first + r * step + t
+                slot[0] = T.Cast("int32", marked[spot[0] // vectors])
+                spot[0] = spot[0] % vectors
+                place_tile(slot[0] // threads, slot[0] % threads, start, at)
+                spot[0] = column_of(at, spot[0] * width)
+                load_marked(B, row_at, spot[0], end, raw, x)
+                bits[0] = T.uint32(0)
+                for e in T.unroll(width):
+                    if not_below(x[e], gate[0]) and (x[e] != gate[0] or spot[0] + e <= barred[0]):
+                        bits[0] = bits[0] | (T.uint32(1) << T.Cast("uint32", e))
+                if bits[0] != T.uint32(0):
+                    slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(bits[0])))
+                    if slot[0] + width <= capacity:
+                        for e in T.unroll(width):
+                            if (bits[0] >> T.Cast("uint32", e)) & T.uint32(1) != T.uint32(0):
+                                order(x[e], plain, ordered)
+                                keys[slot[0]] = join_key(ordered[0], spot[0] + e)
+                                slot[0] = slot[0] + 1
+
+    @T.inline
+    def search_copied(
+        start, t, marks, marked, copied, gate, barred, keys, count, at, x, bits, slot, spot, plain, ordered
+    ):
+        """Put what reaches the threshold of the copied tiles into the buffer, if it fits; a thread searches a tile."""
+        for r in T.serial((T.min(marks[0], layout.copies) - t + (threads - 1)) // threads):
+            for e in T.unroll(held // 4):
+                for v in T.vectorized(4):
+                    x[e * 4 + v] = copied[(r * threads + t) * layout.padded + e * 4 + v]
+            slot[0] = T.Cast("int32", marked[r * threads + t])
+            place_tile(slot[0] // threads, slot[0] % threads, start, at)
+            bits[0] = T.uint32(0)
+            mark_elements(x, 0, held, gate, bits)
+            unmark_equals(x, gate, at, barred, bits)
+            slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.Cast("int32", T.popcount(bits[0])))
+            if slot[0] + held <= capacity:
+                while bits[0] != T.uint32(0):
+                    take_mark(bits, spot)
+                    order(copied[(r * threads + t) * layout.padded + spot[0]], plain, ordered)
+                    keys[slot[0]] = join_key(ordered[0], column_of(at, spot[0]))
+                    slot[0] = slot[0] + 1
 
     @T.inline
     def fill_up(X, B, row, t, keys, size, slot):
@@ -628,10 +776,86 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.inline
     def rank_by_counting(t, keys, size, need, pivot, slot, place_key, extra):
         """Call place_key(extra, rank, key) for the k best keys."""
-        for i in T.serial((size[0] * RANKERS + (threads - 1)) // threads):
+        for i in T.serial((size[0] * rankers + (threads - 1)) // threads):
             rank_key(t, i, keys, size[0], need, pivot, slot)
-            if t % RANKERS == 0 and need[0] < size[0] and slot[0] < k:
+            if t % rankers == 0 and need[0] < size[0] and slot[0] < k:
                 place_key(extra, slot[0], pivot[0])
+
+    @T.inline
+    def take_few(
+        t, marks, tops, start, marked, copied, gate, barred, keys, found, at, need, bits, slot, spot, plain, ordered,
+        pivot, x, outputs
+    ):
+        """One warp finds the k best in the copied tiles alone and writes them; or leaves found[0] as it is.
+
+        The k-th largest of the tiles' maxima is a threshold that seldom a second element of a tile reaches. If one does
+        or there are many equals, it is not for one warp.
+        """
+        own = T.alloc_local([each], "uint32")
+        lanes = T.alloc_local([1], "uint32")
+        least = T.alloc_local([1], "uint32")
+        for j in T.unroll(each):
+            own[j] = T.uint32(0)
+            if j * 32 + t < marks[0]:
+                own[j] = tops[j * 32 + t]
+        # Loops that are not unrolled: what is executed once is fetched more slowly than executed.
+        above: T.int32 = 0
+        bits[0] = folded(T.max, own, 0, each)
+        least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
+        while above < k - 1:
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] == least[0])
+            need[0] = T.Select(T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == t, 1, 0)
+            for j in T.unroll(each):
+                if need[0] != 0 and own[j] == least[0]:
+                    own[j] = T.uint32(0)
+                    need[0] = 0
+            bits[0] = folded(T.max, own, 0, each)
+            least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
+            above = above + 1
+        # A lane for each tile whose maximum reaches it.
+        need[0] = 0
+        for j in T.unroll(each):
+            bits[0] = T.uint32(0)
+            if j * 32 + t < marks[0]:
+                bits[0] = tops[j * 32 + t]
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] >= least[0])
+            slot[0] = need[0] + T.Cast(
+                "int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
+            if bits[0] >= least[0] and slot[0] < 32:
+                keys[slot[0]] = T.Cast("uint64", j * 32 + t)
+            need[0] = need[0] + T.Cast("int32", T.popcount(lanes[0]))
+        T.cuda.warp_sync()
+        bits[0] = T.uint32(0)
+        if t < need[0]:
+            slot[0] = T.Cast("int32", keys[t])
+            for e in T.unroll(held // 4):
+                for v in T.vectorized(4):
+                    x[e * 4 + v] = copied[slot[0] * layout.padded + e * 4 + v]
+            plain[0] = bits_value(least[0])
+            for e in T.unroll(held):
+                bits[0] = bits[0] | T.Select(x[e] >= plain[0], T.uint32(1) << T.Cast("uint32", e), T.uint32(0))
+            spot[0] = 31 - T.clz(T.reinterpret("int32", bits[0]))
+            ordered[0] = tops[slot[0]]
+            slot[0] = T.Cast("int32", marked[slot[0]])
+            place_tile(slot[0] // threads, slot[0] % threads, start, at)
+            pivot[0] = join_key(ordered[0], column_of(at, spot[0]))
+        T.cuda.warp_sync()
+        if t < need[0]:
+            keys[t] = pivot[0]
+        T.cuda.warp_sync()
+        order(gate[0], plain, ordered)
+        # Of equals of the first threshold those that lie behind its own place are not marked.
+        if need[0] <= 32 and (least[0] > ordered[0] or barred[0] >= vocab) and T.cuda.any_sync(
+            T.uint32(FULL_WARP), (bits[0] & (bits[0] - T.uint32(1))) != T.uint32(0) and bits[0] != T.uint32(0)
+        ) == 0:
+            slot[0] = 0
+            for j in T.serial(need[0]):
+                if keys[j] > pivot[0]:
+                    slot[0] = slot[0] + 1
+            if t < need[0] and slot[0] < k:
+                place_in_output(outputs, slot[0], pivot[0])
+            if t == 0:
+                found[0] = 1
 
     @T.prim_func
     def main(
@@ -663,6 +887,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         heads = T.decl_buffer(
             [layout.spread], "int32", data=pool.data, elem_offset=layout.at_heads, scope="shared.dyn")
         nexts = T.decl_buffer([capacity], "int32", data=pool.data, elem_offset=layout.at_nexts, scope="shared.dyn")
+        if deferred:
+            marked = T.decl_buffer(
+                [tiles * threads], "uint16", data=pool.data, elem_offset=layout.at_marked, scope="shared.dyn")
+            copied = T.decl_buffer(
+                [layout.copies * layout.padded], "float32", data=pool.data, elem_offset=layout.at_copied,
+                scope="shared.dyn")
+            marks = T.alloc_shared([1], "int32")
+            tops = T.alloc_shared([layout.copies], "uint32")
         histogram = T.alloc_shared([RADIX_BINS], "int32")
         totals = T.alloc_shared([32], "int32")
         found = T.alloc_shared([4], "int32")
@@ -673,10 +905,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         group_top = T.alloc_shared([32], "uint32")
         group_floor = T.alloc_shared([32], "uint32")
         full = T.alloc_shared([1], "uint32")
-        peak = T.alloc_shared([1], "uint32")
+        group_high = T.alloc_shared([32], "uint32")
         raw = T.alloc_local([words], "uint32")
         x = T.alloc_local([held], "float32")
         top = T.alloc_local([1], "float32")
+        top_of = T.alloc_local([vectors], "float32")
         d = T.alloc_local([1], "float32")
         power = T.alloc_local([1], "float32")
         factor = T.alloc_local([1], "float32")
@@ -688,8 +921,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         logarithm = T.alloc_local([1], "float32")
         slot = T.alloc_local([1], "int32")
         spot = T.alloc_local([1], "int32")
+        before = T.alloc_local([1], "float32")
         pending = T.alloc_local([1], "int32")
-        fresh = T.alloc_local([1], "int32")
+        sampling = T.alloc_local([1], "int32")
+        careful = T.alloc_local([1], "int32")
+        row_at = T.alloc_local([1], "uint64")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
@@ -702,9 +938,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         wanted = T.alloc_local([1], "int64")
         finer = T.alloc_local([1], "float32")
         reached = T.alloc_local([1], "uint32")
+        highest = T.alloc_local([1], "uint32")
         called = T.alloc_local([1], "uint32")
         least = T.alloc_local([1], "uint32")
         settled = T.alloc_local([1], "int32")
+        taken = T.alloc_local([1], "int32")
         if split > 1:
             united = T.decl_buffer(
                 [split * room], "uint64", data=pool.data, elem_offset=layout.at_united, scope="shared.dyn")
@@ -722,29 +960,38 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         start: T.int32 = part * share * width - lead
         end: T.int32 = T.min(start + share * width, (vocab + lead + (width - 1)) // width * width - lead)
         factor[0] = scale * T.float32(LOG2_E)
+        row_at[0] = fixed("u64", X.ptr_to([row, 0]))
         if split > 1:
-            cluster_begin()  # and waits for the others to have begun before it writes into the first
+            cluster_arrive_silent()  # and waits for the others to have begun before it writes into the first
         if not counted:
             clear_bins(t, counts, heads, flag)
         if early:
             await_previous()
 
+        taken[0] = 0
         for attempt in T.serial(2):
             for i in T.unroll(stages):
-                start_tile(i, X, row, start, end, t, ahead, ring)
+                start_tile(i, row_at, start, end, t, ahead, ring)
             if t == 0:
                 count[0] = 0
                 full[0] = T.uint32(0)
-                peak[0] = T.uint32(0)
                 found[3] = 0
+                if deferred:
+                    marks[0] = 0
+                    found[0] = 0
+                if split > 1:
+                    verdict[0] = 1
             d[0] = T.float32(0)
             # Everything above minus infinity passes: rows that have fewer than k of these are filled up at the end.
             gate[0] = lowest
             barred[0] = vocab
+            # A row with a NaN is always read twice. Only then are tiles searched whose largest elements do not pass.
+            careful[0] = attempt
+            sampling[0] = 1 - attempt
             T.cuda.cta_sync()
 
             i: T.int32 = 0
-            fresh[0] = 1
+            pending[0] = 1
             called[0] = T.uint32(0)
             reading: T.int32 = 1
             while reading != 0:
@@ -752,47 +999,68 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     place_tile(i, t, start, at)
                     load_tile(i, t, ring, raw)
                     convert_tile(B, start, end, t, at, raw, x)
-                    top[0] = folded(T.max, x, 0, held)
-                    if fresh[0] != 0:
-                        if i == 0 and attempt == 0:
-                            look_at_sample(
-                                t, x, top, plain, bits, least, called, reached, group_bits, group_top, group_floor,
-                                high, reference, factor, gate, found, start, end, barred)
-                        for e in T.unroll(held):
-                            # One rounding, so that the reference cancels in the quotient; and without the steps that
-                            # exp2 takes for subnormal results, which add nothing to a sum of about 1 or more.
-                            T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
-                            T.ptx.ex2.approx.ftz.f32(power[0], power[0])
-                            d[0] = d[0] + power[0]
-                        pending[0] = 1
-                    # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it. A
-                    # NaN passes no comparison of floats, but it stays in the sum.
-                    if pending[0] != 0 and (
-                        top[0] > gate[0] or (top[0] == gate[0] and at[0] <= barred[0]) or is_nan(d[0])
-                    ):
-                        mark_survivors(x, gate, at, barred, d, bits)
+                    for u in T.unroll(vectors):
+                        top_of[u] = folded(T.max, x, u * width, width)
+                    top[0] = folded(T.max, top_of, 0, vectors)
+                    if deferred:
+                        # Nobody reads the ring again.
+                        start_tile(i + stages, row_at, start, end, t, ahead, ring)
+                    if sampling[0] != 0:
+                        offer_sample(
+                            t, x, top, plain, bits, least, highest, reached, group_bits, group_top, group_floor, high,
+                            reference, factor)
+                    before[0] = d[0]
+                    for e in T.unroll(held):
+                        # One rounding, so that the reference cancels in the quotient; and without the steps that exp2
+                        # takes for subnormal results, which add nothing to a sum of about 1 or more.
+                        T.ptx.fma.rn.f32(power[0], x[e], factor[0], T.float32(0) - reference[0])
+                        T.ptx.ex2.approx.ftz.f32(power[0], power[0])
+                        d[0] = d[0] + power[0]
+                    if sampling[0] != 0:
+                        sampling[0] = 0
+                        look_at_sample(
+                            t, x, least, highest, reached, group_bits, group_top, group_floor, high, reference, factor,
+                            power, d, gate, found, start, end, barred)
+                    if deferred:
+                        if not_below(top[0], gate[0], careful[0]):
+                            if top[0] != gate[0] or at[0] <= barred[0] or careful[0] != 0:
+                                high[0] = T.max(high[0], top[0])
+                                slot[0] = T.cuda.atomic_add(marks.ptr_to([0]), T.int32(1))
+                                marked[slot[0]] = T.Cast("uint16", i * threads + t)
+                                if slot[0] < layout.copies:
+                                    if quick:
+                                        order(top[0], plain, ordered)
+                                        tops[slot[0]] = ordered[0]
+                                    for e in T.unroll(held // 4):
+                                        for v in T.vectorized(4):
+                                            copied[slot[0] * layout.padded + e * 4 + v] = x[e * 4 + v]
+                    elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(top[0], gate[0], careful[0])) != 0:
+                        high[0] = T.max(high[0], top[0])
+                        mark_survivors(x, top, top_of, gate, careful, at, barred, pending, bits)
                         if bits[0] != T.uint32(0):
                             push_survivors(
-                                i, t, B, ring, keys, count, full, peak, top, high, bits, at, slot, spot, power, plain,
-                                ordered, pending)
-                    if overflows:
-                        T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
-                        called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), called[0] != T.uint32(0)))
-                    else:
-                        called[0] = T.uint32(0)
-                    # A tile in which compaction was called is looked at again afterwards, for what had no room.
-                    fresh[0] = 0
+                                i, t, B, ring, keys, count, full, bits, at, slot, spot, power, plain, ordered, pending)
+                        if overflows:
+                            called[0] = T.Cast("uint32", T.cuda.any_sync(
+                                T.uint32(FULL_WARP), bits[0] != T.uint32(0)))
+                            # The tile comes again after the compaction, for what had no room.
+                            if called[0] != T.uint32(0):
+                                d[0] = before[0]
                     if called[0] == T.uint32(0):
-                        start_tile(i + stages, X, row, start, end, t, ahead, ring)
+                        if not deferred:
+                            start_tile(i + stages, row_at, start, end, t, ahead, ring)
                         i = i + 1
-                        fresh[0] = 1
+                        pending[0] = 1
                 plain[0] = T.cuda.warp_sum(d[0])
+                order(high[0], power, ordered)
+                ordered[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), ordered[0])
                 if t % 32 == 0:
                     group_sum[t // 32] = plain[0]
+                    group_high[t // 32] = ordered[0]
                 T.cuda.cta_sync()
                 reading = 0
                 if overflows:
-                    # Warps that are through with the row answer calls until all are.
+                    # Warps that are through with the row wait here for calls until all are.
                     T.ptx.ld.volatile.shared.u32(called[0], full.ptr_to([0]))
                     if called[0] != T.uint32(0):
                         compact(
@@ -803,8 +1071,47 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if t % 32 < warps:
                 d[0] = group_sum[t % 32]
             d[0] = T.cuda.warp_sum(d[0])
+            if quick:
+                if marks[0] >= k and marks[0] <= layout.copies and not too_large(d[0]):
+                    if t < 32:
+                        inverse[0] = T.float32(1) / d[0]
+                        logarithm[0] = T.log(d[0])
+                        take_few(
+                            t, marks, tops, start, marked, copied, gate, barred, keys, found, at, need, bits, slot,
+                            spot, plain, ordered, pivot, x,
+                            (V, Z, row, factor, reference, inverse, logarithm, log))
+                    T.cuda.cta_sync()
+                    taken[0] = found[0]
+                    if taken[0] != 0:
+                        break
+            if deferred:
+                search_copied(
+                    start, t, marks, marked, copied, gate, barred, keys, count, at, x, bits, slot, spot, plain, ordered)
+                search_marked(
+                    layout.copies * vectors, marks[0] * vectors, threads, B, row_at, start, end, t, marked, gate,
+                    barred, keys, count, at, raw, x, bits, slot, spot, plain, ordered)
+                T.cuda.cta_sync()
+                if layout.overflows:
+                    if count[0] > capacity - held:
+                        # Once more, in steps, each with the threshold that the one before has raised.
+                        T.cuda.cta_sync()
+                        if t == 0:
+                            count[0] = 0
+                        T.cuda.cta_sync()
+                        for r in T.serial((marks[0] * vectors + (layout.step - 1)) // layout.step):
+                            search_marked(
+                                r * layout.step, T.min((r + 1) * layout.step, marks[0] * vectors), layout.step, B,
+                                row_at, start, end, t, marked, gate, barred, keys, count, at, raw, x, bits, slot, spot,
+                                plain, ordered)
+                            T.cuda.cta_sync()
+                            size[0] = count[0]
+                            T.cuda.cta_sync()
+                            if size[0] > layout.rounded:
+                                compact(
+                                    t, keys, kept, size, count, full, histogram, found, pivot, mask, need, gate, barred)
             size[0] = count[0]
-            high[0] = bits_value(T.max(order_bits(high[0]), peak[0]))
+            ordered[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), group_high[t % warps])
+            high[0] = bits_value(ordered[0])
 
             if split > 1:
                 if size[0] > room:
@@ -824,18 +1131,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         united_gate, gate, barred, pivot, high, reference, d)
             # Enough survivors, and a sum that is finite?
             settled[0] = 1
-            if (size[0] < k and gate[0] > lowest) or (
-                (T.reinterpret("uint32", d[0]) & T.uint32(0x7FFFFFFF)) >= T.uint32(TOO_LARGE)
-            ):
+            if (size[0] < k and gate[0] > lowest) or too_large(d[0]):
                 settled[0] = attempt
             if split > 1:
-                # The first block knows whether all parts have to be read again. If not, it says so when it is through.
-                if part != 0 or settled[0] == 0:
-                    if part == 0 and t < split:
+                # Whether all parts have to be read again is what the first block knows, and tells only if so.
+                if part == 0 and settled[0] == 0:
+                    if t < split:
                         T.evaluate(put_int(verdict.ptr_to([0]), t, 0))
-                    cluster_barrier()
-                    if part != 0:
-                        settled[0] = verdict[0]
+                    cluster_arrive()
+                else:
+                    cluster_arrive_silent()
+                if part != 0 or settled[0] == 0:
+                    cluster_wait()
+                    settled[0] = verdict[0]
             if settled[0] != 0:
                 break
             T.cuda.cta_sync()
@@ -846,48 +1154,48 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
         inverse[0] = T.float32(1) / d[0]
         logarithm[0] = T.log(d[0])
-        # Fewer than k above minus infinity: the first ones at minus infinity complete them.
-        if size[0] < k:
-            T.cuda.cta_sync()
-            if t < 32:
-                fill_up(X, B, row, t, keys, size, slot)
-            T.cuda.cta_sync()
-            size[0] = k
-        if counted and size[0] <= fits:
-            T.cuda.cta_sync()
-            rank_by_counting(
-                t, keys, size, need, pivot, slot, place_in_output,
-                (V, Z, row, factor, reference, inverse, logarithm, log))
-        else:
-            if counted:
-                clear_bins(t, counts, heads, flag)
-            if gate[0] == lowest:
+        if taken[0] == 0:
+            # Fewer than k above minus infinity: the first ones at minus infinity complete them.
+            if size[0] < k:
                 T.cuda.cta_sync()
-                least_value(t, keys, size, group_bits, bits, gate)
-            # Equals of the threshold are in the columns up to its own.
-            finer[0] = T.float32(bins) / T.Cast("float32", T.max(T.min(barred[0], vocab - 1) + 1, 1))
-            rank_in_bins(
-                t, keys, size[0], counts, heads, nexts, totals, flag, gate, high, finer,
-                place_in_buffer if staged else place_in_output,
-                kept if staged else (V, Z, row, factor, reference, inverse, logarithm, log), slot)
-            if staged or slot[0] != 0:
+                if t < 32:
+                    fill_up(X, B, row, t, keys, size, slot)
                 T.cuda.cta_sync()
-                if slot[0] != 0:
-                    if size[0] <= crowd:
-                        rank_by_counting(t, keys, size, need, pivot, slot, place_in_buffer, kept)
-                    else:
-                        if size[0] > k:
-                            keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
-                        for i in T.serial((layout.rounded - k - t + (threads - 1)) // threads):
-                            keys[k + i * threads + t] = T.uint64(0)
-                        sort_descending(t, keys)
-                        for i in T.serial((k - 1 - t + threads) // threads):
-                            kept[i * threads + t] = keys[i * threads + t]
+                size[0] = k
+            if counted and size[0] <= fits:
+                rank_by_counting(
+                    t, keys, size, need, pivot, slot, place_in_output,
+                    (V, Z, row, factor, reference, inverse, logarithm, log))
+            else:
+                if counted:
+                    clear_bins(t, counts, heads, flag)
+                if gate[0] == lowest:
                     T.cuda.cta_sync()
-                for i in T.serial((k - 1 - t + threads) // threads):
-                    place_in_output(
-                        (V, Z, row, factor, reference, inverse, logarithm, log), i * threads + t,
-                        kept[i * threads + t])
+                    least_value(t, keys, size, group_bits, bits, gate)
+                # Equals of the threshold are in the columns up to its own.
+                finer[0] = T.float32(bins) / T.Cast("float32", T.max(T.min(barred[0], vocab - 1) + 1, 1))
+                rank_in_bins(
+                    t, keys, size[0], counts, heads, nexts, totals, flag, gate, high, finer,
+                    place_in_buffer if staged else place_in_output,
+                    kept if staged else (V, Z, row, factor, reference, inverse, logarithm, log), slot)
+                if staged or slot[0] != 0:
+                    T.cuda.cta_sync()
+                    if slot[0] != 0:
+                        if size[0] <= crowd:
+                            rank_by_counting(t, keys, size, need, pivot, slot, place_in_buffer, kept)
+                        else:
+                            if size[0] > k:
+                                keep_best(t, keys, kept, size, count, histogram, found, pivot, mask, need)
+                            for i in T.serial((layout.rounded - k - t + (threads - 1)) // threads):
+                                keys[k + i * threads + t] = T.uint64(0)
+                            sort_descending(t, keys)
+                            for i in T.serial((k - 1 - t + threads) // threads):
+                                kept[i * threads + t] = keys[i * threads + t]
+                        T.cuda.cta_sync()
+                    for i in T.serial((k - 1 - t + threads) // threads):
+                        place_in_output(
+                            (V, Z, row, factor, reference, inverse, logarithm, log), i * threads + t,
+                            kept[i * threads + t])
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 T.ptx.ld.global_.s64(wanted[0], ids.ptr_to([row, i * threads + t]))
@@ -897,9 +1205,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     (element(X, B, row, column) * factor[0] - reference[0]) * T.float32(LN_2),
                     inverse[0], logarithm[0], log)
         if split > 1:
-            if t < split:
-                T.evaluate(put_int(verdict.ptr_to([0]), t, 1))
-            cluster_barrier()
+            cluster_wait()
     # fmt: on
     main = problem.trimmed(main).with_attr("global_symbol", "main")
     return Program(tvm.IRModule({"main": overlapping(main) if early else main}), pipeline="tirx")
@@ -907,7 +1213,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=6,
+    version=7,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -920,7 +1226,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=6,
+    version=7,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -40,21 +40,7 @@ RESIDENT = ((32, 1024), (64, 640), (MAX_VOCAB, 512))
 MAGIC = 1 << 23
 MAGIC_BITS = 0x4B000000
 
-# Words of CUDA for addresses that are computed once, where the compiler would compute them anew at each use, and for
-# accesses to bins, whose place `first + 4 * bin` is one instruction away from a bin.
-FIXED = {
-    kind: f"""
-__device__ __forceinline__ {held} fixed_{kind}({given} place) {{
-  {held} address;
-  asm volatile("mov.{kind} %0, %1;" : "={register}"(address) : "{register}"(place));
-  return address;
-}}
-"""
-    for kind, held, given, register in (
-        ("u32", "unsigned int", "unsigned int", "r"),
-        ("u64", "unsigned long long", "const void*", "l"),
-    )
-}
+# Words of CUDA for accesses to bins, whose place `first + 4 * bin` is one instruction away from a bin.
 COUNT_IN_BIN = """
 __device__ __forceinline__ void count_in_bin(unsigned int first, unsigned int bin) {
   asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(first + 4 * bin) : "memory");
@@ -139,7 +125,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         scan_lanes,
     )
     from .topk import element_of, write_given
-    from .words import load_words, per_word, read_element, value_in
+    from .words import fixed, load_words, per_word, read_element, value_in
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
     with_bias, early, rows = bool(problem.bias), bool(decisions["early"]), decisions["rows"]
@@ -158,7 +144,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     words = ceildiv(held, 32)  # of marks, one bit an element
     most = room if counted else rounded  # keys that a bisection may leave
     lowest = T.min_value("float32")
-    place_of_maxima = device_functions(32, k, place=Rank(k, 1, sure=True, most=0)).place_of_maxima
+    maxima_of_warp = device_functions(32, k, place=Rank(k, 1, sure=True, most=0)).maxima_of_warp
 
     def column_of(lane, lead, e):
         """The column of element e of a lane."""
@@ -187,11 +173,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     def any_lane(condition):
         return T.cuda.any_sync(T.uint32(FULL_WARP), condition) != 0
-
-    def fixed(kind, place):
-        """An address that the compiler does not compute anew at each use, from what it is made of."""
-        held_in = {"u32": "uint32", "u64": "uint64"}[kind]
-        return T.cuda.func_call("fixed_" + kind, place, source_code=FIXED[kind], return_type=held_in)
 
     def count_in_bin(first, bin):
         return T.cuda.func_call("count_in_bin", first, bin, source_code=COUNT_IN_BIN, return_type="void")
@@ -545,7 +526,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         order(high[0], plain, ordered)
         if counted:
             # A threshold that is no higher than the k-th largest.
-            place_of_maxima(lane, ordered, ordered, called, ordered, ordered, ordered, lower)
+            maxima_of_warp(lane, ordered, called, lower)
         else:
             called[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), ordered[0])
             if groups > 1:

@@ -12,6 +12,20 @@ HALF = (
     "__device__ __forceinline__ float half_of_word(unsigned int w)"
     " { return __half2float(__ushort_as_half((unsigned short)w)); }"
 )
+# An address that is computed once: the compiler would compute it anew at each use, from what it is made of.
+FIXED = {
+    kind: f"""
+__device__ __forceinline__ {held} fixed_{kind}({given} place) {{
+  {held} address;
+  asm volatile("mov.{kind} %0, %1;" : "={register}"(address) : "{register}"(place));
+  return address;
+}}
+"""
+    for kind, held, given, register in (
+        ("u32", "unsigned int", "unsigned int", "r"),
+        ("u64", "unsigned long long", "const void*", "l"),
+    )
+}
 
 
 def per_word(dtype: str) -> int:
@@ -56,3 +70,9 @@ def read_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
         f' asm volatile("ld.global.{kind} %0, [%1];" : "{register}"(w) : "l"(p) : "memory"); return w; }}'
     )
     return value_in(dtype, T.cuda.func_call(name, place, source_code=source, return_type="uint32"), 0)
+
+
+def fixed(kind: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
+    """An address as an integer that is not computed anew at each use: of global memory ("u64") or shared ("u32")."""
+    held_in = {"u32": "uint32", "u64": "uint64"}[kind]
+    return T.cuda.func_call("fixed_" + kind, place, source_code=FIXED[kind], return_type=held_in)

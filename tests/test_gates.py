@@ -15,8 +15,13 @@ from tvm_sparse.operators.problem import numpy_dtype
 from tvm_sparse.schedules.threshold_gate import Layout
 from tvm_sparse.schedules.thresholds import Floor, first_threshold, floor_of_runs
 
-BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "early": 1}
-CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1}
+BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "early": 1, "deferred": 0}
+CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1, "deferred": 0}
+GATES = [
+    (name, {**decisions, "deferred": deferred})
+    for name, decisions in (("threshold_gate", BLOCK), ("cluster_gate", CLUSTER))
+    for deferred in (0, 1)
+]
 
 
 def sampled_columns(problem: SoftmaxTopk, decisions: dict[str, int]) -> np.ndarray:
@@ -43,7 +48,7 @@ def run(name: str, problem: SoftmaxTopk, decisions: dict[str, int], logits: np.n
     problem.check(inputs, problem.reference(inputs), outputs)
 
 
-@pytest.mark.parametrize(("name", "decisions"), [("threshold_gate", BLOCK), ("cluster_gate", CLUSTER)])
+@pytest.mark.parametrize(("name", "decisions"), GATES)
 def test_rows_that_are_read_twice(name: str, decisions: dict[str, int]) -> None:
     problem = SoftmaxTopk(2, 6000, 50)
     rng = np.random.default_rng(1)
@@ -58,28 +63,32 @@ def test_rows_that_are_read_twice(name: str, decisions: dict[str, int]) -> None:
     run(name, problem, decisions, logits)
 
 
+@pytest.mark.parametrize("deferred", [0, 1])
 @pytest.mark.parametrize("structure", ["ties", "constant", "ascending", "special"])
-def test_buffer_that_overflows_is_compacted(structure: str) -> None:
-    problem, decisions = SoftmaxTopk(4, 10240, 5), {"threads": 64, "vectors": 3, "stages": 2, "early": 1}
+def test_buffer_that_overflows_is_compacted(structure: str, deferred: int) -> None:
+    problem = SoftmaxTopk(4, 10240, 5)
+    decisions = {**BLOCK, "threads": 64, "vectors": 3, "stages": 2, "deferred": deferred}
     assert Layout(problem, decisions).overflows
     template = schedules.find("threshold_gate")
     verify(problem, structure, 3, emulated(template.build(problem, decisions), 3))
 
 
-def test_equals_of_the_threshold_in_several_blocks() -> None:
+@pytest.mark.parametrize("deferred", [0, 1])
+def test_equals_of_the_threshold_in_several_blocks(deferred: int) -> None:
     """The first of equals are wanted, wherever the others lie."""
     problem = SoftmaxTopk(3, 6000, 40)
     logits = np.zeros((3, problem.vocab))
     logits[1, 3500:] = 1  # only in the second block
     logits[2, [17, 2999, 3000, 5999]] = 2
-    run("cluster_gate", problem, CLUSTER, logits)
+    run("cluster_gate", problem, {**CLUSTER, "deferred": deferred}, logits)
 
 
-def test_infinities_of_which_only_the_first_pass() -> None:
+@pytest.mark.parametrize("deferred", [0, 1])
+def test_infinities_of_which_only_the_first_pass(deferred: int) -> None:
     """The sample's maximum, and so the threshold, is infinite; zeros tell nothing of how dense the infinities are."""
     problem = SoftmaxTopk(1, 6000, 40)
     logits = np.where(np.arange(problem.vocab) % 2 == 0, 0, np.inf)[None]
-    run("threshold_gate", problem, BLOCK, logits)
+    run("threshold_gate", problem, {**BLOCK, "deferred": deferred}, logits)
 
 
 GATES_IN_ORDER = [
@@ -90,6 +99,10 @@ GATES_IN_ORDER = [
     ("threshold_gate", 8186, 128, "float32", {**BLOCK, "vectors": 2}, 4),
     ("threshold_gate", 8192, 129, "float32", BLOCK, 8),
     ("threshold_gate", 8400, 400, "float32", {**BLOCK, "vectors": 3}, 3),
+    ("threshold_gate", 4091, 5, "bfloat16", {**BLOCK, "deferred": 1}, 3),
+    ("threshold_gate", 8192, 129, "float32", {**BLOCK, "stages": 2, "deferred": 1}, 8),
+    ("threshold_gate", 8404, 50, "float32", {**BLOCK, "vectors": 3, "deferred": 1}, 3),
+    ("cluster_gate", 8002, 33, "float32", {**CLUSTER, "stages": 1, "deferred": 1}, 4),
     ("cluster_gate", 7900, 50, "float32", {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, 1),
     ("cluster_gate", 8001, 5, "bfloat16", {**CLUSTER, "stages": 1}, 2),
     ("cluster_gate", 5200, 400, "float32", {**CLUSTER, "vectors": 3, "stages": 1}, 1),
@@ -148,6 +161,7 @@ def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
         ("threshold_gate", 4075, 5, {**BLOCK, "vectors": 4}, ["select_pivot", "rank_in_bins"]),
         ("threshold_gate", 4000, 50, {**BLOCK, "vectors": 4}, ["select_pivot"]),
         ("threshold_gate", 8192, 50, BLOCK, ["select_pivot"]),
+        ("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}, ["select_pivot"]),
         # The last block has 385 vectors, the others have 512.
         ("cluster_gate", 7684, 50, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
         ("cluster_gate", 7684, 400, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),

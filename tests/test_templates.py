@@ -81,9 +81,10 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "softmax_topk/batch=3,vocab=7,k=7",
             {
                 "threads": (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
-                "vectors": (1, 2, 3, 4, 6, 8),
+                "vectors": (1, 2, 3, 4, 5, 6, 8),
                 "stages": (1, 2, 3),
                 "early": (1,),
+                "deferred": (0, 1),
             },
             1,  # a row of one vector has work for one warp, one vector a thread and one tile
         ),
