@@ -134,7 +134,8 @@ class Layout:
         self.divide_pool(room)
         if self.split > 1 and self.floor is not None:
             # As many as those of a row in order, unless that takes the multiprocessor's second block its place.
-            limit = MAX_SHARED if self.pool <= MAX_SHARED else MAX_CLUSTER_SHARED
+            two = 2 * self.threads <= RESIDENT and self.pool <= MAX_SHARED
+            limit = MAX_SHARED if two else MAX_CLUSTER_SHARED
             self.divide_pool(max(ceildiv(max(map(self.passing_in_order, parts)), 32) * 32, room))
             if self.pool > limit:
                 self.divide_pool(room)

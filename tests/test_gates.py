@@ -165,6 +165,14 @@ def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
         # The last block has 385 vectors, the others have 512.
         ("cluster_gate", 7684, 50, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
         ("cluster_gate", 7684, 400, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
+        # Blocks of so many threads are alone on a multiprocessor, and take its shared memory.
+        (
+            "cluster_gate",
+            60000,
+            5,
+            {**CLUSTER, "threads": 640, "vectors": 3, "stages": 3, "deferred": 1},
+            ["select_pivot"],
+        ),
     ],
 )
 def test_rows_in_order_never_fill_a_buffer(
