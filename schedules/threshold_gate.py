@@ -212,8 +212,12 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"of {layout.warps} warps only {layout.chunks} have a vector to load"
     if layout.threads < ALONE <= 32 * layout.chunks and problem.batch_extent <= machine.cores:
         return f"{layout.threads} threads are too few for a block that has a multiprocessor of its own"
-    if layout.deferred and not (layout.gated and 1 < layout.tiles * layout.threads <= 1 << 16 and layout.tiles > 1):
-        return "nothing is gained from looking at a thread's only tile again, or at most of them"
+    if layout.deferred and layout.tiles == 1:
+        return "a thread's only tile is searched at once"
+    if layout.deferred and not layout.gated:
+        return f"without a first threshold, as for k={problem.k}, every tile would be searched again"
+    if layout.deferred and layout.tiles * layout.threads > 1 << 16:
+        return f"the number of a tile, one of {layout.tiles * layout.threads}, takes more than 16 bits"
     if layout.stages > layout.tiles:
         return f"there are only {layout.tiles} tiles for {layout.stages} stages"
     if layout.threads == 32 and layout.tiles > 8:
@@ -242,8 +246,10 @@ def choices(problem: Problem, machine: Machine) -> list[Decisions]:
 
 
 def cluster_choices(table: Table, problem: Problem, machine: Machine) -> list[Decisions]:
+    """The most blocks a row that each have a multiprocessor of their own, then fewer, then more."""
     points = choices(problem, machine)
-    return [{"split": split, **point} for split in (8, 4, 2) if split in table["split"] for point in points]
+    splits = sorted((8, 4, 2), key=lambda split: (split * problem.batch_extent > machine.cores, -split))
+    return [{"split": split, **point} for split in splits if split in table["split"] for point in points]
 
 
 def first_allowed(
@@ -560,6 +566,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.inline
     def take_mark(bits, spot):
+        """Take one bit off; `spot` is which."""
         spot[0] = 31 - T.clz(T.reinterpret("int32", bits[0]))
         bits[0] = bits[0] ^ (T.uint32(1) << T.Cast("uint32", spot[0]))
 
