@@ -77,6 +77,11 @@ def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
     return bin + bin // 32
 
 
+def below(lane: tirx.PrimExpr, lanes: tirx.PrimExpr) -> tirx.PrimExpr:
+    """How many of `lanes`, a ballot, come before this one."""
+    return T.Cast("int32", T.popcount(lanes & ((T.uint32(1) << T.Cast("uint32", lane)) - T.uint32(1))))
+
+
 @T.inline
 def scan_lanes(t, value, other):
     """The inclusive sum of `value` over the lanes of a warp up to one's own; `other` is lost."""

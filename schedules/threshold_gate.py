@@ -10,7 +10,7 @@ vectors are spread over it. `first_threshold` tells which value of the sample to
 little more than k elements survive; the sample's maximum is the reference in the place of the running maximum of
 Algorithm 3, which leaves a sum without rescaling. The row is read a second time, with no threshold and its true
 maximum, if fewer than k survive (`thresholds.MISS` of rows in random order) or the sum overflows (elements that exceed
-the sample's maximum by 88 and more). If far more survive, a warp that finds the buffer nearly full calls all others to
+the sample's maximum by 88 and more). If far more survive, a warp that finds the buffer full waits for all others, for
 a compaction, in which radix selection cuts it to k and raises the threshold. A threshold is a key, value and index
 together, so that rows of equal elements pass it no more often than others; the value alone decides in all but a few
 comparisons.
@@ -125,6 +125,13 @@ class Layout:
         self.rounded = max(1 << (k - 1).bit_length(), 32)
         # Beyond k there is room for what comes to rest between two compactions.
         self.rest = max(self.rounded + max(SLACK, self.rounded), survivors)
+        if self.deferred:
+            # A copied tile is padded, so that threads which read one each meet few bank conflicts.
+            self.padded = self.held + 4
+            self.copies = min(COPIED // (4 * self.padded), self.tiles * self.threads)
+            # Searched in steps, of which each finds no more than there is room for behind the best k of those before.
+            self.step = min(self.threads, STEP)
+            self.rest = max(self.rest, ceildiv(self.rounded + self.step * self.width, 32) * 32)
         self.kept = self.rounded
         self.bins = min(max(256, self.rounded), 1024)
         self.spread = self.bins + self.bins // 32  # words that they take, see `selection.spread`
@@ -155,13 +162,6 @@ class Layout:
         """Lay the buffers out in shared memory, with room for so many keys of each block of a cluster."""
         self.room = room
         rest = max(self.rest, self.split * room)
-        if self.deferred:
-            # Searched in steps, of which each finds no more than there is room for behind the best k of those before.
-            self.step = min(self.threads, STEP)
-            # A copied tile is padded, so that threads which read one each meet few bank conflicts.
-            self.padded = self.held + 4
-            self.copies = min(COPIED // (4 * self.padded), self.tiles * self.threads)
-            rest = max(rest, ceildiv(self.rounded + self.step * self.width, 32) * 32)
         self.overflows = rest < self.tiles * self.tile
         self.capacity = rest if self.overflows else max(self.tiles * self.tile, self.rounded, self.split * room)
         # Offsets into the pool, in their own elements.
@@ -287,6 +287,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         PLUS_INFINITY,
         RADIX_BINS,
         RANKERS,
+        below,
         bits_value,
         device_functions,
         join_key,
@@ -571,13 +572,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         bits[0] = bits[0] ^ (T.uint32(1) << T.Cast("uint32", spot[0]))
 
     @T.inline
-    def mark_survivors(x, top, top_of, gate, careful, at, barred, pending, bits):
+    def mark_survivors(x, top, top_of, gate, attempt, at, barred, pending, bits):
         """One bit for each element of the tile that reaches the threshold and is not in the buffer yet."""
         bits[0] = T.uint32(0)
         # Equals of the threshold pass only up to its own place, and all of this tile may lie behind it.
-        if pending[0] != 0 and (top[0] != gate[0] or at[0] <= barred[0] or careful[0] != 0):
+        if pending[0] != 0 and (top[0] != gate[0] or at[0] <= barred[0] or attempt != 0):
             for u in T.unroll(vectors):
-                if not_below(top_of[u], gate[0], careful[0]):
+                if not_below(top_of[u], gate[0], attempt):
                     mark_elements(x, u * width, width, gate, bits)
             unmark_equals(x, gate, at, barred, bits)
 
@@ -607,7 +608,20 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 slot[0] = slot[0] + 1
 
     @T.inline
-    def load_marked(B, row_at, column, end, raw, y):
+    def place_marked(number, marked, start, at, slot):
+        """Where a marked tile lies, as `place_tile` says."""
+        slot[0] = T.Cast("int32", marked[number])
+        place_tile(slot[0] // threads, slot[0] % threads, start, at)
+
+    @T.inline
+    def load_copied(number, copied, x):
+        """The elements of a marked tile that was copied."""
+        for e in T.unroll(held // 4):
+            for v in T.vectorized(4):
+                x[e * 4 + v] = copied[number * layout.padded + e * 4 + v]
+
+    @T.inline
+    def load_marked(X, B, row, row_at, column, end, raw, y):
         """The elements of a vector of the row, read again; -inf for what is not of this block's share."""
         for e in T.unroll(width):
             y[e] = -T.infinity("float32")
@@ -621,14 +635,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             else:
                 for e in T.unroll(width):
                     if column + e >= 0 and column + e < vocab:
-                        y[e] = read_element(dtype, T.reinterpret("handle", address_of(row_at, column + e)))
-                        if with_bias:
-                            y[e] = y[e] + read_element("float32", B.ptr_to([column + e]))
+                        y[e] = element(X, B, row, column + e)
 
     @T.inline
     def search_marked(
-        first, last, step, B, row_at, start, end, t, marked, gate, barred, keys, count, at, raw, x, bits, slot, spot,
-        plain, ordered
+        first, last, step, X, B, row, row_at, start, end, t, marked, gate, barred, keys, count, at, raw, x, bits, slot,
+        spot, plain, ordered
     ):
         """Put what reaches the threshold of the first to the last vector of marked tiles into the buffer, if it fits.
 
@@ -637,11 +649,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for r in T.serial((last - first - t + (step - 1)) // step):
             if t < step:
                 spot[0] = first + r * step + t
-                slot[0] = T.Cast("int32", marked[spot[0] // vectors])
-                spot[0] = spot[0] % vectors
-                place_tile(slot[0] // threads, slot[0] % threads, start, at)
-                spot[0] = column_of(at, spot[0] * width)
-                load_marked(B, row_at, spot[0], end, raw, x)
+                place_marked(spot[0] // vectors, marked, start, at, slot)
+                spot[0] = column_of(at, spot[0] % vectors * width)
+                load_marked(X, B, row, row_at, spot[0], end, raw, x)
                 bits[0] = T.uint32(0)
                 for e in T.unroll(width):
                     if not_below(x[e], gate[0]) and (x[e] != gate[0] or spot[0] + e <= barred[0]):
@@ -661,11 +671,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     ):
         """Put what reaches the threshold of the copied tiles into the buffer, if it fits; a thread searches a tile."""
         for r in T.serial((T.min(marks[0], layout.copies) - t + (threads - 1)) // threads):
-            for e in T.unroll(held // 4):
-                for v in T.vectorized(4):
-                    x[e * 4 + v] = copied[(r * threads + t) * layout.padded + e * 4 + v]
-            slot[0] = T.Cast("int32", marked[r * threads + t])
-            place_tile(slot[0] // threads, slot[0] % threads, start, at)
+            load_copied(r * threads + t, copied, x)
+            place_marked(r * threads + t, marked, start, at, slot)
             bits[0] = T.uint32(0)
             mark_elements(x, 0, held, gate, bits)
             unmark_equals(x, gate, at, barred, bits)
@@ -689,8 +696,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 if element(X, B, row, i * 32 + t) == -T.infinity("float32"):
                     has[0] = 1
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
-            slot[0] = size[0] + T.Cast(
-                "int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
+            slot[0] = size[0] + below(t, lanes[0])
             if has[0] != 0 and slot[0] < k:
                 keys[slot[0]] = join_key(T.uint32(MINUS_INFINITY), i * 32 + t)
             size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
@@ -827,8 +833,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if j * 32 + t < marks[0]:
                 bits[0] = tops[j * 32 + t]
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[0] >= least[0])
-            slot[0] = need[0] + T.Cast(
-                "int32", T.popcount(lanes[0] & ((T.uint32(1) << T.Cast("uint32", t)) - T.uint32(1))))
+            slot[0] = need[0] + below(t, lanes[0])
             if bits[0] >= least[0] and slot[0] < 32:
                 keys[slot[0]] = T.Cast("uint64", j * 32 + t)
             need[0] = need[0] + T.Cast("int32", T.popcount(lanes[0]))
@@ -836,16 +841,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         bits[0] = T.uint32(0)
         if t < need[0]:
             slot[0] = T.Cast("int32", keys[t])
-            for e in T.unroll(held // 4):
-                for v in T.vectorized(4):
-                    x[e * 4 + v] = copied[slot[0] * layout.padded + e * 4 + v]
+            load_copied(slot[0], copied, x)
             plain[0] = bits_value(least[0])
-            for e in T.unroll(held):
-                bits[0] = bits[0] | T.Select(x[e] >= plain[0], T.uint32(1) << T.Cast("uint32", e), T.uint32(0))
-            spot[0] = 31 - T.clz(T.reinterpret("int32", bits[0]))
+            mark_elements(x, 0, held, plain, bits)
+            take_mark(bits, spot)
             ordered[0] = tops[slot[0]]
-            slot[0] = T.Cast("int32", marked[slot[0]])
-            place_tile(slot[0] // threads, slot[0] % threads, start, at)
+            place_marked(slot[0], marked, start, at, slot)
             pivot[0] = join_key(ordered[0], column_of(at, spot[0]))
         T.cuda.warp_sync()
         if t < need[0]:
@@ -854,7 +855,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         order(gate[0], plain, ordered)
         # Of equals of the first threshold those that lie behind its own place are not marked.
         if need[0] <= 32 and (least[0] > ordered[0] or barred[0] >= vocab) and T.cuda.any_sync(
-            T.uint32(FULL_WARP), (bits[0] & (bits[0] - T.uint32(1))) != T.uint32(0) and bits[0] != T.uint32(0)
+            T.uint32(FULL_WARP), bits[0] != T.uint32(0)
         ) == 0:
             slot[0] = 0
             for j in T.serial(need[0]):
@@ -902,6 +903,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 [layout.copies * layout.padded], "float32", data=pool.data, elem_offset=layout.at_copied,
                 scope="shared.dyn")
             marks = T.alloc_shared([1], "int32")
+        if quick:
             tops = T.alloc_shared([layout.copies], "uint32")
         histogram = T.alloc_shared([RADIX_BINS], "int32")
         totals = T.alloc_shared([32], "int32")
@@ -932,7 +934,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         before = T.alloc_local([1], "float32")
         pending = T.alloc_local([1], "int32")
         sampling = T.alloc_local([1], "int32")
-        careful = T.alloc_local([1], "int32")
         row_at = T.alloc_local([1], "uint64")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
@@ -993,8 +994,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             # Everything above minus infinity passes: rows that have fewer than k of these are filled up at the end.
             gate[0] = lowest
             barred[0] = vocab
-            # A row with a NaN is always read twice. Only then are tiles searched whose largest elements do not pass.
-            careful[0] = attempt
             sampling[0] = 1 - attempt
             T.cuda.cta_sync()
 
@@ -1029,9 +1028,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         look_at_sample(
                             t, x, least, highest, reached, group_bits, group_top, group_floor, high, reference, factor,
                             power, d, gate, found, start, end, barred)
+                    # A row with a NaN is always read twice: only then may elements pass where the largest does not.
                     if deferred:
-                        if not_below(top[0], gate[0], careful[0]):
-                            if top[0] != gate[0] or at[0] <= barred[0] or careful[0] != 0:
+                        if not_below(top[0], gate[0], attempt):
+                            if top[0] != gate[0] or at[0] <= barred[0] or attempt != 0:
                                 high[0] = T.max(high[0], top[0])
                                 slot[0] = T.cuda.atomic_add(marks.ptr_to([0]), T.int32(1))
                                 marked[slot[0]] = T.Cast("uint16", i * threads + t)
@@ -1042,9 +1042,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                     for e in T.unroll(held // 4):
                                         for v in T.vectorized(4):
                                             copied[slot[0] * layout.padded + e * 4 + v] = x[e * 4 + v]
-                    elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(top[0], gate[0], careful[0])) != 0:
+                    elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(top[0], gate[0], attempt)) != 0:
                         high[0] = T.max(high[0], top[0])
-                        mark_survivors(x, top, top_of, gate, careful, at, barred, pending, bits)
+                        mark_survivors(x, top, top_of, gate, attempt, at, barred, pending, bits)
                         if bits[0] != T.uint32(0):
                             push_survivors(
                                 i, t, B, ring, keys, count, full, bits, at, slot, spot, power, plain, ordered, pending)
@@ -1096,8 +1096,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 search_copied(
                     start, t, marks, marked, copied, gate, barred, keys, count, at, x, bits, slot, spot, plain, ordered)
                 search_marked(
-                    layout.copies * vectors, marks[0] * vectors, threads, B, row_at, start, end, t, marked, gate,
-                    barred, keys, count, at, raw, x, bits, slot, spot, plain, ordered)
+                    layout.copies * vectors, marks[0] * vectors, threads, X, B, row, row_at, start, end, t, marked,
+                    gate, barred, keys, count, at, raw, x, bits, slot, spot, plain, ordered)
                 T.cuda.cta_sync()
                 if layout.overflows:
                     if count[0] > capacity - held:
@@ -1108,9 +1108,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         T.cuda.cta_sync()
                         for r in T.serial((marks[0] * vectors + (layout.step - 1)) // layout.step):
                             search_marked(
-                                r * layout.step, T.min((r + 1) * layout.step, marks[0] * vectors), layout.step, B,
-                                row_at, start, end, t, marked, gate, barred, keys, count, at, raw, x, bits, slot, spot,
-                                plain, ordered)
+                                r * layout.step, T.min((r + 1) * layout.step, marks[0] * vectors), layout.step, X, B,
+                                row, row_at, start, end, t, marked, gate, barred, keys, count, at, raw, x, bits, slot,
+                                spot, plain, ordered)
                             T.cuda.cta_sync()
                             size[0] = count[0]
                             T.cuda.cta_sync()

@@ -116,6 +116,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         FULL_WARP,
         MINUS_INFINITY,
         PLUS_INFINITY,
+        below,
         bits_value,
         device_functions,
         join_key,
@@ -166,10 +167,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     def total(value):
         return T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), value)
-
-    def below(lane, lanes):
-        """How many of `lanes`, a ballot, come before this one."""
-        return T.Cast("int32", T.popcount(lanes & ((T.uint32(1) << T.Cast("uint32", lane)) - T.uint32(1))))
 
     def any_lane(condition):
         return T.cuda.any_sync(T.uint32(FULL_WARP), condition) != 0
