@@ -11,6 +11,20 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 
+COUNT = """
+__device__ __forceinline__ int multiprocessors() {
+  unsigned int count;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+  return (int)count;
+}
+"""
+
+
+def multiprocessors() -> tirx.PrimExpr:
+    """How many the GPU has, or a few more: good enough to guess which blocks of threads run side by side."""
+    return T.cuda.func_call("multiprocessors", source_code=COUNT, return_type="int32")
+
+
 @T.inline
 def await_previous():
     """Until the kernel before is done and what it wrote is visible; then let the one behind start its blocks."""

@@ -29,8 +29,12 @@ first one's shared memory, so that there is one launch and no workspace.
 
 Of a row in order a thread's maximum tells little of its other elements, and the threshold would be far below the k-th
 largest: but then a warp sees its vectors ascend or descend, and gives a higher one, which neighbouring lanes reach with
-all of a vector (`thresholds.Floor`). Of elements that equal the threshold only those up to a column pass. Where the
-machine can, launches overlap the end of the kernel before (`early`).
+all of a vector (`thresholds.Floor`). Of elements that equal the threshold only those up to a column pass.
+
+Where the machine can, launches overlap the end of the kernel before (`early`). With 2 a block that is through with its
+row has the first tile of the row that will come into its place brought into the L2 cache, so that memory is busy while
+survivors are ranked; and the first blocks begin with their own rows so before the kernel before is done. That is no
+more than a hint, and rows may be written until then.
 """
 
 from __future__ import annotations
@@ -76,6 +80,12 @@ COPIED = 8192
 STEP = 64
 # Bytes of shared memory that leave room for a second block, and those of a block that is alone.
 MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
+# Those of a multiprocessor, and what a block takes of them unasked.
+SHARED, RESERVED = 228 * 1024, 1024
+# About what the L2 cache holds: only more logits than that are read from memory.
+CACHED = 50 << 20
+# Threads whose vectors are a line of 128 bytes, which is what a prefetch brings.
+LINE = 8
 # Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number.
 TOO_LARGE = (127 + 100) << 23
 # What every kernel gets, and the most that is not in the pool.
@@ -184,6 +194,8 @@ def space(problem: Problem, machine: Machine) -> Table:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
     overlapped = int(machine.has_clusters)
     early = tuple(range(overlapped + 1)) if problem.batch_extent > machine.cores else (overlapped,)
+    if early == (0, 1) and problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize > CACHED:
+        early = (0, 1, 2)
     return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES, "early": early, "deferred": (0, 1)}
 
 
@@ -280,7 +292,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .arithmetic import LN_2, LOG2_E, is_nan
     from .cluster import cluster_arrive, cluster_arrive_silent, cluster_barrier, cluster_wait, peer_write
-    from .overlap import await_previous, overlapping
+    from .overlap import await_previous, multiprocessors, overlapping
     from .selection import (
         FULL_WARP,
         MINUS_INFINITY,
@@ -301,7 +313,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .words import fixed, load_words, per_word, read_element, value_in
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    with_bias, early = bool(problem.bias), bool(decisions["early"])
+    with_bias, early, prefetches = bool(problem.bias), decisions["early"] > 0, decisions["early"] == 2
     element = element_of(problem, overlapped=True)
     layout = Layout(problem, decisions)
     threads, warps, vectors, width, stages = layout.threads, layout.warps, layout.vectors, layout.width, layout.stages
@@ -314,6 +326,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     # A bitonic sort of many keys by few threads needs more registers.
     resident = RESIDENT_LARGE if vectors == max(VECTORS) else RESIDENT
     resident = max(resident // (threads if layout.rounded <= 8 * threads else 2 * threads), 1) if split == 1 else 1
+    together = max(min(resident, SHARED // (layout.pool + STATIC + RESERVED)), 1)  # blocks of a multiprocessor
     gated, floor = layout.gated, layout.floor
     floors = floor.warps if floor else 0
     counted = k <= COUNTED
@@ -418,6 +431,15 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         T.Cast("uint32", T.min(
                             (vocab - T.min(column_of(ahead, u * width), end - width)) * itemsize, 16)))
         T.ptx.cp.async_.commit_group()
+
+    @T.inline
+    def prefetch_tile(row_at, start, end, t, ahead):
+        """Have a row's first tile brought into the L2 cache: each thread asks for a line of its own and its neighbours'
+        vectors. The row need not begin within a vector as the one does that `start` and `end` are of."""
+        place_tile(0, t, start, ahead)
+        for u in T.unroll(vectors):
+            if t % LINE == u:
+                T.ptx.prefetch.global_.L2(address_of(row_at, T.min(column_of(ahead, u * width), end - width)))
 
     @T.inline
     def load_tile(i, t, ring, raw):
@@ -935,6 +957,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         pending = T.alloc_local([1], "int32")
         sampling = T.alloc_local([1], "int32")
         row_at = T.alloc_local([1], "uint64")
+        next_at = T.alloc_local([1], "uint64")
         size = T.alloc_local([1], "int32")
         pivot = T.alloc_local([1], "uint64")
         mask = T.alloc_local([1], "uint64")
@@ -974,6 +997,9 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             cluster_arrive_silent()  # and waits for the others to have begun before it writes into the first
         if not counted:
             clear_bins(t, counts, heads, flag)
+        if prefetches:
+            if block < multiprocessors() * together:
+                prefetch_tile(row_at, start, end, t, ahead)
         if early:
             await_previous()
 
@@ -1059,6 +1085,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             start_tile(i + stages, row_at, start, end, t, ahead, ring)
                         i = i + 1
                         pending[0] = 1
+                if prefetches:
+                    # Blocks are started in order: about which one comes into the place of this?
+                    if attempt == 0 and block + multiprocessors() * together < batch:
+                        next_at[0] = row_at[0] + (
+                            T.Cast("uint64", multiprocessors() * together) * T.uint64(vocab * itemsize))
+                        prefetch_tile(next_at, start, end, t, ahead)
                 plain[0] = T.cuda.warp_sum(d[0])
                 order(high[0], power, ordered)
                 ordered[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), ordered[0])

@@ -528,6 +528,25 @@ def test_async_copy_needs_its_wait(wait):
     assert np.array_equal(y, x[::-1]) == wait
 
 
+@pytest.mark.parametrize("place", [1023, 1024])
+def test_prefetch_is_of_something(place):
+    @T.prim_func
+    def func(X: T.Buffer((1024,), "float32"), Y: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        T.ptx.prefetch.global_.L2(X.ptr_to([place]))
+        Y[t] = X[t]
+
+    x, y = RNG.standard_normal(1024).astype("float32"), np.zeros(32, "float32")
+    if place < 1024:
+        run_tirx(func, [x, y])
+        np.testing.assert_array_equal(y, x[:32])
+    else:
+        with pytest.raises(EmulationError, match="past the end"):
+            run_tirx(func, [x, y])
+
+
 # ---- launches that overlap the kernel before ---------------------------------------------------
 
 

@@ -38,10 +38,14 @@ def sampled_columns(problem: SoftmaxTopk, decisions: dict[str, int]) -> np.ndarr
     return columns[columns < problem.vocab]
 
 
-def run(name: str, problem: SoftmaxTopk, decisions: dict[str, int], logits: np.ndarray, seed: int = 0) -> None:
+def run(
+    name: str, problem: SoftmaxTopk, decisions: dict[str, int], logits: np.ndarray, seed: int = 0, batch: int = 0
+) -> None:
+    """`batch` is that of the problem that the kernel is built for, if another."""
     template = schedules.find(name)
-    assert template.point(problem, SM90, decisions) is None
-    program = template.build(problem, decisions)
+    tuned = problem.with_batch(batch or problem.batch)
+    assert template.point(tuned, SM90, decisions) is None
+    program = template.build(tuned, decisions)
     inputs = [logits.astype(numpy_dtype(problem.dtype)), 1.0, seed % 2]
     outputs = problem.empty_outputs()
     emulated(program, seed)([*inputs, *outputs])
@@ -128,6 +132,22 @@ def test_rows_in_order(name: str, vocab: int, k: int, dtype: str, decisions: dic
     logits[[5, 7], [vocab - 6, 5]] = np.nan
     logits[8, np.arange(vocab) % 8 != 3] = np.nan
     run(name, problem, decisions, logits, seed=k)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "k", "dtype", "decisions"),
+    [
+        (4096, 5, "float32", {"vectors": 2, "stages": 2}),
+        (6007, 5, "float32", {"threads": 128, "vectors": 6, "deferred": 1}),
+        (9001, 50, "bfloat16", {"threads": 64, "vectors": 4, "stages": 2}),
+        (7001, 400, "float16", {"threads": 128, "vectors": 4}),
+    ],
+)
+def test_rows_to_come_are_prefetched(vocab: int, k: int, dtype: str, decisions: dict[str, int]) -> None:
+    """More rows than the machine is taken to hold blocks; the emulator says if a prefetch leads out of the array."""
+    problem = SoftmaxTopk(37, vocab, k, dtype)
+    logits = np.random.default_rng(vocab).standard_normal((37, vocab))
+    run("threshold_gate", problem, {**BLOCK, **decisions, "early": 2}, logits, batch=4000)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:

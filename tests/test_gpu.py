@@ -69,15 +69,19 @@ def test_candidates_agree_with_the_reference(template: Template, problem: Proble
 
 
 def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
-    """4000 x 25000, of which the tuner compares 64 rows: here all of them, through each template's default."""
+    """4000 x 25000, of which the tuner compares 64 rows: here all of them, through each template's default and all ways
+    in which its launches overlap."""
     gpu, problem = machine.gpu(), LARGE[0]
     assert gpu is not None
     for name in schedules.applicable(problem, gpu)[0]:
         template = schedules.find(name)
-        candidate = template.candidate(template.default(problem, gpu))
-        compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{name}.so")
-        function = measure_worker.load(compiled.path, "cuda")
-        measure_worker.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
+        point = template.default(problem, gpu)
+        for early in template.space(problem, gpu).get("early", (None,)):
+            if early is not None:
+                point["early"] = early
+            compiled = compile_candidate(problem, template.candidate(point), gpu, tmp_path / f"{name}_{early}.so")
+            function = measure_worker.load(compiled.path, "cuda")
+            measure_worker.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
 
 
 def test_a_candidate_is_timed(tmp_path: Path) -> None:

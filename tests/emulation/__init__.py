@@ -371,7 +371,7 @@ SPECIAL = {
     "tid": "threadIdx", "ctaid": "blockIdx", "ntid": "blockDim", "nctaid": "gridDim",
     "clusterid": "cuda_on_cpu::cluster_index()", "cluster_nctaid": "cuda_on_cpu::machine.cluster",
     "cluster_ctarank": "cuda_on_cpu::self().block->rank",
-    "cluster_nctarank": "cuda_on_cpu::cluster_size()",
+    "cluster_nctarank": "cuda_on_cpu::cluster_size()", "nsmid": "2u",
     "lanemask_lt": "((1u << cuda_on_cpu::self().lane) - 1)",
     "lanemask_le": "((2u << cuda_on_cpu::self().lane) - 1)",
     "lanemask_eq": "(1u << cuda_on_cpu::self().lane)",
@@ -406,7 +406,7 @@ BITS = {
 }  # fmt: skip
 # Ordering is stronger here than anything these ask for.
 NO_EFFECT = re.compile(
-    r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*|prefetch(u)?\..*"
+    r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*"
     r"|griddepcontrol\.launch_dependents"
 )
 
@@ -525,6 +525,9 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
                 f"{_address(ops[1])}, {ops[2]}, {filled});")  # fmt: skip
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
+    if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):
+        # No more than a hint, but one that should be about something.
+        return f"cuda_on_cpu::ptx::check_place({_address(ops[0])});"
     if opcode == "mov." + parts[-1] and ops[1].startswith("%"):
         register = ops[1][1:]
         base = SPECIAL.get(register.partition(".")[0])

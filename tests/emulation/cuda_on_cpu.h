@@ -1509,6 +1509,10 @@ template <class A>
 COC_DEVICE void check_alignment(A address, int offset, size_t bytes) {
   if (uintptr_t((char*)generic(address) + offset) % bytes) fail("misaligned vector access");
 }
+template <class A>
+COC_DEVICE void check_place(A address, int offset) {
+  check_address((char*)generic(address) + offset, 1);
+}
 template <class T, class A>
 inline T* at(A address, int offset) { return (T*)((char*)generic(address) + offset); }
 
