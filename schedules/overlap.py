@@ -10,7 +10,6 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-
 COUNT = """
 __device__ __forceinline__ int multiprocessors() {
   unsigned int count;
