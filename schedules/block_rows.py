@@ -63,7 +63,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.prim_func(s_tir=True)
     def main(
         x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, order_h: T.handle, long: T.int32,
-        bias_h: T.handle, y_h: T.handle
+        constant: T.int32, bias_h: T.handle, y_h: T.handle
     ):
         T.func_attr({"global_symbol": "main", "tirx.noalias": True})
         m = T.int32()

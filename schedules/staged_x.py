@@ -190,7 +190,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.prim_func
     def main(
         x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, order_h: T.handle, long: T.int32,
-        bias_h: T.handle, y_h: T.handle
+        constant: T.int32, bias_h: T.handle, y_h: T.handle
     ):
         m = T.int32()
         nnzb = T.int32()

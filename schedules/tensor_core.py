@@ -22,7 +22,9 @@ where they are added in a fixed order.
 `early` lets a launch overlap the end of the kernel before (programmatic dependent launch). Of the three trips to memory
 that follow each other, for the row's ends, its columns and x, two are made before that one is done: ends and columns
 are known if the host has looked at them (`long` is not below 0), because nobody writes them any more. Else they are
-guesses, which are read again, from the L2 cache and beside x, and in most calls found to be right.
+guesses, which are read again, from the L2 cache and beside x, and in most calls found to be right. With 2 the kernel
+behind may start as soon as this one has, and of a weight that is known to be `constant` the first blocks are loaded
+before the wait too, while the kernel before computes: what is left then is x, the products and the sum.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ DEPTH = powers(1, 8)
 # Blocks of threads that share a tile whose row is long, in skewed patterns.
 SPREAD = powers(1, 8)
 MAX_WARPS = 16
+# Rows of x of a warp's tile up to which the weight may be loaded ahead.
+AHEAD = 8
 # Accumulators and operands that a thread holds; beyond it the compiler spills.
 MAX_HELD = 176
 # Registers of a multiprocessor, and what a thread needs besides (addresses, counts).
@@ -67,7 +71,7 @@ def space(problem: Problem, machine: Machine) -> Table:
         "warps_m": WARPS_M,
         "depth": DEPTH,
         "spread": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
-        "early": (0, 1) if machine.has_clusters else (0,),
+        "early": (0, 1, 2) if machine.has_clusters else (0,),
     }
 
 
@@ -85,6 +89,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{held} accumulators and operands exceed {MAX_HELD} registers"
     if split > 1 and shared_bytes(decisions) > MAX_SHARED:
         return f"partial sums of {shared_bytes(decisions)} bytes exceed shared memory of {MAX_SHARED}"
+    if decisions["early"] == 2 and tile_m > AHEAD:
+        return f"with tiles of {tile_m} rows of x the launch matters too little to load the weight ahead"
     steps = ceildiv(problem.k, 32)
     if (held + BESIDES) * 32 * warps > REGISTERS:
         return f"{held} accumulators and operands in each of {32 * warps} threads exceed the registers"
@@ -115,7 +121,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
     tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
-    early = int(machine.has_clusters)
+    early = (2 if tile_m <= AHEAD else 1) if machine.has_clusters else 0
     spreads = (4, 1) if 4 in table["spread"] and problem.m <= tile_m else (1,)
     choices = [
         {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth, "spread": s, "early": early}
@@ -141,7 +147,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     tile_m, tile_n, split, warps_m, depth = (decisions[d] for d in ("tile_m", "tile_n", "split", "warps_m", "depth"))
-    spread, early = decisions["spread"], bool(decisions["early"])
+    spread, early = decisions["spread"], decisions["early"] > 0
+    ahead = decisions["early"] == 2
     slices = rows // tile_n
     deal = Deal(n // tile_n, slices, spread)
     octets = cols // 8  # of a row of a block
@@ -253,7 +260,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.prim_func
     def main(
         x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, order_h: T.handle, long: T.int32,
-        bias_h: T.handle, y_h: T.handle
+        constant: T.int32, bias_h: T.handle, y_h: T.handle
     ):
         m = T.int32()
         nnzb = T.int32()
@@ -265,6 +272,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         B = T.match_buffer(bias_h, (n,), dtype)
         Y = T.match_buffer(y_h, (m, n), dtype)
         T.device_entry()
+        if ahead:
+            T.ptx.griddepcontrol.launch_dependents()  # they await this one whenever they start
         # One axis: TVM launches clusters along x alone, and the others end at 65535.
         if spread > 1:
             block = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * deal.clusters(long)])
@@ -317,13 +326,29 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             ends[0] = T.max(T.min(ends[0], nnzb), 0)
             ends[1] = T.max(T.min(ends[1], (nnzb - ends[0]) * octets), 0)
         load_columns(fetch, D, octet, ends[1], ends[0], columns)
+        if ahead:
+            if constant != 0 and long >= 0:
+                load_weight(
+                    W, octet, ends[1], ends[0], unit % slices * tile_n + group,
+                    tall_part if weight_first else wide_part)
+                T.cuda.warp_sync()
         if early:
             for d in T.unroll(depth):
                 columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
-            await_previous()
             # By all lanes, also where the row is taken to end before: they may have read different ends.
-            load_operands(
-                W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part, wide_part)
+            if ahead:
+                T.ptx.griddepcontrol.wait()
+                if constant == 0 or long < 0:
+                    load_weight(
+                        W, octet, ends[1], ends[0], unit % slices * tile_n + group,
+                        tall_part if weight_first else wide_part)
+                    T.cuda.warp_sync()
+                load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
+            else:
+                await_previous()
+                load_operands(
+                    W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part,
+                    wide_part)
             if long < 0:
                 compare(D, P, unit, octet, ends, columns, again, columns_again, guessed)
         first: T.int32 = ends[0]

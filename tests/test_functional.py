@@ -664,6 +664,11 @@ def test_a_weight_follows_its_data() -> None:
         weight.data[...] *= 2
         doubled = [inputs[0], inputs[1] * 2, *inputs[2:]]
         problem.check(doubled, problem.reference(doubled), [to_numpy(tvm_sparse.bsr_matmul(x, weight))])
+    constant = tvm_sparse.BsrWeight(tuple(inputs[1:4]), columns=66, constant=True)
+    problem.check(inputs, problem.reference(inputs), [tvm_sparse.bsr_matmul(inputs[0], constant)])
+    assert (weight.arguments[-1], constant.arguments[-1]) == (0, 1)
+    with pytest.raises(ValueError, match="constant: .* expected balance=True, got False"):
+        tvm_sparse.BsrWeight(tuple(inputs[1:4]), columns=66, balance=False, constant=True)
     assert repr(weight) == f"BsrWeight(shape=(35, 66), block=5x3, nnzb={problem.nnzb}, dtype=float32, device=cpu)"
 
 

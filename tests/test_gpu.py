@@ -125,8 +125,10 @@ def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype:
         ("staged_x" if dtype == "float32" else "tensor_core", product),
     ):
         template, problem = schedules.find(name), parse(key)
-        candidate = template.candidate({**template.default(problem, gpu), "early": 1})
-        compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{name}.so")
+        way = {"tile_m": 8, "tile_n": 16, "early": 2} if name == "tensor_core" else {"early": 1}
+        point = {**template.default(problem, gpu), **way}
+        assert template.point(problem, gpu, point) is None
+        compiled = compile_candidate(problem, template.candidate(point), gpu, tmp_path / f"{name}.so")
         assert not compiled.workspaces
         kernels.append(load_function(Path(compiled.path), "cuda", None))
     topk, lookup, multiply = kernels
@@ -134,10 +136,12 @@ def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype:
     torch.manual_seed(0)
     table = torch.randn(columns, columns, device="cuda").to(kind)
     noise = 3 * torch.randn(steps, columns, device="cuda")
-    _, data, blocks, ends, order, long = parse(product).generate(0)
-    # A weight whose pattern is known, and one of which the kernel has to guess it while the one before still runs.
+    _, data, blocks, ends, order, long, _ = parse(product).generate(0)
+    # A weight that is known and constant, and one of which the kernel has to guess the pattern while the one before
+    # still runs.
     known = gate == "threshold_gate"
-    sparse = (*(torch.from_numpy(array).cuda() for array in (data, blocks, ends, order)), long if known else -1)
+    tensors = (torch.from_numpy(array).cuda() for array in (data, blocks, ends, order))
+    sparse = (*tensors, long if known else -1, int(known))
     indptr = torch.arange(0, rows * k + 1, k, device="cuda")
     first = torch.randn(rows, columns, device="cuda").to(kind)
 

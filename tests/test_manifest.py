@@ -114,10 +114,10 @@ def test_no_manifest(tmp_path: Path) -> None:
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
-        (b"[]", "format is 'list', expected 2"),
-        (b"{}", "format is None, expected 2"),
+        (b"[]", "format is 'list', expected 3"),
+        (b"{}", "format is None, expected 3"),
         (b'{"format": 1}', "format is 1, expected 2; export again"),
-        (b'{"format": "2"}', "format is '2', expected 2"),
+        (b'{"format": "2"}', "format is '2', expected 3"),
     ],
     ids=lambda value: str(value[:20]),
 )

@@ -165,9 +165,10 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "warps_m": ROWS[:3],
                 "depth": ROWS[:4],
                 "spread": (1,),
-                "early": (0, 1),
+                "early": (0, 1, 2),
             },
-            2 * (3 * 3 + 3),  # three tiles, two steps to split or have in flight; two tiles of 8 rows side by side
+            # Three tiles, two steps to split or have in flight; two tiles of 8 rows side by side, which also go early.
+            2 * (3 * 3 + 3) + 3 + 3,
         ),
         (
             "tensor_core",
@@ -179,7 +180,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "warps_m": ROWS[:3],
                 "depth": ROWS[:4],
                 "spread": ROWS[:4],
-                "early": (0, 1),
+                "early": (0, 1, 2),
             },
             2
             * (3 + 2 + 1 + 1),  # four steps to split or have in flight, which two blocks share if their warps take one
@@ -306,6 +307,11 @@ def verify(
 def unlooked(call: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
     """A product with a weight that nobody has looked at, called with the arguments of one that is known."""
     return lambda arguments: call([*arguments[:4], np.full_like(arguments[4], 1 << 30), -1, *arguments[6:]])
+
+
+def written(call: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
+    """A product with a weight whose blocks somebody may write, called with the arguments of one that is constant."""
+    return lambda arguments: call([*arguments[:6], 0, *arguments[7:]])
 
 
 def shared(call: Callable[[Sequence[Any]], None], rows: int) -> Callable[[Sequence[Any]], None]:
@@ -493,7 +499,10 @@ OVERLAPPED = {
         "softmax_topk/batch=2,vocab=6001,k=20,dtype=float16,bias=1,ids=3",
         "softmax_topk/batch=3,vocab=1001,k=20,dtype=float16,bias=1,ids=3",
     ),
-    "bsr_matmul": ("bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,bias=1,activation=silu",),
+    "bsr_matmul": (
+        "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,bias=1,activation=silu",
+        "bsr_matmul/m=5,k=528,n=48,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",
+    ),
     "nhot_lookup": ("nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",),
 }
 
@@ -515,19 +524,21 @@ def garbage(array: np.ndarray, seed: int) -> np.ndarray:
     return np.where(rng.random(array.shape) < 0.5, anywhere, rng.integers(-100, 1000, array.shape, array.dtype))
 
 
-def all_garbage(seed: int) -> Stale:
-    return lambda arguments: {i: garbage(a, seed) for i, a in enumerate(arguments) if isinstance(a, np.ndarray)}
+def all_garbage(seed: int, first: int | None = None) -> Stale:
+    """All arrays, or those among the first arguments."""
+    return lambda arguments: {i: garbage(a, seed) for i, a in enumerate(arguments[:first]) if isinstance(a, np.ndarray)}
 
 
 @pytest.mark.parametrize(("template", "early"), overlapping(), ids=case_id)
 def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(template: Template, early: int) -> None:
     """All arrays hold garbage for threads that read before they await that kernel, and lose what these write."""
-    problems = map(parse, OVERLAPPED[template.operator])
-    problem = next(p for p in problems if template.name in schedules.applicable(p, SM90)[0])
-    point = {**template.default(problem, SM90), "early": early}
-    if "guess" in point:
-        point["guess"] = 1
-    assert template.point(problem, SM90, point) is None
+    for problem in map(parse, OVERLAPPED[template.operator]):
+        if template.name in schedules.applicable(problem, SM90)[0]:
+            point = {**template.default(problem, SM90), "early": early}
+            if "guess" in point:
+                point["guess"] = 1
+            if template.point(problem, SM90, point) is None:
+                break
     program = template.build(problem, point)
     for seed, structure in enumerate(problem.structures):
         call = emulated(program, seed, all_garbage(seed))
@@ -572,6 +583,29 @@ def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int
     for (seed, wrong), structure in itertools.product(enumerate(WRONG.values()), problem.structures):
         call = emulated(program, seed, lambda arguments, wrong=wrong: wrong(*arguments[2:4]))
         verify(problem, structure, seed, unlooked(call))
+
+
+@pytest.mark.parametrize(
+    ("key", "decisions"),
+    [
+        ("m=5,k=528,n=64,block=16,dtype=float16", {"split": 8, "depth": 2}),
+        ("m=8,k=1024,n=64,block=32,dtype=bfloat16,bias=1", {"tile_n": 32, "split": 2, "depth": 1}),
+        ("m=3,k=512,n=48,block=16x8,dtype=float16", {"split": 1, "depth": 4}),
+    ],
+    ids=["8-warps", "2-warps", "1-warp"],
+)
+def test_blocks_are_loaded_ahead_only_if_they_are_constant(key: str, decisions: dict[str, int]) -> None:
+    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), schedules.find("tensor_core")
+    point = {**template.default(problem, SM90), "tile_m": 8, "tile_n": 16, **decisions, "early": 2}
+    assert template.point(problem, SM90, point) is None
+    program = template.build(problem, point)
+    for seed, structure in enumerate(problem.structures):
+        x, x_and_data = (emulated(program, seed, all_garbage(seed, first)) for first in (1, 2))
+        verify(problem, structure, seed, x)
+        verify(problem, structure, seed, written(x_and_data))
+        if structure == "random":
+            with pytest.raises(Mismatch):
+                verify(problem, structure, seed, x_and_data)
 
 
 # What the ids (argument 1) are taken to be. Row starts are not read ahead: by structure their guess is right or wrong.

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..tuning.records import Candidate
 
-FORMAT = 2
+FORMAT = 3
 NAME = "manifest.json"
 _LIBRARY = re.compile(r"\w[\w.\-]*", re.ASCII)  # a bare file name: no folder, and neither . nor ..
 

@@ -61,7 +61,7 @@ class BsrMatmul(Problem):
     `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
     `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels also take what the host has found out about
     the pattern, `formats.bsr.fullest_first`; with it they may read the structure before the kernel before is done, as
-    nobody writes it any more. `bias` is 1 if there is one, 0 if not.
+    nobody writes it any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, 0 if not.
     """
 
     m: int
@@ -89,6 +89,7 @@ class BsrMatmul(Problem):
             "Block rows, the fullest first: which, its first block, and the one behind its last.",
         ),
         Argument("long", (), "int32", "How many of these are long enough to be shared; -1 if `order` says nothing."),
+        Argument("constant", (), "int32", "1 if nobody writes `data` while kernels that read it are queued, else 0."),
         Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
@@ -168,6 +169,7 @@ class BsrMatmul(Problem):
         indices = te.placeholder((nnzb,), "int32", name="indices")
         indptr = te.placeholder((self.n // rows + 1,), "int32", name="indptr")
         order, long = te.placeholder((self.n // rows, 3), "int32", name="order"), tirx.Var("long", "int32")
+        constant = tirx.Var("constant", "int32")
 
         def product(i, j):
             start, stop = indptr[j // rows], indptr[j // rows + 1]
@@ -183,11 +185,11 @@ class BsrMatmul(Problem):
             return finish(total[i, j], bias[0][j] if bias else None, self.activation, self.dtype)
 
         y = te.compute((m, self.n), output, name="y")
-        arguments = [x, data, indices, indptr, order, long, *bias, y]
+        arguments = [x, data, indices, indptr, order, long, constant, *bias, y]
         return te.create_prim_func(arguments).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None) -> list[Any]:
-        """x, data and bias standard normal, the pattern as the problem says.
+        """x, data and bias standard normal, the pattern as the problem says; a weight that is constant.
 
         `empty_rows`: every second block row has no block. `one_row`: all blocks lie in one block row, as many
         as fit. `special`: NaN and infinities in x and in the stored blocks.
@@ -218,7 +220,7 @@ class BsrMatmul(Problem):
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
         bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
         balance = fullest_first(indptr, math.prod(self.block_shape) * dtype.itemsize)
-        return [x.astype(dtype), data.astype(dtype), indices, indptr, *balance, *bias]
+        return [x.astype(dtype), data.astype(dtype), indices, indptr, *balance, 1, *bias]
 
     def biases(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The bias among the inputs, if there is one."""
