@@ -16,11 +16,6 @@ from leading out of the table; when the kernel before is done, the rows that the
 starts, ids and values beside them. What was loaded counts if starts and ids are what they were taken to be, for a whole
 warp, as they are in most calls: then one trip is left. With 3 the rows are brought into the L2 cache before the wait,
 no more than a hint, so that they may be written until then. The kernel behind may start as soon as this one has.
-
-With many entries of 16 bits converting and adding take longer than loading. With `mma` tensor cores do both: lane
-4g + t loads eight columns of every fourth entry, and of the words of four loads eight moves of half words make the
-operand of `mma.m16n8k16` whose rows are columns of the table and whose columns are entries. The other operand holds
-the values, or ones, eight times over.
 """
 
 from __future__ import annotations
@@ -38,10 +33,6 @@ LOADS = (1, 2, 3, 4, 5, 7, 8, 10, 13, 16)
 SPLIT = powers(1, 16)
 TILES = powers(1, 8)
 MAX_THREADS = 512
-# Lanes side by side and loads of a step where tensor cores add: as `mma.m16n8k16` has them.
-MMA_LANES, MMA_LOADS = 8, 4
-# Fewer entries do not fill a product.
-MMA_ENTRIES = 16
 # Bytes that one prefetch brings.
 LINE = 128
 
@@ -61,12 +52,7 @@ def space(problem: Problem, machine: Machine) -> Table:
         "tiles": TILES,
         "guess": (0, 1),
         "early": (0, 1, 2, 3) if machine.has_clusters else (0,),
-        "mma": (0, 1) if suits_mma(problem, machine) else (0,),
     }
-
-
-def suits_mma(problem: Problem, machine: Machine) -> bool:
-    return machine.capability >= 80 and widths(problem)[0] == 8 and problem.nonzeros >= MMA_ENTRIES
 
 
 def widest(problem: Problem, vec: int) -> int:
@@ -77,8 +63,6 @@ def widest(problem: Problem, vec: int) -> int:
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
     lanes, loads, split = decisions["lanes"], decisions["loads"], decisions["split"]
     most = widest(problem, decisions["vec"])
-    if decisions["mma"] and (lanes != MMA_LANES or decisions["vec"] != 8 or loads % MMA_LOADS):
-        return f"a product takes {MMA_LANES} lanes of 8 elements, and loads by {MMA_LOADS}"
     if decisions["early"] >= 2 and not decisions["guess"]:
         return "ids are read ahead only where they are guessed to be"
     if lanes > most:
@@ -102,7 +86,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     each = ceildiv(problem.nonzeros, 32 // lanes)
     loads = max(n for n in LOADS if n <= min(each, 8, lanes))
     split = max(n for n in SPLIT if n <= min(ceildiv(each, loads), 8))
-    return {"lanes": lanes, "vec": vec, "loads": loads, "split": split, "tiles": 1, "guess": 0, "early": 0, "mma": 0}
+    return {"lanes": lanes, "vec": vec, "loads": loads, "split": split, "tiles": 1, "guess": 0, "early": 0}
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -111,12 +95,12 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .overlap import await_previous, overlapping
     from .selection import FULL_WARP
-    from .words import high_halves, load_words, low_halves, per_word, read_element, value_in
+    from .words import load_words, per_word, read_element, value_in
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     lanes, vec, loads, split = (decisions[name] for name in ("lanes", "vec", "loads", "split"))
     size = numpy_dtype(dtype).itemsize
-    tiles, guess, multiplies = decisions["tiles"], bool(decisions["guess"]), bool(decisions["mma"])
+    tiles, guess = decisions["tiles"], bool(decisions["guess"])
     early, ahead = decisions["early"] > 0, decisions["early"] >= 2
     prefetches, per_line = decisions["early"] == 3, ceildiv(min(lanes * vec * size, LINE), vec * size)
     groups = 32 // lanes
@@ -126,28 +110,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     # Whether warps may be without a row, and lanes without a column. A check that always holds delays the store by some
     # 50 cycles; launches that begin by waiting keep it all the same, because they take fewer registers with it.
     spare_warps, spare_lanes = not ahead or columns % tiles != 0, not ahead or ragged
-    halvings, split_bits = 0 if multiplies else groups.bit_length() - 1, split.bit_length() - 1
+    halvings, split_bits = groups.bit_length() - 1, split.bit_length() - 1
     wide = min(vec, 4)  # floats of one access to shared memory
     words = ceildiv(vec * size, 4)  # of a load
     kind = {"int32": "s32", "int64": "s64"}[index]
-    half, one = {"float16": ("f16", 0x3C00), "bfloat16": ("bf16", 0x3F80)}.get(dtype, ("f16", 0))
-    kept_as = "uint32" if multiplies else "float32"  # values
-    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, half), half).f32
     read_ahead = getattr(T.ptx.ld.global_, kind)
     # What was read ahead is read again past what this multiprocessor has cached.
     read_index = getattr(T.ptx.ld.relaxed.gpu.global_ if ahead else T.ptx.ld.global_, kind)
-
-    def group_of(lane):
-        """Which of the entries that a warp loads at once is this lane's."""
-        return lane % groups if multiplies else lane // lanes
-
-    def place_of(lane):
-        """Which of the vectors of an entry."""
-        return lane // groups if multiplies else lane % lanes
-
-    def is_first(lane):
-        """Whether the lane is of the first group, which has the sums at last."""
-        return lane % groups == 0 if multiplies else lane < lanes
 
     # fmt: off
     @T.inline
@@ -164,16 +133,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         share_out(guessed[0], guessed[1], part, first, last)
 
     @T.inline
-    def fetch(indices, values, at, last, lane, id, column, value, small):
+    def fetch(indices, values, at, last, lane, id, column, value):
         """32 ids and values, one a lane; beyond the last entry a value of 0."""
         column[0] = 0
-        value[0] = T.Cast(kept_as, 0)
+        value[0] = T.float32(0)
         if at + T.Cast(index, lane) < last[0]:
             read_index(id[0], indices.ptr_to([at + T.Cast(index, lane)]))
             column[0] = T.Cast("int32", id[0])
-            if weighted and multiplies:
-                load_words(size, value, 0, small, values.ptr_to([at + T.Cast(index, lane)]))
-            elif weighted:
+            if weighted:
                 value[0] = read_element(dtype, values.ptr_to([at + T.Cast(index, lane)]))
 
     @T.inline
@@ -191,7 +158,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         Where not all of them are there, the last one is loaded in the place of the others, because a branch would
         delay the loads; a sum takes no part of it.
         """
-        slot[u] = b * step + u * groups + group_of(lane)
+        slot[u] = b * step + u * groups + lane // lanes
         z[u] = T.tvm_warp_shuffle(
             T.uint32(FULL_WARP), column[0], slot[u] if whole else T.min(slot[u], count[0] - 1), 32, 32)
 
@@ -203,7 +170,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     def place(u, table, lane, tile, z):
         """Where the table has the columns of this lane in the `u`-th row."""
-        column = (tile * lanes + place_of(lane)) * vec
+        column = (tile * lanes + lane % lanes) * vec
         # Lanes beyond the last column read it again, and store nothing.
         return table.ptr_to([T.Cast("int64", z[u]), T.min(column, width - vec) if ragged else column])
 
@@ -212,53 +179,26 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         load_words(vec * size, raw, u * words, small, place(u, table, lane, tile, z))
 
     @T.inline
-    def multiply(count, slot, weight, raw, factors, halves, sums, whole):
-        """Products of the columns of a lane's loads, four at a time, with their values; zeros where there are none."""
-        for q in T.unroll(loads // MMA_LOADS):
-            for i in T.unroll(2):
-                factors[i] = T.uint32(0)
-            for u in T.unroll(MMA_LOADS):
-                if whole or slot[q * MMA_LOADS + u] < count[0]:
-                    factors[u // 2] = factors[u // 2] | (
-                        (weight[q * MMA_LOADS + u] if weighted else T.uint32(one)) << T.Cast("uint32", u % 2 * 16))
-                else:
-                    for w in T.unroll(words):
-                        raw[(q * MMA_LOADS + u) * words + w] = T.uint32(0)
-            for w in T.unroll(words):
-                for i in T.unroll(2):
-                    at = (q * MMA_LOADS + i * 2) * words + w
-                    halves[i * 2] = low_halves(raw[at], raw[at + words])
-                    halves[i * 2 + 1] = high_halves(raw[at], raw[at + words])
-                mma(sums[w * 4], sums[w * 4 + 1], sums[w * 4 + 2], sums[w * 4 + 3],
-                    halves[0], halves[1], halves[2], halves[3], factors[0], factors[1],
-                    sums[w * 4], sums[w * 4 + 1], sums[w * 4 + 2], sums[w * 4 + 3])
-
-    @T.inline
-    def add(count, slot, weight, raw, term, acc, factors, halves, sums, whole):
+    def add(count, slot, weight, raw, term, acc, whole):
         """Where not all entries are there: by predicates or branches in launches that read ahead, which mostly do no
         more than one such batch, else by selecting zeros."""
-        if multiplies:
-            multiply(count, slot, weight, raw, factors, halves, sums, whole)
-        else:
-            for u in T.unroll(loads):
-                if whole or not ahead or slot[u] < count[0]:
-                    for v in T.unroll(vec):
-                        term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
-                        if weighted:
-                            term[0] = weight[u] * term[0]
-                        acc[v] = acc[v] + (
-                            term[0] if whole or ahead else T.Select(slot[u] < count[0], term[0], T.float32(0)))
+        for u in T.unroll(loads):
+            if whole or not ahead or slot[u] < count[0]:
+                for v in T.unroll(vec):
+                    term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
+                    if weighted:
+                        term[0] = weight[u] * term[0]
+                    acc[v] = acc[v] + (
+                        term[0] if whole or ahead else T.Select(slot[u] < count[0], term[0], T.float32(0)))
 
     @T.inline
-    def gather(
-        table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, factors, halves, sums, whole
-    ):
+    def gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, whole):
         """Add `step` entries, all loads first, then the sums."""
         for u in T.unroll(loads):
             choose(u, b, lane, count, column, slot, z, whole)
             weigh(u, count, value, slot, weight, whole)
             load(u, table, lane, tile, z, raw, small)
-        add(count, slot, weight, raw, term, acc, factors, halves, sums, whole)
+        add(count, slot, weight, raw, term, acc, whole)
 
     @T.prim_func
     def main(indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle):
@@ -283,26 +223,21 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         first = T.alloc_local([1], index)
         last = T.alloc_local([1], index)
         column = T.alloc_local([1], "int32")
-        value = T.alloc_local([1], kept_as)
+        value = T.alloc_local([1], "float32")
         next_column = T.alloc_local([1], "int32")
-        next_value = T.alloc_local([1], kept_as)
+        next_value = T.alloc_local([1], "float32")
         count = T.alloc_local([1], "int32")
         taken = T.alloc_local([1], "int32")
         done = T.alloc_local([1], "int32")  # batches of these 32 entries that were added ahead
         slot = T.alloc_local([loads], "int32")
         z = T.alloc_local([loads], "int32")
-        weight = T.alloc_local([loads], kept_as)
+        weight = T.alloc_local([loads], "float32")
         id = T.alloc_local([1], index)
         small = T.alloc_local([1], "uint16")
         raw = T.alloc_local([loads * words], "uint32")
         result = T.alloc_local([vec], dtype)
         term = T.alloc_local([1], "float32")
         acc = T.alloc_local([vec], "float32")
-        factors = T.alloc_local([2], "uint32")
-        halves = T.alloc_local([4], "uint32")
-        sums = T.alloc_local([4 * words], "float32")
-        for e in T.unroll(4 * words):
-            sums[e] = T.float32(0)
         lane = t % 32
         part = t // 32 % split
         line: T.int32 = (block * tiles + t // (32 * split)) // columns
@@ -331,71 +266,63 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         read_index(start[0], indptr.ptr_to([row]))
         read_index(stop[0], indptr.ptr_to([row + 1]))
         if ahead:
-            fetch(indices, values, first[0], last, lane, id, column, value, small)
+            fetch(indices, values, first[0], last, lane, id, column, value)
             # By warp: also where only some lanes were wrong all of them have to take part in what follows.
             if T.cuda.any_sync(T.uint32(FULL_WARP), (count[0] <= 0) | (column[0] != taken[0]) | (
                     (start[0] ^ guessed[0]) | (stop[0] ^ guessed[1]) != T.Cast(index, 0))) != 0:
                 share_out(start[0], stop[0], part, first, last)
-                fetch(indices, values, first[0], last, lane, id, column, value, small)
+                fetch(indices, values, first[0], last, lane, id, column, value)
                 done[0] = 0
             else:
                 for u in T.unroll(loads):
                     weigh(u, count, value, slot, weight, step == 1)
-                add(count, slot, weight, raw, term, acc, factors, halves, sums, step == 1)
+                add(count, slot, weight, raw, term, acc, step == 1)
                 done[0] = 1
         elif guess:
             guess_share(row, each, part, guessed, first, last)
-            fetch(indices, values, first[0], last, lane, id, column, value, small)
+            fetch(indices, values, first[0], last, lane, id, column, value)
             if (start[0] ^ guessed[0]) | (stop[0] ^ guessed[1]) != T.Cast(index, 0):
                 share_out(start[0], stop[0], part, first, last)
-                fetch(indices, values, first[0], last, lane, id, column, value, small)
+                fetch(indices, values, first[0], last, lane, id, column, value)
         else:
             share_out(start[0], stop[0], part, first, last)
-            fetch(indices, values, first[0], last, lane, id, column, value, small)
+            fetch(indices, values, first[0], last, lane, id, column, value)
         while first[0] + T.Cast(index, done[0] * step if ahead else 0) < last[0]:
-            fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, id, next_column, next_value, small)
+            fetch(indices, values, first[0] + T.Cast(index, 32), last, lane, id, next_column, next_value)
             count[0] = T.Cast("int32", T.min(last[0] - first[0], T.Cast(index, 32)))
             batches = count[0] // step
             for b in T.serial(done[0] if ahead else 0, batches, unroll=False if ahead else None):
-                gather(
-                    table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, factors, halves,
-                    sums, True)
+                gather(table, b, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, True)
             if count[0] % step != 0:
-                gather(
-                    table, batches, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, factors,
-                    halves, sums, False)
+                gather(table, batches, lane, tile, count, column, value, slot, z, weight, raw, small, term, acc, False)
             if ahead:
                 done[0] = 0
             first[0] = first[0] + T.Cast(index, 32)
             column[0] = next_column[0]
             value[0] = next_value[0]
 
-        # the groups of a warp; products have the sums of all in every lane, of even columns first
-        if multiplies:
-            for v in T.unroll(vec):
-                acc[v] = sums[v // 2 * 4 + v % 2 * 2]
+        # the groups of a warp
         for h in T.unroll(halvings):
             for v in T.unroll(vec):
                 acc[v] = acc[v] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), acc[v], lanes << h, 32, 32)
         # the warps of a tile
         if split > 1:
-            if part > 0 and is_first(lane):
+            if part > 0 and lane < lanes:
                 for q in T.unroll(vec // wide):
                     for v in T.vectorized(wide):
-                        parts[(((t // (32 * split)) * (split - 1) + part - 1) * lanes + place_of(lane)) * vec
-                              + q * wide + v] = acc[q * wide + v]
+                        parts[(((t // (32 * split)) * (split - 1) + part - 1) * lanes + lane) * vec + q * wide + v] = (
+                            acc[q * wide + v])
             T.cuda.cta_sync()
-            if part == 0 and is_first(lane):
+            if part == 0 and lane < lanes:
                 for s in T.unroll(split - 1):
                     for v in T.unroll(vec):
-                        acc[v] = acc[v] + parts[
-                            (((t // (32 * split)) * (split - 1) + s) * lanes + place_of(lane)) * vec + v]
-        if part == 0 and is_first(lane) and (not spare_warps or T.Cast("int64", line) < rows):
-            if not spare_lanes or (tile * lanes + place_of(lane)) * vec < width:
+                        acc[v] = acc[v] + parts[(((t // (32 * split)) * (split - 1) + s) * lanes + lane) * vec + v]
+        if part == 0 and lane < lanes and (not spare_warps or T.Cast("int64", line) < rows):
+            if not spare_lanes or (tile * lanes + lane) * vec < width:
                 for v in T.unroll(vec):
                     result[v] = T.Cast(dtype, acc[v])
                 for v in T.vectorized(vec):
-                    out[row, (tile * lanes + place_of(lane)) * vec + v] = result[v]
+                    out[row, (tile * lanes + lane) * vec + v] = result[v]
     # fmt: on
     main = problem.trimmed(main).with_attr("global_symbol", "main")
     if early:
@@ -405,7 +332,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
 warp_gather = Template(
     name="warp_gather",
-    version=4,
+    version=3,
     operator="nhot_lookup",
     kind="cuda",
     summary="warps share a row's entries, several wide loads in flight a lane",

@@ -28,13 +28,6 @@ __device__ __forceinline__ {held} fixed_{kind}({given} place) {{
 }
 
 
-PICK = """
-__device__ __forceinline__ unsigned int %s_halves(unsigned int first, unsigned int second) {
-  return __byte_perm(first, second, %s);
-}
-"""
-
-
 def per_word(dtype: str) -> int:
     """Elements of a word."""
     return 1 if dtype == "float32" else 2
@@ -48,16 +41,6 @@ def value_in(dtype: str, word: tirx.PrimExpr, part: tirx.PrimExpr | int) -> tirx
     if dtype == "bfloat16":
         return T.reinterpret("float32", (word << (T.uint32(16) - shift)) & T.uint32(0xFFFF0000))
     return T.cuda.func_call("half_of_word", word >> shift, source_code=HALF, return_type="float32")
-
-
-def low_halves(first: tirx.PrimExpr, second: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The word of two words' low halves."""
-    return T.cuda.func_call("low_halves", first, second, source_code=PICK % ("low", "0x5410"), return_type="uint32")
-
-
-def high_halves(first: tirx.PrimExpr, second: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The word of two words' high halves."""
-    return T.cuda.func_call("high_halves", first, second, source_code=PICK % ("high", "0x7632"), return_type="uint32")
 
 
 @T.inline

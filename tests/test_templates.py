@@ -119,7 +119,6 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "tiles": (1, 2, 4, 8),
                 "guess": (0, 1),
                 "early": (0, 1, 2, 3),
-                "mma": (0,),
             },
             32 * (2 + 4),  # for one entry a row, at most two at once; ids are read ahead only where they are guessed
         ),
@@ -456,25 +455,6 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
 
 
 @pytest.mark.parametrize(
-    ("key", "decisions"),
-    [
-        ("rows=5,vocab=60,width=72,nonzeros=40,weighted=1,dtype=float16", {"loads": 8, "split": 1}),
-        ("rows=4,vocab=99,width=64,nonzeros=90,dtype=bfloat16,index=int64", {"loads": 4, "split": 4, "early": 1}),
-        ("rows=7,vocab=61,width=40,nonzeros=17,weighted=1,dtype=bfloat16", {"loads": 4, "split": 2, "guess": 1}),
-        ("rows=3,vocab=53,width=136,nonzeros=33,dtype=float16", {"loads": 8, "split": 2, "tiles": 2, "early": 1}),
-    ],
-    ids=["32-entries", "4-warps", "5-vectors", "two-tiles"],
-)
-def test_lookups_on_tensor_cores(key: str, decisions: dict[str, int]) -> None:
-    problem, template = parse(f"nhot_lookup/{key}"), schedules.find("warp_gather")
-    point = {**template.default(problem, SM90), "lanes": 8, "tiles": 1, **decisions, "mma": 1}
-    assert template.point(problem, SM90, point) is None
-    program = template.build(problem, point)
-    for seed, structure in enumerate(problem.structures):
-        verify(problem, structure, seed, emulated(program, seed))
-
-
-@pytest.mark.parametrize(
     ("name", "key", "decisions"),
     [
         ("tensor_core", "m=3,k=1024,n=48,block=8,dtype=float16,bias=1", {"tile_m": 16, "split": 2, "spread": 8}),
@@ -652,12 +632,8 @@ WRONG_IDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
             {"lanes": 4, "vec": 8, "loads": 4, "split": 1, "early": 3},
         ),
         ("rows=4,vocab=50,width=256,nonzeros=10,weighted=1,dtype=bfloat16", {"loads": 4, "split": 2, "early": 2}),
-        (
-            "rows=3,vocab=70,width=104,nonzeros=20,weighted=1,dtype=float16",
-            {"lanes": 8, "vec": 8, "loads": 4, "split": 2, "early": 3, "mma": 1},
-        ),
     ],
-    ids=["one-hot", "one-hot-groups", "more-warps-than-ids", "int64", "more-than-32", "two-batches", "products"],
+    ids=["one-hot", "one-hot-groups", "more-warps-than-ids", "int64", "more-than-32", "two-batches"],
 )
 def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int]) -> None:
     """Whatever is wrong with them, for all lanes of a warp or for some, and none leads out of the table."""
