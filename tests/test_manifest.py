@@ -116,7 +116,7 @@ def test_no_manifest(tmp_path: Path) -> None:
         (b"[" * 100_000, "recursion"),
         (b"[]", "format is 'list', expected 3"),
         (b"{}", "format is None, expected 3"),
-        (b'{"format": 1}', "format is 1, expected 2; export again"),
+        (b'{"format": 2}', "format is 2, expected 3; export again"),
         (b'{"format": "2"}', "format is '2', expected 3"),
     ],
     ids=lambda value: str(value[:20]),
