@@ -2,7 +2,7 @@
 
     python scripts/structures.py                     # on a GPU with 16 cores, about two minutes
     python scripts/structures.py --operator bsr_matmul
-    python scripts/structures.py --large             # 4000 x 25000 too, whose inputs take long to make
+    python scripts/structures.py --operator softmax_topk --shape 4000x25000   # left out else: inputs take long to make
 
 Each line is a shape of `softmax_topk` or `bsr_matmul`, with what the public function takes for inputs in random order
 (blocks spread evenly), and the others' time over that. Everything is checked against the reference before it is timed.
@@ -33,10 +33,10 @@ PRODUCTS = (
 PATTERNS = ("uniform", "skewed")
 
 
-def cases(operator: str, large: bool) -> list[list[tuple[str, Problem, str | None]]]:
+def cases(operator: str, only: list[str]) -> list[list[tuple[str, Problem, str | None]]]:
     """By shape: the name of each kind of input, the problem, and the structure to generate."""
     if operator == "softmax_topk":
-        shapes = [shape for shape in SOFTMAX if large or shape != LARGE]
+        shapes = [shape for shape in SOFTMAX if ("{}x{}".format(*shape) in only if only else shape != LARGE)]
         problems = [make(operator, {"batch": b, "vocab": v, "k": k}) for b, v in shapes for k in TOP]
         return [[(order, problem, order) for order in ORDERS] for problem in problems]
     return [[(name, make(operator, {**axes, "pattern": name}), None) for name in PATTERNS] for axes in PRODUCTS]
@@ -45,7 +45,7 @@ def cases(operator: str, large: bool) -> list[list[tuple[str, Problem, str | Non
 def main(
     target: Target = "auto",
     operator: Annotated[list[str] | None, typer.Option(help="Only softmax_topk, or only bsr_matmul.")] = None,
-    large: Annotated[bool, typer.Option("--large", help="4000 x 25000 too.")] = False,
+    shape: Annotated[list[str] | None, typer.Option(help="Of softmax_topk only these, like 4000x25000.")] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
 ) -> None:
     """Compare kinds of input of one shape."""
@@ -55,24 +55,28 @@ def main(
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
         lines: list[list[object]] = []
+        path = result_path("-".join(["structures", *(shape or ())]), where).with_suffix(".csv")
         for kind in operator or ("softmax_topk", "bsr_matmul"):
-            shapes = cases(kind, large)
+            shapes = cases(kind, shape or [])
+            if not shapes:
+                known = ", ".join("{}x{}".format(*each) for each in SOFTMAX)
+                raise typer.BadParameter(f"expected some of {known}", param_hint="--shape")
             names = [name for name, _, _ in shapes[0]]
             printed = table("problem", f"{names[0]} us", *names[1:], right=(f"{names[0]} us", *names[1:]))
-            with built([(problem, (), ()) for shape in shapes for _, problem, _ in shape], where):
-                for shape in shapes:
+            with built([(problem, (), ()) for kinds in shapes for _, problem, _ in kinds], where):
+                for kinds in shapes:
                     seconds = []
-                    for name, problem, structure in shape:
+                    for name, problem, structure in kinds:
                         result = peers.compare(problem, where, seed=seed, structure=structure, peers=(), host=False)
                         assert result.ours.median is not None
                         seconds.append(result.ours.median)
                         ratio = seconds[-1] / seconds[0]
                         lines.append([problem.key, name, f"{seconds[-1] * 1e6:.3f}", f"{ratio:.3f}", result.kernel])
                     ratios = [f"{s / seconds[0]:.2f}" for s in seconds[1:]]
-                    printed.add_row(shape[0][1].key, us(seconds[0]), *ratios)
+                    printed.add_row(kinds[0][1].key, us(seconds[0]), *ratios)
+                    # What is measured is kept, whatever happens to the rest.
+                    write_csv(path, facts, ("problem", "inputs", "microseconds", "over_first", "kernel"), lines)
             console().print(printed)
-        path = result_path("structures", where).with_suffix(".csv")
-        write_csv(path, facts, ("problem", "inputs", "microseconds", "over_first", "kernel"), lines)
         typer.echo(f"wrote {path}")
 
 
