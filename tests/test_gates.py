@@ -150,6 +150,14 @@ def test_rows_to_come_are_prefetched(vocab: int, k: int, dtype: str, decisions: 
     run("threshold_gate", problem, {**BLOCK, **decisions, "early": 2}, logits, batch=4000)
 
 
+def test_rows_to_come_are_prefetched_where_they_come_from_memory() -> None:
+    """Only a second wave of blocks has rows to come, and only more than the L2 cache holds."""
+    template = schedules.find("threshold_gate")
+    ways = {(4000, 25000): (0, 1, 2), (1024, 10240): (0, 1), (100, 200000): (1,)}
+    for (batch, vocab), early in ways.items():
+        assert template.space(SoftmaxTopk(batch, vocab, 5), SM90)["early"] == early
+
+
 def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """Let the kernels' device functions of these names trap."""
     from tvm.script import tirx as T

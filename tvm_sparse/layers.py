@@ -32,14 +32,14 @@ class BsrWeight:
         is at its end. Arrays of other libraries on a GPU are taken as they are.
     constant
         A promise that `data` is not written any more, as at inference: kernels may then load blocks while the kernel
-        before is at its end, which makes products of few rows faster. Only where `balance` has looked at indptr.
+        before is at its end, which makes products of few rows faster. Only where `balance` has looked at indptr, which
+        waits for what the current stream has still to write.
 
     Attributes
     ----------
     data, indices, indptr
         The arrays that kernels take: blocks `(nnzb, block_rows, block_cols)`, int32 block columns `(nnzb,)`, int32 row
-        starts `(n / block_rows + 1,)`. `data` may be changed in place unless it is
-        `constant`, the structure may not.
+        starts `(n / block_rows + 1,)`. `data` may be changed in place unless it is `constant`, the structure may not.
     shape, dtype, nnzb, block_shape, device
         Of the matrix.
     pattern

@@ -403,6 +403,7 @@ def _ours_bsr_matmul(problem: BsrMatmul, inputs: Sequence[Any], convert: Callabl
     from .layers import BsrWeight
 
     x, data, indices, indptr = map(convert, inputs[:4])
+    # As at inference, where nobody writes a weight.
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = map(convert, problem.biases(inputs) or [None])
     extras: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
