@@ -36,7 +36,11 @@ PATTERNS = ("uniform", "skewed")
 def cases(operator: str, only: list[str]) -> list[list[tuple[str, Problem, str | None]]]:
     """By shape: the name of each kind of input, the problem, and the structure to generate."""
     if operator == "softmax_topk":
-        shapes = [shape for shape in SOFTMAX if ("{}x{}".format(*shape) in only if only else shape != LARGE)]
+        named = {"{}x{}".format(*shape): shape for shape in SOFTMAX}
+        if unknown := set(only) - set(named):
+            expected = f"expected some of {', '.join(named)}, got {', '.join(sorted(unknown))}"
+            raise typer.BadParameter(expected, param_hint="--shape")
+        shapes = [named[name] for name in only] or [shape for shape in SOFTMAX if shape != LARGE]
         problems = [make(operator, {"batch": b, "vocab": v, "k": k}) for b, v in shapes for k in TOP]
         return [[(order, problem, order) for order in ORDERS] for problem in problems]
     return [[(name, make(operator, {**axes, "pattern": name}), None) for name in PATTERNS] for axes in PRODUCTS]
@@ -58,9 +62,6 @@ def main(
         path = result_path("-".join(["structures", *(shape or ())]), where).with_suffix(".csv")
         for kind in operator or ("softmax_topk", "bsr_matmul"):
             shapes = cases(kind, shape or [])
-            if not shapes:
-                known = ", ".join("{}x{}".format(*each) for each in SOFTMAX)
-                raise typer.BadParameter(f"expected some of {known}", param_hint="--shape")
             names = [name for name, _, _ in shapes[0]]
             printed = table("problem", f"{names[0]} us", *names[1:], right=(f"{names[0]} us", *names[1:]))
             with built([(problem, (), ()) for kinds in shapes for _, problem, _ in kinds], where):
