@@ -10,6 +10,8 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
+# Bytes that one prefetch brings.
+LINE = 128
 COUNT = """
 __device__ __forceinline__ int multiprocessors() {
   unsigned int count;

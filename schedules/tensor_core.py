@@ -203,7 +203,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.inline
     def load_weight(W, octet, count, first, row, part):
-        """The weight's operand of all steps in hand, zeros beyond the row's last octet."""
+        """The weight's operand of all steps in hand, zeros beyond the row's last octet; before whatever follows."""
         for d in T.unroll(depth):
             if octet + d * (4 * split) < count:
                 for f in T.unroll(tile_n // 8):
@@ -214,6 +214,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             else:
                 for e in T.unroll(tile_n // 2):
                     part[d * (tile_n // 2) + e] = T.uint32(0)
+        T.cuda.warp_sync()
 
     @T.inline
     def load_x(X, octet, count, lane_rows, columns, part):
@@ -232,7 +233,6 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     def load_operands(W, X, octet, count, first, row, lane_rows, columns, tall_part, wide_part):
         """Both operands of all steps in hand, the weight's first."""
         load_weight(W, octet, count, first, row, tall_part if weight_first else wide_part)
-        T.cuda.warp_sync()
         load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
 
     @T.inline
@@ -331,24 +331,19 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 load_weight(
                     W, octet, ends[1], ends[0], unit % slices * tile_n + group,
                     tall_part if weight_first else wide_part)
-                T.cuda.warp_sync()
         if early:
             for d in T.unroll(depth):
                 columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
-            # By all lanes, also where the row is taken to end before: they may have read different ends.
             if ahead:
                 T.ptx.griddepcontrol.wait()
-                if constant == 0 or long < 0:
-                    load_weight(
-                        W, octet, ends[1], ends[0], unit % slices * tile_n + group,
-                        tall_part if weight_first else wide_part)
-                    T.cuda.warp_sync()
-                load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
             else:
                 await_previous()
-                load_operands(
-                    W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part,
-                    wide_part)
+            # By all lanes, also where the row is taken to end before: they may have read different ends.
+            if not ahead or constant == 0 or long < 0:
+                load_weight(
+                    W, octet, ends[1], ends[0], unit % slices * tile_n + group,
+                    tall_part if weight_first else wide_part)
+            load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
             if long < 0:
                 compare(D, P, unit, octet, ends, columns, again, columns_again, guessed)
         first: T.int32 = ends[0]

@@ -84,8 +84,6 @@ MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
 SHARED, RESERVED = 228 * 1024, 1024
 # About what the L2 cache holds: only more logits than that are read from memory.
 CACHED = 50 << 20
-# Threads whose vectors are a line of 128 bytes, which is what a prefetch brings.
-LINE = 8
 # Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number.
 TOO_LARGE = (127 + 100) << 23
 # What every kernel gets, and the most that is not in the pool.
@@ -192,10 +190,13 @@ class Layout:
 def space(problem: Problem, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
-    overlapped = int(machine.has_clusters)
-    early = tuple(range(overlapped + 1)) if problem.batch_extent > machine.cores else (overlapped,)
-    if early == (0, 1) and problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize > CACHED:
-        early = (0, 1, 2)
+    size = problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize
+    if not machine.has_clusters:
+        early: tuple[int, ...] = (0,)
+    elif problem.batch_extent <= machine.cores:
+        early = (1,)
+    else:
+        early = (0, 1, 2) if size > CACHED else (0, 1)
     return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES, "early": early, "deferred": (0, 1)}
 
 
@@ -292,7 +293,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .arithmetic import LN_2, LOG2_E, is_nan
     from .cluster import cluster_arrive, cluster_arrive_silent, cluster_barrier, cluster_wait, peer_write
-    from .overlap import await_previous, multiprocessors, overlapping
+    from .overlap import LINE, await_previous, multiprocessors, overlapping
     from .selection import (
         FULL_WARP,
         MINUS_INFINITY,
@@ -367,6 +368,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         half = extent // 2
         return most(folded(most, x, first, half), folded(most, x, first + half, extent - half))
 
+    def beside():
+        """How many rows are worked on at a time, so that the one which comes into a row's place is as many behind."""
+        return multiprocessors() * together
+
     def too_large(total):
         """Whether a sum of exponentials is no good; as if it is a NaN."""
         return (T.reinterpret("uint32", total) & T.uint32(0x7FFFFFFF)) >= T.uint32(TOO_LARGE)
@@ -438,7 +443,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         vectors. The row need not begin within a vector as the one does that `start` and `end` are of."""
         place_tile(0, t, start, ahead)
         for u in T.unroll(vectors):
-            if t % LINE == u:
+            if t % (LINE // 16) == u:
                 T.ptx.prefetch.global_.L2(address_of(row_at, T.min(column_of(ahead, u * width), end - width)))
 
     @T.inline
@@ -998,7 +1003,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if not counted:
             clear_bins(t, counts, heads, flag)
         if prefetches:
-            if block < multiprocessors() * together:
+            if block < beside():
                 prefetch_tile(row_at, start, end, t, ahead)
         if early:
             await_previous()
@@ -1086,10 +1091,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                         i = i + 1
                         pending[0] = 1
                 if prefetches:
-                    # Blocks are started in order: about which one comes into the place of this?
-                    if attempt == 0 and block + multiprocessors() * together < batch:
-                        next_at[0] = row_at[0] + (
-                            T.Cast("uint64", multiprocessors() * together) * T.uint64(vocab * itemsize))
+                    if attempt == 0 and block + beside() < batch:
+                        next_at[0] = row_at[0] + T.Cast("uint64", beside()) * T.uint64(vocab * itemsize)
                         prefetch_tile(next_at, start, end, t, ahead)
                 plain[0] = T.cuda.warp_sum(d[0])
                 order(high[0], power, ordered)

@@ -26,15 +26,13 @@ from tvm_sparse.operators.problem import Problem, numpy_dtype
 from .template import Decisions, Program, Table, Template, ceildiv, powers
 
 LANES = powers(4, 32)
-# Loads in flight a lane; 16 of 16 bytes are 64 registers. As many that a warp's share of a row,
-# 13 or 25 of 100 entries, leaves little for a last batch.
+# Loads in flight a lane; 16 of 16 bytes are 64 registers. As many that a warp's share of a row, 13 or
+# 25 of 100 entries, leaves little for a last batch.
 LOADS = (1, 2, 3, 4, 5, 7, 8, 10, 13, 16)
 # Warps that share a tile, and tiles that share a block of threads.
 SPLIT = powers(1, 16)
 TILES = powers(1, 8)
 MAX_THREADS = 512
-# Bytes that one prefetch brings.
-LINE = 128
 
 
 def widths(problem: Problem) -> tuple[int, ...]:
@@ -93,7 +91,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from .overlap import await_previous, overlapping
+    from .overlap import LINE, await_previous, overlapping
     from .selection import FULL_WARP
     from .words import load_words, per_word, read_element, value_in
 
