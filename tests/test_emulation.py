@@ -380,6 +380,83 @@ def test_cluster_reads_the_shared_memory_of_its_blocks(scope):
             np.testing.assert_allclose(y[..., i], expected, rtol=1e-5, atol=1e-5)
 
 
+# ---- mbarriers and asynchronous copies ---------------------------------------------------------
+
+bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
+store_async = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes
+
+
+def split_product():
+    """Y = X W, whose inner dimension two blocks share: the second sends its sums to the first.
+
+    The weights come by bulk copies issued before the kernel before is done, X when it is.
+    """
+    mma = T.ptx.mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+
+    @T.prim_func
+    def func(
+        X: T.Buffer((2, 16, 16), "float16"), W: T.Buffer((2, 16, 16), "float16"), Y: T.Buffer((2, 128), "float32")
+    ):
+        T.func_attr({"tirx.kernel_launch_params": ["tirx.use_programtic_dependent_launch"]})
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([64])
+        weights = T.alloc_shared([16, 16], "float16")
+        rows = T.alloc_shared([16, 16], "float16")
+        sums = T.alloc_shared([64, 4], "float32")
+        bars = T.alloc_shared([2], "uint64")
+        a = T.alloc_local([4], "uint32")
+        b = T.alloc_local([2], "uint32")
+        c = T.alloc_local([4], "float32")
+        done = T.alloc_local([1], "uint32")
+        peer = T.alloc_local([2], "uint32")
+        if t == 0:
+            T.ptx.mbarrier.init.shared__cta.b64(bars.ptr_to([0]), T.uint32(1))
+            T.ptx.mbarrier.init.shared__cta.b64(bars.ptr_to([1]), T.uint32(1))
+            T.ptx.fence.mbarrier_init.release.cluster()
+            T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64(bars.ptr_to([0]), T.uint32(512))
+            for i in T.serial(4):
+                bulk_copy(weights.ptr_to([i * 4, 0]), W.ptr_to([r, i * 4, 0]), T.uint32(128), bars.ptr_to([0]))
+            if r == 0:
+                T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64(bars.ptr_to([1]), T.uint32(1024))
+        T.ptx.barrier.cluster.arrive.release.aligned()
+        T.ptx.griddepcontrol.wait()
+        for i in T.serial(4):
+            rows[i * 4 + t // 16, t % 16] = X[r, i * 4 + t // 16, t % 16]
+        T.ptx.barrier.cluster.wait.acquire.aligned()
+        T.cuda.cta_sync()
+        done[0] = T.uint32(0)
+        while done[0] == T.uint32(0):
+            T.ptx.mbarrier.try_wait.parity.shared__cta.b64(done[0], bars.ptr_to([0]), T.uint32(0))
+        T.ptx.ldmatrix.sync.aligned.m8n8.x4.shared.b16(a[0], a[1], a[2], a[3], rows.ptr_to([t % 16, t % 32 // 16 * 8]))
+        T.ptx.ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16(b[0], b[1], weights.ptr_to([t % 16, t // 32 * 8]))
+        for i in T.serial(4):
+            c[i] = T.float32(0)
+        mma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
+        if r == 1:
+            T.ptx.mapa.shared__cluster.u32(peer[0], T.cuda.cvta_generic_to_shared(sums.ptr_to([t, 0])), T.uint32(0))
+            T.ptx.mapa.shared__cluster.u32(peer[1], T.cuda.cvta_generic_to_shared(bars.ptr_to([1])), T.uint32(0))
+            store_async.v4.f32(peer[0], c[0], c[1], c[2], c[3], peer[1])
+        else:
+            done[0] = T.uint32(0)
+            while done[0] == T.uint32(0):
+                T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64(done[0], bars.ptr_to([1]), T.uint32(0))
+            for i in T.serial(4):
+                Y[t // 32, t % 32 // 4 * 8 + i // 2 * 64 + t % 4 * 2 + i % 2] = c[i] + sums[t, i]
+
+    return func
+
+
+def test_bulk_copies_and_stores_to_a_peer():
+    x, w = (RNG.standard_normal((2, 16, 16)).astype("float16") for _ in range(2))
+    expected = sum(x[i].astype("float64") @ w[i].astype("float64") for i in range(2))
+    for seed in range(6):
+        y = np.full((2, 128), np.nan, "float32")
+        run_tirx(split_product(), [x, w, y], seed=seed, stale={0: np.full_like(x, np.nan)})
+        np.testing.assert_allclose(np.hstack(y.reshape(2, 16, 8)), expected, rtol=1e-4, atol=1e-4)
+
+
 # ---- wrong kernels -----------------------------------------------------------------------------
 
 
