@@ -1,5 +1,7 @@
 """The CUDA emulator gives right results for right kernels, and catches wrong ones."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -457,6 +459,195 @@ def test_bulk_copies_and_stores_to_a_peer():
         np.testing.assert_allclose(np.hstack(y.reshape(2, 16, 8)), expected, rtol=1e-4, atol=1e-4)
 
 
+def ring(release, stages=2, rounds=5):
+    """Y = X in blocks of 64, which a producer copies ahead of 64 consumers into a ring of stages.
+
+    `release`: how consumers hand a stage back, by an mbarrier ("parity" or "state" for the way to wait
+    for it), by a barrier of the "block", or not at all ("none").
+    """
+
+    @T.prim_func
+    def func(X: T.Buffer((rounds, 64), "float32"), Y: T.Buffer((rounds, 64), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([96])
+        s = T.alloc_buffer([stages, 64], "float32", scope="shared.dyn")
+        full = T.alloc_shared([stages], "uint64")
+        empty = T.alloc_shared([stages], "uint64")
+        done = T.alloc_local([1], "uint32")
+        state = T.alloc_local([stages], "uint64")
+        if t == 64:
+            for i in T.serial(stages):
+                T.ptx.mbarrier.init.shared.b64(full.ptr_to([i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared.b64(empty.ptr_to([i]), T.uint32(65 if release == "state" else 64))
+        T.cuda.cta_sync()
+        for i in T.serial(rounds):
+            if t == 64:
+                if i >= stages:
+                    done[0] = T.uint32(0)
+                    if release == "parity":
+                        while done[0] == T.uint32(0):
+                            T.ptx.mbarrier.try_wait.parity.shared.b64(
+                                done[0], empty.ptr_to([i % stages]), T.Cast("uint32", (i // stages - 1) % 2)
+                            )
+                    if release == "state":
+                        while done[0] == T.uint32(0):
+                            T.ptx.mbarrier.test_wait.shared.b64(done[0], empty.ptr_to([i % stages]), state[i % stages])
+                T.ptx.mbarrier.expect_tx.relaxed.cta.shared.b64(full.ptr_to([i % stages]), T.uint32(256))
+                T.ptx.mbarrier.arrive.release.cta.shared.b64(full.ptr_to([i % stages]))
+                bulk_copy(s.ptr_to([i % stages, 0]), X.ptr_to([i, 0]), T.uint32(256), full.ptr_to([i % stages]))
+                if release == "state":
+                    T.ptx.mbarrier.arrive.shared.b64(state[i % stages], empty.ptr_to([i % stages]))
+            if t < 64:
+                T.cuda.mbarrier_wait(full.ptr_to([i % stages]), i // stages % 2)
+                Y[i, t] = s[i % stages, 63 - t]
+                if release == "parity" or release == "state":
+                    T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([i % stages]), T.uint32(1))
+            if release == "block" and i % stages == stages - 1:
+                T.cuda.cta_sync()
+        T.cuda.cta_sync()
+        if t == 0:
+            T.ptx.mbarrier.inval.shared.b64(full.ptr_to([0]))
+            full[0] = T.uint64(0)  # memory like any other again
+
+    return func
+
+
+@pytest.mark.parametrize("release", ["parity", "state", "block"])
+def test_ring_of_bulk_copies(release):
+    for seed in range(4):
+        x = RNG.standard_normal((5, 64)).astype("float32")
+        y = np.full_like(x, np.nan)
+        run_tirx(ring(release), [x, y], seed=seed)
+        np.testing.assert_array_equal(y, x[:, ::-1])
+
+
+@pytest.mark.parametrize("operation", ["try_wait", "test_wait"])
+def test_wait_for_an_mbarrier_may_fail(operation):
+    """A wait in no loop: some threads find the copy done, others do not, by the seed."""
+    wait = getattr(T.ptx.mbarrier, operation).parity.shared.b64
+
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "uint32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        s = T.alloc_shared([64], "float32")
+        bar = T.alloc_shared([1], "uint64")
+        done = T.alloc_local([1], "uint32")
+        if t == 0:
+            T.ptx.mbarrier.init.shared.b64(bar.ptr_to([0]), T.uint32(1))
+        T.cuda.cta_sync()
+        if t == 0:
+            T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar.ptr_to([0]), T.uint32(256))
+            bulk_copy(s.ptr_to([0]), X.ptr_to([0]), T.uint32(256), bar.ptr_to([0]))
+        wait(done[0], bar.ptr_to([0]), T.uint32(0))
+        Y[t] = done[0]
+        T.cuda.mbarrier_wait(bar.ptr_to([0]), 0)
+        wait(done[0], bar.ptr_to([0]), T.uint32(0))
+        Y[t] += done[0] * T.uint32(2)
+
+    done = []
+    for seed in range(6):
+        y = np.zeros(64, "uint32")
+        run_tirx(func, [np.ones(64, "float32"), y], seed=seed)
+        done.append(y)
+    assert {*np.concatenate(done)} == {2, 3}
+
+
+@pytest.mark.parametrize("where", ["shared__cta", "shared__cluster"])
+@pytest.mark.parametrize("early", [True, False])
+def test_bulk_copy_before_the_wait_is_stale(early, where):
+    copy = getattr(T.ptx.cp.async_.bulk, where).global_.mbarrier__complete_tx__bytes.L2__cache_hint
+    if where == "shared__cta":
+        copy = T.ptx.cp.async_.bulk.shared__cta.global_.mbarrier__complete_tx__bytes
+
+    @T.prim_func
+    def func(X: T.Buffer((4,), "float32"), Y: T.Buffer((6, 64), "float32")):
+        T.func_attr({"tirx.kernel_launch_params": ["tirx.use_programtic_dependent_launch"]})
+        T.device_entry()
+        b = T.cta_id([6])
+        t = T.thread_id([64])
+        s = T.alloc_shared([4], "float32")
+        bar = T.alloc_shared([1], "uint64")
+        if not early:
+            T.ptx.griddepcontrol.wait()
+        if t == 0:
+            T.ptx.mbarrier.init.shared.b64(bar.ptr_to([0]), T.uint32(1))
+            T.ptx.fence.proxy.async_.shared__cta()
+            T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar.ptr_to([0]), T.uint32(16))
+            if where == "shared__cta":
+                copy(s.ptr_to([0]), X.ptr_to([0]), T.uint32(16), bar.ptr_to([0]))
+            else:
+                copy(s.ptr_to([0]), X.ptr_to([0]), T.uint32(16), bar.ptr_to([0]), T.uint64(0))
+        T.cuda.cta_sync()
+        T.ptx.griddepcontrol.wait()
+        T.cuda.mbarrier_wait(bar.ptr_to([0]), 0)
+        Y[b, t] = s[t % 4]
+
+    results = np.concatenate([run_stale(func, seed) for seed in range(3)])
+    assert {*results.flat} == ({9} if early else {1})
+
+
+def test_stores_to_a_peer_of_every_width():
+    """Each block sends to the other; addresses are mapped in every way there is."""
+
+    @T.prim_func
+    def func(X: T.Buffer((2, 32, 4), "uint32"), Y: T.Buffer((2, 4, 32, 4), "uint32")):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([32])
+        s = T.alloc_buffer([4, 32, 4], "uint32", scope="shared.dyn")
+        bar = T.alloc_shared([1], "uint64")
+        at = T.alloc_local([2], "uint32")
+        x = T.alloc_local([4], "uint32")
+        other = T.meta_var(T.Cast("uint32", 1 - r))
+        bar_at_peer = T.meta_var(T.call_extern("handle", "__cluster_map_shared_rank", bar.ptr_to([0]), other))
+        if t == 0:
+            T.ptx.mbarrier.init.shared.b64(bar.ptr_to([0]), T.uint32(1))
+            T.ptx.fence.mbarrier_init.release.cluster()
+            T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar.ptr_to([0]), T.uint32(32 * (16 + 8 + 8 + 4)))
+        T.ptx.barrier.cluster.arrive.relaxed.aligned()
+        T.ptx.barrier.cluster.wait.acquire.aligned()
+        for i in T.serial(4):
+            x[i] = X[r, t, i]
+            for j in T.serial(4):
+                if i > 0:
+                    s[i, t, j] = T.uint32(0)
+        # Other places than those written just now come from the peer.
+        T.ptx.barrier.cluster.arrive.release.aligned()
+        T.ptx.barrier.cluster.wait.acquire.aligned()
+        T.ptx.mapa.shared__cluster.u32(at[1], T.cuda.cvta_generic_to_shared(bar.ptr_to([0])), other)
+        T.ptx.mapa.shared__cluster.u32(at[0], T.cuda.cvta_generic_to_shared(s.ptr_to([0, t, 0])), other)
+        store_async.v4.b32(at[0], x[0], x[1], x[2], x[3], at[1])
+        T.ptx.mapa.shared__cluster.u32(at[0], T.cuda.cvta_generic_to_shared(s.ptr_to([1, t, 2])), other)
+        store_async.v2.u32(at[0], x[0], x[1], bar_at_peer)
+        T.ptx.mapa.shared__cluster.u32(at[0], T.cuda.cvta_generic_to_shared(s.ptr_to([2, t, 2])), other)
+        store_async.b64(
+            at[0], (T.Cast("uint64", x[3]) << T.uint64(32)) | T.Cast("uint64", x[2]), at[1],
+        )  # fmt: skip
+        store_async.f32(
+            T.call_extern("handle", "__cluster_map_shared_rank", s.ptr_to([3, t, 1]), other),
+            T.reinterpret("float32", x[1]), bar_at_peer,
+        )  # fmt: skip
+        T.cuda.mbarrier_wait(bar.ptr_to([0]), 0)
+        for i in T.serial(4):
+            for j in T.serial(4):
+                Y[r, i, t, j] = s[i, t, j]
+
+    x = RNG.integers(0, 2**31, (2, 32, 4)).astype("uint32")
+    expected = np.zeros((2, 4, 32, 4), "uint32")
+    expected[:, 0] = x[::-1]
+    expected[:, 1, :, 2:] = x[::-1, :, :2]
+    expected[:, 2, :, 2:] = x[::-1, :, 2:]
+    expected[:, 3, :, 1] = x[::-1, :, 1]
+    for seed in range(4):
+        y = np.zeros_like(expected)
+        run_tirx(func, [x, y], seed=seed)
+        np.testing.assert_array_equal(y, expected)
+
+
 # ---- wrong kernels -----------------------------------------------------------------------------
 
 
@@ -603,6 +794,307 @@ def test_async_copy_needs_its_wait(wait):
     x, y = RNG.standard_normal(128).astype("float32"), np.zeros(128, "float32")
     run_tirx(func, [x, y])
     assert np.array_equal(y, x[::-1]) == wait
+
+
+def fault_numbers(messages):
+    """Faults by number, so that one kernel has them all: g++ takes longer than a run."""
+    return {fault: i for i, fault in enumerate(messages)}
+
+
+# How a bulk copy goes wrong, and what the emulator says of it.
+COPY_FAULTS = {
+    "none": None,
+    "not initialised": "is not initialised as an mbarrier",
+    "initialised twice": "mbarrier.init of the mbarrier .* is initialised already",
+    "initialised for none": "mbarrier.init for 0 arrivals",
+    "misaligned mbarrier": "misaligned mbarrier",
+    "initialisation unseen": "data race: a thread reads what another wrote|is not initialised as an mbarrier",
+    "ordinary access": "access to the mbarrier .* by no mbarrier instruction",
+    "atomic": "access to the mbarrier .* by no mbarrier instruction",
+    "too few bytes": "phase 0 of the mbarrier .* completes without 1 asynchronous copies in flight",
+    "odd bytes": "phase 0 of the mbarrier .* gets 16 bytes more than it expects",
+    "too many bytes": r"deadlock: 64 threads(.*\n)*.*waits in mbarrier.try_wait .* awaits 0 arrivals and 16 bytes",
+    "arrival missing": r"deadlock: 64 threads(.*\n)*.*waits in mbarrier.try_wait .* awaits 1 arrivals and 0 bytes",
+    "arrival too many": "mbarrier.arrive: 1 arrivals at the mbarrier .* whose phase 0 awaits 0",
+    "beyond the range": "the transaction count of the mbarrier .* is 1048576, beyond its range",
+    "no wait": "data race: a thread reads what another wrote, .* asynchronous copy of phase 0",
+    "relaxed wait": "data race: a thread reads what another wrote, .* asynchronous copy of phase 0",
+    "wrong parity": "data race: a thread reads what another wrote, .* asynchronous copy of phase 0",
+    "no such parity": "mbarrier.try_wait for parity 2",
+    "nobody waits": "exits with (.* asynchronous copies in flight|no wait for phase 0 of the mbarrier)",
+    "expected at exit": "exits (while the mbarrier .* awaits 16 bytes|with .* asynchronous copies in flight)",
+    "store in flight": "data race: a thread writes what another wrote, .* asynchronous copy of phase 0",
+    "atomic in flight": "data race: a thread accesses what another wrote, .* asynchronous copy of phase 0",
+    "cp.async in flight": "data race: a thread accesses what another wrote, .* asynchronous copy of phase 0",
+    "copied twice": "data race: an asynchronous copy writes what another wrote",
+    "source in flight": "data race: a thread writes what another read, .* asynchronous copy of phase 0",
+    "source unseen": "data race: an asynchronous copy reads what another wrote|a thread writes what another read",
+    "written before": "data race: an asynchronous copy writes what another wrote|a thread writes what another wrote",
+    "read before": "data race: an asynchronous copy writes what another read|a thread reads what another wrote",
+    "onto the mbarrier": "access to the mbarrier .* by no mbarrier instruction",
+    "misaligned": "misaligned cp.async.bulk",
+    "odd size": "cp.async.bulk of 24 bytes, which is no multiple of 16",
+    "past the source": "out-of-bounds access 16 bytes past the end of argument 0",
+    "past the destination": "cp.async.bulk of 64 bytes to what is not all shared memory",
+    "inval in use": "the block invalidates an mbarrier with",
+    "used after inval": "mbarrier.test_wait on byte .* of shared memory, which is not initialised as an mbarrier",
+}
+
+
+@functools.cache
+def faulty_copy():
+    """Y = X, which comes by two bulk copies of 128 bytes."""
+    of = fault_numbers(COPY_FAULTS)
+
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32"), fault: T.int32):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        s = T.alloc_shared([64], "float32")
+        bars = T.alloc_shared([4], "uint64")
+        spare = T.alloc_shared([16], "float32")
+        done = T.alloc_local([1], "uint32")
+        f = T.alloc_local([1], "float32")
+        bar = T.meta_var(bars.ptr_to([0]))
+        if t == 0 and fault != of["not initialised"]:
+            T.ptx.mbarrier.init.shared.b64(
+                bar, T.if_then_else(fault == of["arrival missing"], T.uint32(2), T.uint32(1))
+            )
+            if fault == of["initialised twice"]:
+                T.ptx.mbarrier.init.shared.b64(bar, T.uint32(1))
+            if fault == of["initialised for none"]:
+                T.ptx.mbarrier.init.shared.b64(bars.ptr_to([1]), T.uint32(0))
+            if fault == of["misaligned mbarrier"]:
+                T.ptx.mbarrier.init.shared.b64(spare.ptr_to([1]), T.uint32(1))
+        if fault != of["initialisation unseen"]:
+            T.cuda.cta_sync()
+        if fault == of["written before"]:
+            s[t] = T.float32(0)
+        if fault == of["read before"]:
+            f[0] = s[t]
+            Y[t] = f[0]
+        if fault == of["source unseen"] and t == 40:
+            X[0] = T.float32(0)
+        if t == 0:
+            if fault == of["too few bytes"]:
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar, T.uint32(128))
+            elif fault == of["odd bytes"]:
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar, T.uint32(240))
+            elif fault == of["too many bytes"] or fault == of["expected at exit"]:
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar, T.uint32(272))
+            elif fault == of["beyond the range"]:
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar, T.uint32(1 << 20))
+            else:
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(bar, T.uint32(256))
+            if fault == of["arrival too many"]:
+                T.ptx.mbarrier.arrive.shared.b64(bar)
+            if fault == of["ordinary access"]:
+                bars[0] = T.uint64(0)
+            if fault == of["atomic"]:
+                T.ptx.red.shared.add.u64(bar, T.uint64(1))
+            for i in T.serial(2):
+                bulk_copy(s.ptr_to([i * 32]), X.ptr_to([i * 32]), T.uint32(128), bar)
+            if fault == of["copied twice"]:
+                bulk_copy(s.ptr_to([0]), X.ptr_to([0]), T.uint32(128), bar)
+            if fault == of["onto the mbarrier"]:
+                bulk_copy(bars.ptr_to([0]), X.ptr_to([0]), T.uint32(16), bar)
+            if fault == of["misaligned"]:
+                bulk_copy(spare.ptr_to([0]), X.ptr_to([2]), T.uint32(16), bar)
+            if fault == of["odd size"]:
+                bulk_copy(spare.ptr_to([0]), X.ptr_to([0]), T.uint32(24), bar)
+            if fault == of["past the source"]:
+                bulk_copy(spare.ptr_to([0]), X.ptr_to([56]), T.uint32(48), bar)
+            if fault == of["past the destination"]:
+                bulk_copy(
+                    T.cuda.cvta_generic_to_shared(spare.ptr_to([0])) + T.uint32(4096), X.ptr_to([0]), T.uint32(64), bar
+                )
+            if fault == of["inval in use"]:
+                T.ptx.mbarrier.inval.shared.b64(bar)
+        if fault != of["initialisation unseen"]:
+            T.cuda.cta_sync()
+        if t == 40:
+            if fault == of["store in flight"]:
+                s[3] = T.float32(0)
+            if fault == of["source in flight"]:
+                X[3] = T.float32(0)
+            if fault == of["atomic in flight"]:
+                T.ptx.red.shared.add.f32(s.ptr_to([3]), T.float32(0))
+            if fault == of["cp.async in flight"]:
+                T.ptx.cp.async_.cg.shared.global_(s.ptr_to([0]), X.ptr_to([0]), 16)
+        if fault != of["initialisation unseen"]:
+            T.cuda.cta_sync()
+        done[0] = T.uint32(0)
+        if fault == of["no such parity"]:
+            T.ptx.mbarrier.try_wait.parity.shared.b64(done[0], bar, T.uint32(2))
+        elif fault == of["wrong parity"]:
+            T.ptx.mbarrier.try_wait.parity.shared.b64(done[0], bar, T.uint32(1))
+        elif fault == of["relaxed wait"]:
+            while done[0] == T.uint32(0):
+                T.ptx.mbarrier.try_wait.parity.relaxed.cta.shared.b64(done[0], bar, T.uint32(0))
+        elif fault != of["no wait"] and fault != of["nobody waits"] and fault != of["expected at exit"]:
+            while done[0] == T.uint32(0):
+                T.ptx.mbarrier.try_wait.parity.shared.b64(done[0], bar, T.uint32(0))
+        if fault == of["used after inval"]:
+            T.cuda.cta_sync()
+            if t == 0:
+                T.ptx.mbarrier.inval.shared.b64(bar)
+            T.cuda.cta_sync()
+            T.ptx.mbarrier.test_wait.parity.shared.b64(done[0], bar, T.uint32(0))
+        if fault != of["nobody waits"] and fault != of["expected at exit"]:
+            Y[t] = s[t]
+        if fault == of["no wait"]:
+            T.cuda.mbarrier_wait(bar, 0)
+
+    return func
+
+
+@pytest.mark.parametrize("fault", COPY_FAULTS)
+def test_faulty_bulk_copy(fault):
+    for seed in range(3):
+        x, y = arrays()
+        if COPY_FAULTS[fault] is None:
+            run_tirx(faulty_copy(), [x, y, fault_numbers(COPY_FAULTS)[fault]], seed=seed)
+            np.testing.assert_array_equal(y, x)
+            continue
+        with pytest.raises(EmulationError, match=COPY_FAULTS[fault]):
+            run_tirx(faulty_copy(), [x, y, fault_numbers(COPY_FAULTS)[fault]], seed=seed)
+
+
+def test_what_is_in_flight_is_poisoned():
+    x, early = arrays()[0], []
+    for seed in range(4):
+        early.append(np.zeros(64, "float32"))
+        args = [x, early[-1], fault_numbers(COPY_FAULTS)["no wait"]]
+        run_tirx(faulty_copy(), args, seed=seed, check_races=False)
+    missing = np.isnan(early)
+    assert missing.any()
+    assert not missing.all()
+    np.testing.assert_array_equal(np.where(missing, x, early), np.broadcast_to(x, missing.shape))
+
+
+def test_mbarrier_is_not_invalidated_under_those_who_wait():
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        bar = T.alloc_shared([1], "uint64")
+        if t == 0:
+            T.ptx.mbarrier.init.shared.b64(bar.ptr_to([0]), T.uint32(1))
+        T.cuda.cta_sync()
+        if t == 0:
+            for _ in T.serial(64):
+                T.cuda.nano_sleep(100)
+            T.ptx.mbarrier.inval.shared.b64(bar.ptr_to([0]))
+        else:
+            T.cuda.mbarrier_wait(bar.ptr_to([0]), 0)
+        X[t] = T.float32(0)
+
+    with pytest.raises(EmulationError, match="mbarrier.inval of the mbarrier .* which threads wait for"):
+        run_tirx(func, [np.ones(64, "float32")], check_races=False)
+
+
+# How two rounds of stores to a peer go wrong.
+STORE_FAULTS = {
+    "none": None,
+    "cluster barrier at exit": None,
+    "not started": "access to shared memory .* which may not have started: no cluster barrier before",
+    "initialised late": "data race: an asynchronous copy reads what another wrote|is not initialised as an mbarrier",
+    "mbarrier elsewhere": "st.async to shared memory, which is not where the mbarrier .* is",
+    "misaligned": "misaligned st.async of 16 bytes",
+    "no such block": "the cluster has no block of rank 2",
+    "mapped twice": "the address of a peer's shared memory where that of the own is due",
+    "wait at the peer": "the address of a peer's shared memory where that of the own is due",
+    "no wait": "data race: (an asynchronous copy writes what another read|a thread reads what another wrote)",
+    "not handed back": "data race: an asynchronous copy writes what another (read|wrote)|completes without",
+    "handed back early": "data race: (an asynchronous copy writes what another read|a thread reads what another wrote)",
+    "relaxed hand-back": "data race: (an asynchronous copy writes what another read|a thread reads what another wrote)",
+    "nobody waits": "exits (with .* copies in flight|while .* awaits 512 bytes|with no wait for phase 1 of the mbarrier)",
+    "unseen at exit": "which has exited|exits with no wait for phase 1 of the mbarrier",
+}
+
+
+@functools.cache
+def faulty_store():
+    """Y = X: the second block of a cluster sends it to the first in two rounds, which hands the room back between."""
+    of = fault_numbers(STORE_FAULTS)
+
+    @T.prim_func
+    def func(X: T.Buffer((2, 32, 4), "float32"), Y: T.Buffer((2, 32, 4), "float32"), fault: T.int32):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([32])
+        s = T.alloc_shared([32, 4], "float32")
+        full = T.alloc_shared([1], "uint64")
+        empty = T.alloc_shared([1], "uint64")
+        peer = T.alloc_local([2], "uint32")
+        if t == 0 and fault != of["initialised late"]:
+            T.ptx.mbarrier.init.shared.b64(full.ptr_to([0]), T.uint32(1))
+            T.ptx.mbarrier.init.shared.b64(empty.ptr_to([0]), T.uint32(32))
+        if fault != of["not started"]:
+            T.ptx.barrier.cluster.arrive.release.aligned()
+            T.ptx.barrier.cluster.wait.acquire.aligned()
+        if t == 0 and fault == of["initialised late"]:
+            T.ptx.mbarrier.init.shared.b64(full.ptr_to([0]), T.uint32(1))
+            T.ptx.mbarrier.init.shared.b64(empty.ptr_to([0]), T.uint32(32))
+        T.cuda.cta_sync()
+        T.ptx.mapa.shared__cluster.u32(
+            peer[0], T.cuda.cvta_generic_to_shared(s.ptr_to([t, 0])),
+            T.if_then_else(fault == of["no such block"], T.uint32(2), T.uint32(0)),
+        )  # fmt: skip
+        T.ptx.mapa.shared__cluster.u32(
+            peer[1], T.cuda.cvta_generic_to_shared(full.ptr_to([0])), T.uint32(0)
+        )  # fmt: skip
+        if r == 1:
+            if fault == of["mapped twice"]:
+                T.ptx.mapa.shared__cluster.u32(peer[0], peer[0], T.uint32(0))
+            if fault == of["mbarrier elsewhere"]:
+                peer[1] = T.cuda.cvta_generic_to_shared(full.ptr_to([0]))
+            if fault == of["misaligned"]:
+                peer[0] = peer[0] + T.uint32(8)
+            for i in T.serial(2):
+                if i == 1 and fault != of["not handed back"]:
+                    T.cuda.mbarrier_wait(empty.ptr_to([0]), 0)
+                store_async.v4.f32(peer[0], X[i, t, 0], X[i, t, 1], X[i, t, 2], X[i, t, 3], peer[1])
+            if fault == of["wait at the peer"]:
+                T.ptx.mbarrier.test_wait.parity.shared.b64(peer[0], peer[1], T.uint32(0))
+        else:
+            T.ptx.mapa.shared__cluster.u32(peer[1], T.cuda.cvta_generic_to_shared(empty.ptr_to([0])), T.uint32(1))
+            for i in T.serial(2):
+                if t == 0 and not (i == 1 and fault == of["no wait"]):
+                    T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([0]), T.uint32(512))
+                if not (i == 1 and fault == of["nobody waits"]):
+                    if fault != of["no wait"]:
+                        T.cuda.mbarrier_wait(full.ptr_to([0]), i)
+                    if i == 0 and fault == of["handed back early"]:
+                        T.ptx.mbarrier.arrive.release.cluster.shared__cluster.b64(peer[1])
+                    for j in T.serial(4):
+                        Y[i, t, j] = s[t, j]
+                if i == 0 and fault == of["relaxed hand-back"]:
+                    T.ptx.mbarrier.arrive.relaxed.cluster.shared__cluster.b64(peer[1])
+                elif i == 0 and fault != of["handed back early"]:
+                    T.ptx.mbarrier.arrive.release.cluster.shared__cluster.b64(peer[1])
+                if i == 1 and (fault == of["unseen at exit"] or fault == of["cluster barrier at exit"]):
+                    T.ptx.mbarrier.arrive.release.cluster.shared__cluster.b64(peer[1])
+        if fault == of["cluster barrier at exit"]:
+            T.cuda.cluster_sync()
+
+    return func
+
+
+@pytest.mark.parametrize("fault", STORE_FAULTS)
+def test_faulty_store_to_a_peer(fault):
+    for seed in range(3):
+        x = RNG.standard_normal((2, 32, 4)).astype("float32")
+        y = np.full_like(x, np.nan)
+        if STORE_FAULTS[fault] is None:
+            run_tirx(faulty_store(), [x, y, fault_numbers(STORE_FAULTS)[fault]], seed=seed)
+            np.testing.assert_array_equal(y, x)
+            continue
+        with pytest.raises(EmulationError, match=STORE_FAULTS[fault]):
+            run_tirx(faulty_store(), [x, y, fault_numbers(STORE_FAULTS)[fault]], seed=seed)
 
 
 @pytest.mark.parametrize("place", [1023, 1024])

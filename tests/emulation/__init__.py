@@ -20,9 +20,11 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
 barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
-not looked at) and caches that are behind memory, contraction of a * b + c to fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and the rounding
-in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through
-global memory between blocks show only as different results under different seeds.
+not looked at) and caches that are behind memory, contraction of a * b + c to fma, flushed denormals,
+approximate intrinsics (`__expf` is exact here), the order and the rounding in which tensor cores add,
+and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show
+only as different results under different seeds. A loop around `mbarrier.test_wait` that never ends is
+a timeout, one around `try_wait` a deadlock, with the mbarrier's state.
 """
 
 from __future__ import annotations
@@ -425,7 +427,7 @@ STORE_ASYNC = re.compile(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::comple
 
 def _statement_to_cpp(statement: str) -> str:
     """One PTX statement as C++; registers are variables, operands @N@ are filled in later."""
-    if label := re.match(r"(\w+):\s*(.*)", statement, re.S):
+    if label := re.match(r"(\w+):(?!:)\s*(.*)", statement, re.S):
         rest = label.group(2).strip("} \n")
         return f"{label.group(1)}: ; {_statement_to_cpp(rest) if rest else ''}"
     if branch := re.fullmatch(r"bra(?:\.uni)?\s+(\w+)", statement):

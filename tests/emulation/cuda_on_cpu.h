@@ -232,7 +232,9 @@ struct Mbarrier {
   int64_t expected = 0, pending = 0, bytes = 0;  // arrivals, and the transaction count
   uint32_t phase = 0;
   unsigned in_flight = 0;  // asynchronous copies that will complete bytes of this phase
-  int64_t signalled = -1;  // the last phase that something but the threads of its block took part in
+  // The last phase that a copy signalled, the last that a peer arrived at, and a cluster barrier behind.
+  int64_t copied = -1, visited = -1;
+  uint32_t visitor_arrives = 0;
   Knowledge gathering;     // what those knew who arrived,
   const Knowledge* gathered = nullptr;  // and what one knows who waited for the phase before this
 };
@@ -922,6 +924,11 @@ void check_address(const void* address, size_t size) {
   if (!found) return check_elsewhere((char*)address, size, pc);
   check_peer(*found, pc);
   refuse_mbarriers(*found, (char*)address, size, pc);
+  if (!machine.check_races || !found->owner || found->owner->mbarriers->empty()) return;
+  Shadow* shadow = found->shadow + (home((char*)address) - found->begin);
+  for (size_t i = 0; i < size; i++)  // not even atomics may touch what is in flight
+    if (shadow[i].write.thread >= kAsync && !ordered(shadow[i].write, self(), true))
+      report_race("a thread accesses what another wrote,", (char*)address + i, shadow[i].write, pc);
 }
 
 static Access access_of(const Thread& t) {
@@ -1014,15 +1021,16 @@ static Mbarrier& use(const char* op, char* place, bool own, void* pc) {
   return m;
 }
 
-// What a phase has to have been awaited for: all that did not come from threads of the block itself.
+// What comes from elsewhere than the block's own threads has to find its mbarriers.
 static void check_awaited(const Mbarrier& m, const char* what) {
   if (m.in_flight)
     fail("the block %s with %u asynchronous copies in flight, which signal %s", what, m.in_flight, describe(m).c_str());
   if (m.bytes) fail("the block %s while %s awaits %ld bytes", what, describe(m).c_str(), long(m.bytes));
-  if (m.signalled < 0 || !machine.check_races) return;
+  int64_t last = std::max(m.copied, m.block->known < m.visitor_arrives ? m.visited : -1);
+  if (last < 0 || !machine.check_races) return;
   for (const Thread& t : m.block->threads)
-    if (heard_of(t, cluster_threads(*m.block) + m.number) > m.signalled) return;
-  fail("the block %s with no wait for phase %ld of %s, which is not its threads' alone", what, long(m.signalled),
+    if (heard_of(t, cluster_threads(*m.block) + m.number) > last) return;
+  fail("the block %s with no wait for phase %ld of %s, which copies or peers signal", what, long(last),
        describe(m).c_str());
 }
 
@@ -1076,11 +1084,11 @@ void mbarrier_inval(char* place) {
   void* pc = __builtin_return_address(0);
   Region& r = region_of_mbarrier("mbarrier.inval", place, true, pc);
   Mbarrier& m = mbarrier_at("mbarrier.inval", r, place);
-  look_for_races(r, place, 8, true, true, access_of(self()), pc);
   check_awaited(m, "invalidates an mbarrier");
   for (const Thread& o : m.block->threads)
     if (o.state == State::kMbarrier && o.value == uint64_t(&m))
       fail("mbarrier.inval of %s, which threads wait for", describe(m).c_str());
+  look_for_races(r, place, 8, true, true, access_of(self()), pc);
   r.owner->mbarriers->erase(m.place);
 }
 
@@ -1088,7 +1096,7 @@ uint64_t mbarrier_arrive(char* place, uint32_t count, uint32_t bytes, bool relea
   Mbarrier& m = use("mbarrier.arrive", place, state, __builtin_return_address(0));
   Thread& t = self();
   uint64_t phase = m.phase;
-  if (m.block != t.block) m.signalled = m.phase;
+  if (m.block != t.block) m.visited = m.phase, m.visitor_arrives = std::max(m.visitor_arrives, t.arrived + 1);
   add_bytes(m, bytes);
   if (count < 1 || count > m.pending)
     fail("mbarrier.arrive: %u arrivals at %s, whose phase %u awaits %ld", count, describe(m).c_str(), m.phase,
@@ -1142,15 +1150,18 @@ static char* whereabouts(const Block* b, char* place) {
 static void launch(const char* op, Flight flight, char* destination, const Access& now, void* pc) {
   Mbarrier& m = *flight.mbarrier;
   Region* r = find_region(destination, flight.size);
-  if (!r) report_out_of_bounds(destination, flight.size, pc);
+  if (!r) fail("%s of %zu bytes to what is not all shared memory, code+0x%lx", op, flight.size, code_offset(pc));
   if (r->owner != m.block) fail("%s to %s, which is not where %s is", op, r->name, describe(m).c_str());
   refuse_mbarriers(*r, destination, flight.size, pc);
   look_for_races(*r, destination, flight.size, true, true, now, pc);
   memset(destination, 0xFF, flight.size);
   flight.destination = home(destination);
   m.in_flight++;
-  m.signalled = m.phase;
-  if (flights.empty()) patience = 2u << 3 * (random_number() % 3);
+  m.copied = m.phase;
+  if (flights.empty()) {
+    unsigned threads = cluster_threads(*m.block), of_these[] = {2, 2 * threads, 32 * threads};
+    patience = of_these[random_number() % 3];
+  }
   flights.push_back(std::move(flight));
   yield_point();
 }
