@@ -13,6 +13,7 @@ from tvm_sparse.tuning.records import Candidate
 
 from .block_rows import block_rows
 from .cross_thread import cross_thread, over_blocks, warp_shuffle
+from .dealt_gather import dealt_gather
 from .insertion import online_insertion, safe_fused, safe_then_topk
 from .lookup_elements import lookup_elements
 from .packed_insertion import packed_insertion
@@ -73,6 +74,7 @@ TEMPLATES: tuple[Template, ...] = (
     row_gather,
     lookup_elements,
     warp_gather,
+    dealt_gather,
     softmax_rows,
     softmax_thread,
     softmax_block,
