@@ -1010,7 +1010,7 @@ STORE_FAULTS = {
     "not handed back": "data race: an asynchronous copy writes what another (read|wrote)|completes without",
     "handed back early": "data race: (an asynchronous copy writes what another read|a thread reads what another wrote)",
     "relaxed hand-back": "data race: (an asynchronous copy writes what another read|a thread reads what another wrote)",
-    "nobody waits": "exits (with .* copies in flight|while .* awaits 512 bytes|with no wait for phase 1 of the mbarrier)",
+    "nobody waits": "exits (with .* copies in flight|while .* awaits 512 bytes|with no wait for phase 1)",
     "unseen at exit": "which has exited|exits with no wait for phase 1 of the mbarrier",
 }
 
@@ -1095,6 +1095,66 @@ def test_faulty_store_to_a_peer(fault):
             continue
         with pytest.raises(EmulationError, match=STORE_FAULTS[fault]):
             run_tirx(faulty_store(), [x, y, fault_numbers(STORE_FAULTS)[fault]], seed=seed)
+
+
+# Addresses that instructions do not take.
+ADDRESS_FAULTS = {
+    "mbarrier in global memory": "mbarrier.init on argument 0, and an mbarrier is in shared memory",
+    "mbarrier of a peer": "mbarrier.init on the mbarrier of a peer",
+    "copy from shared memory": "cp.async.bulk from shared memory, not from global memory",
+    "generic as shared": "mapa.shared::cluster.u64 on a generic address",
+    "mapped twice": "an address of a peer's shared memory is mapped again",
+    "of no block": "the cluster has no block of rank 6",
+    "no address": "address .* is not in shared memory",
+    "no state": "mbarrier.test_wait with the state of phase 7, but the mbarrier .* is in phase 0",
+}
+
+
+@functools.cache
+def faulty_address():
+    of = fault_numbers(ADDRESS_FAULTS)
+
+    @T.prim_func
+    def func(X: T.Buffer((2,), "uint64"), fault: T.int32):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([32])
+        s = T.alloc_shared([2], "uint64")
+        bar = T.alloc_shared([1], "uint64")
+        at = T.alloc_local([1], "uint64")
+        done = T.alloc_local([1], "uint32")
+        at_peer = T.meta_var(T.call_extern("handle", "__cluster_map_shared_rank", s.ptr_to([0]), 1 - r))
+        here = T.meta_var(T.call_extern("handle", "__cluster_map_shared_rank", s.ptr_to([0]), r))
+        if t == 0:
+            T.ptx.mbarrier.init.shared.b64(bar.ptr_to([0]), T.uint32(1))
+        T.cuda.cluster_sync()
+        if t == 0:
+            if fault == of["mbarrier in global memory"]:
+                T.ptx.mbarrier.init.b64(X.ptr_to([0]), T.uint32(1))
+            if fault == of["mbarrier of a peer"]:
+                T.ptx.mbarrier.init.b64(at_peer, T.uint32(1))
+            if fault == of["copy from shared memory"]:
+                bulk_copy(s.ptr_to([0]), here, T.uint32(16), bar.ptr_to([0]))
+            if fault == of["generic as shared"]:
+                T.ptx.mapa.shared__cluster.u64(at[0], s.ptr_to([0]), T.uint32(1))
+            if fault == of["mapped twice"]:
+                T.ptx.mapa.u64(at[0], at_peer, T.Cast("uint32", 1 - r))
+            if fault == of["of no block"]:
+                store_async.b32(T.uint32(7 << 25), T.uint32(0), bar.ptr_to([0]))
+            if fault == of["no address"]:
+                T.ptx.mapa.u64(at[0], X.ptr_to([0]), T.uint32(1))
+            if fault == of["no state"]:
+                T.ptx.mbarrier.test_wait.shared.b64(done[0], bar.ptr_to([0]), T.uint64(7))
+        T.cuda.cluster_sync()
+
+    return func
+
+
+@pytest.mark.parametrize("fault", ADDRESS_FAULTS)
+def test_faulty_address(fault):
+    with pytest.raises(EmulationError, match=ADDRESS_FAULTS[fault]):
+        run_tirx(faulty_address(), [np.zeros(2, "uint64"), fault_numbers(ADDRESS_FAULTS)[fault]])
 
 
 @pytest.mark.parametrize("place", [1023, 1024])

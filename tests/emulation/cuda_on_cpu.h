@@ -935,9 +935,9 @@ static Access access_of(const Thread& t) {
   return {t.block->number, t.rank, t.block->epoch, t.clock[t.lane], t.arrived};
 }
 
-// What the current thread does, `now`, or has an asynchronous copy do. `settled`: not even a write of
+// What the current thread does, `now`, or has an asynchronous copy do. `strict`: not even a write of
 // what is there already is benign.
-static void look_for_races(const Region& r, char* address, size_t size, bool is_write, bool settled,
+static void look_for_races(const Region& r, char* address, size_t size, bool is_write, bool strict,
                            const Access& now, void* pc) {
   if (!machine.check_races) return;
   const Thread& t = self();
@@ -958,7 +958,7 @@ static void look_for_races(const Region& r, char* address, size_t size, bool is_
         report_race(async ? "an asynchronous copy writes what another read," : "a thread writes what another read,",
                     address + i, read, pc);
     if (!ordered(s.write, t, shared)) {
-      if (settled || s.write.thread >= kAsync)
+      if (strict || s.write.thread >= kAsync)
         report_race(async ? "an asynchronous copy writes what another wrote," : "a thread writes what another wrote,",
                     address + i, s.write, pc);
       if (!machine.pending.address && size <= 16) {
@@ -1147,7 +1147,7 @@ static char* whereabouts(const Block* b, char* place) {
 }
 
 // Until it is performed, what it will write is poisoned, and from now on nobody's who has not waited.
-static void launch(const char* op, Flight flight, char* destination, const Access& now, void* pc) {
+static void issue(const char* op, Flight flight, char* destination, const Access& now, void* pc) {
   Mbarrier& m = *flight.mbarrier;
   Region* r = find_region(destination, flight.size);
   if (!r) fail("%s of %zu bytes to what is not all shared memory, code+0x%lx", op, flight.size, code_offset(pc));
@@ -1191,7 +1191,7 @@ void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
   Flight flight{nullptr, src, {}, size, &m};
   // It may well be done before the kernel before is.
   if (machine.unfinished) flight.bytes.assign(src, src + size), flight.source = nullptr;
-  launch(op, std::move(flight), dst, now, pc);
+  issue(op, std::move(flight), dst, now, pc);
 }
 
 void store_async(char* dst, const void* values, size_t size, char* mbarrier) {
@@ -1199,7 +1199,7 @@ void store_async(char* dst, const void* values, size_t size, char* mbarrier) {
   if (uintptr_t(dst) % size) fail("misaligned st.async of %zu bytes", size);
   Mbarrier& m = signalled_by_copy("st.async", mbarrier, pc);
   const char* bytes = (const char*)values;
-  launch("st.async", {nullptr, nullptr, {bytes, bytes + size}, size, &m}, dst, access_of_copy(m), pc);
+  issue("st.async", {nullptr, nullptr, {bytes, bytes + size}, size, &m}, dst, access_of_copy(m), pc);
 }
 
 static void perform(size_t index) {
