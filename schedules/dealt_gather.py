@@ -21,7 +21,7 @@ from __future__ import annotations
 from tvm_sparse.machine import Machine
 from tvm_sparse.operators.problem import Problem, numpy_dtype
 
-from .template import Decisions, Program, Table, Template, ceildiv
+from .template import Decisions, NotApplicable, Program, Table, Template, ceildiv
 from .warp_gather import widths
 
 # Blocks of threads a multiprocessor, at the problem's number of rows.
@@ -33,6 +33,8 @@ MOST_LOADS = 20
 MAX_THREADS = 1024
 SECTOR = 32  # bytes
 MAX_SHARED = 48 * 1024
+# Registers of a multiprocessor, and what a thread needs beside loads, values and sums (addresses, counts).
+REGISTERS, BESIDES = 65536, 24
 
 
 class Dealt:
@@ -41,6 +43,7 @@ class Dealt:
     def __init__(self, problem: Problem, blocks: int, groups: int):
         size = numpy_dtype(problem.dtype).itemsize
         self.vec = widths(problem)[0]  # elements of a vector
+        self.words = ceildiv(self.vec * size, 4)
         self.columns = problem.width // self.vec  # vectors of a row
         unit = SECTOR // (self.vec * size)
         self.unit = unit if self.columns % unit == 0 else 1  # vectors that stay together
@@ -62,11 +65,14 @@ def units(problem: Problem) -> int:
 
 
 def space(problem: Problem, machine: Machine) -> Table:
-    return {
+    table = {
         "blocks": tuple(sorted({min(machine.cores * waves, units(problem)) for waves in WAVES})),
         "groups": GROUPS,
         "early": (0, 1, 2) if machine.has_clusters else (0,),
     }
+    if first_point(problem, machine, table) is None:
+        raise NotApplicable(f"{units(problem)} sectors of output are too many for {table['blocks'][-1]} blocks")
+    return table
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
@@ -74,6 +80,9 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
     dealt = Dealt(problem, decisions["blocks"], groups)
     if dealt.threads > MAX_THREADS:
         return f"{dealt.slots} vectors of {groups} threads each exceed {MAX_THREADS} threads a block"
+    held = dealt.loads * (dealt.words + bool(problem.weighted)) + dealt.vec
+    if (held + BESIDES) * dealt.threads > REGISTERS:
+        return f"{held} loads, values and sums in each of {dealt.threads} threads exceed the registers"
     if dealt.shared * 4 > MAX_SHARED:
         return f"partial sums of {dealt.shared * 4} bytes exceed shared memory of {MAX_SHARED}"
     if (groups - 1) * dealt.loads >= max(problem.nonzeros, 1):
@@ -81,13 +90,16 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
     return None
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def first_point(problem: Problem, machine: Machine, table: Table) -> Decisions | None:
     """As few blocks, and then as many groups, as there may be."""
-    table = space(problem, machine)
     points = ({"blocks": blocks, "groups": groups, "early": 0} for blocks in table["blocks"] for groups in GROUPS[::-1])
-    return next((p for p in points if allowed(problem, machine, p) is None), None) or {
-        "blocks": table["blocks"][-1], "groups": 1, "early": 0,
-    }  # fmt: skip
+    return next((point for point in points if allowed(problem, machine, point) is None), None)
+
+
+def default(problem: Problem, machine: Machine) -> Decisions:
+    point = first_point(problem, machine, space(problem, machine))
+    assert point is not None  # else `space` raises
+    return point
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -102,9 +114,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     groups, early = decisions["groups"], decisions["early"]
     dealt = Dealt(problem, blocks, groups)
     vec, columns, unit, slots, threads = dealt.vec, dealt.columns, dealt.unit, dealt.slots, dealt.threads
-    loads, wide, quads, pitch = dealt.loads, dealt.wide, dealt.quads, dealt.pitch
+    words, loads, wide, quads, pitch = dealt.words, dealt.loads, dealt.wide, dealt.quads, dealt.pitch
     size, index_size = numpy_dtype(dtype).itemsize, numpy_dtype(index).itemsize
-    words = ceildiv(vec * size, 4)  # of a vector
     # Ids of one load: as many as lie aligned wherever a thread's share begins.
     together = next(v for v in (4, 2, 1) if v * index_size <= 16 and nonzeros % v == 0 and loads % v == 0)
     value_words = ceildiv(together * size, 4)  # of the values of one load

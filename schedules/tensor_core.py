@@ -23,8 +23,9 @@ where they are added in a fixed order.
 that follow each other, for the row's ends, its columns and x, two are made before that one is done: ends and columns
 are known if the host has looked at them (`long` is not below 0), because nobody writes them any more. Else they are
 guesses, which are read again, from the L2 cache and beside x, and in most calls found to be right. With 2 the kernel
-behind may start as soon as this one has, and of a weight that is known to be `constant` the first blocks are loaded
-before the wait too, while the kernel before computes: what is left then is x, the products and the sum.
+behind may start as soon as this one has, and a weight that is known to be `constant` takes a way of its own, with
+nothing to guess or to choose: its first blocks are loaded before the wait too, while the kernel before computes, and
+what is left then is x, the products and the sum.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ MAX_HELD = 176
 # Registers of a multiprocessor, and what a thread needs besides (addresses, counts).
 REGISTERS, BESIDES = 65536, 24
 MAX_SHARED = 48 * 1024
+MAX_BLOCKS_Y = 65535  # of a grid
 # Floats between the rows of a tile in shared memory beyond its width: keeps lanes off each other's banks.
 PAD = 4
 
@@ -89,6 +91,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{held} accumulators and operands exceed {MAX_HELD} registers"
     if split > 1 and shared_bytes(decisions) > MAX_SHARED:
         return f"partial sums of {shared_bytes(decisions)} bytes exceed shared memory of {MAX_SHARED}"
+    if decisions["early"] == 2 and problem.n // tile_n > MAX_BLOCKS_Y:
+        return f"{problem.n // tile_n} tiles of n={problem.n} exceed an axis of the grid"
     if decisions["early"] == 2 and tile_m > AHEAD:
         return f"with tiles of {tile_m} rows of x the launch matters too little to load the weight ahead"
     steps = ceildiv(problem.k, 32)
@@ -170,12 +174,24 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     biased, activation = bool(problem.bias), problem.activation
     put = peer_write("put_sum", "float")
 
+    def strips(m):
+        """Strips of x that blocks of threads share out."""
+        return (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)
+
     # fmt: off
     @T.inline
     def load_ends(how, P, unit, ends):
         """First block of the unit's row, and the row's octets."""
         how(ends[0], P.ptr_to([unit // slices]))
         how(ends[1], P.ptr_to([unit // slices + 1]))
+        ends[1] = (ends[1] - ends[0]) * octets
+
+    @T.inline
+    def load_order(R, unit, row, ends):
+        """The unit's row and the same of it, of a pattern that the host has looked at."""
+        fetch(row[0], R.ptr_to([unit // slices, 0]))
+        fetch(ends[0], R.ptr_to([unit // slices, 1]))
+        fetch(ends[1], R.ptr_to([unit // slices, 2]))
         ends[1] = (ends[1] - ends[0]) * octets
 
     @T.inline
@@ -236,6 +252,15 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
 
     @T.inline
+    def join(rank, ranks, count):
+        """The blocks of a cluster that have a part of the row: the others are done."""
+        if spread > 1:
+            if rank > 0 and rank * chunk >= count:
+                T.thread_return()
+            if ranks > 1 and count > chunk:
+                cluster_arrive()
+
+    @T.inline
     def multiply(sums, tall_part, wide_part):
         """Two instructions a step for each pair of fragments: the halves of the octets."""
         for d in T.unroll(depth):
@@ -274,18 +299,22 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.device_entry()
         if ahead:
             T.ptx.griddepcontrol.launch_dependents()  # they await this one whenever they start
-        # One axis: TVM launches clusters along x alone, and the others end at 65535.
-        if spread > 1:
-            block = T.cluster_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * deal.clusters(long)])
-            place = T.cta_id_in_cluster([spread])
-        else:
-            block = T.cta_id([(m + (tile_m * warps_m - 1)) // (tile_m * warps_m) * (n // tile_n)])
-            place = 0
-        t = T.thread_id([threads])
         # The long rows of all strips come before the others.
-        strips: T.int32 = (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)
-        strip: T.int32 = block % strips
-        cluster: T.int32 = block // strips
+        if ahead and spread == 1:
+            strip, cluster = T.cta_id([strips(m), n // tile_n])
+            place = 0
+        else:
+            # One axis: TVM launches clusters along x alone, and the others end at 65535.
+            if spread > 1:
+                block = T.cluster_id([strips(m) * deal.clusters(long)])
+                place = T.cta_id_in_cluster([spread])
+            else:
+                block = T.cta_id([strips(m) * (n // tile_n)])
+                place = 0
+            many: T.int32 = strips(m)
+            strip: T.int32 = block % many
+            cluster: T.int32 = block // many
+        t = T.thread_id([threads])
         unit: T.int32 = deal.unit(cluster, place, long)
         rank: T.int32 = deal.rank(cluster, place, long)
         ranks: T.int32 = deal.ranks(cluster, long)
@@ -312,58 +341,65 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             lane_rows[f] = T.min(top + f * 8 + group, m - 1)
         for e in T.unroll(tall * wide * 4):
             sums[e] = T.float32(0)
-        guessed[0] = int(early)
-        if long >= 0:
-            fetch(row[0], R.ptr_to([unit // slices, 0]))
-            fetch(ends[0], R.ptr_to([unit // slices, 1]))
-            fetch(ends[1], R.ptr_to([unit // slices, 2]))
-            ends[1] = (ends[1] - ends[0]) * octets
-        else:
-            row[0] = unit // slices
-            load_ends(fetch, P, unit, ends)
-        if early:
-            # What is read here may be anything still, but it must not lead out of the arrays.
-            ends[0] = T.max(T.min(ends[0], nnzb), 0)
-            ends[1] = T.max(T.min(ends[1], (nnzb - ends[0]) * octets), 0)
-        load_columns(fetch, D, octet, ends[1], ends[0], columns)
-        if ahead:
-            if constant != 0 and long >= 0:
-                load_weight(
-                    W, octet, ends[1], ends[0], unit % slices * tile_n + group,
-                    tall_part if weight_first else wide_part)
-        if early:
-            for d in T.unroll(depth):
-                columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
-            if ahead:
-                T.ptx.griddepcontrol.wait()
-            else:
-                await_previous()
-            # By all lanes, also where the row is taken to end before: they may have read different ends.
-            if not ahead or constant == 0 or long < 0:
-                load_weight(
-                    W, octet, ends[1], ends[0], unit % slices * tile_n + group,
-                    tall_part if weight_first else wide_part)
+        if ahead and (constant != 0 and long >= 0):
+            load_order(R, unit, row, ends)
+            load_columns(fetch, D, octet, ends[1], ends[0], columns)
+            load_weight(
+                W, octet, ends[1], ends[0], unit % slices * tile_n + group, tall_part if weight_first else wide_part)
+            T.ptx.griddepcontrol.wait()
             load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
-            if long < 0:
-                compare(D, P, unit, octet, ends, columns, again, columns_again, guessed)
-        first: T.int32 = ends[0]
-        count: T.int32 = ends[1]
-        if spread > 1:
-            if rank > 0 and rank * chunk >= count:
-                T.thread_return()
-            if ranks > 1 and count > chunk:
-                cluster_arrive()
-
-        # The first lane's octet decides for the warp: all of it is needed for an instruction.
-        while octet - lane < count:
-            if guessed[0] == 0:
-                load_operands(
-                    W, X, octet, count, first, unit % slices * tile_n + group, lane_rows, columns, tall_part, wide_part)
-            guessed[0] = 0
-            octet = octet + chunk * ranks
-            load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)
+            join(rank, ranks, ends[1])
             T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
+            octet = octet + chunk * ranks
+            while octet - lane < ends[1]:
+                load_columns(fetch, D, octet, ends[1], ends[0], columns)
+                load_operands(
+                    W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part,
+                    wide_part)
+                T.cuda.warp_sync()
+                multiply(sums, tall_part, wide_part)
+                octet = octet + chunk * ranks
+        else:
+            guessed[0] = int(early)
+            if long >= 0:
+                load_order(R, unit, row, ends)
+            else:
+                row[0] = unit // slices
+                load_ends(fetch, P, unit, ends)
+            if early:
+                # What is read here may be anything still, but it must not lead out of the arrays.
+                ends[0] = T.max(T.min(ends[0], nnzb), 0)
+                ends[1] = T.max(T.min(ends[1], (nnzb - ends[0]) * octets), 0)
+            load_columns(fetch, D, octet, ends[1], ends[0], columns)
+            if early:
+                for d in T.unroll(depth):
+                    columns[d] = T.max(T.min(columns[d], k // cols - 1), 0)
+                if ahead:
+                    T.ptx.griddepcontrol.wait()
+                else:
+                    await_previous()
+                # By all lanes, also where the row is taken to end before: they may have read different ends.
+                load_operands(
+                    W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part,
+                    wide_part)
+                if long < 0:
+                    compare(D, P, unit, octet, ends, columns, again, columns_again, guessed)
+            first: T.int32 = ends[0]
+            count: T.int32 = ends[1]
+            join(rank, ranks, count)
+
+            # The first lane's octet decides for the warp: all of it is needed for an instruction.
+            while octet - lane < count:
+                if guessed[0] == 0:
+                    load_operands(
+                        W, X, octet, count, first, unit % slices * tile_n + group, lane_rows, columns, tall_part,
+                        wide_part)
+                guessed[0] = 0
+                octet = octet + chunk * ranks
+                load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)
+                T.cuda.warp_sync()
+                multiply(sums, tall_part, wide_part)
 
         left: T.int32 = row[0] * rows + unit % slices * tile_n  # of y, of this block's tiles
         if split == 1:
@@ -396,13 +432,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.cuda.cta_sync()
             if spread > 1:
                 # Blocks write into the first one's memory when that has started, and it reads when they have written.
-                if ranks > 1 and count > chunk:
+                if ranks > 1 and ends[1] > chunk:
                     cluster_wait()
                     if rank == 0:
                         cluster_barrier()
-            for i in T.serial((pairs - t % share + (share - 1)) // share):
+            # Launches that read ahead have few pairs; the compiler would make much of a loop that mostly runs once.
+            for i in T.unroll(ceildiv(pairs, share)) if ahead else T.serial((pairs - t % share + (share - 1)) // share):
                 pair = i * share + t % share
-                if top + pair // (tile_n // 2) < m:
+                if (not ahead or pair < pairs) and top + pair // (tile_n // 2) < m:
                     for e in T.unroll(2):
                         sums[e] = T.float32(0)
                         for s in T.unroll(split):
@@ -414,7 +451,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                                 T.evaluate(put(others.ptr_to([rank - 1, t // share, pair, e]), 0, sums[e]))
                         else:
                             for r in T.unroll(spread - 1):
-                                if r + 1 < ranks and (r + 1) * chunk < count:
+                                if r + 1 < ranks and (r + 1) * chunk < ends[1]:
                                     for e in T.unroll(2):
                                         sums[e] = sums[e] + others[r, t // share, pair, e]
                     if rank == 0:

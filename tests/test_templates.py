@@ -109,6 +109,16 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             5,
         ),
         (
+            "dealt_gather",
+            "nhot_lookup/rows=60,vocab=9,width=64,nonzeros=10",
+            {
+                "blocks": (132, 264, 396, 480),  # no more than there are sectors
+                "groups": (1, 2, 4, 5, 8, 10, 16, 20, 25, 32),
+                "early": (0, 1, 2),
+            },
+            3 * 4 * 5,  # 8 groups and more than 10 leave some without an entry
+        ),
+        (
             "warp_gather",
             "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=1",
             {
@@ -208,6 +218,7 @@ def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple
         ("over_blocks", "bsr_matmul/m=3,k=32,n=35,block=5x32,sparsity=0.5", "rows of 1 blocks have no work"),
         ("staged_x", ODD, "blocks of 5x3 do not divide evenly"),
         ("staged_x", "bsr_matmul/m=3,k=32,n=32,block=1,sparsity=0.5,dtype=float16", "no copies of 4 to 16 bytes"),
+        ("dealt_gather", "nhot_lookup/rows=1000000,vocab=9,width=64,nonzeros=4", "sectors of output are too many"),
         ("tensor_core", "bsr_matmul/m=9,k=64,n=64,block=16,sparsity=0.5", "round float32 inputs"),
         ("tensor_core", "bsr_matmul/m=9,k=64,n=64,block=4x16,sparsity=0.5,dtype=float16", "no multiples of 8x8"),
     ],
@@ -649,6 +660,39 @@ def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int])
         for structure in (even, others[seed % len(others)]):
             call = emulated(program, seed, lambda arguments, wrong=wrong: {1: wrong(arguments[1])})
             verify(problem, structure, seed, call)
+
+
+@pytest.mark.parametrize(
+    ("key", "decisions"),
+    [
+        ("rows=9,vocab=61,width=72,nonzeros=8,dtype=float16,weighted=1", {"groups": 2, "early": 2}),
+        ("rows=12,vocab=50,width=33,nonzeros=7,weighted=1,index=int64", {"groups": 4, "early": 1}),
+        ("rows=7,vocab=40,width=8,nonzeros=50", {"groups": 2, "early": 0}),
+    ],
+    ids=["loads-of-ids", "single-ids", "two-batches"],
+)
+def test_rows_that_are_not_where_they_are_guessed_to_be(key: str, decisions: dict[str, int]) -> None:
+    """As many entries as the problem says on average, but not in every row; another number; and other numbers of rows,
+    for one library serves them all."""
+    problem, template = parse(f"nhot_lookup/{key}"), schedules.find("dealt_gather")
+    point = {**template.default(problem, SM90), **decisions}
+    assert template.point(problem, SM90, point) is None
+    program = template.build(problem, point)
+    rng = np.random.default_rng(0)
+    for rows, each in itertools.product((1, problem.rows, 2 * problem.rows + 1), (problem.nonzeros, 1, 0)):
+        here = problem.with_batch(rows)
+        for moved in (0, 1, 3):
+            counts = np.full(rows, each)
+            counts[: rows // 2] -= min(moved, each)
+            counts[rows - rows // 2 :] += min(moved, each)
+            indptr, indices, *values, table = here.generate(moved)
+            indptr[1:] = np.cumsum(rng.permutation(counts))
+            nnz = int(indptr[-1])
+            indices = rng.integers(here.vocab, size=nnz).astype(indices.dtype)
+            values = [rng.standard_normal(nnz).astype(array.dtype) for array in values]
+            inputs, outputs = [indptr, indices, *values, table], here.empty_outputs()
+            emulated(program, moved)([*inputs, *outputs])
+            here.check(inputs, here.reference(inputs), outputs)
 
 
 def test_thread_by_thread_catches_a_missing_barrier() -> None:
