@@ -3,9 +3,11 @@
     python scripts/launch_floor.py          # about half a minute
 
 The kernels do nothing but read, add up and store: a vector of x a thread and, with a weight, that too, once and in
-order, without indices, with rows of equal length. They overlap the launch before as ours do. Each is timed hot and with
-weights in turn that exceed the L2 cache, in CUDA graphs, and compared with the time in which memory brings its bytes.
-Writes a CSV with GPU, versions and date into scripts/results/.
+order, without indices, with rows of equal length. The last ones gather x instead as a product of 8 rows of x with
+blocks of 16 x 16 does, two halves of a row of each block, from columns at random that are known before; with and
+without the blocks, which are read before the kernel before is done (`BsrWeight(constant=True)`). They overlap the
+launch before as ours do. Each is timed hot and with inputs in turn that exceed the L2 cache, in CUDA graphs, and
+compared with the time in which memory brings its bytes. Writes a CSV with GPU, versions and date into scripts/results/.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import functools
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from reproduction import provenance, result_path, write_csv
@@ -25,43 +27,85 @@ from tvm_sparse.cli.common import Target, console, errors, machine_here, table, 
 from tvm_sparse.machine import Machine
 from tvm_sparse.runtime.loading import load_function
 
-# Blocks, threads a block, and vectors of 16 bytes of the weight a thread. Five of 256 x 256 threads are 5.2 MB: the
-# stored blocks of a half-precision weight of 4096 x 4096 of which 85 % are zero.
-KERNELS = ((128, 128, 0), (256, 256, 0), (64, 256, 2), (256, 256, 1), (256, 256, 5), (128, 512, 5), (1056, 256, 8))
+# x of the gathering kernels: 8 rows of 4,096 elements of 16 bits, here as words.
+X_ROWS, X_WORDS = 8, 2048
+
+
+class Kernel(NamedTuple):
+    blocks: int
+    threads: int
+    vectors: int  # of 16 bytes of the weight, a thread
+    gathers: int = 0  # vectors of x a thread from columns that are given, else one in order
+    ahead: bool = False  # the weight before the kernel before is done
+
+
+# Five vectors of 256 x 256 threads are 5.2 MB: the stored blocks of a half-precision weight of 4096 x 4096 of which
+# 85 % are zero. So are four of 256 x 320, whose two gathers a thread are the octets of 40 blocks a row.
+KERNELS = (
+    Kernel(128, 128, 0),
+    Kernel(256, 256, 0),
+    Kernel(64, 256, 2),
+    Kernel(256, 256, 1),
+    Kernel(256, 256, 5),
+    Kernel(128, 512, 5),
+    Kernel(1056, 256, 8),
+    Kernel(256, 256, 5, ahead=True),
+    Kernel(256, 320, 0, gathers=2),
+    Kernel(256, 320, 4, gathers=2, ahead=True),
+)
 MOST_COPIES = 50
 
 
-def build(blocks: int, threads: int, vectors: int, machine: Machine, folder: Path) -> Any:
-    """The kernel, as a function of x, the weight and y."""
+def build(kernel: Kernel, machine: Machine, folder: Path) -> Any:
+    """The kernel, as a function of x, the weight, the columns and y."""
     import tvm
     from tvm.script import tirx as T
 
     from tvm_sparse.artifacts import cuda_toolchain
-    from tvm_sparse.schedules.overlap import await_previous, overlapping
+    from tvm_sparse.schedules.overlap import overlapping
     from tvm_sparse.schedules.words import load_words
 
+    blocks, threads, vectors, gathers, ahead = kernel
+    reads = max(gathers, 1)
+
     # fmt: off
+    @T.inline
+    def read_weight(W, b, t, words):
+        for v in T.unroll(vectors):
+            load_words(16, words, (reads + v) * 4, None, W.ptr_to([((b * vectors + v) * threads + t) * 4]))
+
     @T.prim_func
-    def main(x_h: T.handle, weight_h: T.handle, y_h: T.handle):
-        X = T.match_buffer(x_h, (threads * 4,), "float32")
+    def main(x_h: T.handle, weight_h: T.handle, columns_h: T.handle, y_h: T.handle):
+        X = T.match_buffer(x_h, (X_ROWS, X_WORDS), "float32")
         W = T.match_buffer(weight_h, (blocks * threads * max(vectors, 1) * 4,), "float32")
+        C = T.match_buffer(columns_h, (blocks * reads * (threads // 8),), "int32")
         Y = T.match_buffer(y_h, (blocks * threads,), "float32")
         T.device_entry()
+        T.ptx.griddepcontrol.launch_dependents()
         b = T.cta_id([blocks])
         t = T.thread_id([threads])
-        words = T.alloc_local([(vectors + 1) * 4], "uint32")
+        words = T.alloc_local([(vectors + reads) * 4], "uint32")
+        column = T.alloc_local([reads], "int32")
         total = T.alloc_local([1], "float32")
-        await_previous()
-        load_words(16, words, 0, None, X.ptr_to([t * 4]))
-        for v in T.unroll(vectors):
-            load_words(16, words, v * 4 + 4, None, W.ptr_to([((b * vectors + v) * threads + t) * 4]))
+        for g in T.unroll(gathers):
+            # Four lanes of a warp share a row of x, and eight a column.
+            T.ptx.ld.global_.s32(column[g], C.ptr_to([(b * reads + g) * (threads // 8) + t // 32 * 4 + t % 4]))
+        if ahead:
+            read_weight(W, b, t, words)
+        T.ptx.griddepcontrol.wait()
+        if gathers == 0:
+            load_words(16, words, 0, None, X.ptr_to([0, t * 4]))
+        for g in T.unroll(gathers):
+            load_words(16, words, g * 4, None, X.ptr_to([t % 32 // 4, column[g]]))
+        if not ahead:
+            read_weight(W, b, t, words)
         total[0] = T.float32(0)
-        for e in T.unroll((vectors + 1) * 4):
+        for e in T.unroll((vectors + reads) * 4):
             total[0] = total[0] + T.reinterpret("float32", words[e])
         Y[b * threads + t] = total[0]
     # fmt: on
     cuda_toolchain.activate()
-    target, path = target_of(machine), folder / f"{blocks}_{threads}_{vectors}.so"
+    target, path = target_of(machine), folder / f"{'_'.join(map(str, kernel))}.so"
     with target:
         module = tvm.compile(
             tvm.IRModule({"main": overlapping(main.with_attr("global_symbol", "main"))}),
@@ -69,6 +113,21 @@ def build(blocks: int, threads: int, vectors: int, machine: Machine, folder: Pat
         )  # fmt: skip
     module.export_library(str(path))
     return load_function(path, "cuda", None)
+
+
+def expected(kernel: Kernel, x: Any, weight: Any, columns: Any) -> Any:
+    """What it computes, by PyTorch."""
+    import torch
+
+    blocks, threads, vectors, gathers, _ = kernel
+    t = torch.arange(threads, device=x.device)
+    if gathers:
+        starts = columns.view(blocks, gathers, threads // 8)[:, :, t // 32 * 4 + t % 4].long()
+        places = (t % 32 // 4)[:, None] * X_WORDS + starts[..., None] + torch.arange(4, device=x.device)
+        wanted = x.view(-1)[places].sum((1, 3))
+    else:
+        wanted = x.view(-1)[: 4 * threads].view(threads, 4).sum(1).expand(blocks, threads)
+    return wanted + weight.view(blocks, vectors, threads, 4).sum((1, 3)) if vectors else wanted
 
 
 def main(target: Target = "auto") -> None:
@@ -82,31 +141,43 @@ def main(target: Target = "auto") -> None:
         facts = provenance(where)
         cache, lines, calls = torch.cuda.get_device_properties().L2_cache_size, [], {}
         with tempfile.TemporaryDirectory() as folder:
-            for blocks, threads, vectors in KERNELS:
-                function = build(blocks, threads, vectors, where, Path(folder))
-                size = blocks * threads * max(vectors, 1) * 4
+            for kernel in KERNELS:
+                function = build(kernel, where, Path(folder))
+                size = kernel.blocks * kernel.threads * max(kernel.vectors, 1) * 4
                 copies = min(math.ceil(2 * cache / (4 * size)), MOST_COPIES)
-                x, y = torch.randn(threads * 4, device="cuda"), torch.empty(blocks * threads, device="cuda")
-                weights = [torch.randn(size, device="cuda") for _ in range(copies if vectors else 1)]
-                function(x, weights[0], y)
-                wanted = x.view(-1, 4).sum(1) + (
-                    weights[0].view(blocks, vectors, threads, 4).sum((1, 3)) if vectors else torch.zeros(1, 1).cuda()
-                )
-                torch.testing.assert_close(y.view(blocks, threads), wanted.expand(blocks, threads))
-                each = [functools.partial(function, x, weight, y) for weight in weights]
-                calls[blocks, threads, vectors, "hot"] = each[0]
-                if vectors:
-                    calls[blocks, threads, vectors, "rotated"] = peers.in_turn(each)
-            printed = table("blocks", "threads", "weight MB", "inputs", "us", "of limit", right=("weight MB", "us"))
-            for (blocks, threads, vectors, inputs), (_, seconds) in peers.time_cuda(calls).items():
+                outputs, columns = torch.empty(kernel.blocks * kernel.threads, device="cuda"), []
+                for _ in range(copies):
+                    # The second octet of a block follows the first one.
+                    pairs = torch.randint(X_WORDS // 8, (len(outputs) // 16 * max(kernel.gathers, 1), 1), device="cuda")
+                    columns.append((pairs * 8 + torch.tensor([0, 4], device="cuda")).view(-1).int())
+                weights = [torch.randn(size, device="cuda") for _ in range(copies)]
+                xs = [torch.randn(X_ROWS, X_WORDS, device="cuda") for _ in range(copies)]
+                each = [
+                    functools.partial(function, x, weight, places, outputs)
+                    for x, weight, places in zip(xs, weights, columns, strict=True)
+                ]
+                for call, *inputs in zip(each, xs, weights, columns, strict=True):
+                    call()
+                    wanted = expected(kernel, *inputs).reshape(-1)
+                    torch.testing.assert_close(outputs, wanted, rtol=1e-4, atol=1e-3)
+                calls[kernel, "hot"] = each[0]
+                if kernel.vectors:
+                    calls[kernel, "rotated"] = peers.in_turn(each)
+            heads = ("blocks", "threads", "weight MB", "weight", "x", "inputs", "us", "of limit")
+            printed = table(*heads, right=("weight MB", "us"))
+            for (kernel, inputs), (_, seconds) in peers.time_cuda(calls).items():
                 median = sorted(seconds)[len(seconds) // 2]
-                size = 16 * blocks * threads * vectors
-                share = (size + 4 * blocks * threads) / (where.bandwidth or math.nan) / median
-                lines.append([blocks, threads, size, inputs, f"{median * 1e6:.3f}", f"{share:.3f}"])
-                printed.add_row(str(blocks), str(threads), f"{size / 1e6:.1f}", inputs, us(median), f"{share:.0%}")
+                threads = kernel.blocks * kernel.threads
+                size = 16 * threads * kernel.vectors
+                share = (size + 4 * threads) / (where.bandwidth or math.nan) / median
+                read = ("ahead" if kernel.ahead else "after the wait") if kernel.vectors else "none"
+                line = [kernel.blocks, kernel.threads, size, read, "gathered" if kernel.gathers else "in order", inputs]
+                lines.append([*line, f"{median * 1e6:.3f}", f"{share:.3f}"])
+                printed.add_row(*map(str, line[:2]), f"{size / 1e6:.1f}", *line[3:], us(median), f"{share:.0%}")
         console().print(printed)
         path = result_path("launch-floor", where).with_suffix(".csv")
-        write_csv(path, facts, ("blocks", "threads", "weight_bytes", "inputs", "microseconds", "of_limit"), lines)
+        columns_of = ("blocks", "threads", "weight_bytes", "weight", "x", "inputs", "microseconds", "of_limit")
+        write_csv(path, facts, columns_of, lines)
         typer.echo(f"wrote {path}")
 
 
