@@ -58,9 +58,9 @@ def main(
         facts = provenance(where)
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
-        lines: list[list[object]] = []
-        path = result_path("-".join(["structures", *(shape or ())]), where).with_suffix(".csv")
         for kind in operator or ("softmax_topk", "bsr_matmul"):
+            lines: list[list[object]] = []
+            path = result_path("-".join(["structures", kind, *(shape or ())]), where).with_suffix(".csv")
             shapes = cases(kind, shape or [])
             names = [name for name, _, _ in shapes[0]]
             printed = table("problem", f"{names[0]} us", *names[1:], right=(f"{names[0]} us", *names[1:]))
@@ -78,7 +78,7 @@ def main(
                     # What is measured is kept, whatever happens to the rest.
                     write_csv(path, facts, ("problem", "inputs", "microseconds", "over_first", "kernel"), lines)
             console().print(printed)
-        typer.echo(f"wrote {path}")
+            typer.echo(f"wrote {path}")
 
 
 if __name__ == "__main__":
