@@ -10,21 +10,16 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
   in shared memory (`check_races`);
 * barriers and warp collectives which not all participants reach;
 * blocks which exit while others of their cluster may access their shared memory;
-* mbarriers used before they are initialised, beyond their count or for more or fewer bytes than come,
-  and use of what bulk copies and `st.async` write by threads which have not awaited it (it is written
-  at a moment drawn from `seed`, the last before the phase completes);
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1);
 * in a launch that overlaps the kernel before, use of what was read ahead of `griddepcontrol.wait`
   (`stale` contents of arrays, which some threads find and others no longer).
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
-barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
-not looked at) and caches that are behind memory, contraction of a * b + c to fma, flushed denormals,
-approximate intrinsics (`__expf` is exact here), the order and the rounding in which tensor cores add,
-and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show
-only as different results under different seeds. A loop around `mbarrier.test_wait` that never ends is
-a timeout, one around `try_wait` a deadlock, with the mbarrier's state.
+barrier orders what a release would) and caches that are behind memory, contraction of a * b + c to
+fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and the rounding
+in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through
+global memory between blocks show only as different results under different seeds.
 """
 
 from __future__ import annotations
@@ -118,7 +113,7 @@ def run_on_cpu(
     Raises
     ------
     EmulationError : a kernel misbehaved; the message says which, where and in which thread.
-    NotImplementedError : the kernel uses what is not emulated (tensor maps, multicast, wgmma...).
+    NotImplementedError : the kernel uses what is not emulated (TMA, mbarrier, wgmma...).
     ValueError : an array is not C-contiguous, or its stale contents are of another shape or dtype.
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
@@ -412,26 +407,12 @@ BITS = {
 # Ordering is stronger here than anything these ask for.
 NO_EFFECT = re.compile(
     r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*"
-    r"|fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async(\.global|\.shared::(cta|cluster))?"
     r"|griddepcontrol\.launch_dependents"
 )
-MBARRIER = re.compile(
-    r"mbarrier\.(?P<action>init|inval|expect_tx|arrive|try_wait|test_wait)(?P<detail>\.expect_tx|\.parity)?"
-    r"((?P<sem>\.(acquire|release|relaxed))\.(cta|cluster))?(?P<space>\.shared(::cta|::cluster)?)?\.b64"
-)
-BULK_COPY = re.compile(
-    r"cp\.async\.bulk\.shared::(cta|cluster)\.global\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?"
-)
-STORE_ASYNC = re.compile(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(\.v(?P<lanes>[24]))?\.\w+")
 
 
 def _statement_to_cpp(statement: str) -> str:
     """One PTX statement as C++; registers are variables, operands @N@ are filled in later."""
-    if label := re.match(r"(\w+):(?!:)\s*(.*)", statement, re.S):
-        rest = label.group(2).strip("} \n")
-        return f"{label.group(1)}: ; {_statement_to_cpp(rest) if rest else ''}"
-    if branch := re.fullmatch(r"bra(?:\.uni)?\s+(\w+)", statement):
-        return f"goto {branch.group(1)};"
     if guard := re.match(r"@(!?)(%?\w+)\s+(.*)", statement, re.S):
         return f"if ({guard.group(1)}{guard.group(2)}) {{ {_statement_to_cpp(guard.group(3))} }}"
     if register := re.fullmatch(r"\.reg\s+\.(\w+)\s+(%?\w+)", statement):
@@ -461,40 +442,9 @@ def _set(destination: str, value: str) -> str:
     return "" if destination == "_" else f"cuda_on_cpu::ptx::set({destination}, {value});"
 
 
-def _mbarrier(parts: re.Match[str], ops: list[str]) -> str:
-    action, detail = parts["action"], parts["detail"]
-    ordering = str(parts["sem"] != ".relaxed").lower()
-    where = "in_cluster" if parts["space"] == ".shared::cluster" else "in_block"
-    place = f"cuda_on_cpu::ptx::{where}({_address(next(o for o in ops if o.startswith('[')))})"
-    if action in ("init", "expect_tx"):
-        return f"cuda_on_cpu::mbarrier_{action}({place}, {ops[1]});"
-    if action == "inval":
-        return f"cuda_on_cpu::mbarrier_inval({place});"
-    if action == "arrive":
-        number = ops[2] if len(ops) > 2 else "1"
-        count, tx = ("1", number) if detail == ".expect_tx" else (number, "0")
-        state = str(ops[0] != "_").lower()
-        return _call(ops[0], f"cuda_on_cpu::mbarrier_arrive({place}, {count}, {tx}, {ordering}, {state})")
-    parity = str(detail == ".parity").lower()
-    return (f'{ops[0]} = cuda_on_cpu::mbarrier_wait("mbarrier.{action}", __builtin_LINE(), {place}, {parity}, '
-            f"{ops[2]}, {ordering});")  # fmt: skip
-
-
-def _call(destination: str, call: str) -> str:
-    return f"{call};" if destination == "_" else _set(destination, call)
-
-
 def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     family, kind = parts[0], TYPES.get(parts[-1])
     strong = str(bool(STRONG & set(parts))).lower()
-    if store := STORE_ASYNC.fullmatch(opcode):
-        values = _lanes(ops[1])
-        if kind is None or len(values) != int(store["lanes"] or 1):
-            return None
-        place, barrier = (f"cuda_on_cpu::ptx::in_cluster({_address(o)})" for o in (ops[0], ops[2]))
-        listed = ", ".join(f"cuda_on_cpu::ptx::as<{kind}>({v})" for v in values)
-        return (f"{{ {kind} values[] = {{{listed}}}; "
-                f"cuda_on_cpu::store_async({place}, values, sizeof values, {barrier}); }}")  # fmt: skip
     if family in ("ld", "st", "atom", "red") and (
         kind is None or "cluster" in opcode or "bulk" in parts or "async" in parts
     ):
@@ -522,7 +472,7 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         else:
             name = next((ATOMICS[p] for p in parts if p in ATOMICS), None)
             call = name and f"atomic{name}({at}, {values[0]})"
-        return call and _call(destination, call)
+        return call and (f"{call};" if destination == "_" else _set(destination, call))
     if re.fullmatch(r"shfl\.sync\.(up|down|bfly|idx)\.b32", opcode):
         d, _, p = ops[0].partition("|")
         flag = f"bool in_range; uint32_t got = cuda_on_cpu::ptx::shuffle(\"{parts[2]}\", " \
@@ -573,13 +523,6 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         filled = ops[3] if len(ops) > 3 else ops[2]
         return (f"cuda_on_cpu::ptx::copy_async({_address(ops[0])}, (const void*)"
                 f"{_address(ops[1])}, {ops[2]}, {filled});")  # fmt: skip
-    if barrier := MBARRIER.fullmatch(opcode):
-        return _mbarrier(barrier, ops)
-    if BULK_COPY.fullmatch(opcode):
-        window = "in_cluster" if "shared::cluster" in parts else "in_block"
-        to, source, barrier = (_address(ops[i]) for i in (0, 1, 3))
-        return (f"cuda_on_cpu::bulk_copy(cuda_on_cpu::ptx::{window}({to}), cuda_on_cpu::ptx::in_block({source}), "
-                f"{ops[2]}, cuda_on_cpu::ptx::{window}({barrier}));")  # fmt: skip
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
     if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):
@@ -601,10 +544,6 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return "__trap();"
     if opcode in BITS:
         return _set(ops[0], BITS[opcode].format(*ops[1:]))
-    if opcode == "mapa.u64":
-        return _set(ops[0], f"uint64_t(cuda_on_cpu::map_shared((const void*){ops[1]}, {ops[2]}))")
-    if opcode in ("mapa.shared::cluster.u32", "mapa.shared::cluster.u64"):
-        return _set(ops[0], f"{kind}(cuda_on_cpu::ptx::map_shared_address({ops[1]}, {ops[2]}))")
     if opcode == "griddepcontrol.wait":
         return "cuda_on_cpu::await_previous();"
     if NO_EFFECT.fullmatch(opcode):
