@@ -125,13 +125,13 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
     tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
-    early = (2 if tile_m <= AHEAD else 1) if machine.has_clusters else 0
     spreads = (4, 1) if 4 in table["spread"] and problem.m <= tile_m else (1,)
     choices = [
         {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth, "spread": s, "early": early}
         for split in (8, 4, 2, 1)
         for depth in (2, 1)
         for s in spreads
+        for early in ((2, 1) if machine.has_clusters else (0,))
         if split == 1 or tiles * split <= 16 * machine.cores
     ]
     return next(point for point in choices if allowed(problem, machine, point) is None)
@@ -352,6 +352,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
             octet = octet + chunk * ranks
+            # Most rows end here. To read the columns of further steps ahead would delay the first.
             while octet - lane < ends[1]:
                 load_columns(fetch, D, octet, ends[1], ends[0], columns)
                 load_operands(

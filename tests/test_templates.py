@@ -234,6 +234,7 @@ def test_template_that_does_not_apply_says_why(template: str, key: str, reason: 
     ("key", "machine", "expected"),
     [
         ("m=8,k=64,n=64,block=8,sparsity=0.5,dtype=float16", SM90, "tensor_core"),
+        ("m=8,k=64,n=2097152,block=16,sparsity=0.5,dtype=float16", SM90, "tensor_core"),  # no axis of a grid is as long
         ("m=8,k=64,n=64,block=8,sparsity=0.5,dtype=float16", OLD, "per_element"),
         ("m=8,k=64,n=64,block=4,sparsity=0.5,dtype=float16", SM90, "staged_x"),
         ("m=8,k=64,n=64,block=8,sparsity=0.5", SM90, "staged_x"),
