@@ -41,12 +41,8 @@ class Dealt:
     """How the output's vectors lie, and how many of them and of their entries fall to a block and a thread."""
 
     def __init__(self, problem: Problem, blocks: int, groups: int):
-        size = numpy_dtype(problem.dtype).itemsize
-        self.vec = widths(problem)[0]  # elements of a vector
-        self.words = ceildiv(self.vec * size, 4)
-        self.columns = problem.width // self.vec  # vectors of a row
-        unit = SECTOR // (self.vec * size)
-        self.unit = unit if self.columns % unit == 0 else 1  # vectors that stay together
+        self.vec, self.columns, self.unit = vectors(problem)
+        self.words = ceildiv(self.vec * numpy_dtype(problem.dtype).itemsize, 4)  # of a vector
         self.slots = self.unit * ceildiv(units(problem), blocks)  # vectors of a block at most
         self.threads = ceildiv(self.slots * groups, 32) * 32
         self.loads = min(ceildiv(problem.nonzeros, groups), MOST_LOADS)  # entries of a thread at once
@@ -57,11 +53,17 @@ class Dealt:
         self.shared = groups * self.quads * self.pitch * self.wide
 
 
-def units(problem: Problem) -> int:
-    """What is dealt out: sectors of the output, or vectors where a row is no whole number of sectors."""
+def vectors(problem: Problem) -> tuple[int, int, int]:
+    """Elements of a vector, vectors of a row, and vectors that stay together: a sector, if a row has whole ones."""
     vec = widths(problem)[0]
-    columns, unit = problem.width // vec, SECTOR // (vec * numpy_dtype(problem.dtype).itemsize)
-    return problem.rows * (columns // unit if columns % unit == 0 else columns)
+    columns, sector = problem.width // vec, SECTOR // (vec * numpy_dtype(problem.dtype).itemsize)
+    return vec, columns, sector if columns % sector == 0 else 1
+
+
+def units(problem: Problem) -> int:
+    """What is dealt out: the output's sectors, or its vectors."""
+    _, columns, unit = vectors(problem)
+    return problem.rows * (columns // unit)
 
 
 def space(problem: Problem, machine: Machine) -> Table:

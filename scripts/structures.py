@@ -6,7 +6,7 @@
 
 Each line is a shape of `softmax_topk` or `bsr_matmul`, with what the public function takes for inputs in random order
 (blocks spread evenly), and the others' time over that. Everything is checked against the reference before it is timed.
-Writes a CSV with GPU, versions and date into scripts/results/.
+Writes a CSV an operator with GPU, versions and date into scripts/results/.
 """
 
 from __future__ import annotations
