@@ -72,7 +72,8 @@ def space(problem: Problem, machine: Machine) -> Table:
         "groups": GROUPS,
         "early": (0, 1, 2) if machine.has_clusters else (0,),
     }
-    if first_point(problem, machine, table) is None:
+    # The least that a block can be asked for.
+    if allowed(problem, machine, {"blocks": table["blocks"][-1], "groups": 1}) is not None:
         raise NotApplicable(f"{units(problem)} sectors of output are too many for {table['blocks'][-1]} blocks")
     return table
 
@@ -87,21 +88,16 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{held} loads, values and sums in each of {dealt.threads} threads exceed the registers"
     if dealt.shared * 4 > MAX_SHARED:
         return f"partial sums of {dealt.shared * 4} bytes exceed shared memory of {MAX_SHARED}"
-    if (groups - 1) * dealt.loads >= max(problem.nonzeros, 1):
+    if (groups - 1) * dealt.loads >= problem.nonzeros:
         return f"{groups} groups of {dealt.loads} entries leave one without any of nonzeros={problem.nonzeros}"
     return None
 
 
-def first_point(problem: Problem, machine: Machine, table: Table) -> Decisions | None:
-    """As few blocks, and then as many groups, as there may be."""
-    points = ({"blocks": blocks, "groups": groups, "early": 0} for blocks in table["blocks"] for groups in GROUPS[::-1])
-    return next((point for point in points if allowed(problem, machine, point) is None), None)
-
-
 def default(problem: Problem, machine: Machine) -> Decisions:
-    point = first_point(problem, machine, space(problem, machine))
-    assert point is not None  # else `space` raises
-    return point
+    """As few blocks, and then as many groups, as there may be."""
+    table = space(problem, machine)
+    points = ({"blocks": blocks, "groups": groups, "early": 0} for blocks in table["blocks"] for groups in GROUPS[::-1])
+    return next(point for point in points if allowed(problem, machine, point) is None)
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -109,7 +105,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from .overlap import await_previous, overlapping
-    from .words import load_words, per_word, read_element, value_in
+    from .words import INDEX_KINDS, load_words, read_element, value_at
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     nonzeros, tuned_rows, blocks = problem.nonzeros, problem.rows, decisions["blocks"]
@@ -125,7 +121,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     idle = slots * groups != threads  # whether threads are left over
     each_sum = min(vec, 2)  # elements that a thread sums over the groups at a time
     items = slots * vec // each_sum
-    kind = {"int32": "s32", "int64": "s64"}[index]
+    kind = INDEX_KINDS[index]
     read_index = getattr(T.ptx.ld.global_, kind)
     read_indices = read_index if together == 1 else getattr(getattr(T.ptx.ld.global_, f"v{together}"), kind)
 
@@ -143,9 +139,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     @T.inline
     def guess_weights(raw_values, weight):
         for u in T.unroll(loads):
-            weight[u] = value_in(
-                dtype, raw_values[u // together * value_words + u % together // per_word(dtype)],
-                u % together % per_word(dtype))
+            weight[u] = value_at(dtype, raw_values, u // together * value_words, u % together)
+
+    @T.inline
+    def load_ends(indptr, row, ends):
+        read_index(ends[0], indptr.ptr_to([row]))
+        read_index(ends[1], indptr.ptr_to([row + 1]))
+
+    @T.inline
+    def load_entry(u, indices, values, at, id, weight):
+        read_index(id[u], indices.ptr_to([at]))
+        if weighted:
+            weight[u] = read_element(dtype, values.ptr_to([at]))
 
     @T.inline
     def load_rows(table, id, column, raw, small):
@@ -157,7 +162,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for u in T.unroll(loads):
             if every or u < count:
                 for v in T.unroll(vec):
-                    term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
+                    term[0] = value_at(dtype, raw, u * words, v)
                     if weighted:
                         term[0] = weight[u] * term[0]
                     acc[v] = acc[v] + term[0]
@@ -215,8 +220,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if even == nonzeros:
                 begin: T.let = T.Cast(index, row * nonzeros)
                 guess_entries(indices, values, begin, group, id, raw_values, small)
-                read_index(ends[0], indptr.ptr_to([row]))
-                read_index(ends[1], indptr.ptr_to([row + 1]))
+                load_ends(indptr, row, ends)
                 load_rows(table, id, column, raw, small)
                 if (ends[0] ^ begin) | (ends[1] ^ (begin + T.Cast(index, nonzeros))) == T.Cast(index, 0):
                     if weighted:
@@ -225,16 +229,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     add(raw, weight, count[0], whole, term, acc)
                     begun[0] = 1
             else:
-                read_index(ends[0], indptr.ptr_to([row]))
-                read_index(ends[1], indptr.ptr_to([row + 1]))
+                load_ends(indptr, row, ends)
             at[0] = ends[0] + T.Cast(index, (begun[0] * groups + group) * loads)
             while at[0] < ends[1]:
                 for u in T.unroll(loads):
                     # Where there are fewer the last one is loaded in their place: a branch would delay the loads.
-                    read_index(id[u], indices.ptr_to([T.min(at[0] + T.Cast(index, u), ends[1] - T.Cast(index, 1))]))
-                    if weighted:
-                        weight[u] = read_element(
-                            dtype, values.ptr_to([T.min(at[0] + T.Cast(index, u), ends[1] - T.Cast(index, 1))]))
+                    load_entry(
+                        u, indices, values, T.min(at[0] + T.Cast(index, u), ends[1] - T.Cast(index, 1)), id, weight)
                 load_rows(table, id, column, raw, small)
                 count[0] = T.Cast("int32", T.min(ends[1] - at[0], T.Cast(index, loads)))
                 add(raw, weight, count[0], False, term, acc)

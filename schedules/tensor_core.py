@@ -178,6 +178,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         """Strips of x that blocks of threads share out."""
         return (m + (tile_m * warps_m - 1)) // (tile_m * warps_m)
 
+    def weight_row(unit, group):
+        """The row of a block that a lane begins at."""
+        return unit % slices * tile_n + group
+
     # fmt: off
     @T.inline
     def load_ends(how, P, unit, ends):
@@ -246,10 +250,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     part[d * (tile_m // 2) + e] = T.uint32(0)
 
     @T.inline
-    def load_operands(W, X, octet, count, first, row, lane_rows, columns, tall_part, wide_part):
+    def load_operands(W, X, octet, count, first, row, lane_rows, columns, weight_part, x_part):
         """Both operands of all steps in hand, the weight's first."""
-        load_weight(W, octet, count, first, row, tall_part if weight_first else wide_part)
-        load_x(X, octet, count, lane_rows, columns, wide_part if weight_first else tall_part)
+        load_weight(W, octet, count, first, row, weight_part)
+        load_x(X, octet, count, lane_rows, columns, x_part)
 
     @T.inline
     def join(rank, ranks, count):
@@ -262,7 +266,8 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     @T.inline
     def multiply(sums, tall_part, wide_part):
-        """Two instructions a step for each pair of fragments: the halves of the octets."""
+        """Two instructions a step for each pair of fragments, the halves of the octets; behind all loads before."""
+        T.cuda.warp_sync()
         for d in T.unroll(depth):
             for half in T.unroll(2):
                 for f in T.unroll(tall):
@@ -324,6 +329,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         sums = T.alloc_local([tall * wide * 4], "float32")
         tall_part = T.alloc_local([depth * tall * 8], "uint32")
         wide_part = T.alloc_local([depth * wide * 4], "uint32")
+        weight_part, x_part = (tall_part, wide_part) if weight_first else (wide_part, tall_part)
         columns = T.alloc_local([depth], "int32")
         lane_rows = T.alloc_local([tile_m // 8], "int32")
         ends = T.alloc_local([2], "int32")
@@ -344,21 +350,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         if ahead and (constant != 0 and long >= 0):
             load_order(R, unit, row, ends)
             load_columns(fetch, D, octet, ends[1], ends[0], columns)
-            load_weight(
-                W, octet, ends[1], ends[0], unit % slices * tile_n + group, tall_part if weight_first else wide_part)
+            load_weight(W, octet, ends[1], ends[0], weight_row(unit, group), weight_part)
             T.ptx.griddepcontrol.wait()
-            load_x(X, octet, ends[1], lane_rows, columns, wide_part if weight_first else tall_part)
+            load_x(X, octet, ends[1], lane_rows, columns, x_part)
             join(rank, ranks, ends[1])
-            T.cuda.warp_sync()
             multiply(sums, tall_part, wide_part)
             octet = octet + chunk * ranks
             # Most rows end here. To read the columns of further steps ahead would delay the first.
             while octet - lane < ends[1]:
                 load_columns(fetch, D, octet, ends[1], ends[0], columns)
                 load_operands(
-                    W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part,
-                    wide_part)
-                T.cuda.warp_sync()
+                    W, X, octet, ends[1], ends[0], weight_row(unit, group), lane_rows, columns, weight_part, x_part)
                 multiply(sums, tall_part, wide_part)
                 octet = octet + chunk * ranks
         else:
@@ -382,8 +384,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     await_previous()
                 # By all lanes, also where the row is taken to end before: they may have read different ends.
                 load_operands(
-                    W, X, octet, ends[1], ends[0], unit % slices * tile_n + group, lane_rows, columns, tall_part,
-                    wide_part)
+                    W, X, octet, ends[1], ends[0], weight_row(unit, group), lane_rows, columns, weight_part, x_part)
                 if long < 0:
                     compare(D, P, unit, octet, ends, columns, again, columns_again, guessed)
             first: T.int32 = ends[0]
@@ -394,12 +395,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             while octet - lane < count:
                 if guessed[0] == 0:
                     load_operands(
-                        W, X, octet, count, first, unit % slices * tile_n + group, lane_rows, columns, tall_part,
-                        wide_part)
+                        W, X, octet, count, first, weight_row(unit, group), lane_rows, columns, weight_part, x_part)
                 guessed[0] = 0
                 octet = octet + chunk * ranks
                 load_columns(fetch_anew if early else fetch, D, octet, count, first, columns)
-                T.cuda.warp_sync()
                 multiply(sums, tall_part, wide_part)
 
         left: T.int32 = row[0] * rows + unit % slices * tile_n  # of y, of this block's tiles

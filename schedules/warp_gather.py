@@ -93,7 +93,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     from .overlap import LINE, await_previous, overlapping
     from .selection import FULL_WARP
-    from .words import load_words, per_word, read_element, value_in
+    from .words import INDEX_KINDS, load_words, read_element, value_at
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     lanes, vec, loads, split = (decisions[name] for name in ("lanes", "vec", "loads", "split"))
@@ -111,7 +111,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     halvings, split_bits = groups.bit_length() - 1, split.bit_length() - 1
     wide = min(vec, 4)  # floats of one access to shared memory
     words = ceildiv(vec * size, 4)  # of a load
-    kind = {"int32": "s32", "int64": "s64"}[index]
+    kind = INDEX_KINDS[index]
     read_ahead = getattr(T.ptx.ld.global_, kind)
     # What was read ahead is read again past what this multiprocessor has cached.
     read_index = getattr(T.ptx.ld.relaxed.gpu.global_ if ahead else T.ptx.ld.global_, kind)
@@ -183,7 +183,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         for u in T.unroll(loads):
             if whole or not ahead or slot[u] < count[0]:
                 for v in T.unroll(vec):
-                    term[0] = value_in(dtype, raw[u * words + v // per_word(dtype)], v % per_word(dtype))
+                    term[0] = value_at(dtype, raw, u * words, v)
                     if weighted:
                         term[0] = weight[u] * term[0]
                     acc[v] = acc[v] + (

@@ -26,6 +26,8 @@ __device__ __forceinline__ {held} fixed_{kind}({given} place) {{
         ("u64", "unsigned long long", "const void*", "l"),
     )
 }
+# What instructions call the dtypes of indices.
+INDEX_KINDS = {"int32": "s32", "int64": "s64"}
 
 
 def per_word(dtype: str) -> int:
@@ -41,6 +43,11 @@ def value_in(dtype: str, word: tirx.PrimExpr, part: tirx.PrimExpr | int) -> tirx
     if dtype == "bfloat16":
         return T.reinterpret("float32", (word << (T.uint32(16) - shift)) & T.uint32(0xFFFF0000))
     return T.cuda.func_call("half_of_word", word >> shift, source_code=HALF, return_type="float32")
+
+
+def value_at(dtype: str, words: tirx.Buffer, at: tirx.PrimExpr | int, e: tirx.PrimExpr | int) -> tirx.PrimExpr:
+    """The float32 of the `e`-th element of a vector that begins at word `at`."""
+    return value_in(dtype, words[at + e // per_word(dtype)], e % per_word(dtype))
 
 
 @T.inline

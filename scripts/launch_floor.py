@@ -144,7 +144,7 @@ def main(target: Target = "auto") -> None:
             for kernel in KERNELS:
                 function = build(kernel, where, Path(folder))
                 size = kernel.blocks * kernel.threads * max(kernel.vectors, 1) * 4
-                copies = min(math.ceil(2 * cache / (4 * size)), MOST_COPIES)
+                copies = min(math.ceil(2 * cache / (4 * size)), MOST_COPIES) if kernel.vectors else 1
                 outputs, columns = torch.empty(kernel.blocks * kernel.threads, device="cuda"), []
                 for _ in range(copies):
                     # The second octet of a block follows the first one.
