@@ -54,6 +54,26 @@ AWKWARD = tuple(
     )
 )
 
+# Sizes at which people run these, for what only shows there: registers and shared memory.
+REALISTIC = tuple(
+    parse(key)
+    for key in (
+        "softmax_topk/batch=10,vocab=25000,k=5",
+        "softmax_topk/batch=64,vocab=128256,k=50,dtype=bfloat16",
+        "softmax_topk/batch=4,vocab=32000,k=2048,dtype=float16",
+        "softmax_topk/batch=4,vocab=50257,k=100",
+        "softmax/batch=512,vocab=50257,dtype=bfloat16",
+        "logsumexp/batch=10,vocab=25000",
+        "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",
+        "bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9,dtype=float16",
+        "bsr_matmul/m=128,k=768,n=768,block=64x8,sparsity=0.5",
+        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=1",
+        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=100,weighted=1",
+        "nhot_lookup/rows=64,vocab=131072,width=4096,nonzeros=64,weighted=1,index=int64,dtype=float16",
+        "nhot_lookup/rows=8192,vocab=1000,width=50,nonzeros=20,dtype=bfloat16",
+    )
+)
+
 
 def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> list[tuple[Template, Problem]]:
     """The templates of a kind of machine whose attributes are `having`, with each problem that they apply to."""
@@ -79,4 +99,4 @@ def case_id(value: Any) -> str | None:
     return None
 
 
-__all__ = ["AWKWARD", "MACHINES", "SM80", "SM90", "case_id", "cases", "make", "sampled"]
+__all__ = ["AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled"]

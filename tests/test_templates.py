@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cases import AWKWARD, MACHINES, SM80, SM90, case_id, cases, sampled
+from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, sampled
 from tvm import tirx
 from tvm.ir import Call
 
@@ -32,27 +32,6 @@ from tvm_sparse.tuning.search import points
 
 HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
 needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
-
-# Sizes at which people run these, for what only shows there: registers and shared memory.
-REALISTIC = tuple(
-    parse(key)
-    for key in (
-        "softmax_topk/batch=10,vocab=25000,k=5",
-        "softmax_topk/batch=64,vocab=128256,k=50,dtype=bfloat16",
-        "softmax_topk/batch=4,vocab=32000,k=2048,dtype=float16",
-        "softmax_topk/batch=4,vocab=50257,k=100",
-        "softmax/batch=512,vocab=50257,dtype=bfloat16",
-        "logsumexp/batch=10,vocab=25000",
-        "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",
-        "bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9,dtype=float16",
-        "bsr_matmul/m=128,k=768,n=768,block=64x8,sparsity=0.5",
-        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=1",
-        "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=100,weighted=1",
-        "nhot_lookup/rows=64,vocab=131072,width=4096,nonzeros=64,weighted=1,index=int64,dtype=float16",
-        "nhot_lookup/rows=8192,vocab=1000,width=50,nonzeros=20,dtype=bfloat16",
-    )
-)
-
 
 ODD = "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5"
 WITH_EMPTY_ROWS = {

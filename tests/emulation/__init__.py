@@ -150,6 +150,28 @@ def cuda_source(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str |
     return _device_source(device, target)
 
 
+def launches(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None) -> list[str]:
+    """What the host function launches each kernel with, a line a kernel: the extents and how, without any names."""
+    host, device, _ = _lower(mod, target, pipeline)
+    named = {str(gv.name_hint): f for gv, f in device.functions.items()}
+    lines: list[str] = []
+    passed: dict[int, str] = {}  # by place, what was last put down to be passed
+
+    def look(call: Call) -> object:
+        name = getattr(call.op, "name", "")
+        if name == "tirx.tvm_struct_set" and getattr(call.args[2], "value", None) == 15:
+            passed[int(call.args[1].value)] = str(call.args[3])
+        elif name == "tirx.tvm_call_packed_lowered" and (kernel := named.get(str(call.args[0].value))) is not None:
+            how = " ".join(map(str, kernel.attrs["tirx.kernel_launch_params"]))
+            lines.append(f"{how}: {', '.join(passed[i] for i in sorted(passed) if i >= len(kernel.params))}")
+            passed.clear()
+        return call
+
+    for function in host.functions.values():
+        tvm_ffi.structural_map(function.body, (Call, look))
+    return lines
+
+
 # ---- build -------------------------------------------------------------------------------------
 
 

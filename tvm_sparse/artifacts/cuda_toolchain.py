@@ -554,6 +554,20 @@ def _sections(cubin: bytes) -> list[_Section]:
     ]
 
 
+def code_sections(cubin: bytes) -> dict[str, bytes]:
+    """What a cubin's kernels execute, by section name: instructions, constants, initial values, and sizes of shared memory.
+
+    Two cubins that agree in these compute the same in the same way, whatever their symbols are called.
+    """
+    found = {}
+    for section in _sections(cubin):
+        if section.name.startswith((".text.", ".nv.constant", ".nv.global.init")):
+            found[section.name] = bytes(section.data)
+        elif section.name.startswith(".nv.shared."):
+            found[section.name] = str(section.size).encode()
+    return found
+
+
 def _text(strings: bytes | memoryview, at: int) -> str:
     raw = bytes(strings)
     return raw[at : raw.index(b"\0", at)].decode()

@@ -1,0 +1,94 @@
+"""Which points of a template to keep: a few that together reach every line of its program.
+
+A TVMScript kernel is read by a parser, which Python's own tracing does not see: statements are noted as the parser
+visits them, and the lines of plain Python functions as they run. Points are taken greedily, those that reach the most
+lines which none before reached.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cases import AWKWARD, REALISTIC
+from tvm_sparse import schedules
+from tvm_sparse.operators import Problem
+from tvm_sparse.schedules import Template
+from tvm_sparse.tuning.search import points
+
+from . import MACHINES, Point
+
+# Sampled points a problem, and points that are kept at most and at least.
+SAMPLED, MOST, LEAST = 8, 12, 3
+
+
+@contextmanager
+def visited(root: Path) -> Iterator[set[tuple[str, int]]]:
+    """The lines under `root` that run or that TVMScript's parser visits, while the context lasts."""
+    from tvm.script.parser.core.parser import Parser
+
+    lines: set[tuple[str, int]] = set()
+    visit = Parser.visit
+
+    def noting(self: Any, node: Any) -> None:
+        if hasattr(node, "lineno"):
+            source = self.diag.source
+            if source.source_name.startswith(str(root)):
+                lines.add((source.source_name, source.start_line + node.lineno))
+        visit(self, node)
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(str(root)):
+            return None
+        lines.add((frame.f_code.co_filename, -frame.f_lineno))
+        return trace
+
+    Parser.visit = noting
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
+        Parser.visit = visit
+
+
+def candidates(template: Template, problems: tuple[Problem, ...]) -> Iterator[Point]:
+    """The default and sampled points of every problem that the template applies to."""
+    machine = MACHINES[template.kind]
+    for problem in problems:
+        if problem.operator != template.operator:
+            continue
+        try:
+            table = template.space(problem, machine)
+        except schedules.NotApplicable:
+            continue
+        default = template.candidate(template.default(problem, machine))
+        allowed = list(points(problem, machine, {template.name: table}))
+        draw = random.Random(f"{template.name} {problem.key}")
+        for candidate in dict.fromkeys([default, *draw.sample(allowed, min(SAMPLED, len(allowed)))]):
+            yield Point(problem.key, candidate)
+
+
+def choose(template: Template) -> list[Point]:
+    """A few points that reach every line that any of the sampled ones reaches."""
+    root = Path(schedules.__file__).parent
+    reached: dict[Point, set[tuple[str, int]]] = {}
+    for point in candidates(template, (*AWKWARD, *REALISTIC)):
+        from tvm_sparse.operators import parse
+
+        with visited(root) as lines:
+            template.build(parse(point.problem), point.candidate.values)
+        reached[point] = lines
+    chosen: list[Point] = []
+    left = set().union(*reached.values())
+    while len(chosen) < MOST and len(reached) > len(chosen):
+        best = max((p for p in reached if p not in chosen), key=lambda p: len(reached[p] & left))
+        if not reached[best] & left and len(chosen) >= LEAST:
+            break
+        chosen.append(best)
+        left -= reached[best]
+    return chosen
