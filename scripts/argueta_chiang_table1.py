@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 from reproduction import has_plot, provenance, result_path, timing_rows, write_csv, write_plot
 
-from tvm_sparse import peers
+from tvm_sparse.bench.compare import compare
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
-from tvm_sparse.operators import Mismatch, make
+from tvm_sparse.core.problem import Mismatch
+from tvm_sparse.core.registry import make
+from tvm_sparse.operators.nhot_lookup.peers import PEERS
 
 SHAPE = {"rows": 100, "vocab": 10240, "width": 512}
 NONZEROS = (1, 2, 3, 4, 5, 10, 50, 100)
@@ -32,7 +34,9 @@ PAPER = {
 COLUMNS = ("nonzeros", "values", "implementation", "microseconds", "peer_over_ours", "timed", "correct", "kernel",
            "note")  # fmt: skip
 # For lookups without values; the others compute the same with a value of 1 as with any other.
-FOR_ONES = tuple(peer for peer in peers.PEERS if peer.name in ("torch embedding_bag", "torch embedding"))
+FOR_ONES = tuple(
+    peer for peer in PEERS if peer.name in ("torch embedding_bag", "torch embedding")
+)
 
 
 def main(
@@ -50,13 +54,16 @@ def main(
         series: dict[str, dict[int, float]] = {}  # microseconds by nonzeros
         best: dict[str, dict[int, float]] = {"stored": {}, "ones": {}}  # best other over ours, by nonzeros
         lines: list[list[Any]] = []
-        for values, contenders, suffix in (("stored", peers.PEERS, ""), ("ones", FOR_ONES, ", all ones")):
+        for values, contenders, suffix in (
+            ("stored", PEERS, ""),
+            ("ones", FOR_ONES, ", all ones"),
+        ):
             for count in counts:
                 axes = {**SHAPE, "nonzeros": count, "dtype": dtype, "weighted": int(values == "stored")}
                 problem = make("nhot_lookup", axes)
                 typer.echo(f"measuring {problem}", err=True)
                 try:
-                    result = peers.compare(problem, where, seed=seed, peers=contenders, host=False)
+                    result = compare(problem, where, seed=seed, peers=contenders, host=False)
                 except Mismatch as error:
                     sys.exit(f"{problem}: our own result is wrong: {error}")
                 lines += timing_rows(COLUMNS, result, nonzeros=count, values=values)

@@ -19,10 +19,12 @@ import typer
 from contenders import Named, Shape, built, measured, medians, others, print_origins, say_written
 from reproduction import has_plot, provenance, result_path, write_plot
 
+from tvm_sparse.bench.compare import Comparison
+from tvm_sparse.bench.contenders import Call, Peer
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
-from tvm_sparse.machine import UnknownArch
-from tvm_sparse.operators import Problem, make
-from tvm_sparse.peers import Call, Comparison, Peer
+from tvm_sparse.core.machine import UnknownArch
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.registry import make
 
 VOCAB = 10240
 BATCHES = (1, 512, 1024)

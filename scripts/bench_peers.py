@@ -19,11 +19,12 @@ import typer
 from contenders import built
 from reproduction import provenance, timing_rows, write_csv
 
-from tvm_sparse import peers
+from tvm_sparse.bench.compare import compare
 from tvm_sparse.cli import shapes as shape_files
 from tvm_sparse.cli.bench import comparison_table, notes
 from tvm_sparse.cli.common import Target, console, errors, label, machine_here
-from tvm_sparse.operators import Mismatch, Problem, make
+from tvm_sparse.core.problem import Mismatch, Problem
+from tvm_sparse.core.registry import make
 
 SOFTMAX = (
     (1, 10240), (10, 25000), (512, 10240), (1024, 10240), (4000, 1000), (4000, 25000), (12, 128256), (64, 128256),
@@ -114,7 +115,7 @@ def main(
             for number, problem in enumerate(problems, start=1):
                 typer.echo(f"\n[{number}/{len(problems)}] {label(problem)}")
                 try:
-                    last = peers.compare(problem, where, seed=seed, rotated=rotated)
+                    last = compare(problem, where, seed=seed, rotated=rotated)
                 except Mismatch as error:
                     wrong += 1
                     typer.echo(f"error: our own result is wrong: {error}", err=True)

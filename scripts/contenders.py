@@ -1,6 +1,6 @@
 """What the scripts that repeat the papers' softmax measurements share: our templates as contenders, and a shape's run.
 
-A template enters the comparison of `tvm_sparse.peers` as a peer does: its library is built beforehand, all libraries
+A template enters the comparison of `tvm_sparse.bench` as a peer does: its library is built beforehand, all libraries
 side by side, and its result is checked before it is timed. What is "tvm_sparse" there is the public function, which
 runs what was tuned. Whatever fails becomes a note.
 """
@@ -19,20 +19,21 @@ from typing import Any
 import typer
 from reproduction import has_plot, timing_rows, write_csv
 
-from tvm_sparse import machine, peers, schedules
 from tvm_sparse.artifacts import manifest
-from tvm_sparse.artifacts.export import library_name
 from tvm_sparse.artifacts.manifest import Entry, digest
-from tvm_sparse.machine import Machine
-from tvm_sparse.operators import Mismatch, Problem, parse
-from tvm_sparse.operators.problem import numpy_dtype
-from tvm_sparse.peers import NAME, Call, Comparison, Peer
+from tvm_sparse.bench.compare import NAME, Comparison, compare
+from tvm_sparse.bench.contenders import Call, Peer
+from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.runtime import arrays, loading
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.schedules import NotApplicable
-from tvm_sparse.tuning import build_worker
-from tvm_sparse.tuning.processes import Pool, Reply
-from tvm_sparse.tuning.records import Candidate
+from tvm_sparse.workers import building
+from tvm_sparse.workers.building import library_name
+from tvm_sparse.workers.processes import Pool, Reply
 
 BUILD_TIMEOUT = 120.0
 
@@ -49,7 +50,7 @@ class Named:
     def job(self, problem: Problem, where: Machine) -> tuple[Problem, Candidate]:
         """What to build. Raises `NotApplicable`."""
         problem = dataclasses.replace(problem, **self.axes)
-        template = schedules.find(self.template)
+        template = spaces.find(self.template)
         decisions = {**template.default(problem, where), **self.decisions}
         if reason := template.point(problem, where, decisions):
             raise NotApplicable(reason)
@@ -82,11 +83,10 @@ class Libraries:
                     continue  # said when its turn comes
         jobs = list(dict.fromkeys([*public, *named]))
         requests = [
-            build_worker.request(p, c, self._where, self._folder / library_name(p, c, self._where.arch))
-            for p, c in jobs
+            building.request(p, c, self._where, self._folder / library_name(p, c, self._where.arch)) for p, c in jobs
         ]
         builders = max(1, min(machine.cpu().cores, 16, len(jobs)))
-        with Pool(builders, [sys.executable, "-m", "tvm_sparse.tuning.build_worker"], name="build") as pool:
+        with Pool(builders, [sys.executable, "-m", "tvm_sparse.workers.building"], name="build") as pool:
             self._built = dict(zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         # A folder like an exported one: the public functions look into it before they compile anything.
         entries = [self._entry(job, how) for job, how in public.items() if self._built[job].ok]
@@ -111,7 +111,7 @@ class Libraries:
         )
 
     def peer(self, one: Named, operator: str) -> Peer:
-        """The named template as a contender of `peers.compare`."""
+        """The named template as a contender of `compare`."""
 
         def prepare(problem: Problem, inputs: Sequence[Any], device: str) -> Call:
             problem, candidate = one.job(problem, self._where)
@@ -122,7 +122,7 @@ class Libraries:
             function = loading.with_workspaces(function, reply.value["workspaces"], problem, self._where.kind)
             return call_of(function, problem, inputs, device)
 
-        return Peer(one.label, operator, "tvm", ("cpu", "cuda"), prepare)
+        return Peer(one.label, "tvm", ("cpu", "cuda"), prepare)
 
 
 def _chosen(problem: Problem, record: str | None, candidate: str) -> Job:
@@ -184,7 +184,7 @@ def compared(shape: Shape, libraries: Libraries, where: Machine, seed: int) -> C
         torch._dynamo.reset()  # it gives up after a few shapes of the same function
     ours = [libraries.peer(one, problem.operator) for one in contenders]
     try:
-        return peers.compare(problem, where, seed=seed, peers=[*ours, *others], host=False)
+        return compare(problem, where, seed=seed, peers=[*ours, *others], host=False)
     except (Mismatch, RuntimeError, MemoryError) as error:
         typer.echo(f"{problem} is left out: {NAME} itself: {str(error)[:300]}", err=True)
         return None
@@ -205,13 +205,15 @@ def torch_compiled(problem: Problem, inputs: Sequence[Any], device: str) -> Call
     return lambda: compiled(x)
 
 
-TORCH_COMPILED = Peer("torch.compile softmax, topk", "softmax_topk", "triton", ("cuda",), torch_compiled)
+TORCH_COMPILED = Peer("torch.compile softmax, topk", "triton", ("cuda",), torch_compiled)
 
 
 def others(operator: str, *, compiled: bool) -> tuple[Peer, ...]:
     """The other libraries' ways; the compiled ones, which take seconds a shape, only if asked for."""
-    known = (*peers.PEERS, TORCH_COMPILED)
-    return tuple(p for p in known if p.operator == operator and (compiled or "compile" not in p.name))
+    known = registry.find(operator).peers.PEERS
+    if operator == "softmax_topk":
+        known = (*known, TORCH_COMPILED)
+    return tuple(peer for peer in known if compiled or "compile" not in peer.name)
 
 
 COLUMNS = ("figure", "problem", "implementation", "microseconds", "peer_over_ours", "compulsory_GB_per_s", "timed",

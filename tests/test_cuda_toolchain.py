@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_sparse.artifacts import cuda_toolchain
+from tvm_sparse.artifacts import cuda
 
 
 def _have_cuda() -> bool:
@@ -32,11 +32,11 @@ needs_cuda = pytest.mark.skipif(
 
 BUILD = """
 import json, sys
-from tvm_sparse.artifacts import cuda_toolchain
+from tvm_sparse.artifacts import cuda
 if {late}:
     import tvm
-toolchain = cuda_toolchain.activate()
-assert cuda_toolchain.activate() is toolchain
+toolchain = cuda.activate()
+assert cuda.activate() is toolchain
 import tvm
 from tvm import te
 a, b = (te.placeholder((1024,), name=n) for n in "AB")
@@ -54,8 +54,8 @@ print(json.dumps([toolchain.nvrtc_version[0], toolchain.runtime.driver_is_stub])
 
 LOAD = """
 import sys
-from tvm_sparse.artifacts import cuda_toolchain
-cuda_toolchain.load_runtime(allow_stub=True)
+from tvm_sparse.artifacts import cuda
+cuda.load_runtime(allow_stub=True)
 import tvm_ffi
 module = tvm_ffi.load_module({out!r})
 assert module["main"] is not None
@@ -73,8 +73,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def build(out: Path, arch: str, late: bool = False) -> bytes:
     done = run(BUILD.format(out=str(out), arch=arch, late=late))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])[0] == cuda_toolchain.CUDA_MAJOR
-    (cubin,) = cuda_toolchain.cubins(out)
+    assert json.loads(done.stdout.splitlines()[-1])[0] == cuda.CUDA_MAJOR
+    (cubin,) = cuda.cubins(out)
     assert b"__global__" not in out.read_bytes()
     return cubin
 
@@ -99,8 +99,8 @@ def compile_cuda(source: str, arch: str) -> bytes:
 @pytest.mark.parametrize(("arch", "number", "late"), [("sm_90a", 90, False), ("sm_80", 80, True)])
 def test_tvm_exports_machine_code(tmp_path: Path, arch: str, number: int, late: bool) -> None:
     cubin = build(tmp_path / "add.so", arch, late)
-    assert cuda_toolchain.cubin_arch(cubin) == number
-    ((name, usage),) = cuda_toolchain.resource_usage(cubin).items()
+    assert cuda.cubin_arch(cubin) == number
+    ((name, usage),) = cuda.resource_usage(cubin).items()
     assert name == "main_kernel"
     assert 0 < usage.registers < 64
     assert usage.max_threads == 256
@@ -140,7 +140,7 @@ def test_resource_usage(arch: str) -> None:
       a[threadIdx.x] = s[n - threadIdx.x] + more[n];
     }}
     """
-    usage = cuda_toolchain.resource_usage(compile_cuda(source, arch))
+    usage = cuda.resource_usage(compile_cuda(source, arch))
     assert set(usage) == {"spills", "clean", "local", "shared"}
     assert usage["spills"].registers == 32
     assert usage["spills"].max_threads == 1024
@@ -157,9 +157,9 @@ def test_resource_usage(arch: str) -> None:
 def test_cubins_of_anything_else(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     library.write_bytes(b"\x7fELF\x02\x01" + bytes(100) + b"\x7fELF\x02\x01" + b"\xff" * 20)
-    assert cuda_toolchain.cubins(library) == []
+    assert cuda.cubins(library) == []
     with pytest.raises(ValueError, match="not a cubin"):
-        cuda_toolchain.resource_usage(bytes(128))
+        cuda.resource_usage(bytes(128))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is built on Linux only")

@@ -7,7 +7,7 @@ import tvm
 from tvm import te
 from tvm.script import tirx as T
 
-from emulation import EmulationError, run_on_cpu
+from tvm_sparse.emulation import EmulationError, run_on_cpu
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 FULL = 0xFFFFFFFF

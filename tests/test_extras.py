@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import tvm_sparse
-from tvm_sparse.operators import SoftmaxTopk, parse
+from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 BATCH, VOCAB, K, N = 5, 61, 4, 3
 RNG = np.random.default_rng(11)

@@ -9,11 +9,11 @@ import pytest
 from cases import SM90
 from test_templates import emulated, verify
 
-from tvm_sparse import schedules
-from tvm_sparse.operators import SoftmaxTopk
-from tvm_sparse.operators.problem import numpy_dtype
-from tvm_sparse.schedules.threshold_gate import Layout
-from tvm_sparse.schedules.thresholds import Floor, first_threshold, floor_of_runs
+from tvm_sparse.core import spaces
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs
+from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
 
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "early": 1, "deferred": 0}
 CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1, "deferred": 0}
@@ -42,7 +42,7 @@ def run(
     name: str, problem: SoftmaxTopk, decisions: dict[str, int], logits: np.ndarray, seed: int = 0, batch: int = 0
 ) -> None:
     """`batch` is that of the problem that the kernel is built for, if another."""
-    template = schedules.find(name)
+    template = spaces.find(name)
     tuned = problem.with_batch(batch or problem.batch)
     assert template.point(tuned, SM90, decisions) is None
     program = template.build(tuned, decisions)
@@ -73,7 +73,7 @@ def test_buffer_that_overflows_is_compacted(structure: str, deferred: int) -> No
     problem = SoftmaxTopk(4, 10240, 5)
     decisions = {**BLOCK, "threads": 64, "vectors": 3, "stages": 2, "deferred": deferred}
     assert Layout(problem, decisions).overflows
-    template = schedules.find("threshold_gate")
+    template = spaces.find("threshold_gate")
     verify(problem, structure, 3, emulated(template.build(problem, decisions), 3))
 
 
@@ -152,7 +152,7 @@ def test_rows_to_come_are_prefetched(vocab: int, k: int, dtype: str, decisions: 
 
 def test_rows_to_come_are_prefetched_where_they_come_from_memory() -> None:
     """Only a second wave of blocks has rows to come, and only more than the L2 cache holds."""
-    template = schedules.find("threshold_gate")
+    template = spaces.find("threshold_gate")
     ways = {(4000, 25000): (0, 1, 2), (1024, 10240): (0, 1), (100, 200000): (1,)}
     for (batch, vocab), early in ways.items():
         assert template.space(SoftmaxTopk(batch, vocab, 5), SM90)["early"] == early

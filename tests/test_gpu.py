@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from cases import AWKWARD, case_id, sampled
 
-from tvm_sparse import machine, schedules
 from tvm_sparse.artifacts.compile import compile_candidate
-from tvm_sparse.operators import Problem, parse
-from tvm_sparse.schedules import FALLBACKS, TEMPLATES, Template
-from tvm_sparse.tuning import measure_worker
+from tvm_sparse.bench import measure
+from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import Template
 
 pytestmark = pytest.mark.gpu
 
@@ -42,30 +43,30 @@ LARGE = tuple(
 
 
 @pytest.mark.parametrize("problem", AWKWARD + LARGE, ids=case_id)
-@pytest.mark.parametrize("template", [t for t in TEMPLATES if t.kind == "cuda"], ids=case_id)
+@pytest.mark.parametrize("template", [t for t in spaces.templates() if t.kind == "cuda"], ids=case_id)
 def test_candidates_agree_with_the_reference(template: Template, problem: Problem, tmp_path: Path) -> None:
     gpu = machine.gpu()
     assert gpu is not None
     if template.operator != problem.operator:
         pytest.skip(f"a template of {template.operator}")
-    if reason := schedules.applicable(problem, gpu)[1].get(template.name):
-        assert FALLBACKS[problem.operator, "cuda"][-1] is not template
+    if reason := spaces.applicable(problem, gpu)[1].get(template.name):
+        assert registry.find(problem.operator).fallbacks["cuda"][-1] is not template
         pytest.skip(reason)
     for number, candidate in enumerate(sampled(template, problem, gpu, 2)):
         compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{number}.so")
-        function = measure_worker.load(compiled.path, "cuda")
+        function = measure.load(compiled.path, "cuda")
         workspaces = list(compiled.workspaces)
         # A seed that is even asks for probabilities, an odd one for logarithms.
         message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": workspaces}
         for seed in (0, 1):
-            assert measure_worker.handle({**message, "seed": seed, "check_only": True}) == {"seconds": []}
-        small = problem.with_batch(min(problem.batch_extent, measure_worker.CHECKED_ROWS))
+            assert measure.handle({**message, "seed": seed, "check_only": True}) == {"seconds": []}
+        small = problem.with_batch(min(problem.batch_extent, measure.CHECKED_ROWS))
         for seed, structure in enumerate(problem.structures, start=2):
-            measure_worker.verify(function, small, "cuda", structure, seed, workspaces)
+            measure.verify(function, small, "cuda", structure, seed, workspaces)
         # One library serves every batch.
         for seed, batch in enumerate((1, 3, small.batch_extent + 5)):
             case = problem.with_batch(batch)
-            measure_worker.verify(function, case, "cuda", problem.structures[1], seed, workspaces)
+            measure.verify(function, case, "cuda", problem.structures[1], seed, workspaces)
 
 
 def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
@@ -73,25 +74,25 @@ def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
     in which its launches overlap."""
     gpu, problem = machine.gpu(), LARGE[0]
     assert gpu is not None
-    for name in schedules.applicable(problem, gpu)[0]:
-        template = schedules.find(name)
+    for name in spaces.applicable(problem, gpu)[0]:
+        template = spaces.find(name)
         point = template.default(problem, gpu)
         for early in template.space(problem, gpu).get("early", (None,)):
             if early is not None:
                 point["early"] = early
             compiled = compile_candidate(problem, template.candidate(point), gpu, tmp_path / f"{name}_{early}.so")
-            function = measure_worker.load(compiled.path, "cuda")
-            measure_worker.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
+            function = measure.load(compiled.path, "cuda")
+            measure.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
 
 
 def test_a_candidate_is_timed(tmp_path: Path) -> None:
     gpu, problem = machine.gpu(), LARGE[1]
     assert gpu is not None
-    candidate = schedules.fallback(problem, gpu)
+    candidate = spaces.fallback(problem, gpu)
     compiled = compile_candidate(problem, candidate, gpu, tmp_path / "kernel.so")
     message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": [], "seed": 0}
-    seconds = measure_worker.handle(message)["seconds"]
-    assert len(seconds) == 2 * measure_worker.REPEATS
+    seconds = measure.handle(message)["seconds"]
+    assert len(seconds) == 2 * measure.REPEATS
     # Not faster than the memory, not slower than a launch and a hundred times the memory.
     fastest = problem.cost().bytes / 20e12
     assert all(fastest < s < 1e-3 for s in seconds)
@@ -124,7 +125,7 @@ def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype:
         ),
         ("staged_x" if dtype == "float32" else "tensor_core", product),
     ):
-        template, problem = schedules.find(name), parse(key)
+        template, problem = spaces.find(name), parse(key)
         way = {"tile_m": 8, "tile_n": 16, "early": 2} if name == "tensor_core" else {"early": 1}
         point = {**template.default(problem, gpu), **way}
         assert template.point(problem, gpu, point) is None

@@ -16,11 +16,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import use_dispatcher
 
 import tvm_sparse
-from tvm_sparse import functional, machine, peers
-from tvm_sparse.operators import BsrMatmul, LogSumExp, NhotLookup, Problem, Softmax, SoftmaxTopk, parse
-from tvm_sparse.operators.problem import FLOATS
+from tvm_sparse.bench.compare import compare
+from tvm_sparse.core import machine
+from tvm_sparse.core.problem import FLOATS, Problem
+from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.operators.logsumexp.problem import LogSumExp
+from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
+from tvm_sparse.operators.softmax.problem import Softmax
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 torch = pytest.importorskip("torch")
@@ -50,7 +58,7 @@ def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]
     cache = tmp_path_factory.mktemp("kernels")
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "dispatcher", own)
+        use_dispatcher(patch, own)
         yield own
 
 
@@ -172,7 +180,7 @@ def test_lookups_of_other_lengths_take_the_short_way_too(monkeypatch: pytest.Mon
     inputs = problem.generate(next(numbers))
     table = cuda(inputs[-1])
     tvm_sparse.nhot_lookup(tuple(map(cuda, inputs[:3])), table)
-    monkeypatch.setattr(functional.arrays, "facts", lambda *_: pytest.fail("the long way was taken"))
+    monkeypatch.setattr(arrays, "facts", lambda *_: pytest.fail("the long way was taken"))
     for total in (60, 75, 90):
         indptr = np.sort(np.random.default_rng(total).integers(0, total, 8)).astype(np.int32)
         indptr[[0, -1]] = 0, total
@@ -580,6 +588,6 @@ def test_rotated_inputs_are_compared() -> None:
     problem = parse("bsr_matmul/m=4,k=4096,n=4096,block=16,sparsity=0.75")
     gpu = machine.gpu()
     assert gpu is not None
-    hot, cold = (peers.compare(problem, gpu, peers=(), host=False, rotated=rotated) for rotated in (False, True))
+    hot, cold = (compare(problem, gpu, peers=(), host=False, rotated=rotated) for rotated in (False, True))
     assert hot.ours.correct and cold.ours.correct and cold.rotated and not hot.rotated
     assert cold.ours.median and hot.ours.median

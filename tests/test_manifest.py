@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 import tvm_ffi
 
-from tvm_sparse import machine, schedules
-from tvm_sparse.artifacts import export, manifest
+from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.compile import CompileError
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
-from tvm_sparse.operators import parse
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.registry import parse
+from tvm_sparse.records import Best, Log, Session
+from tvm_sparse.records.queries import best_records
 from tvm_sparse.runtime import loading
 from tvm_sparse.runtime.loading import LoadError
-from tvm_sparse.tuning.records import Best, Candidate, Log, Session
+from tvm_sparse.shipping import export
 
 ARCH = machine.cpu().arch
 TOPK = "softmax_topk/batch=3,vocab=37,k=4,dtype=float32"
@@ -50,7 +53,7 @@ def tuned(root: Path, *keys: str, arch: str = ARCH, version: int = 0, **changed:
     """A final ranking of each problem, won by a point that is not the default."""
     cpu = machine.cpu()
     for key in keys:
-        default = schedules.fallback(parse(key), cpu)
+        default = spaces.fallback(parse(key), cpu)
         decisions = {"row_scan": {"chunk": 64, "lanes": 8}, "block_rows": {"tile_m": 1, "tile_n": 1, "lanes": 1}}[
             default.template
         ]
@@ -336,7 +339,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(exported: tuple[Path, 
 
 
 def _version() -> int:
-    return schedules.find("row_scan").version
+    return spaces.find("row_scan").version
 
 
 def test_records_that_mean_nothing_now_are_left_out(tmp_path: Path) -> None:
@@ -345,14 +348,14 @@ def test_records_that_mean_nothing_now_are_left_out(tmp_path: Path) -> None:
     tuned(tmp_path, "softmax_topk/batch=3,vocab=39,k=4", candidate=Candidate("gone", 1))
     tuned(tmp_path, "softmax_topk/batch=3,vocab=40,k=4", problem="softmax_topk/batch=3,words=40,k=4")
     tuned(tmp_path, "softmax_topk/batch=3,vocab=41,k=4", arch="sm_90a")
-    assert list(export.records([tmp_path], ARCH)) == [TOPK]
+    assert list(best_records([tmp_path], ARCH)) == [TOPK]
 
 
 def test_later_folders_win(tmp_path: Path) -> None:
     tuned(tmp_path / "a", TOPK)
     tuned(tmp_path / "b", TOPK, candidate=Candidate("row_scan", _version(), (("chunk", 128), ("lanes", 8))))
     for order, chunk in (("ab", 128), ("ba", 64)):
-        best, _ = export.records([tmp_path / name for name in order], ARCH)[TOPK]
+        best, _ = best_records([tmp_path / name for name in order], ARCH)[TOPK]
         assert best.candidate.values["chunk"] == chunk
 
 

@@ -13,21 +13,14 @@ from cases import AWKWARD, case_id
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tvm_sparse.core import registry
+from tvm_sparse.core.problem import FLOATS, Mismatch, Problem, ProblemError
+from tvm_sparse.core.registry import make, parse
 from tvm_sparse.formats.bsr import check_structure, fullest_first, random_pattern, skew
 from tvm_sparse.formats.compressed import check_compressed
-from tvm_sparse.operators import (
-    OPERATORS,
-    BsrMatmul,
-    Mismatch,
-    NhotLookup,
-    Problem,
-    ProblemError,
-    SoftmaxTopk,
-    make,
-    parse,
-)
-from tvm_sparse.operators.nhot_lookup import INDEX, typical
-from tvm_sparse.operators.problem import FLOATS
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.operators.nhot_lookup.problem import INDEX, NhotLookup, typical
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 SOFTMAX = [p for p in AWKWARD if isinstance(p, SoftmaxTopk)]
 BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
@@ -84,9 +77,9 @@ def test_keys_are_stable() -> None:
     assert nhot.key == "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=10,dtype=float32,weighted=1,index=int64"
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", registry.operators())
 def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
-    problem = make(operator, OPERATORS[operator].example)
+    problem = make(operator, registry.find(operator).problem.example)
     axes = {field.name for field in dataclasses.fields(problem)}
     assert problem.batch_axis in axes and problem.source and problem.structures
     assert len(problem.generate(0)) == len(problem.kernel_inputs)
@@ -313,10 +306,10 @@ def test_a_sample_gives_the_same_rows(problem: Problem) -> None:
             np.testing.assert_array_equal(few, full[rows])
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", registry.operators())
 def test_unknown_structure(operator: str) -> None:
     with pytest.raises(ProblemError, match="structure: got 'strange'; expected one of random"):
-        make(operator, OPERATORS[operator].example).generate(0, "strange")
+        make(operator, registry.find(operator).problem.example).generate(0, "strange")
 
 
 # ---- references ----------------------------------------------------------------------------------

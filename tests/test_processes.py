@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tvm_sparse.tuning import processes
-from tvm_sparse.tuning.processes import Pool, StartError, Worker
+from tvm_sparse.workers import processes
+from tvm_sparse.workers.processes import Pool, StartError, Worker
 
 PACKAGE_ROOT = Path(processes.__file__).parents[2]
 ENV = {"PYTHONPATH": str(PACKAGE_ROOT)}
@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals
 
 CHILD = """
 import ctypes, os, signal, subprocess, sys, time
-from tvm_sparse.tuning.processes import serve
+from tvm_sparse.workers.processes import serve
 
 class Sticky(RuntimeError):
     fatal = True
@@ -333,7 +333,7 @@ def test_no_descriptor_leaks(argv):
 
 PARENT = """
 import sys, time
-from tvm_sparse.tuning.processes import Worker, Pool
+from tvm_sparse.workers.processes import Worker, Pool
 workers = [Worker(sys.argv[2:], name=str(i)) for i in range(2)]
 print(*(w.call({"do": "pid"}, timeout=10).value for w in workers), flush=True)
 workers[0].call({"do": sys.argv[1]}, timeout=60)

@@ -18,16 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tvm_sparse.tuning import records
-from tvm_sparse.tuning.records import (
-    Best,
-    Candidate,
-    Contents,
-    Log,
-    Session,
-    Trial,
-    utc_now,
-)
+from tvm_sparse import records
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.records import Best, Contents, Log, Session, Trial, codec, utc_now
+from tvm_sparse.records import log as log_module
 
 ARCH = "sm_90a"
 DATE = "2025-01-02T03:04:05Z"
@@ -70,7 +64,7 @@ def log(tmp_path: Path) -> Log:
 
 def raw_line(record: Trial | Session | Best, **changes) -> bytes:
     """A line with a right checksum over changed fields; a field set to `...` is left out."""
-    line = json.loads(records._encode(record)) | changes
+    line = json.loads(codec.encode(record)) | changes
     line = {name: value for name, value in line.items() if value is not ... and name != "sum"}
     text = json.dumps(line, sort_keys=True, separators=(",", ":"))
     line["sum"] = records.hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -257,7 +251,7 @@ def test_bad_lines_are_skipped_with_number_and_reason(log: Log):
         ("bad JSON: 'utf-8'", b"\xff\xfe\n"),
         ("bad JSON", b"\0" * 64 + b"\n"),  # what a power failure can leave
         ("missing field: sum", b"{}\n"),
-        ("checksum", records._encode(trial()).replace(b'"order":0', b'"order":1')),
+        ("checksum", codec.encode(trial()).replace(b'"order":0', b'"order":1')),
         ("unknown kind", raw_line(trial(), kind="trail")),
         ("unknown kind: 'best'", raw_line(best())),
         ("unknown kind: ['trial']", raw_line(trial(), kind=["trial"])),
@@ -324,7 +318,7 @@ def test_future_and_past_fields(log: Log):
 WRITER = """
 import sys
 from pathlib import Path
-from tvm_sparse.tuning.records import *
+from tvm_sparse.records import *
 log = Log(Path(sys.argv[1]), "sm_90a", "softmax_topk")
 for order in range(int(sys.argv[3])):
     log.append(Trial("softmax_topk/batch=1", "sm_90a", Candidate("t", 1), "ok", "", (1e-6,), None,
@@ -372,7 +366,7 @@ def test_killed_writers_lose_nothing_they_reported(log: Log):
 
 def test_reading_takes_no_lock(log: Log):
     log.append(trial())
-    with records.FileLock(f"{log.trials_path}.lock"):
+    with log_module.FileLock(f"{log.trials_path}.lock"):
         done = threading.Thread(target=log.read, daemon=True)
         done.start()
         done.join(5)
@@ -385,7 +379,7 @@ def test_stopped_holder_is_named(log: Log, monkeypatch):
     held, release = threading.Event(), threading.Event()
 
     def hold():
-        with records.FileLock(f"{log.trials_path}.lock"):
+        with log_module.FileLock(f"{log.trials_path}.lock"):
             held.set()
             release.wait(10)
 
@@ -457,7 +451,7 @@ def test_device_without_space(log: Log):
 
 def test_imports_neither_tvm_nor_numpy():
     code = (
-        "import sys; before = set(sys.modules); import tvm_sparse.tuning.records;"
+        "import sys; before = set(sys.modules); import tvm_sparse.records;"
         "print({'tvm', 'torch', 'numpy'} & (set(sys.modules) - before))"
     )
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}

@@ -16,20 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
+from cases import use_dispatcher
 
 import tvm_sparse
-from tvm_sparse import functional, machine, schedules
-from tvm_sparse.artifacts import export, manifest
+from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.artifacts.manifest import Entry
-from tvm_sparse.operators import Problem, ProblemError, make, parse
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.problem import Problem, ProblemError
+from tvm_sparse.core.registry import make, parse
+from tvm_sparse.records import Best, Log, Session
 from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
 from tvm_sparse.runtime.loading import LoadError
-from tvm_sparse.tuning.records import Best, Candidate, Log, Session
+from tvm_sparse.shipping import export
+from tvm_sparse.workers import building
 
 CPU = machine.cpu()
-VERSION = schedules.find("row_scan").version
+VERSION = spaces.find("row_scan").version
 TOPK = "softmax_topk/batch={batch},vocab=37,k=4,dtype=float32"
 
 
@@ -42,7 +47,7 @@ def record(root: Path, key: str, candidate: Candidate, arch: str = CPU.arch, fal
     problem = parse(key)
     log = Log(root, arch, problem.operator)
     log.append(Session("s1", "2026-01-02T03:04:05Z", {"name": "a machine"}, {}, "a timer", {"seed": 1}))
-    fallback = fallback or schedules.fallback(problem, CPU)
+    fallback = fallback or spaces.fallback(problem, CPU)
     log.append_best(Best(problem.key, arch, candidate, 1e-6, fallback, 2e-6, 3, "s1"))
 
 
@@ -97,7 +102,7 @@ def export_by_hand(folder: Path, key: str, candidate: Candidate) -> None:
     """A folder with one exported kernel."""
     problem = parse(key)
     figures = {"seconds": 1e-6, "fallback_seconds": 2e-6, "session": "s1", "machine": "a machine", "date": ""}
-    manifest.write(folder, export.build([(problem, candidate, "exact", figures)], CPU, folder))
+    manifest.write(folder, building.build([(problem, candidate, "exact", figures)], CPU, folder))
 
 
 # ---- which decisions -----------------------------------------------------------------------------
@@ -131,7 +136,7 @@ def test_exact_then_bucket_then_nearby(tmp_path: Path, logs: Path, builds: list[
 def test_nearby_takes_the_nearest_whose_decisions_fit(tmp_path: Path, builds: list[Any]) -> None:
     """Of another shape: compiled for the call's own problem, by the decisions of the nearest that are allowed there."""
     key = "bsr_matmul/m={m},k=12,n=10,block=5x3,sparsity=0.5"
-    wide = Candidate("block_rows", schedules.find("block_rows").version, (("tile_m", 8), ("tile_n", 1), ("lanes", 1)))
+    wide = Candidate("block_rows", spaces.find("block_rows").version, (("tile_m", 8), ("tile_n", 1), ("lanes", 1)))
     narrow = Candidate(wide.template, wide.version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1)))
     record(tmp_path / "logs", key.format(m=8).replace("k=12", "k=15"), wide)
     record(tmp_path / "logs", key.format(m=64).replace("k=12", "k=18"), narrow)
@@ -154,7 +159,7 @@ def test_nothing_like_it_was_tuned(
         problem = parse(TOPK.format(batch=batch).replace("float32", "float16"))
         said = kernels.explain(problem, CPU)
         assert (said.how, said.record, said.figures) == ("fallback", None, {})
-        assert said.candidate == str(schedules.fallback(problem, CPU))
+        assert said.candidate == str(spaces.fallback(problem, CPU))
         assert CPU.arch in said.why and "tvm-sparse tune" in said.why
         run(kernels.kernel(problem, CPU), problem)
     assert len(builds) == 1
@@ -172,7 +177,7 @@ def test_a_record_that_means_something_else_is_not_used(tmp_path: Path, what: st
     elif what == "template":
         record(tmp_path / "logs", key, Candidate("gone", 1))
     else:
-        fallback = schedules.fallback(parse(key), CPU)
+        fallback = spaces.fallback(parse(key), CPU)
         best = Best(key.replace("vocab", "words"), CPU.arch, point(64), 1e-6, fallback, 2e-6, 3, "s1")
         Log(tmp_path / "logs", CPU.arch, "softmax_topk").append_best(best)
     for batch in (4, 3, 5):
@@ -203,7 +208,7 @@ def test_explain_compiles_nothing(tmp_path: Path, logs: Path, builds: list[Any])
 
 
 def test_the_public_explain(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "dispatcher", dispatcher(tmp_path, logs))
+    use_dispatcher(monkeypatch, dispatcher(tmp_path, logs))
     by_name = tvm_sparse.explain("softmax_topk", batch=3, vocab="37", k=4, target="cpu")
     assert by_name.how == "bucket" and by_name.problem == TOPK.format(batch=3)
     assert (
@@ -256,7 +261,7 @@ def test_the_cache_decides_nothing(tmp_path: Path, logs: Path, builds: list[Any]
     kernel = dispatcher(tmp_path, logs).kernel(topk(4), CPU)
     assert kernel.entry.candidate == point(256)
     run(kernel, topk(4))
-    assert [candidate for _, candidate in builds] == [schedules.fallback(topk(4), CPU), point(64), point(256)]
+    assert [candidate for _, candidate in builds] == [spaces.fallback(topk(4), CPU), point(64), point(256)]
     assert dispatcher(tmp_path).explain(topk(4), CPU).how == "fallback"
 
 
@@ -264,7 +269,7 @@ def test_a_loaded_folder_wins(tmp_path: Path, logs: Path, builds: list[Any], mon
     """Over logs and cache, also for calls that were made before it was loaded; the last loaded first of all."""
     torch = pytest.importorskip("torch")
     kernels = dispatcher(tmp_path, logs)
-    monkeypatch.setattr(functional, "dispatcher", kernels)
+    use_dispatcher(monkeypatch, kernels)
     monkeypatch.setattr(dispatch, "dispatcher", kernels)
     logits = torch.randn(4, 37)
     expected = tvm_sparse.softmax_topk(logits, 4)
@@ -292,14 +297,14 @@ def test_a_folder_loaded_after_a_product(tmp_path: Path, builds: list[Any], monk
     """A `BsrWeight` holds kernels of its own, and lets them go too."""
     torch = pytest.importorskip("torch")
     kernels = dispatcher(tmp_path)
-    monkeypatch.setattr(functional, "dispatcher", kernels)
+    use_dispatcher(monkeypatch, kernels)
     problem = parse("bsr_matmul/m=2,k=12,n=10,block=5x3,sparsity=0.5")
     inputs = problem.generate(1)
     x, *arrays = map(torch.from_numpy, inputs[:4])
     weight = tvm_sparse.BsrWeight(tuple(arrays), columns=12)
     tvm_sparse.bsr_matmul(x, weight)
     candidate = Candidate(
-        "block_rows", schedules.find("block_rows").version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1))
+        "block_rows", spaces.find("block_rows").version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1))
     )
     export_by_hand(tmp_path / "folder", problem.key, candidate)
     kernels.add(tmp_path / "folder")
@@ -407,13 +412,13 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 import tvm_sparse
-from tvm_sparse.artifacts import export
+from tvm_sparse.shipping import export
 
-builds, real = [], export.build
+builds, real = [], building.build
 def build(jobs, *rest, **options):
     builds.append([str(candidate) for _, candidate, *_ in jobs])
     return real(jobs, *rest, **options)
-export.build = build
+building.build = build
 
 folder, go = sys.stdin.readline().split()
 if folder != "-":

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 import pytest
 from cases import SM90
 
-from tvm_sparse import schedules
-from tvm_sparse.operators import parse
-from tvm_sparse.tuning.records import Candidate
-from tvm_sparse.tuning.search import Search, points
+from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.spaces import points
+from tvm_sparse.tuning.search import Search
 
 LARGE = parse("bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9")
 SMALL = parse("softmax_topk/batch=10,vocab=25000,k=5")
@@ -24,7 +25,7 @@ BATCH = 16
 @functools.cache
 def tables(problem):
     """The templates that fit; of block-sparse products those that have a time here."""
-    found = schedules.applicable(problem, SM90)[0]
+    found = spaces.applicable(problem, SM90)[0]
     return {name: table for name, table in found.items() if problem.operator != "bsr_matmul" or name in BASE}
 
 
@@ -79,7 +80,7 @@ def test_points_are_distinct_and_allowed() -> None:
     for problem in (SMALL, LARGE):
         assert len(set(space(problem))) == len(space(problem))
         for candidate in space(problem):
-            assert schedules.find(candidate.template).point(problem, SM90, candidate.values) is None
+            assert spaces.find(candidate.template).point(problem, SM90, candidate.values) is None
 
 
 @pytest.mark.parametrize(("trials", "batch"), [(17, 16), (17, 4), (5, 2)])

@@ -16,18 +16,20 @@ import psutil
 import pytest
 import tuning_child
 
-from tvm_sparse import schedules
-from tvm_sparse.machine import cpu
-from tvm_sparse.operators import Problem, parse
+from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import cpu
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.spaces import points
+from tvm_sparse.records import Best, Log, Trial
 from tvm_sparse.tuning import session
-from tvm_sparse.tuning.records import Best, Candidate, Log, Trial
-from tvm_sparse.tuning.search import points
 from tvm_sparse.tuning.session import NoValidRecord, Progress, make_plan, tune
 
 TESTS = Path(__file__).parent
 PROBLEM = tuning_child.PROBLEM  # 20 points of one template
-FALLBACK = schedules.fallback(PROBLEM, cpu())
-OTHERS = [c for c in points(PROBLEM, cpu(), schedules.applicable(PROBLEM, cpu())[0]) if c != FALLBACK]
+FALLBACK = spaces.fallback(PROBLEM, cpu())
+OTHERS = [c for c in points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0]) if c != FALLBACK]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,7 @@ def run(log: Log, trials: int, problem: Problem = PROBLEM, **options) -> tuple[B
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, faults: dict[Candidate | str, str]) -> None:
-    argv = (sys.executable, str(TESTS / "faulty_build_worker.py"), json.dumps({str(c): f for c, f in faults.items()}))
+    argv = (sys.executable, str(TESTS / "faulty_building.py"), json.dumps({str(c): f for c, f in faults.items()}))
     monkeypatch.setattr(session, "BUILD_WORKER", argv)
 
 
@@ -134,7 +136,7 @@ def test_what_won_for_similar_problems_is_tried_first(log: Log) -> None:
         winner(near.key, OTHERS[1]),
         winner(PROBLEM.key, dataclasses.replace(OTHERS[2], version=99)),  # its own, of another version
     )
-    tables = schedules.searched(PROBLEM, cpu(), ())[0]
+    tables = spaces.searched(PROBLEM, cpu(), ())[0]
     assert session.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[2], OTHERS[1], OTHERS[0]]
     run(log, 2 * session.PROVEN_SHARE)
     tried = [trial.candidate for trial in log.read().trials]
@@ -198,7 +200,7 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
         asked.append(candidates)
         return real(bench, candidates, *rest)
 
-    broken = (sys.executable, str(TESTS / "faulty_build_worker.py"), '{"*": "compile"}')
+    broken = (sys.executable, str(TESTS / "faulty_building.py"), '{"*": "compile"}')
     monkeypatch.setattr(session._Bench, "measure", measure)
     with pytest.raises(NoValidRecord, match="build-error"):
         run(log, 20)

@@ -12,18 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import use_dispatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_functional import BAD_SOFTMAX, KINDS, logits_of, read_only, seed, to_numpy, to_torch
+from test_calls import BAD_SOFTMAX, KINDS, logits_of, read_only, seed, to_numpy, to_torch
 
 import tvm_sparse
-from tvm_sparse import functional, machine, schedules
 from tvm_sparse.artifacts import manifest
-from tvm_sparse.artifacts.export import build
-from tvm_sparse.operators import LogSumExp, Problem, ProblemError, Softmax, parse
-from tvm_sparse.operators.problem import FLOATS
-from tvm_sparse.operators.softmax import ALGORITHMS
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.problem import FLOATS, Problem, ProblemError
+from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.logsumexp.problem import LogSumExp
+from tvm_sparse.operators.softmax.problem import ALGORITHMS, Softmax
+from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.workers.building import build
 
 torch = pytest.importorskip("torch")
 
@@ -46,11 +49,11 @@ FUNCTIONS: dict[str, Function] = {
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
     cpu, cache = machine.cpu(), tmp_path_factory.mktemp("kernels")
-    jobs = [(problem := parse(key), schedules.fallback(problem, cpu), "fallback", {}) for key in KEYS]
+    jobs = [(problem := parse(key), spaces.fallback(problem, cpu), "fallback", {}) for key in KEYS]
     manifest.write(cache / cpu.arch, build(jobs, cpu, cache / cpu.arch, builders=2))
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "dispatcher", own)
+        use_dispatcher(patch, own)
         yield own
 
 
@@ -314,7 +317,7 @@ def test_repeated_calls_between_others(dispatcher: Dispatcher) -> None:
 def test_the_short_way_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 61)
     first = [function(logits) for function in FUNCTIONS.values()]
-    monkeypatch.setattr(functional.arrays, "facts", lambda *_: pytest.fail("the long way was taken"))
+    monkeypatch.setattr(arrays, "facts", lambda *_: pytest.fail("the long way was taken"))
     again = [function(logits) for function in FUNCTIONS.values()]
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
 

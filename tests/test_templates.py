@@ -1,6 +1,6 @@
 """Every schedule template: its space, and what its sampled candidates compute, with no GPU.
 
-Driven by `schedules.TEMPLATES`: a new template is covered by being in it.
+Driven by `spaces.templates()`: a new template is covered by being in it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, samp
 from tvm import tirx
 from tvm.ir import Call
 
-from emulation import EmulationError, run_on_cpu
-from emulation.serialise import serialise
-from tvm_sparse import schedules
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
-from tvm_sparse.machine import Machine
-from tvm_sparse.operators import Mismatch, Problem, parse
-from tvm_sparse.operators.problem import numpy_dtype
-from tvm_sparse.schedules import FALLBACKS, TEMPLATES, Program, Template
-from tvm_sparse.tuning.records import Candidate
-from tvm_sparse.tuning.search import points
+from tvm_sparse.core import registry, spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.spaces import points
+from tvm_sparse.core.template import Program, Template
+from tvm_sparse.emulation import EmulationError, run_on_cpu, serialise
 
 HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
 needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
@@ -177,7 +176,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
     ],
 )
 def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple[int, ...]], allowed: int) -> None:
-    found, problem = schedules.find(template), parse(key)
+    found, problem = spaces.find(template), parse(key)
     machine = MACHINES[found.kind]
     table = found.space(problem, machine)
     assert dict(table) == expected
@@ -203,10 +202,10 @@ def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple
     ],
 )
 def test_template_that_does_not_apply_says_why(template: str, key: str, reason: str) -> None:
-    tables, reasons = schedules.applicable(parse(key), SM90)
+    tables, reasons = spaces.applicable(parse(key), SM90)
     assert template not in tables
     assert reason in reasons[template]
-    assert reason in (schedules.find(template).point(parse(key), SM90, {}) or "")
+    assert reason in (spaces.find(template).point(parse(key), SM90, {}) or "")
 
 
 @pytest.mark.parametrize(
@@ -222,17 +221,17 @@ def test_template_that_does_not_apply_says_why(template: str, key: str, reason: 
     ],
 )
 def test_fallback_is_the_first_that_fits(key: str, machine: Machine, expected: str) -> None:
-    assert schedules.fallback(parse(f"bsr_matmul/{key}"), machine).template == expected
+    assert spaces.fallback(parse(f"bsr_matmul/{key}"), machine).template == expected
 
 
 @pytest.mark.parametrize("problem", AWKWARD + REALISTIC, ids=case_id)
 @pytest.mark.parametrize("kind", MACHINES)
 def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: Problem) -> None:
     machine = MACHINES[kind]
-    tables, reasons = schedules.applicable(problem, machine)
-    assert FALLBACKS[problem.operator, kind][-1].name in tables
+    tables, reasons = spaces.applicable(problem, machine)
+    assert registry.find(problem.operator).fallbacks[kind][-1].name in tables
     for name, table in tables.items():
-        template = schedules.find(name)
+        template = spaces.find(name)
         assert template.point(problem, machine, template.default(problem, machine)) is None
         assert all(values and len(set(values)) == len(values) for values in table.values())
         for values in itertools.product(*table.values()):
@@ -242,7 +241,7 @@ def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: 
         assert len(reason.split()) >= 4 and reason == reason.strip() and "{" not in reason, f"{where}: {reason!r}"
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=case_id)
+@pytest.mark.parametrize("template", spaces.templates(), ids=case_id)
 def test_what_is_no_point_is_not_compiled(template: Template, tmp_path: Path) -> None:
     machine = MACHINES[template.kind]
     _, problem = cases(template.kind, name=template.name)[0]
@@ -389,7 +388,7 @@ def without_initialisation(module: tvm.IRModule) -> tvm.IRModule:
 
 @pytest.mark.parametrize(
     "template",
-    [t for t in TEMPLATES if t.kind == "cuda" and not t.explicit_threads and t.operator in WITH_EMPTY_ROWS],
+    [t for t in spaces.templates() if t.kind == "cuda" and not t.explicit_threads and t.operator in WITH_EMPTY_ROWS],
     ids=case_id,
 )
 def test_threads_as_loops_catch_a_schedule_that_forgets_to_initialise(template: Template) -> None:
@@ -423,7 +422,7 @@ def with_threads() -> list[tuple[Template, Problem]]:
     """Every template with explicit threads on every problem; of those that are checked as loops above, which is faster,
     each on a third of the problems, not all on the same."""
     chosen = cases("cuda", explicit_threads=True)
-    schedule_based = [t for t in TEMPLATES if t.kind == "cuda" and not t.explicit_threads]
+    schedule_based = [t for t in spaces.templates() if t.kind == "cuda" and not t.explicit_threads]
     for number, template in enumerate(schedule_based):
         pairs = cases("cuda", name=template.name)
         chosen += pairs[number % min(3, len(pairs)) :: 3]
@@ -463,7 +462,7 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
 
     The kernel before may still write x, the weight and the bias, but not the structure.
     """
-    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), schedules.find(name)
+    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), spaces.find(name)
     point = {**template.default(problem, SM90), "depth": 1, **decisions, "early": 1}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
@@ -524,7 +523,7 @@ def all_garbage(seed: int, first: int | None = None) -> Stale:
 def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(template: Template, early: int) -> None:
     """All arrays hold garbage for threads that read before they await that kernel, and lose what these write."""
     problems = [
-        p for p in map(parse, OVERLAPPED[template.operator]) if template.name in schedules.applicable(p, SM90)[0]
+        p for p in map(parse, OVERLAPPED[template.operator]) if template.name in spaces.applicable(p, SM90)[0]
     ]
     for problem in problems:
         point = {**template.default(problem, SM90), "early": early}
@@ -570,7 +569,7 @@ WRONG: dict[str, Callable[[np.ndarray, np.ndarray], dict[int, np.ndarray]]] = {
 )
 def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int]) -> None:
     """Whatever is wrong with them, for all lanes of a warp or for some."""
-    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), schedules.find("tensor_core")
+    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), spaces.find("tensor_core")
     point = {**template.default(problem, SM90), **decisions, "early": 1}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
@@ -589,7 +588,7 @@ def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int
     ids=["8-warps", "2-warps", "1-warp"],
 )
 def test_blocks_are_loaded_ahead_only_if_they_are_constant(key: str, decisions: dict[str, int]) -> None:
-    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), schedules.find("tensor_core")
+    problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), spaces.find("tensor_core")
     point = {**template.default(problem, SM90), "tile_m": 8, "tile_n": 16, **decisions, "early": 2}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
@@ -631,7 +630,7 @@ WRONG_IDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 )
 def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int]) -> None:
     """Whatever is wrong with them, for all lanes of a warp or for some, and none leads out of the table."""
-    problem, template = parse(f"nhot_lookup/{key}"), schedules.find("warp_gather")
+    problem, template = parse(f"nhot_lookup/{key}"), spaces.find("warp_gather")
     point = {**template.default(problem, SM90), "guess": 1, **decisions}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
@@ -654,7 +653,7 @@ def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int])
 def test_rows_that_are_not_where_they_are_guessed_to_be(key: str, decisions: dict[str, int]) -> None:
     """As many entries as the problem says on average, but not in every row; another number; and other numbers of rows,
     for one library serves them all."""
-    problem, template = parse(f"nhot_lookup/{key}"), schedules.find("dealt_gather")
+    problem, template = parse(f"nhot_lookup/{key}"), spaces.find("dealt_gather")
     point = {**template.default(problem, SM90), **decisions}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
@@ -678,7 +677,7 @@ def test_rows_that_are_not_where_they_are_guessed_to_be(key: str, decisions: dic
 def test_thread_by_thread_catches_a_missing_barrier() -> None:
     """The emulator's own tests show this for small kernels; here it is shown for one of ours."""
     problem = parse("softmax_topk/batch=2,vocab=1500,k=5")
-    template = schedules.find("radix_select")
+    template = spaces.find("radix_select")
     program = template.build(problem, template.default(problem, SM90))
     barriers = 0
 
@@ -713,7 +712,7 @@ def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
 ) -> None:
     default, *others = sampled(template, problem, SM90, 2 if template.explicit_threads else 1)
     compiled = [(SM90, candidate) for candidate in (default, *others)]
-    if template.name in schedules.applicable(problem, SM80)[0]:
+    if template.name in spaces.applicable(problem, SM80)[0]:
         compiled.append((SM80, template.candidate(template.default(problem, SM80))))
     for number, (machine, candidate) in enumerate(compiled):
         resources = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so").resources

@@ -9,13 +9,13 @@ import pytest
 from cases import SM80, SM90
 from test_templates import PARKED_BYTES, all_garbage, emulated, needs_cuda, verify
 
-from tvm_sparse import schedules
 from tvm_sparse.artifacts.compile import compile_candidate
-from tvm_sparse.operators import SoftmaxTopk
-from tvm_sparse.operators.problem import numpy_dtype
-from tvm_sparse.schedules.warp_rows import COUNTED, Layout
+from tvm_sparse.core import spaces
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.schedules.softmax_topk.warp_rows import COUNTED, Layout
 
-TEMPLATE = schedules.find("warp_rows")
+TEMPLATE = spaces.find("warp_rows")
 DTYPES = ("float32", "float16", "bfloat16")
 
 

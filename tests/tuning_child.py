@@ -6,10 +6,10 @@ Prints the phase and the number of trials measured after each, and `best` at the
 import sys
 from pathlib import Path
 
-from tvm_sparse.machine import cpu
-from tvm_sparse.operators import parse
+from tvm_sparse.core.machine import cpu
+from tvm_sparse.core.registry import parse
+from tvm_sparse.records import Log
 from tvm_sparse.tuning import session
-from tvm_sparse.tuning.records import Log
 
 PROBLEM = parse("softmax_topk/batch=2,vocab=100,k=3")
 BATCH = 2

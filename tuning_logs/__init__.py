@@ -1,1 +1,1 @@
-"""What was measured: `<arch>/<operator>/trials.jsonl` and `best.jsonl` (see `tvm_sparse.tuning.records`)."""
+"""What was measured: `<arch>/<operator>/trials.jsonl` and `best.jsonl` (see `tvm_sparse.records`)."""

@@ -5,69 +5,39 @@
 >>> rows = tvm_sparse.nhot_lookup(csr, table)
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
-Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch.
+Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch. What each
+operator brings is said in `core.registry`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .functional import bsr_matmul, explain, log_softmax, logsumexp, nhot_lookup, softmax, softmax_topk
-    from .layers import BsrWeight, CsrRows
-    from .runtime.dispatch import Explanation
-
-_HOMES = {
-    "softmax_topk": "functional",
-    "bsr_matmul": "functional",
-    "nhot_lookup": "functional",
-    "softmax": "functional",
-    "log_softmax": "functional",
-    "logsumexp": "functional",
-    "explain": "functional",
-    "BsrWeight": "layers",
-    "CsrRows": "layers",
-    "Explanation": "runtime.dispatch",
-}
-
-__all__ = [
-    "BsrWeight",
-    "CsrRows",
-    "Explanation",
-    "bsr_matmul",
-    "explain",
-    "load",
-    "log_softmax",
-    "logsumexp",
-    "nhot_lookup",
-    "softmax",
-    "softmax_topk",
-]
+# What belongs to no operator, and where it lives.
+_GENERAL = {"explain": "runtime.dispatch", "load": "runtime.dispatch", "Explanation": "runtime.dispatch"}
 
 
-def load(folder: str) -> int:
-    """Use the kernels of a folder that `tvm-sparse export` wrote, before all others; returns how many fit this machine.
+def _homes() -> dict[str, str]:
+    """The public names, and the modules that hold them."""
+    from .core import registry
 
-    Raises
-    ------
-    ManifestError
-        If the folder's manifest is missing, malformed or of another version. Libraries are checked, by their hash,
-        when they are first used.
-    """
-    from pathlib import Path
-
-    from . import machine
-    from .runtime.dispatch import dispatcher
-
-    present = {found.arch for found in (machine.cpu(), machine.gpu()) if found is not None}
-    return sum(entry.arch in present for entry in dispatcher.add(Path(folder)))
+    homes = {name: f"{__name__}.{home}" for name, home in _GENERAL.items()}
+    for operator in registry.operators().values():
+        homes |= {name: f"{operator.home}.call" for name in operator.public}
+    return homes
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name not in _HOMES:
+    if name == "__all__":
+        return sorted(_homes())
+    if name.startswith("__") or name not in (homes := _homes()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(importlib.import_module(homes[name]), name)
     globals()[name] = value  # the next look-up finds it there, and does not come here
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_homes()})

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emulation import cuda_source, launches
-from tvm_sparse import schedules
-from tvm_sparse.artifacts import cuda_toolchain
+from tvm_sparse.artifacts import cuda
 from tvm_sparse.artifacts.compile import compile_candidate, target_of
-from tvm_sparse.machine import Machine
-from tvm_sparse.operators import parse
-from tvm_sparse.tuning.records import Candidate
+from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import Program
+from tvm_sparse.emulation import cuda_source, launches
 
 FOLDER = Path(__file__).parent
 # What code is emitted for, whatever machine this is.
@@ -71,7 +72,7 @@ class Golden:
     def point(self, key: str) -> Point:
         """The point of a key, at the version that the template has now."""
         problem, _, decisions = key.rstrip(")").partition(" (")
-        version = schedules.find(self.template).version
+        version = spaces.find(self.template).version
         return Point(problem, Candidate.parse(f"{self.template}@{version}({decisions})"))
 
 
@@ -90,19 +91,25 @@ def _hashed(*parts: str | bytes) -> str:
 
 
 def emitted(point: Point) -> str:
-    """The text that the code generator emits for a point, with its launches."""
+    """The text that the code generator emits for a point: CUDA C++ with its launches, or the CPU's instructions."""
+    template = spaces.find(point.candidate.template)
+    program = template.build(parse(point.problem), point.candidate.values)
+    target = target_of(MACHINES[template.kind])
+    if template.kind == "llvm":
+        return _instructions(program, target)
+    launched = launches(program.module, target, pipeline=program.pipeline)
+    source = cuda_source(program.module, target, pipeline=program.pipeline)
+    return "".join(f"// launch: {line}\n" for line in launched) + source
+
+
+def _instructions(program: Program, target: Any) -> str:
+    """The assembly of CPU code, without directives and comments: these carry names and counters of the process."""
     import tvm
 
-    template = schedules.find(point.candidate.template)
-    machine = MACHINES[template.kind]
-    program = template.build(parse(point.problem), point.candidate.values)
-    target = target_of(machine)
-    if template.kind == "cuda":
-        launched = "\n".join(f"// launch: {line}" for line in launches(program.module, target, pipeline=program.pipeline))
-        return launched + "\n" + cuda_source(program.module, target, pipeline=program.pipeline)
     with target:
         module = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
-    return module.mod.inspect_source("ll")
+    lines = module.mod.inspect_source("s").splitlines()
+    return "\n".join(re.sub(r"\s*#.*", "", line) for line in lines if re.match(r"\s+[a-z]", line))
 
 
 def source_fingerprint(text: str) -> str:
@@ -112,26 +119,19 @@ def source_fingerprint(text: str) -> str:
 
 def machine_fingerprint(point: Point) -> str:
     """Of the machine code of a point: instructions, constants and launches, whatever things are called."""
-    import tvm
-
-    problem, template = parse(point.problem), schedules.find(point.candidate.template)
+    problem, template = parse(point.problem), spaces.find(point.candidate.template)
     machine = MACHINES[template.kind]
-    target = target_of(machine)
-    program = template.build(problem, point.candidate.values)
     if template.kind == "llvm":
-        with target:
-            module = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
-        # Without directives and comments, which carry names.
-        lines = module.mod.inspect_source("s").splitlines()
-        return _hashed(*(re.sub(r"\s*#.*", "", line) for line in lines if re.match(r"\s+[a-z]", line)))
+        return _hashed(*emitted(point).split("\n"))
+    program = template.build(problem, point.candidate.values)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernel.so"
         compile_candidate(problem, point.candidate, machine, library)
         parts: list[Any] = []
-        for cubin in cuda_toolchain.cubins(library):
-            for name, content in sorted(cuda_toolchain.code_sections(cubin).items()):
+        for cubin in cuda.cubins(library):
+            for name, content in sorted(cuda.code_sections(cubin).items()):
                 parts += [name, content]
-    return _hashed(*parts, *launches(program.module, target, pipeline=program.pipeline))
+    return _hashed(*parts, *launches(program.module, target_of(machine), pipeline=program.pipeline))
 
 
 def assembler(kind: str) -> str:

@@ -20,7 +20,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tvm_sparse import schedules
+from tvm_sparse.core import spaces
 
 from . import FOLDER, Golden, Point, assembler, emitted, machine_fingerprint, read, source_fingerprint
 
@@ -88,7 +88,7 @@ def show_difference(name: str, keys: list[str]) -> None:
 def update(name: str, quiet: bool) -> bool:
     """Take a template's fingerprints anew; False if its machine code changed and its version did not rise."""
     golden = read(name)
-    version = schedules.find(name).version
+    version = spaces.find(name).version
     found = changed(name)
     other = [key for key, machine in found if machine]
     if found and not quiet:
@@ -100,7 +100,7 @@ def update(name: str, quiet: bool) -> bool:
     for key, _ in found:
         golden.points[key] = fingerprints(golden.point(key))
     if found or version != golden.version:
-        Golden(name, version, assembler(schedules.find(name).kind), golden.points).write()
+        Golden(name, version, assembler(spaces.find(name).kind), golden.points).write()
     print(f"{name}: {len(found)} of {len(golden.points)} points changed, {len(other)} of them in machine code")
     return True
 
@@ -108,7 +108,7 @@ def update(name: str, quiet: bool) -> bool:
 def chosen(name: str) -> str:
     from .choose import choose
 
-    template = schedules.find(name)
+    template = spaces.find(name)
     points = {point.key: fingerprints(point) for point in choose(template)}
     Golden(name, template.version, assembler(template.kind), points).write()
     return f"{name}: {len(points)} points"
@@ -119,8 +119,8 @@ def main() -> int:
     parser.add_argument("command", choices=("check", "update", "choose"))
     parser.add_argument("templates", nargs="*", default=[])
     parser.add_argument("--quiet", action="store_true", help="do not show how sources differ")
-    asked = parser.parse_args()
-    names = asked.templates or [template.name for template in schedules.TEMPLATES]
+    asked = parser.parse_intermixed_args()
+    names = asked.templates or [template.name for template in spaces.templates()]
     good = True
     if asked.command == "choose":
         with ProcessPoolExecutor(2) as pool:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from cases import AWKWARD, REALISTIC
-from tvm_sparse import schedules
-from tvm_sparse.operators import Problem
-from tvm_sparse.schedules import Template
-from tvm_sparse.tuning.search import points
+
+import tvm_sparse.schedules
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.spaces import points
+from tvm_sparse.core.template import NotApplicable, Template
 
 from . import MACHINES, Point
 
@@ -64,7 +65,7 @@ def candidates(template: Template, problems: tuple[Problem, ...]) -> Iterator[Po
             continue
         try:
             table = template.space(problem, machine)
-        except schedules.NotApplicable:
+        except NotApplicable:
             continue
         default = template.candidate(template.default(problem, machine))
         allowed = list(points(problem, machine, {template.name: table}))
@@ -75,10 +76,10 @@ def candidates(template: Template, problems: tuple[Problem, ...]) -> Iterator[Po
 
 def choose(template: Template) -> list[Point]:
     """A few points that reach every line that any of the sampled ones reaches."""
-    root = Path(schedules.__file__).parent
+    root = Path(tvm_sparse.schedules.__file__).parent
     reached: dict[Point, set[tuple[str, int]]] = {}
     for point in candidates(template, (*AWKWARD, *REALISTIC)):
-        from tvm_sparse.operators import parse
+        from tvm_sparse.core.registry import parse
 
         with visited(root) as lines:
             template.build(parse(point.problem), point.candidate.values)

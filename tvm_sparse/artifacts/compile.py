@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..machine import Machine
-from ..operators.problem import Problem
-from ..tuning.records import Candidate
+from ..core import spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem
 
 
 class CompileError(RuntimeError):
@@ -24,7 +25,7 @@ class Compiled:
 
     path: str
     seconds: float  # to build the program, compile and link it
-    workspaces: tuple[dict[str, Any], ...]  # `schedules.template.Workspace` as dicts, in calling order
+    workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
     resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each
 
 
@@ -49,10 +50,8 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
         If the candidate's template has another version, its decisions are not a point of the template's space, the
         compiler fails, or a CUDA library holds no cubin for the machine's architecture.
     """
-    import tvm_sparse.schedules as schedules
-
     started = time.perf_counter()
-    template = schedules.find(candidate.template)
+    template = spaces.find(candidate.template)
     if template.version != candidate.version:
         raise CompileError(f"{candidate}: the template is at version {template.version}")
     reason = template.point(problem, machine, candidate.values)
@@ -61,9 +60,9 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
 
     if machine.kind == "cuda":
         # Before the first compilation: without it the compiler silently falls back to shipping CUDA source.
-        from . import cuda_toolchain
+        from . import cuda
 
-        cuda_toolchain.activate()
+        cuda.activate()
     import tvm
 
     target = target_of(machine)
@@ -87,18 +86,18 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
 
 
 def _kernel_resources(library: Path, machine: Machine) -> dict[str, int]:
-    from . import cuda_toolchain
+    from . import cuda
 
-    found = cuda_toolchain.cubins(library)
+    found = cuda.cubins(library)
     if not found:
         raise CompileError("the library holds CUDA source in the place of a cubin")
     wanted = int("".join(filter(str.isdigit, machine.arch)))
     most: dict[str, int] = {}
     for cubin in found:
-        arch = cuda_toolchain.cubin_arch(cubin)
+        arch = cuda.cubin_arch(cubin)
         if arch != wanted:
             raise CompileError(f"the library holds a cubin for sm_{arch}, not for {machine.arch}")
-        for kernel in cuda_toolchain.resource_usage(cubin).values():
+        for kernel in cuda.resource_usage(cubin).values():
             for name in ("registers", "shared_bytes", "local_bytes", "spill_instructions"):
                 most[name] = max(most.get(name, 0), getattr(kernel, name))
     return most

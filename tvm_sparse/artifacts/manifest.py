@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..tuning.records import Candidate
+from ..core.candidate import Candidate
 
 FORMAT = 3
 NAME = "manifest.json"
@@ -47,7 +47,7 @@ class Entry:
     library, sha256
         File name beside the manifest, and the hash of its bytes.
     workspaces
-        Buffers that the runtime passes after the outputs (`schedules.template.Workspace` as dicts).
+        Buffers that the runtime passes after the outputs (`core.template.Workspace` as dicts).
     figures
         What was measured when it was tuned: seconds, fallback_seconds, session, gpu and date, or empty.
     resources

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.compare import compare
 from .common import (
     AsJson,
     Axes,
@@ -28,7 +29,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..peers import Comparison
+    from ..bench.compare import Comparison
 
 
 def bench(
@@ -42,11 +43,10 @@ def bench(
     with errors():
         problem = problem_of(operator, axes)
         where = machine_here(target, "comparing")
-        from .. import peers
-        from ..operators import Mismatch
+        from ..core.problem import Mismatch
 
         try:
-            result = peers.compare(problem, where, seed=seed)
+            result = compare(problem, where, seed=seed)
         except Mismatch as error:
             fail(f"{problem}: our own result is wrong: {error}")
         except ModuleNotFoundError as error:

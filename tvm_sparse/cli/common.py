@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from .. import machine
-from ..machine import Machine, UnknownArch
-from ..operators import Problem, ProblemError, make, parse
+from ..core import machine
+from ..core.machine import Machine, UnknownArch
+from ..core.problem import Problem, ProblemError
+from ..core.registry import make, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,11 +121,11 @@ def errors() -> Iterator[None]:
     except Exception as error:
         # Here, because most runs of the command line need none of them.
         from ..artifacts.compile import CompileError
-        from ..artifacts.cuda_toolchain import ToolchainError
+        from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
         from ..runtime.loading import LoadError
-        from ..tuning.processes import StartError
         from ..tuning.session import NoValidRecord
+        from ..workers.processes import StartError
 
         known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, OSError)
         if isinstance(error, known):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from .. import machine
+from ..core import machine
 from .common import FAILED, AsJson, console, echo_json, table
 
 # The smoke test of the compiler imports all of it from a cold disk.

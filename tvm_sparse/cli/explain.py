@@ -12,7 +12,7 @@ from .common import AsJson, Axes, Operator, Target, echo_json, errors, problem_o
 def explain(operator: Operator, axes: Axes = None, target: Target = "auto", as_json: AsJson = False) -> None:
     """Print which kernel a call of this shape runs, and why: exact record, batch bucket, nearby record or fallback."""
     with errors():
-        from .. import machine
+        from ..core import machine
         from ..runtime.dispatch import dispatcher
 
         found = dispatcher.explain(problem_of(operator, axes), machine.resolve(target))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..operators import OPERATORS, ProblemError, parse
-from ..operators import _nearest as nearest
+from ..core import registry
+from ..core.registry import parse
 from .common import (
     Builders,
     Target,
@@ -49,17 +49,17 @@ def export(
     with errors():
         import time
 
-        from .. import machine
-        from ..artifacts.export import export as export_records
-        from ..artifacts.export import records
+        from ..core import machine
+        from ..records.queries import best_records
+        from ..shipping.export import export as export_records
 
-        if operator is not None and operator not in OPERATORS:
-            raise ProblemError(f"operator: got {operator!r}; {nearest(operator, OPERATORS)}")
+        if operator is not None:
+            registry.find(operator)
         where = machine.resolve(target)
         if where.kind == "cuda":
             require("cuda")
         roots = default_roots(logs)
-        count = sum(operator in (None, parse(key).operator) for key in records(roots, where.arch))
+        count = sum(operator in (None, parse(key).operator) for key in best_records(roots, where.arch))
         started = time.monotonic()
         with _progress(count, where.arch) as show:
             try:

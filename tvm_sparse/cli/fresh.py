@@ -12,8 +12,12 @@ import sys
 from typing import Any
 
 import tvm_sparse
-from tvm_sparse import machine, peers
-from tvm_sparse.operators import Problem, parse
+from tvm_sparse.bench import measure
+from tvm_sparse.core import machine
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.registry import parse
+
+from ..bench.compare import compare, has_torch
 
 
 def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str, Any]:
@@ -32,11 +36,11 @@ def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str
     # Even: the public function's default of probabilities.
     seed = 2 * secrets.randbelow(1 << 20)
     try:
-        if where.device == "cuda" and not peers.has_torch("cuda"):
+        if where.device == "cuda" and not has_torch("cuda"):
             _check_without_torch(problem, where, seed)
             result["correct"] = True
         else:
-            compared = peers.compare(problem, where, seed=seed, host=False)
+            compared = compare(problem, where, seed=seed, host=False)
             best = compared.best_peer
             result.update(correct=True, seconds=compared.ours.median)
             if compared.how != "exact":
@@ -52,10 +56,9 @@ def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str
 def _check_without_torch(problem: Problem, where: machine.Machine, seed: int) -> None:
     """On a GPU without PyTorch nothing else here holds arrays there: the kernel is called as the tuner calls it."""
     from tvm_sparse.runtime.dispatch import dispatcher
-    from tvm_sparse.tuning import measure_worker
 
     kernel = dispatcher.kernel(problem, where)
-    measure_worker.verify(kernel.function, problem, where.kind, problem.structures[0], seed, workspaces=[])
+    measure.verify(kernel.function, problem, where.kind, problem.structures[0], seed, workspaces=[])
 
 
 def main(folder: str, kind: str, *keys: str) -> None:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..operators import OPERATORS, Problem, ProblemError, parse
-from ..operators import _nearest as nearest
+from ..core import registry
+from ..core.registry import Operator, parse
+from ..records.queries import best_records
 from .common import AsJson, console, default_roots, echo_json, errors, label, rate, ratio, table, us
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
@@ -25,10 +26,8 @@ def list_operators(
 ) -> None:
     """List operators with their axes, their schedule templates, and the problems that are tuned, with figures."""
     with errors():
-        if operator is not None and operator not in OPERATORS:
-            raise ProblemError(f"operator: got {operator!r}; {nearest(operator, OPERATORS)}")
-        chosen = [cls for name, cls in OPERATORS.items() if operator in (None, name)]
-        described = [_describe(cls, default_roots(logs)) for cls in chosen]
+        chosen = [registry.find(operator)] if operator else list(registry.operators().values())
+        described = [_describe(one, default_roots(logs)) for one in chosen]
         if as_json:
             echo_json(described)
             return
@@ -36,15 +35,13 @@ def list_operators(
             _print(one)
 
 
-def _describe(cls: type[Problem], roots: Iterable[Path]) -> dict[str, Any]:
-    from .. import schedules
-    from ..artifacts.export import records
+def _describe(operator: Operator, roots: Iterable[Path]) -> dict[str, Any]:
 
-    roots = tuple(roots)
+    roots, cls = tuple(roots), operator.problem
     archs = sorted({path.parent.name for root in roots for path in root.glob(f"*/{cls.operator}")})
     tuned = {}
     for arch in archs:
-        found = {key: value for key, value in records(roots, arch).items() if key.startswith(f"{cls.operator}/")}
+        found = {key: value for key, value in best_records(roots, arch).items() if key.startswith(f"{cls.operator}/")}
         tuned[arch] = {
             key: {"candidate": str(best.candidate), **figures, "bytes": parse(key).cost().bytes}
             for key, (best, figures) in sorted(found.items())
@@ -69,11 +66,10 @@ def _describe(cls: type[Problem], roots: Iterable[Path]) -> dict[str, Any]:
                 "name": template.name,
                 "version": template.version,
                 "kind": template.kind,
-                "fallback": template in schedules.FALLBACKS[cls.operator, template.kind],
+                "fallback": template in operator.fallbacks[template.kind],
                 "summary": template.summary,
             }
-            for template in schedules.TEMPLATES
-            if template.operator == cls.operator
+            for template in operator.templates
         ],
         "tuned": tuned,
     }

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import machine
-from ..operators import Problem, parse
+from ..core import machine, registry
+from ..core.problem import Problem
+from ..core.registry import parse
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -34,15 +35,8 @@ from .common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..tuning.records import Best
+    from ..records import Best
 
-# Both operators, each at a shape that is bound by bytes and at one that is bound by latency.
-SHAPES = (
-    "softmax_topk/batch=10,vocab=25000,k=5",
-    "softmax_topk/batch=512,vocab=10240,k=5",
-    "bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.9",
-    "bsr_matmul/m=1,k=128,n=768,block=32,sparsity=0.8",
-)
 CHECK_SECONDS = 300.0
 
 
@@ -59,7 +53,7 @@ def quickstart(
         where = machine.gpu() or machine.cpu()
         if where.kind == "cuda":
             require("cuda")
-        problems = [parse(key) for key in SHAPES]
+        problems = [parse(key) for operator in registry.operators().values() for key in operator.shapes.QUICKSTART]
         typer.echo(f"1/3 Tuning {len(problems)} shapes on {where.name} ({where.arch}), {trials} candidates each")
         bests = _tune(problems, where, trials, folder / "logs")
         typer.echo("2/3 Exporting shared libraries")
@@ -97,7 +91,7 @@ def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs
 
 
 def _export(where: machine.Machine, folder: Path) -> None:
-    from ..artifacts.export import export
+    from ..shipping.export import export
 
     entries = export(where, folder / "kernels", [folder / "logs"], builders=default_builders())
     total = sum((folder / "kernels" / entry.library).stat().st_size for entry in entries)

@@ -20,7 +20,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ..operators import OPERATORS, Problem, ProblemError, make
+from ..core import registry
+from ..core.problem import Problem, ProblemError
+from ..core.registry import make
 
 
 class ShapesError(ProblemError):
@@ -48,7 +50,7 @@ def read(path: Path) -> list[Problem]:
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise ShapesError(
                 f"{path}: {operator}: expected tables [[{operator}]] with axes, got {tables!r};"
-                f" operators are {', '.join(OPERATORS)}"
+                f" operators are {', '.join(registry.operators())}"
             )
         for number, table in enumerate(tables, start=1):
             where = f"{path}: [[{operator}]] number {number}"

@@ -22,17 +22,17 @@ def serialise() -> dict[str, Any]:
 
 def cpu() -> dict[str, Any]:
     """The whole way of a CPU kernel: compile, link, load, call, compare."""
-    from .. import machine
+    from ..core import machine
 
     return _kernel(machine.cpu(), run=True)
 
 
 def cuda() -> dict[str, Any]:
     """A cubin by NVRTC; with a GPU the kernel is run and compared as well."""
-    from .. import machine
-    from ..artifacts import cuda_toolchain
+    from ..artifacts import cuda
+    from ..core import machine
 
-    toolchain = cuda_toolchain.activate()
+    toolchain = cuda.activate()
     here = machine.gpu()
     result = _kernel(here or machine.resolve("sm_90a"), run=here is not None)
     return {
@@ -43,17 +43,17 @@ def cuda() -> dict[str, Any]:
 
 
 def _kernel(where: Any, run: bool) -> dict[str, Any]:
-    from .. import schedules
     from ..artifacts.compile import compile_candidate
-    from ..operators import parse
-    from ..tuning import measure_worker
+    from ..bench import measure
+    from ..core import spaces
+    from ..core.registry import parse
 
     problem = parse("softmax_topk/batch=2,vocab=64,k=3")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "smoke.so"
-        built = compile_candidate(problem, schedules.fallback(problem, where), where, library)
+        built = compile_candidate(problem, spaces.fallback(problem, where), where, library)
         if run:
-            measure_worker.handle(
+            measure.handle(
                 {
                     "problem": problem.key,
                     "kind": where.kind,

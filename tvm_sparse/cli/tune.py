@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..machine import Machine
-from ..operators import Problem, ProblemError
+from ..core.machine import Machine
+from ..core.problem import Problem, ProblemError
 from . import shapes as shape_files
 from .common import (
     FAILED,
@@ -38,7 +38,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..tuning.records import Best
+    from ..records import Best
     from ..tuning.session import Plan, Progress
 
 # Rows of the live table around the problem that is running: it must fit a terminal of 24 lines.
@@ -122,10 +122,10 @@ def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | N
 
 def _require_templates(names: Sequence[str], problems: Sequence[Problem], where: Machine) -> None:
     """Raise unless each name is a template of one of the problems' operators for this machine."""
-    from .. import schedules
+    from ..core import spaces
 
     operators = {problem.operator for problem in problems}
-    valid = [t.name for t in schedules.TEMPLATES if t.operator in operators and t.kind == where.kind]
+    valid = [t.name for t in spaces.templates() if t.operator in operators and t.kind == where.kind]
     for name in names:
         if name not in valid:
             raise ProblemError(f"template: got {name!r}; on {where.arch} expected one of {', '.join(valid)}")
@@ -170,7 +170,7 @@ def make_plans(
     builders: int,
     templates: Sequence[str] = (),
 ) -> list[Plan]:
-    from ..tuning.records import Log
+    from ..records import Log
     from ..tuning.session import make_plan
 
     return [make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates) for p in problems]
@@ -223,8 +223,8 @@ class Outcome:
 
 def run(plans: Sequence[Plan], folder: Path, seed: int, again: str) -> Outcome:
     """Run plans one after another; one that fails does not keep the others from their turn."""
+    from ..records import Log
     from ..tuning import session
-    from ..tuning.records import Log
 
     outcome = Outcome()
     try:

@@ -135,7 +135,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
     import numpy as np
 
-    from ..operators.problem import numpy_dtype
+    from ..core.problem import numpy_dtype
 
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
     if known.device == "cuda":
@@ -163,6 +163,15 @@ def returned(array: Any, like: Any) -> Any:
     if is_numpy(array) and namespace is not None and hasattr(namespace, "from_dlpack"):
         return namespace.from_dlpack(array)
     return array
+
+
+def as_numpy(array: Any) -> Any:
+    """An array on the host for NumPy: without a copy where it lies there."""
+    import numpy as np
+
+    if is_torch(array):
+        return array.cpu().numpy()
+    return array if is_numpy(array) else np.from_dlpack(array)
 
 
 class _BfloatExport:

@@ -18,14 +18,14 @@ from typing import Any
 
 from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError, digest
-from ..machine import Machine
-from ..operators import parse
-from ..operators.problem import Problem, ProblemError
+from ..core import machine as machines
+from ..core.machine import Machine
+from ..core.problem import Problem, ProblemError
+from ..core.registry import make, parse
 from . import loading, paths
+from .lookup import Choice, Known, choose
 
 logger = logging.getLogger("tvm_sparse")
-
-HOW = ("exact", "bucket", "nearby", "fallback")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Explanation:
 
     problem: str
     arch: str
-    how: str  # one of HOW
+    how: str  # one of `lookup.HOW`
     candidate: str  # template, version and decisions
     record: str | None  # key of the problem whose record gave the decisions; None for the fallback
     figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
@@ -70,16 +70,6 @@ class _Source:
     name: str
     folder: Path
     entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    how: str
-    why: str
-    compiled_for: Problem  # the batch of this problem may differ from the call's
-    candidate: Any
-    record: str | None
-    figures: dict[str, Any]
 
 
 class Dispatcher:
@@ -213,60 +203,24 @@ class Dispatcher:
 
     def _tuned(self, machine: Machine) -> dict[str, Any]:
         if machine.arch not in self._records:
-            from ..artifacts.export import records
+            from ..records.queries import best_records
 
             roots = self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
-            self._records[machine.arch] = records(roots, machine.arch)
+            self._records[machine.arch] = best_records(roots, machine.arch)
         return self._records[machine.arch]
 
-    def _choose(self, problem: Problem, machine: Machine, sources: list[_Source]) -> _Choice:
+    def _choose(self, problem: Problem, machine: Machine, sources: list[_Source]) -> Choice:
         """The decisions for a problem, from what is exported and what is recorded."""
-        import tvm_sparse.schedules as schedules
-
         # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides
         # nothing: it holds what logs said when it was compiled, and they may say better now.
-        known: dict[str, tuple[Any, dict[str, Any]]] = {}
-        for key, (best, figures) in self._tuned(machine).items():
-            known[key] = (best.candidate, figures)
+        known = {key: Known(best.candidate, figures) for key, (best, figures) in self._tuned(machine).items()}
         for source in reversed([source for source in sources if source.name != "cache"]):
-            known.update({e.problem: (e.candidate, e.figures) for e in source.entries if e.chosen == "exact"})
+            for entry in source.entries:
+                if entry.chosen == "exact":
+                    known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True)
+        return choose(problem, machine, known)
 
-        if problem.key in known:
-            candidate, figures = known[problem.key]
-            return _Choice("exact", "tuned for this very problem", problem, candidate, problem.key, figures)
-
-        others = {}
-        for key, value in known.items():
-            try:
-                other = parse(key)
-            except ProblemError:
-                continue  # recorded by a version whose problems had other axes
-            if type(other) is type(problem):
-                others[other] = value
-        axis = problem.batch_axis
-        larger = [
-            o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent
-        ]
-        if larger:
-            other = min(larger, key=lambda o: o.batch_extent)
-            candidate, figures = others[other]
-            why = f"the next larger {axis} that was tuned is {other.batch_extent}"
-            return _Choice("bucket", why, other, candidate, other.key, figures)
-
-        by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
-        for distance, key, other in by_distance:
-            candidate, figures = others[other]
-            template = next((t for t in schedules.TEMPLATES if t.name == candidate.template), None)
-            if template is None or template.version != candidate.version:
-                continue  # exported from a template that has changed since: its decisions mean another program
-            if template.point(problem, machine, candidate.values) is None:
-                same = other.with_batch(problem.batch_extent) == problem
-                why = f"decisions of {key}, {distance:.1f} octaves away; tune this problem to be sure"
-                return _Choice("nearby", why, other if same else problem, candidate, key, figures)
-        why = f"nothing like it was tuned for {machine.arch}; tvm-sparse tune may find better"
-        return _Choice("fallback", why, problem, schedules.fallback(problem, machine), None, {})
-
-    def _find(self, choice: _Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
+    def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
         """A library of the chosen candidate for the chosen problem, at any batch and with any data."""
         for source in sources:
             for entry in source.entries:
@@ -275,11 +229,11 @@ class Dispatcher:
                         return source.folder, entry
         return None
 
-    def _compile(self, choice: _Choice, machine: Machine) -> tuple[Path, Entry]:
+    def _compile(self, choice: Choice, machine: Machine) -> tuple[Path, Entry]:
         """Compile into the user's cache; two processes that need the same library wait for each other."""
         import filelock
 
-        from ..artifacts.export import build
+        from ..workers.building import build
 
         folder = self._cache_folder(machine)
         folder.mkdir(parents=True, exist_ok=True)
@@ -317,9 +271,7 @@ def _intact(folder: Path, entry: Entry) -> bool:
         return False
 
 
-def _explanation(
-    problem: Problem, machine: Machine, choice: _Choice, located: tuple[Path, Entry] | None
-) -> Explanation:
+def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Explanation:
     return Explanation(
         problem=problem.key,
         arch=machine.arch,
@@ -334,3 +286,41 @@ def _explanation(
 
 # The process's kernels: what the public functions use.
 dispatcher = Dispatcher()
+
+
+def load(folder: str) -> int:
+    """Use the kernels of a folder that `tvm-sparse export` wrote, before all others; returns how many fit this machine.
+
+    Raises
+    ------
+    ManifestError
+        If the folder's manifest is missing, malformed or of another version. Libraries are checked, by their hash,
+        when they are first used.
+    """
+    present = {found.arch for found in (machines.cpu(), machines.gpu()) if found is not None}
+    return sum(entry.arch in present for entry in dispatcher.add(Path(folder)))
+
+
+def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
+    """Which kernel a call runs, and why: exact record, batch bucket, nearby record or fallback.
+
+    Parameters
+    ----------
+    problem
+        A problem, its key (`"softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"`), or an operator's name with the
+        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`.
+    target
+        As for the command line: `auto` (the GPU if there is one), `cpu`, `cuda`, or an architecture.
+
+    Raises
+    ------
+    ProblemError
+        For an unknown operator or axis, with the nearest valid names.
+    UnknownArch
+        For an unknown target.
+    """
+    if isinstance(problem, str):
+        problem = parse(problem) if "/" in problem else make(problem, axes)
+    elif not isinstance(problem, Problem):
+        raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
+    return dispatcher.explain(problem, machines.resolve(target))

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import machine
 from ..artifacts.manifest import digest
-from ..operators.problem import Problem, numpy_dtype
+from ..core import machine
+from ..core.problem import Problem, numpy_dtype
 
 
 class LoadError(RuntimeError):
@@ -31,11 +31,11 @@ def prepare(kind: str) -> None:
     import tvm_ffi  # noqa: F401  (loads the library that the others are linked to)
 
     if kind == "cuda":
-        from ..artifacts import cuda_toolchain
+        from ..artifacts import cuda
 
         try:
-            cuda_toolchain.load_runtime()
-        except cuda_toolchain.ToolchainError as error:
+            cuda.load_runtime()
+        except cuda.ToolchainError as error:
             raise LoadError(str(error)) from error
         return
     # The runtime takes half of the logical processors for the number of cores. It reads this when the first parallel

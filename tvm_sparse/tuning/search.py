@@ -15,28 +15,18 @@ import math
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tvm_sparse.schedules import Table, find
-
-from ..machine import Machine
-from ..operators.problem import Problem
-from .records import Candidate
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem
+from ..core.spaces import find, points
+from ..core.template import Table
 
 # The stock population of 512 is for spaces of billions of points; ours have hundreds to tens of thousands.
 POPULATION = 128
 MARK = "tvm_sparse."
-
-
-def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> Iterator[Candidate]:
-    """Every allowed point of the templates' spaces."""
-    for name, table in tables.items():
-        template = find(name)
-        for values in itertools.product(*table.values()):
-            decisions = dict(zip(table, values, strict=True))
-            if template.allowed(problem, machine, decisions) is None:
-                yield template.candidate(decisions)
 
 
 def candidate_of(module: Any) -> Candidate:

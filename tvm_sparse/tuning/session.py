@@ -26,14 +26,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tvm_sparse.schedules as schedules
-
-from ..machine import Machine
-from ..operators import Problem, parse
-from . import build_worker
-from .processes import Pool, Reply, Worker
-from .records import Best, Candidate, Log, Session, Trial
-from .search import Search, points
+from ..core import spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem
+from ..core.registry import parse
+from ..core.spaces import points
+from ..core.template import Table
+from ..records import Best, Log, Session, Trial
+from ..workers import building
+from ..workers.processes import Pool, Reply, Worker
+from .search import Search
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
@@ -41,8 +44,8 @@ BATCH = 16
 PROVEN_SHARE = 4
 FINALISTS = 4
 FINAL_ROUNDS = 5
-BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.build_worker")
-MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.measure_worker")
+BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.workers.building")
+MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.bench.measure")
 BUILD_TIMEOUT = 120.0
 MEASURE_TIMEOUT = 30.0
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
@@ -97,12 +100,12 @@ def make_plan(
     problem: Problem, machine: Machine, trials: int, log: Log, builders: int, named: Collection[str] = ()
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for."""
-    tables, reasons = schedules.searched(problem, machine, named)
+    tables, reasons = spaces.searched(problem, machine, named)
     sizes = dict.fromkeys(tables, 0)
     for candidate in points(problem, machine, tables):
         sizes[candidate.template] += 1
     # The fallback is measured in every run.
-    fallback = schedules.fallback(problem, machine)
+    fallback = spaces.fallback(problem, machine)
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
@@ -117,13 +120,13 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     for trial in log.read().trials:
         if trial.problem == problem.key:
             with contextlib.suppress(KeyError):
-                if schedules.find(trial.candidate.template).version == trial.candidate.version:
+                if spaces.find(trial.candidate.template).version == trial.candidate.version:
                     known[trial.candidate] = trial.median if trial.outcome == "ok" else None
     return known
 
 
 def winners_nearby(
-    problem: Problem, machine: Machine, tables: Mapping[str, schedules.Table], log: Log
+    problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log
 ) -> list[Candidate]:
     """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
 
@@ -134,7 +137,7 @@ def winners_nearby(
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
-            template, values = schedules.find(best.candidate.template), best.candidate.values
+            template, values = spaces.find(best.candidate.template), best.candidate.values
             if template.name in tables and not template.point(problem, machine, values):
                 distance = problem.distance(parse(key))  # None for one of another dtype: last
                 found.append((math.inf if distance is None else distance, template.candidate(values)))
@@ -168,8 +171,8 @@ def tune(
     """
     problem, machine = plan.problem, plan.machine
     progress = Progress(plan)
-    tables, _ = schedules.searched(problem, machine, plan.named)
-    fallback = schedules.fallback(problem, machine)
+    tables, _ = spaces.searched(problem, machine, plan.named)
+    fallback = spaces.fallback(problem, machine)
     session = new_session(machine, seed, problem)
     log.append(session)
     known = _known(problem, log)
@@ -209,7 +212,7 @@ def tune(
             return results
 
         show(progress)
-        defaults = [schedules.find(n).candidate(schedules.find(n).default(problem, machine)) for n in tables]
+        defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
         proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
         first = [c for c in dict.fromkeys([fallback, *defaults, *proven]) if c not in known]
         if fallback in known and plan.trials:
@@ -310,7 +313,7 @@ class _Bench:
     def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
         """One trial a candidate, in order."""
         new = [c for c in candidates if c not in self._built]
-        requests = [build_worker.request(self._problem, c, self._machine, next(self._names)) for c in new]
+        requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
         self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         for i, candidate in enumerate(candidates):
             yield self._trial(candidate, self._built[candidate], session, order + i)

@@ -1,0 +1,32 @@
+"""Templates of the block-sparse product."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Template
+
+from .block_rows import block_rows
+from .cross_thread import cross_thread, over_blocks, warp_shuffle
+from .per_element import per_element, per_tile
+from .staged_x import staged_x
+from .tensor_core import tensor_core
+
+TEMPLATES: tuple[Template, ...] = (
+    block_rows,
+    per_element,
+    per_tile,
+    over_blocks,
+    cross_thread,
+    warp_shuffle,
+    staged_x,
+    tensor_core,
+)
+
+# Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
+FALLBACKS: dict[str, tuple[Template, ...]] = {
+    "llvm": (block_rows,),
+    "cuda": (
+        tensor_core,
+        staged_x,
+        per_element,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Device code that operators share: words, keys, selection, clusters, overlapping launches, balance."""

@@ -1,0 +1,41 @@
+"""N-hot lookup, a thread an output element (Argueta & Chiang 2019, Algorithm 2).
+
+The paper's blocks are 32 x 32 neighbouring elements; here a block takes `threads` elements along the rows of the
+output, so that a warp reads neighbouring columns of one row of the table. It needs no structure of the shape at all,
+and is the fallback.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.template import Decisions, Program, Template, powers
+
+THREADS = powers(32, 512)
+
+
+def build(problem: Problem, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.s_tir import Schedule
+
+    schedule = Schedule(tvm.IRModule({"main": problem.definition()}))
+    out, total = schedule.get_sblock("out"), schedule.get_sblock("total_l1")
+
+    # neighbouring elements on neighbouring threads, and each one's sum in a register
+    block, thread = schedule.split(schedule.fuse(*schedule.get_loops(out)), [None, decisions["threads"]])
+    schedule.bind(block, "blockIdx.x")
+    schedule.bind(thread, "threadIdx.x")
+    schedule.compute_at(total, thread)
+    schedule.set_scope(total, 0, "local")
+    return Program(schedule.mod)
+
+
+lookup_elements = Template(
+    name="lookup_elements",
+    version=1,
+    operator="nhot_lookup",
+    kind="cuda",
+    summary="a thread an output element (Argueta & Chiang 2019, Algorithm 2)",
+    space=lambda problem, machine: {"threads": THREADS},
+    default=lambda problem, machine: {"threads": 128},
+    program=build,
+)

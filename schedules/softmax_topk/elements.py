@@ -1,0 +1,48 @@
+"""What every softmax_topk kernel does alike, on any machine: read an element, write a value.
+
+An element is the float32 sum of a logit and its bias, if there is one; the order of elements is that of these sums, and
+the temperature multiplies only what is exponentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from ..device.words import read_element
+
+
+def element_of(problem: SoftmaxTopk, overlapped: bool = False) -> Callable[..., tirx.PrimExpr]:
+    """The function (logits, bias, row, column) -> the element, for use in a TVMScript kernel of this problem.
+
+    `overlapped`: in a CUDA kernel whose launch may overlap the one before, see `overlap`.
+    """
+
+    def read(array: Any, dtype: str, *place: Any) -> tirx.PrimExpr:
+        return read_element(dtype, array.ptr_to(list(place))) if overlapped else T.Cast("float32", array[place])
+
+    def element(X: Any, B: Any, row: Any, column: Any) -> tirx.PrimExpr:
+        logit = read(X, problem.dtype, row, column)
+        return logit + read(B, "float32", column) if problem.bias else logit
+
+    return element
+
+
+@T.inline
+def write_value(V, row, i, exponent, inverse, logarithm, log):
+    """V[row, i] of an element whose exponential is e^exponent, given 1 / d and ln(d) of the sum d of all of them."""
+    V[row, i] = T.Select(log != 0, exponent - logarithm, T.exp(exponent) * inverse)
+
+
+@T.inline
+def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
+    """G[row, i] of the element in `column`, whose exponent is read only if there is such a column; else NaN."""
+    if column >= T.int64(0) and column < T.int64(vocab):
+        write_value(G, row, i, exponent, inverse, logarithm, log)
+    else:
+        G[row, i] = T.float32("nan")

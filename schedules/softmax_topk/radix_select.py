@@ -1,0 +1,155 @@
+"""Softmax + top-k on a GPU for every k: a block a row, the k-th key found by radix passes over the row itself.
+
+The fallback. Nothing is kept but a histogram, so neither vocab nor k is bounded by shared memory: the row is read
+once for the sum, once a digit (from L2, and rarely more than five times, because the search ends when a digit takes
+all of its bin) and once to collect. The keys of the k are collected in the indices' own output and sorted there by
+Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2, Algorithm M), whose comparators all point
+one way, so that k need not be a power of two.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.template import Decisions, Program, Table, Template
+
+THREADS = (256, 512, 1024)
+
+
+def space(problem: Problem, machine: Machine) -> Table:
+    return {"threads": THREADS}
+
+
+def default(problem: Problem, machine: Machine) -> Decisions:
+    return {"threads": 512}
+
+
+def build(problem: Problem, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.script import tirx as T
+
+    from ..device.arithmetic import LOG2_E
+    from ..device.selection import RADIX_BINS, device_functions, key_index, key_value, make_key
+    from .elements import element_of, write_given, write_value
+
+    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
+    element = element_of(problem)
+    threads = decisions["threads"]
+    lowest = T.min_value("float32")
+    select_pivot = device_functions(threads, k).select_pivot
+
+    def key_of(X, B, row, i):
+        return make_key(element(X, B, row, i), i)
+
+    # Merge exchange: half of k rounded up to a power of two.
+    half = 1 << max((k - 1).bit_length() - 1, 0)
+
+    # fmt: off
+    @T.prim_func
+    def main(
+        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
+        values_h: T.handle, indices_h: T.handle, given_h: T.handle
+    ):
+        batch = T.int32()
+        X = T.match_buffer(logits_h, (batch, vocab), dtype)
+        B = T.match_buffer(bias_h, (vocab,), "float32")
+        ids = T.match_buffer(ids_h, (batch, n), "int64")
+        V = T.match_buffer(values_h, (batch, k), "float32")
+        Z = T.match_buffer(indices_h, (batch, k), "int64")
+        G = T.match_buffer(given_h, (batch, n), "float32")
+        T.device_entry()
+        block = T.cta_id([batch])
+        t = T.thread_id([threads])
+        histogram = T.alloc_shared([RADIX_BINS], "int32")
+        found = T.alloc_shared([4], "int32")
+        count = T.alloc_shared([1], "int32")
+        group = T.alloc_shared([32], "float32")
+        group_sum = T.alloc_shared([32], "float32")
+        x = T.alloc_local([1], "float32")
+        m = T.alloc_local([1], "float32")
+        d = T.alloc_local([1], "float32")
+        top = T.alloc_local([1], "float32")
+        factor = T.alloc_local([1], "float32")
+        key = T.alloc_local([1], "uint64")
+        other = T.alloc_local([1], "uint64")
+        pivot = T.alloc_local([1], "uint64")
+        mask = T.alloc_local([1], "uint64")
+        need = T.alloc_local([1], "int32")
+        slot = T.alloc_local([1], "int32")
+        # Offsets into the logits pass 2^31.
+        row: T.int64 = T.Cast("int64", block)
+
+        factor[0] = scale * T.float32(LOG2_E)
+
+        # the maximum and the sum
+        m[0] = lowest
+        d[0] = T.float32(0)
+        for i in T.serial((vocab - t + (threads - 1)) // threads):
+            x[0] = element(X, B, row, i * threads + t)
+            if x[0] > m[0]:
+                d[0] = d[0] * T.exp2((m[0] - x[0]) * factor[0])
+                m[0] = x[0]
+            d[0] = d[0] + T.exp2((x[0] - m[0]) * factor[0])
+        top[0] = T.cuda.cta_max(m[0], threads // 32, group.data)
+        d[0] = T.cuda.cta_sum(d[0] * T.exp2((m[0] - top[0]) * factor[0]), threads // 32, group_sum.data)
+
+        select_pivot(t, key_of, X, B, row, vocab, histogram, found, pivot, mask, need)
+        if t == 0:
+            count[0] = 0
+        T.cuda.cta_sync()
+
+        # the keys of the k, in no order
+        for i in T.serial((vocab - t + (threads - 1)) // threads):
+            key[0] = key_of(X, B, row, i * threads + t)
+            if key[0] >= pivot[0]:
+                slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
+                Z[row, slot[0]] = T.Cast("int64", key[0])
+        T.cuda.cta_sync()
+
+        # merge exchange: comparators (i, i + distance) of one step touch no element twice
+        p: T.int32 = half
+        while p > 0:
+            q: T.int32 = half
+            remainder: T.int32 = 0
+            distance: T.int32 = p
+            while distance > 0:
+                for i in T.serial((k - t + (threads - 1)) // threads):
+                    if i * threads + t + distance < k:
+                        if ((i * threads + t) & p) == remainder:
+                            key[0] = T.Cast("uint64", Z[row, i * threads + t])
+                            other[0] = T.Cast("uint64", Z[row, i * threads + t + distance])
+                            if key[0] < other[0]:
+                                Z[row, i * threads + t] = T.Cast("int64", other[0])
+                                Z[row, i * threads + t + distance] = T.Cast("int64", key[0])
+                T.cuda.cta_sync()
+                distance = q - p
+                q = q >> 1
+                remainder = p
+            p = p >> 1
+
+        for i in T.serial((k - t + (threads - 1)) // threads):
+            key[0] = T.Cast("uint64", Z[row, i * threads + t])
+            Z[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
+            write_value(V, row, i * threads + t, (key_value(key[0]) - top[0]) * scale,
+                        T.float32(1) / d[0], T.log(d[0]), log)
+        if n > 0:
+            for i in T.serial((n - t + (threads - 1)) // threads):
+                write_given(
+                    G, row, i * threads + t, ids[row, i * threads + t], vocab,
+                    (element(X, B, row, ids[row, i * threads + t]) - top[0]) * scale,
+                    T.float32(1) / d[0], T.log(d[0]), log)
+    # fmt: on
+    return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
+
+
+radix_select = Template(
+    name="radix_select",
+    version=2,
+    operator="softmax_topk",
+    kind="cuda",
+    summary="a block a row, radix passes over the row, any k",
+    space=space,
+    default=default,
+    program=build,
+    explicit_threads=True,
+)

@@ -1,0 +1,17 @@
+"""CUDA without a toolkit: compiler and runtime library from packages (`toolchain`), and what they made (`cubin`)."""
+
+from .cubin import KernelResources, code_sections, cubin_arch, cubins, resource_usage
+from .toolchain import Runtime, Toolchain, ToolchainError, activate, load_runtime
+
+__all__ = [
+    "KernelResources",
+    "Runtime",
+    "Toolchain",
+    "ToolchainError",
+    "activate",
+    "code_sections",
+    "cubin_arch",
+    "cubins",
+    "load_runtime",
+    "resource_usage",
+]

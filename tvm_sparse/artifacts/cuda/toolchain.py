@@ -1,0 +1,427 @@
+"""CUDA code generation from pip packages alone, with or without a GPU.
+
+What TVM does silently
+----------------------
+TVM loads ``libtvm_runtime_cuda.so`` when ``tvm`` is imported and swallows the error when that
+fails. The library needs ``libcuda.so.1`` (the driver) and ``libcudart.so.13``. Without it
+``tvm.compile`` still succeeds for a CUDA target, but never calls the CUDA compiler: the module,
+and the library exported from it, carry CUDA *source*, which is compiled wherever the library is
+loaded, if it can be loaded there at all. `activate` makes that impossible (it fails instead) and
+`cubins` shows what a library really carries.
+
+Why a stub driver
+-----------------
+A build machine has no driver, and the driver cannot be installed without a GPU. The CUDA runtime
+library of TVM refers to nine driver functions; none of them is called while compiling. When there
+is no driver, a stub ``libcuda.so.1`` with these nine is built once with the C compiler (which
+``export_library`` needs anyway) and loaded by its SONAME. Each of its functions fails with
+``CUDA_ERROR_STUB_LIBRARY``, so a kernel launched by mistake says so.
+
+Nothing here needs ``LD_LIBRARY_PATH``: a library that is already in the process satisfies the
+dynamic loader by its SONAME.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+# The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
+CUDA_MAJOR = 13
+_INSTALL = 'pip install "tvm_sparse[cuda]"'
+_LOADER_FUNCTION = "ffi.Module.load_from_bytes.cuda"
+
+# cuGetErrorName and cuGetErrorString succeed: TVM prints what they return without looking.
+_STUB_SOURCE = """\
+#define FAIL(name) int name(void) { return 34; } /* CUDA_ERROR_STUB_LIBRARY */
+FAIL(cuDeviceGetName) FAIL(cuFuncSetAttribute) FAIL(cuLaunchKernelEx) FAIL(cuModuleGetFunction)
+FAIL(cuModuleLoadData) FAIL(cuModuleUnload) FAIL(cuTensorMapEncodeTiled)
+int cuGetErrorName(int error, const char **text) {
+  *text = "CUDA_ERROR_STUB_LIBRARY"; (void)error; return 0; }
+int cuGetErrorString(int error, const char **text) {
+  *text = "tvm_sparse's stub driver: this process has no NVIDIA driver"; (void)error; return 0; }
+int tvm_sparse_stub_driver = 1;
+"""
+
+# TVM's preamble includes <cuda/std/type_traits> and <cuda/std/limits>, which cost NVRTC 0.6 s
+# (CCCL 13.0) to 1.1 s (13.2 on) a kernel, against 0.03 s for the kernel itself. This gives the
+# names that generated code uses from the small headers they live in, and marks the two large
+# ones as already included. Seen to give the same machine code.
+_LEAN_HEADER = """\
+#pragma once
+#include <cuda/std/__type_traits/conditional.h>
+#include <cuda/std/__type_traits/enable_if.h>
+#include <cuda/std/__type_traits/is_floating_point.h>
+#include <cuda/std/__type_traits/is_integral.h>
+#include <cuda/std/__type_traits/is_same.h>
+#include <cuda/std/__type_traits/is_signed.h>
+#include <cuda/std/__type_traits/is_unsigned.h>
+#define _CUDA_STD_TYPE_TRAITS
+#define _CUDA_STD_LIMITS
+#define INFINITY (__builtin_huge_valf())
+"""
+# Headers that need nothing of the two: with any other (cooperative_groups.h, cuda/barrier) the
+# code is compiled the long way at once.
+_LEAN_INCLUDES = frozenset(
+    [
+        *("cstdint", "type_traits", "cuda/std/cstdint", "cuda/std/type_traits", "cuda.h"),
+        *("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "cuda_fp6.h", "cuda_fp4.h"),
+        *("mma.h", "math_constants.h", "sm_61_intrinsics.h"),
+    ]
+)
+
+
+class ToolchainError(RuntimeError):
+    """Something that building or loading CUDA code needs is missing; the message says what."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The libraries under TVM's CUDA runtime in this process.
+
+    Attributes
+    ----------
+    driver
+        Path of ``libcuda.so.1``.
+    driver_is_stub
+        Whether that is the stub: code can be built, not run.
+    cudart
+        Path of ``libcudart.so.13``.
+    tvm_runtime
+        Path of ``libtvm_runtime_cuda.so``.
+    """
+
+    driver: str
+    driver_is_stub: bool
+    cudart: str
+    tvm_runtime: str
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What CUDA code is built with in this process.
+
+    Attributes
+    ----------
+    nvrtc_version
+        Major and minor version of the compiler.
+    nvrtc
+        Path of ``libnvrtc.so``.
+    headers
+        CUDA root folder whose ``include`` is used (``CUDA_PATH``).
+    headers_version
+        Major and minor version of these headers.
+    cccl
+        Include folder of the CUDA C++ core libraries.
+    runtime
+        The loaded runtime libraries.
+    """
+
+    nvrtc_version: tuple[int, int]
+    nvrtc: str
+    headers: Path
+    headers_version: tuple[int, int]
+    cccl: Path
+    runtime: Runtime
+
+
+# --------------------------------------------------------------------------------- the libraries
+
+
+def _mapped_path(name: str) -> str:
+    """Path of a library loaded in this process; its bare name when that cannot be told."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return name
+    return next((m[0] for m in re.finditer(rf"/\S*/{re.escape(name)}\S*", maps)), name)
+
+
+def _pip_roots() -> list[Path]:
+    # `nvidia` is a namespace package, which may be spread over several site-packages.
+    spec = importlib.util.find_spec("nvidia")
+    places = (spec.submodule_search_locations or []) if spec else []
+    return [p for p in (Path(place) / f"cu{CUDA_MAJOR}" for place in places) if p.is_dir()]
+
+
+def _toolkit_roots() -> list[Path]:
+    roots = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        roots.append(str(Path(nvcc).resolve().parent.parent))
+    found = (Path(root) for root in roots if root)
+    return list(dict.fromkeys(root for root in found if root.is_dir()))
+
+
+def _load(soname: str) -> str | None:
+    """Load a CUDA library, pip's before the system's; return its path."""
+    # One that is already in the process (torch's, say) comes first: two copies of one library
+    # would each keep their own state.
+    try:
+        ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
+        return _mapped_path(soname)
+    except OSError:
+        pass
+    files = [str(root / "lib" / soname) for root in _pip_roots()]
+    files.append(soname)
+    files += [str(root / lib / soname) for root in _toolkit_roots() for lib in ("lib64", "lib")]
+    for file in files:
+        try:
+            ctypes.CDLL(file)
+            return _mapped_path(soname)
+        except OSError:
+            continue
+    return None
+
+
+def _cached(name: str, content: str) -> Path:
+    """Folder of the user's cache that belongs to this content and this processor."""
+    key = hashlib.sha256(f"{platform.machine()}\n{content}".encode()).hexdigest()[:16]
+    folder = platformdirs.user_cache_path("tvm_sparse") / f"{name}-{key}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ToolchainError(f"cannot write the cache folder {folder}: {error}") from error
+    return folder
+
+
+def _stub_driver() -> Path:
+    folder = _cached("stub-driver", _STUB_SOURCE)
+    library = folder / "libcuda.so.1"
+    if library.exists():
+        return library
+    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
+    cc = next((path for c in compilers if c and (path := shutil.which(c))), None)
+    if cc is None:
+        raise ToolchainError(
+            "there is no NVIDIA driver (libcuda.so.1), and no C compiler (cc, gcc or clang) to "
+            "build a stub of it with; install one (Debian: apt-get install gcc)"
+        )
+    # Built aside and renamed: another process may be loading or building it just now.
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch, "libcuda.so.1")
+        command = [cc, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
+        command += ["-o", str(built)]
+        done = subprocess.run(command, input=_STUB_SOURCE, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ToolchainError(f"{cc} could not build the stub driver:\n{done.stderr}")
+        built.replace(library)
+    return library
+
+
+def _load_driver(allow_stub: bool) -> tuple[str, bool]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        if not allow_stub:
+            raise ToolchainError(f"there is no NVIDIA driver on this machine: {error}") from error
+        stub = _stub_driver()
+        ctypes.CDLL(str(stub))
+        return str(stub), True
+    # An earlier call may have left the stub in the process under that name.
+    is_stub = hasattr(driver, "tvm_sparse_stub_driver")
+    if is_stub and not allow_stub:
+        raise ToolchainError("there is no NVIDIA driver on this machine, only the stub")
+    return _mapped_path("libcuda.so"), is_stub
+
+
+def load_runtime(*, allow_stub: bool = False) -> Runtime:
+    """Load what an exported CUDA library needs to be loaded and called, without importing tvm.
+
+    After this ``tvm_ffi.load_module`` takes such a library. It works as well after ``import tvm``,
+    when TVM failed to load its CUDA runtime by itself.
+
+    Parameters
+    ----------
+    allow_stub
+        Put a stub in the place of a driver that is missing. Libraries can then be loaded and
+        built; a kernel cannot run.
+
+    Returns
+    -------
+    Runtime
+        The libraries that were loaded.
+
+    Raises
+    ------
+    ToolchainError
+        If the driver, ``libcudart.so.13`` or TVM's runtime is missing.
+    """
+    if sys.platform != "linux":
+        raise ToolchainError(f"CUDA libraries are built and loaded on Linux, not {sys.platform}")
+    import tvm_ffi  # its library has to be in the process before TVM's
+
+    spec = importlib.util.find_spec("tvm")
+    places = (spec.submodule_search_locations or []) if spec else []
+    libraries = [Path(place, "lib", "libtvm_runtime_cuda.so") for place in places]
+    library = next((path for path in libraries if path.exists()), None)
+    if library is None:
+        raise ToolchainError("libtvm_runtime_cuda.so is missing: install apache-tvm for Linux")
+    driver, is_stub = _load_driver(allow_stub)
+    cudart = _load(f"libcudart.so.{CUDA_MAJOR}")
+    if cudart is None:
+        raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {_INSTALL}")
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        raise ToolchainError(f"TVM's CUDA runtime cannot be loaded: {error}") from error
+    if tvm_ffi.get_global_func(_LOADER_FUNCTION, allow_missing=True) is None:
+        raise ToolchainError(f"{library} does not register {_LOADER_FUNCTION}")
+    return Runtime(driver, is_stub, cudart, str(library))
+
+
+def _nvrtc() -> tuple[tuple[int, int], str]:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise ToolchainError(f"cuda-bindings is missing ({error}): {_INSTALL}") from error
+
+    def version() -> tuple[int, int] | None:
+        # cuda-bindings looks for the library: pip's, then the system's, then CUDA_PATH's. It also
+        # loads libnvrtc-builtins, which pip's NVRTC 13.0 does not find beside itself.
+        try:
+            status, major, minor = nvrtc.nvrtcVersion()
+        except Exception:  # of a type of its own, which varies by version
+            return None
+        return None if int(status) else (int(major), int(minor))
+
+    found = version()
+    for root in () if found else _toolkit_roots():
+        files = root.glob(f"lib*/libnvrtc-builtins.so.{CUDA_MAJOR}*")
+        try:
+            for file in [*files, *root.glob(f"lib*/libnvrtc.so.{CUDA_MAJOR}")]:
+                ctypes.CDLL(str(file))
+        except OSError:
+            continue
+        if found := version():
+            break
+    if found is None:
+        raise ToolchainError(f"NVRTC (package nvidia-cuda-nvrtc) is missing: {_INSTALL}")
+    if found[0] != CUDA_MAJOR:
+        raise ToolchainError(
+            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}: {_INSTALL}"
+        )
+    return found, _mapped_path("libnvrtc.so")
+
+
+def _header_candidates() -> Iterator[tuple[Path, tuple[int, int], Path | None, list[str]]]:
+    """Folders with CUDA headers: root, version, CCCL's include folder and what is missing."""
+    for root in dict.fromkeys([*_pip_roots(), *_toolkit_roots()]):
+        include = root / "include"
+        try:
+            text = (include / "cuda_runtime_api.h").read_text(errors="replace")
+        except OSError:
+            continue
+        found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+        number = int(found[1]) if found else 0
+        folders = (include / "cccl", include)
+        cccl = next((f for f in folders if (f / "cuda" / "std" / "cstdint").exists()), None)
+        missing = [] if cccl else ["nvidia-cuda-cccl"]
+        if not (include / "crt" / "mma.h").exists():  # for tensor cores; a package of its own
+            missing.append("nvidia-cuda-crt")
+        yield root, (number // 1000, number % 1000 // 10), cccl, missing
+
+
+def _headers(nvrtc: tuple[int, int]) -> tuple[Path, tuple[int, int], Path]:
+    chosen = os.environ.get("CUDA_PATH")
+    usable = []
+    seen = []
+    for root, version, cccl, missing in _header_candidates():
+        if version[0] == CUDA_MAJOR and cccl is not None and not missing:
+            # What the user named comes first, then the compiler's own version, then pip's.
+            rank = 0 if chosen and root == Path(chosen) else 1 if version == nvrtc else 2
+            usable.append((rank, root, version, cccl))
+        else:
+            lacks = f", without {' and '.join(missing)}" if missing else ""
+            seen.append(f"{root} (CUDA {version[0]}.{version[1]}{lacks})")
+    if not usable:
+        raise ToolchainError(
+            f"no complete CUDA {CUDA_MAJOR} headers (packages nvidia-cuda-runtime, "
+            f"nvidia-cuda-cccl, nvidia-cuda-crt): {_INSTALL}; "
+            f"found: {', '.join(seen) or 'none at all'}"
+        )
+    _, root, version, cccl = min(usable, key=lambda item: item[0])
+    return root, version, cccl
+
+
+def _install_lean_compiler(cccl: Path) -> None:
+    """Replace TVM's compile callback by one that reads fewer headers where that is enough."""
+    import tvm_ffi
+    from tvm.support import nvcc
+
+    if not (cccl / "cuda" / "std" / "__type_traits" / "is_same.h").exists():
+        return
+    header = _cached("lean", _LEAN_HEADER) / "tvm_sparse_lean.h"
+    if not header.exists():
+        with tempfile.NamedTemporaryFile("w", dir=header.parent, delete=False) as file:
+            file.write(_LEAN_HEADER)
+        Path(file.name).replace(header)
+    original = nvcc.tvm_callback_cuda_compile
+    options = [f"--pre-include={header}"]
+
+    def compile_cuda(code: str) -> Any:  # bytes-like, whatever TVM's own returns
+        used = set(re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)", code, re.MULTILINE))
+        mode = os.environ.get("TVM_CUDA_COMPILE_MODE", "nvrtc").lower()
+        if mode == "nvrtc" and used <= _LEAN_INCLUDES:
+            try:
+                return nvcc.compile_cuda(code, "cubin", options=options, compiler="nvrtc")
+            except RuntimeError:
+                pass  # the full headers decide, and word the error
+        return original(code)
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_cuda, override=True)
+
+
+@functools.cache
+def activate() -> Toolchain:
+    """Make ``tvm.compile`` produce real CUDA machine code in this process, or raise.
+
+    Loads NVRTC, the CUDA runtime and the driver (a stub where there is none), points TVM to the
+    headers (``CUDA_PATH`` and ``TVM_CUDA_NVRTC_EXTRA_OPTS`` in ``os.environ``), imports tvm and
+    shortens its compile step. May be called before or after ``import tvm``, any number of times.
+    Every process that compiles has to call it: worker processes inherit the environment, not the
+    loaded libraries.
+
+    The target needs an ``arch``, and ``tvm.compile`` has to run inside ``with target:``. With
+    ``TVM_CUDA_COMPILE_MODE=nvcc`` TVM uses nvcc's compressed fat binaries, which `cubins` cannot
+    read.
+
+    Returns
+    -------
+    Toolchain
+        What was found.
+
+    Raises
+    ------
+    ToolchainError
+        If something is missing; the message names it and the command that installs it.
+    """
+    runtime = load_runtime(allow_stub=True)
+    version, nvrtc = _nvrtc()
+    headers, headers_version, cccl = _headers(version)
+    os.environ["CUDA_PATH"] = str(headers)
+    include = f"-I{cccl}"
+    options = os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", "")
+    if include not in shlex.split(options):
+        os.environ["TVM_CUDA_NVRTC_EXTRA_OPTS"] = f"{options} {shlex.quote(include)}".strip()
+    _install_lean_compiler(cccl)
+    return Toolchain(version, nvrtc, headers, headers_version, cccl, runtime)
+
+
+# ------------------------------------------------------------------------------------ the cubins

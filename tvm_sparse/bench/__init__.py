@@ -1,0 +1,1 @@
+"""Timing and comparison: what tuning, the commands and the scripts share."""

@@ -1,0 +1,278 @@
+"""Other libraries doing the same work, and the comparison with them: all in one process, checked, in turn.
+
+A peer is a name and a function that prepares one call. Its result is compared with the reference before it is timed,
+in the accuracy that its dtype gives: a peer that computes something else has no time. Libraries are imported when a
+peer is prepared; one that is absent is listed as absent.
+
+Inputs are "hot" unless asked for otherwise: what fits into a GPU's L2 cache is read from there, by all alike. `timing`
+tells how they are timed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import registry
+from ..core.machine import Machine
+from ..core.problem import Mismatch, Problem
+from .contenders import Call, Peer, torch_tensor
+from .timing import MOST_CALLS, clock, time_cpu, time_cuda
+
+# Calls from Python that are timed for the host's cost: fewer than a GPU's queue holds.
+HOST_CALLS = 200
+# Rows that are compared with the reference, spread over the batch: it is in float64 and sorts, and a batch of 4000 by
+# 25000 would take it minutes.
+CHECKED_ROWS = 64
+# What a peer's result may differ by, relative to the largest value: other libraries add in other orders, and in
+# half precision some round in between. It tells the same computation from another one.
+PEER_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender's line: times, or why there are none."""
+
+    name: str
+    seconds: tuple[float, ...] = ()  # of one call, one entry a round
+    how: str = ""  # "graph" or "eager"
+    correct: bool | None = None
+    note: str = ""
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All contenders on one problem. Ours is the first."""
+
+    problem: Problem
+    machine: Machine
+    timings: tuple[Timing, ...]
+    host_seconds: float | None  # of one call of our public function from Python; on the CPU, beyond the kernel's own
+    how: str  # our kernel was chosen: one of `runtime.dispatch.HOW`
+    kernel: str  # the candidate that it is
+    threads: str  # of the CPU's libraries
+    rotated: bool = False  # inputs, past the GPU's L2 cache
+
+    @property
+    def ours(self) -> Timing:
+        return self.timings[0]
+
+    @property
+    def best_peer(self) -> Timing | None:
+        """The fastest peer that was right."""
+        timed = [t for t in self.timings[1:] if t.median is not None]
+        return min(timed, key=lambda t: t.median or 0.0, default=None)
+
+
+NAME = "tvm_sparse"
+
+
+def compare(
+    problem: Problem,
+    machine: Machine,
+    *,
+    seed: int = 0,
+    structure: str | None = None,
+    peers: Sequence[Peer] | None = None,
+    host: bool = True,
+    rotated: bool = False,
+) -> Comparison:
+    """Check and time our public function and the peers on one problem, with inputs of one of its structures.
+
+    `host` also times what Python costs of ours. `rotated`, for GPUs, gives every call in turn other copies of the
+    inputs, which together take twice the L2 cache (or as many as a graph has calls): each call then reads memory.
+
+    Raises
+    ------
+    Mismatch
+        If our own result is wrong: nothing of it is worth timing.
+    ModuleNotFoundError
+        On CUDA without PyTorch, which holds the arrays there.
+    """
+    from ..runtime.dispatch import dispatcher
+
+    device, known = machine.device, registry.find(problem.operator).peers
+    if device == "cuda" and not has_torch("cuda"):
+        raise ModuleNotFoundError(
+            'comparing on CUDA needs PyTorch with CUDA: pip install "tvm_sparse[torch]"', name="torch"
+        )
+    inputs = problem.generate(seed, structure)
+    copies = 1
+    if rotated:
+        size = sum(array.nbytes for array in inputs if hasattr(array, "nbytes"))
+        copies = min(math.ceil(2 * _l2_bytes() / size), MOST_CALLS)
+    sample = Sample(problem, inputs)
+    with_torch = has_torch(device)
+
+    def convert(argument: Any) -> Any:
+        # PyTorch's arrays where it is there: its users' way to call, and the peers' own.
+        return torch_tensor(argument, device) if with_torch and hasattr(argument, "dtype") else argument
+
+    ours, called = known.ours(problem, inputs, convert)
+    others = [known.ours(problem, inputs, convert)[0] for _ in range(copies - 1)]
+    problem.check(sample.inputs, sample.expected, sample.of(as_numpy(ours())))
+    calls: dict[str, Call] = {NAME: in_turn([ours, *others])}
+    lines: dict[str, Timing] = {NAME: Timing(NAME, correct=True)}
+    for peer in known.PEERS if peers is None else peers:
+        if device not in peer.devices:
+            continue
+        lines[peer.name], call = admit(peer, problem, inputs, sample, device)
+        if call is not None:
+            calls[peer.name] = in_turn([call, *(peer.prepare(problem, inputs, device) for _ in range(copies - 1))])
+
+    timed = time_cuda(calls) if device == "cuda" else time_cpu(calls)
+    for name, (how, seconds) in timed.items():
+        line = lines[name]
+        if isinstance(seconds, str):
+            lines[name] = Timing(name, correct=line.correct, note=seconds)
+        else:
+            lines[name] = Timing(name, tuple(seconds), how, line.correct)
+    explained = dispatcher.explain(called, machine)
+    return Comparison(
+        problem,
+        machine,
+        tuple(lines.values()),
+        _host_seconds(called, machine, ours, inputs) if host else None,
+        explained.how,
+        explained.candidate,
+        _threads(device),
+        rotated,
+    )
+
+
+def _l2_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties().L2_cache_size)
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    """One call after the other, and again from the first."""
+    if len(calls) == 1:
+        return calls[0]
+    turn = itertools.cycle(calls)
+    return lambda: next(turn)()
+
+
+class Sample:
+    """Some rows of a problem, the first and the last among them, and what the reference says of them."""
+
+    def __init__(self, problem: Problem, inputs: Sequence[Any]) -> None:
+        import numpy as np
+
+        self._rows = np.unique(np.linspace(0, problem.batch_extent - 1, CHECKED_ROWS).astype(int))
+        self.inputs = problem.sample(inputs, self._rows)
+        self.expected = problem.with_batch(len(self._rows)).reference(self.inputs)
+
+    def of(self, outputs: Sequence[Any]) -> list[Any]:
+        return [array[self._rows] for array in outputs]
+
+
+def has_torch(device: str) -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return device == "cpu" or torch.cuda.is_available()
+
+
+def admit(
+    peer: Peer, problem: Problem, inputs: Sequence[Any], sample: Sample, device: str
+) -> tuple[Timing, Call | None]:
+    """Prepare a peer and compare its result with the reference."""
+    if importlib.util.find_spec(peer.needs) is None:
+        return Timing(peer.name, note=f"absent: {peer.needs} is not installed"), None
+    try:
+        call = peer.prepare(problem, inputs, device)
+        outputs = as_numpy(call())
+    except Exception as error:  # whatever another library does not support
+        reason = str(error).strip().partition("\n")[0] or repr(error)
+        return Timing(peer.name, note=f"not available: {reason[:120]}"), None
+    try:
+        agree(problem, sample.inputs, sample.expected, sample.of(outputs))
+    except Mismatch as error:
+        return Timing(peer.name, correct=False, note=str(error)), None
+    return Timing(peer.name, correct=True), call
+
+
+def as_numpy(outputs: Any) -> list[Any]:
+    """The outputs of a call as NumPy arrays; half precision as float32, which every library can convert to."""
+    import numpy as np
+
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    arrays = []
+    for array in outputs:
+        if hasattr(array, "detach"):
+            array = array.detach().cpu()
+            array = (array.float() if array.is_floating_point() else array).numpy()
+        arrays.append(np.asarray(array))
+    return arrays
+
+
+def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise `Mismatch` unless a peer computed the same, within what its dtype allows; ties may go either way."""
+    import numpy as np
+
+    tolerance = PEER_TOLERANCE[problem.axes["dtype"]]
+    values, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
+    if values.shape != wanted.shape or len(outputs) != len(expected):
+        raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
+    worst = float(np.max(np.abs(values - wanted), initial=0.0)) / max(float(np.max(np.abs(wanted), initial=0.0)), 1e-30)
+    if not worst <= tolerance:
+        raise Mismatch(f"{problem.kernel_outputs[0].name} differ by {worst:.1e} of the largest")
+    if len(outputs) > 1:
+        logits = np.asarray(inputs[0]).astype(np.float64)
+        columns = (np.asarray(indices).astype(np.int64) for indices in (outputs[1], expected[1]))
+        chosen, best = (np.take_along_axis(logits, c, axis=1) for c in columns)
+        if not np.array_equal(chosen, best):
+            raise Mismatch("indices are not those of the largest logits")
+
+
+def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequence[Any]) -> float | None:
+    """What Python costs of one call of ours.
+
+    A GPU works while Python goes on, so there it is the time of the call itself. On the CPU the kernel's own time is
+    taken off: the same function is called directly, in turn with the public one.
+    """
+    if machine.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(5):
+            times.append(clock(ours, HOST_CALLS) / HOST_CALLS)
+            torch.cuda.synchronize()
+        return statistics.median(times)
+    import numpy as np
+
+    from ..runtime import arrays
+    from ..runtime.dispatch import dispatcher
+
+    kernel = dispatcher.kernel(problem, machine)
+    given = (*inputs, *problem.empty_outputs())
+    arguments = [arrays.argument(a) if isinstance(a, np.ndarray) else a for a in given]
+    timed = time_cpu({"public": ours, "kernel": lambda: kernel.function(*arguments)}, rounds=9)
+    public, bare = (statistics.median(timed[name][1]) for name in ("public", "kernel"))
+    return max(public - bare, 0.0)
+
+
+def _threads(device: str) -> str:
+    if device == "cuda":
+        return ""
+    import os
+
+    counts = [f"tvm {os.environ.get('TVM_NUM_THREADS', '?')}"]
+    if has_torch("cpu"):
+        import torch
+
+        counts.append(f"torch {torch.get_num_threads()}")
+    return ", ".join(counts)

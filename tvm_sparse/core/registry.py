@@ -1,0 +1,244 @@
+"""Which operators there are, and where each of them lives.
+
+An operator has two fixed addresses, a package of its own under `operators/` and one under `schedules/`, and one line in
+`BUILTIN`. Everything else finds it here by name, and imports of it no more than it asks for:
+
+================  ==================================================================  ==================================
+module            holds                                                               is asked by
+================  ==================================================================  ==================================
+``problem``       ``PROBLEM``, the class that declares it                             everybody
+``call``          the public functions and classes that `Operator.public` names       `import tvm_sparse`
+``peers``         ``PEERS``, and ``ours`` to call the public function with inputs     `bench`, `quickstart`
+``shapes``        ``QUICKSTART``, ``AWKWARD`` and ``REALISTIC`` problem keys          `quickstart`, the generic tests
+the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine                 tuning, look-up, export
+================  ==================================================================  ==================================
+
+An operator of somebody else's package is found as those are: by the entry point group ``tvm_sparse.operators``, or by
+`add_plugin` with the path of a folder or file that holds an `Operator` named ``OPERATOR``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .problem import Problem, ProblemError
+
+if TYPE_CHECKING:
+    from .template import Template
+
+ENTRY_POINTS = "tvm_sparse.operators"
+
+
+class PluginError(RuntimeError):
+    """A plugin that holds no operator, or one whose name is taken; the message says which and what is expected."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: its name, its two packages, and the public names that it brings.
+
+    Attributes
+    ----------
+    name
+        As in keys and on the command line.
+    home, schedules
+        Names of the packages; see the module's docstring for what they hold.
+    public
+        Functions and classes of its `call` module that the package shows as its own.
+    """
+
+    name: str
+    home: str = ""
+    schedules: str = ""
+    public: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.home:
+            object.__setattr__(self, "home", f"tvm_sparse.operators.{self.name}")
+        if not self.schedules:
+            object.__setattr__(self, "schedules", f"tvm_sparse.schedules.{self.name}")
+
+    def _module(self, name: str) -> ModuleType:
+        return importlib.import_module(f"{self.home}.{name}")
+
+    @property
+    def problem(self) -> type[Problem]:
+        return self._module("problem").PROBLEM
+
+    @property
+    def call(self) -> ModuleType:
+        return self._module("call")
+
+    @property
+    def peers(self) -> ModuleType:
+        return self._module("peers")
+
+    @property
+    def shapes(self) -> ModuleType:
+        return self._module("shapes")
+
+    @property
+    def templates(self) -> tuple[Template, ...]:
+        return importlib.import_module(self.schedules).TEMPLATES
+
+    @property
+    def fallbacks(self) -> Mapping[str, tuple[Template, ...]]:
+        """By kind of machine the templates that run without tuning: the first one that fits the problem does.
+
+        It is measured with the others when that is tuned. The last one fits every shape.
+        """
+        return importlib.import_module(self.schedules).FALLBACKS
+
+
+BUILTIN = (
+    Operator("softmax_topk", public=("softmax_topk",)),
+    Operator("bsr_matmul", public=("bsr_matmul", "BsrWeight")),
+    Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
+    Operator("softmax", public=("softmax", "log_softmax")),
+    Operator("logsumexp", public=("logsumexp",)),
+)
+
+
+@functools.cache
+def _registered() -> dict[str, Operator]:
+    """The operators of the package and of installed plugins; `add` puts more into it."""
+    found = {operator.name: operator for operator in BUILTIN}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        operator = entry.load()
+        if not isinstance(operator, Operator) or operator.name in found:
+            raise PluginError(f"entry point {entry.name}: expected an Operator of a name not taken, got {operator!r}")
+        found[operator.name] = operator
+    return found
+
+
+# Paths of plugins, in the order in which they were added: child processes add them again.
+_PLUGINS: list[str] = []
+
+
+def operators() -> Mapping[str, Operator]:
+    """The operators by name, in the order in which they are listed."""
+    return _registered()
+
+
+def add(operator: Operator) -> None:
+    """Register an operator for this process.
+
+    Raises
+    ------
+    PluginError
+        If another one has this name.
+    """
+    known = _registered().setdefault(operator.name, operator)
+    if known != operator:
+        raise PluginError(f"operator {operator.name}: the name is taken by {known.home}")
+
+
+def add_plugin(path: str | Path) -> Operator:
+    """Register the operator of a package folder or a Python file that lies outside of this package.
+
+    The module is imported by its own name, from the folder that holds it, and defines ``OPERATOR``.
+
+    Raises
+    ------
+    PluginError
+        If there is no such module, it defines no operator, or the operator's name is taken.
+    """
+    place = Path(path).resolve()
+    if not place.exists():
+        raise PluginError(f"plugin: {place} does not exist")
+    name = place.stem if place.is_file() else place.name
+    if str(place.parent) not in sys.path:
+        sys.path.insert(0, str(place.parent))
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise PluginError(f"plugin: {place} does not import: {error}") from error
+    operator = getattr(module, "OPERATOR", None)
+    if not isinstance(operator, Operator):
+        raise PluginError(f"plugin: {place} defines no OPERATOR of type tvm_sparse.core.registry.Operator")
+    add(operator)
+    if str(place) not in _PLUGINS:
+        _PLUGINS.append(str(place))
+    return operator
+
+
+def plugins() -> tuple[str, ...]:
+    """Paths of the plugins that this process has added, for its child processes."""
+    return tuple(_PLUGINS)
+
+
+def find(name: str) -> Operator:
+    """The operator of this name.
+
+    Raises
+    ------
+    ProblemError
+        If there is none, with the nearest names.
+    """
+    known = operators()
+    if name not in known:
+        raise ProblemError(f"operator: got {name!r}; {nearest(name, known)}")
+    return known[name]
+
+
+def problem_types() -> dict[str, type[Problem]]:
+    """The class that declares each operator, by name."""
+    return {name: operator.problem for name, operator in operators().items()}
+
+
+def make(operator: str, axes: Mapping[str, Any]) -> Problem:
+    """The problem of `operator` with these axes; numbers may be given as text.
+
+    Raises
+    ------
+    ProblemError
+        For an unknown operator or axis (with the nearest valid names), a missing axis, or a value out of range.
+    """
+    cls = find(operator).problem
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in axes:
+        if name not in fields:
+            raise ProblemError(f"{operator}: unknown axis {name!r}; {nearest(name, fields)}")
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in axes]
+    if missing:
+        raise ProblemError(f"{operator}: missing axis {', '.join(missing)}; expected {', '.join(fields)}")
+    return cls(**{name: _convert(operator, fields[name], value) for name, value in axes.items()})
+
+
+def parse(key: str) -> Problem:
+    """The problem of a text key, as `Problem.key` writes it."""
+    operator, _, text = key.partition("/")
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    bad = [name for name, equals, _ in pairs if not equals]
+    if bad:
+        raise ProblemError(f"problem key: expected axis=value, got {bad[0]!r} in {key!r}")
+    return make(operator, {name: value for name, _, value in pairs})
+
+
+def _convert(operator: str, field: dataclasses.Field, value: Any) -> Any:
+    # Dataclass annotations are text under `from __future__ import annotations`.
+    kind = {"int": int, "float": float}.get(str(field.type))
+    if kind is None or not isinstance(value, str):
+        return value
+    try:
+        return kind(value.replace("_", ""))
+    except ValueError:
+        raise ProblemError(f"{operator}: {field.name} must be {field.type}, got {value!r}") from None
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """For a message about an unknown name: what may have been meant, else all that is valid."""
+    valid = list(valid)
+    close = difflib.get_close_matches(name, valid, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(valid)}"

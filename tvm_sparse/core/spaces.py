@@ -1,0 +1,84 @@
+"""Questions to the schedule spaces: which templates fit a problem on a machine, and which points they have.
+
+No compiler is loaded: a template's tables and restrictions are plain Python.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+
+from . import registry
+from .candidate import Candidate
+from .machine import Machine
+from .problem import Problem
+from .template import NotApplicable, Table, Template
+
+
+def templates(operator: str | None = None) -> tuple[Template, ...]:
+    """The templates of an operator, or of all."""
+    chosen = registry.operators().values() if operator is None else (registry.find(operator),)
+    return tuple(template for one in chosen for template in one.templates)
+
+
+def find(name: str) -> Template:
+    """The template of this name; KeyError with the valid names if there is none."""
+    known = templates()
+    for template in known:
+        if template.name == name:
+            return template
+    raise KeyError(f"template: got {name!r}; expected one of {', '.join(t.name for t in known)}")
+
+
+def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], dict[str, str]]:
+    """The decision tables of the templates that fit, and why the operator's others do not, by template name."""
+    tables, reasons = {}, {}
+    for template in templates(problem.operator):
+        if template.kind == machine.kind:
+            try:
+                tables[template.name] = template.space(problem, machine)
+            except NotApplicable as error:
+                reasons[template.name] = str(error)
+    return tables, reasons
+
+
+def searched(
+    problem: Problem, machine: Machine, names: Collection[str] = ()
+) -> tuple[dict[str, Table], dict[str, str]]:
+    """What of `applicable` a tuning run searches: the named templates, or all but those built for comparison."""
+
+    def chosen(name: str) -> bool:
+        return name in names if names else not find(name).comparison
+
+    tables, reasons = applicable(problem, machine)
+    return {n: t for n, t in tables.items() if chosen(n)}, {n: r for n, r in reasons.items() if chosen(n)}
+
+
+def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> Iterator[Candidate]:
+    """Every allowed point of the templates' spaces."""
+    for name, table in tables.items():
+        template = find(name)
+        for values in itertools.product(*table.values()):
+            decisions = dict(zip(table, values, strict=True))
+            if template.allowed(problem, machine, decisions) is None:
+                yield template.candidate(decisions)
+
+
+def fallback(problem: Problem, machine: Machine) -> Candidate:
+    """What runs without tuning: the first fallback template that fits, at its default point."""
+    tables, _ = applicable(problem, machine)
+    template = next(t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
+    return template.candidate(template.default(problem, machine))
+
+
+def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | None:
+    """None if a candidate can be built for a problem on a machine, else why not."""
+    try:
+        template = find(candidate.template)
+    except KeyError:
+        return f"there is no template {candidate.template}"
+    if template.version != candidate.version:
+        return f"the template {template.name} is at version {template.version}, not {candidate.version}"
+    if (template.operator, template.kind) != (problem.operator, machine.kind):
+        return f"the template {template.name} is for {template.operator} on {template.kind}"
+    return template.point(problem, machine, candidate.values)

@@ -1,0 +1,119 @@
+"""What a schedule template is: a named space of decisions, and the program that each point of it stands for.
+
+A template declares, for a problem on a machine, a table of decisions (or the reason why it does not apply) and
+builds the program of one point. It is a function of its arguments alone: a candidate is stored as (template,
+version, decisions) and replayed by calling `build` again, which survives a compiler upgrade and carries no code.
+Where TVM's schedule primitives reach, `build` applies them to a definition without threads; where they do not
+(selection by threshold, an exchange between blocks), it generates TIR with explicit threads. Search, records and
+command line see no difference.
+
+Raise `version` whenever the same decisions would give another program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .candidate import Candidate
+from .machine import Machine
+from .problem import Problem
+from .script import quicken_parser
+
+if TYPE_CHECKING:
+    from tvm import IRModule
+
+Decisions = Mapping[str, int]
+Table = Mapping[str, tuple[int, ...]]
+
+
+class NotApplicable(Exception):
+    """The template does not fit the problem or the machine; the message says why, for the space's report."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A buffer that a program's kernels share, owned by the runtime and passed after the outputs.
+
+    `shape` gives extents, or the problem's batch axis by name. It is filled with the byte `fill` once, when it
+    is allocated: a kernel that needs it so again must leave it so.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    fill: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """One point of a template, ready to compile: the function `main` and the workspaces that it takes."""
+
+    module: IRModule
+    workspaces: tuple[Workspace, ...] = ()
+    pipeline: str | None = None  # "tirx" for kernels with explicit threads, else TVM's default
+
+
+@dataclass(frozen=True)
+class Template:
+    """A named strategy for one operator on one kind of machine.
+
+    Attributes
+    ----------
+    space
+        (problem, machine) -> the decisions by name, each with the values it may take. Raises `NotApplicable`.
+    default
+        (problem, machine) -> the decisions taken without tuning. They must be a point of the space.
+    program
+        (problem, decisions) -> the program of that point. Callers use `build`.
+    allowed
+        (problem, machine, decisions) -> None, or why this point of the table is left out.
+    explicit_threads
+        Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
+        turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
+    comparison
+        Built for study, as a paper's own kernel is: left out of tuning unless it is named.
+    """
+
+    name: str
+    version: int
+    operator: str
+    kind: str  # of machine: "llvm" or "cuda"
+    summary: str
+    space: Callable[[Problem, Machine], Table]
+    default: Callable[[Problem, Machine], Decisions]
+    program: Callable[[Problem, Decisions], Program]
+    allowed: Callable[[Problem, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
+    explicit_threads: bool = False
+    comparison: bool = False
+
+    def build(self, problem: Problem, decisions: Decisions) -> Program:
+        """The program of a point, ready to compile. Loads the compiler."""
+        quicken_parser()
+        return self.program(problem, decisions)
+
+    def candidate(self, decisions: Decisions) -> Candidate:
+        return Candidate(self.name, self.version, tuple((name, int(value)) for name, value in decisions.items()))
+
+    def point(self, problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+        """None if `decisions` is a point of this template's space for the problem, else why it is not."""
+        try:
+            table = self.space(problem, machine)
+        except NotApplicable as error:
+            return str(error)
+        if list(decisions) != list(table):
+            return f"decisions are {', '.join(decisions)}; the space has {', '.join(table)}"
+        for name, value in decisions.items():
+            if value not in table[name]:
+                return f"{name}={value} is not among {', '.join(map(str, table[name]))}"
+        return self.allowed(problem, machine, decisions)
+
+
+def powers(low: int, high: int) -> tuple[int, ...]:
+    """The powers of two from `low` to `high`, both powers of two themselves and included."""
+    return tuple(1 << i for i in range(low.bit_length() - 1, high.bit_length()))
+
+
+def ceildiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,1 @@
+"""A dense matrix times a block-sparse (BSR) one."""

@@ -1,0 +1,158 @@
+"""The public call of the block-sparse product."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import (
+    check_floats,
+    facts_beside,
+    fill,
+    fits,
+    is_plain,
+    layouts,
+    machine_of,
+    outputs_for,
+    refuse_gradient,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import ACTIVATIONS, activated
+from .weight import BsrWeight
+
+__all__ = ["BsrWeight", "bsr_matmul"]
+
+
+def bsr_matmul(
+    x: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    validate: bool = False,
+) -> Any:
+    """activation(x @ weight.T + bias) with a block-sparse weight.
+
+    y[i, j] = activation(bias[j] + sum_k x[i, k] * weight[j, k]),  of which only the stored blocks of the weight are
+    read.
+
+    Parameters
+    ----------
+    x
+        Shape `(m, k)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not contiguous.
+    weight
+        Shape `(n, k)` in BSR format: a `BsrWeight` (prepared once, the fastest to call with), a
+        `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)` with data
+        `(nnzb, block_rows, block_cols)`, indices `(nnzb,)` in [0, k / block_cols) and indptr `(n / block_rows + 1,)`.
+        Blocks may be rectangular; block rows may be empty; columns of a row need not be sorted, and blocks that stand
+        twice are added. Same dtype and device as `x`.
+    bias
+        `(n,)` of x's dtype, on its device.
+    activation
+        `"relu"`, `"gelu"` (by the error function, as torch's default) or `"silu"`, applied in float32.
+    out
+        `(m, n)` array of x's dtype to write into, contiguous and on the same device.
+    validate
+        Also check indices and indptr that lie on a GPU, which costs a synchronisation; those on the host are always
+        checked, of a `BsrWeight` when it is made. Unchecked bad indices read out of bounds.
+
+    Returns
+    -------
+    y
+        `(m, n)` of x's dtype.
+
+    Raises
+    ------
+    TypeError
+        If `x`, `weight` or `bias` is none of these.
+    ValueError
+        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
+        different devices, matrices of 2^31 elements or more, an unknown activation, or an `out` that does not fit.
+    RuntimeError
+        If `x`, the weight or the bias requires a gradient.
+
+    When not to use it: with less than about half of the blocks zero a dense product is as fast.
+
+    Source: Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3.
+    """
+    if not isinstance(weight, BsrWeight):
+        known = arrays.facts("x", x)
+        check_floats("x", known, rank=2)
+        weight = BsrWeight(weight, columns=known.shape[1], validate=validate, balance=False)
+    elif validate:
+        weight.validate()
+    torch = sys.modules.get("torch")
+    plain = bias is None and activation is None
+    if torch is not None and type(x) is torch.Tensor:
+        key = (x.shape, x.dtype, x.device)
+        found = weight.kernels.get(key if plain else (*key, activation, *layouts((bias,), torch)))
+        # Other launchers: other kernels have been loaded since.
+        if found is not None and found[2] is dispatcher.launchers and is_plain(x):
+            function, like, _ = found
+            if out is None or fits(out, like, torch):
+                y = torch.empty_like(like) if out is None else out
+                if bias is None:
+                    function(x, *weight.arguments, y)
+                else:
+                    function(x, *weight.arguments, bias, y)
+                return y
+
+    known = arrays.facts("x", x)
+    check_floats("x", known, rank=2)
+    refuse_gradient("x", x)
+    m, k = known.shape
+    n, weight_k = weight.shape
+    if k != weight_k:
+        raise ValueError(f"x: expected {weight_k} columns, as the weight has, got shape {known.shape}")
+    if known.dtype != weight.dtype:
+        raise ValueError(f"x: expected dtype {weight.dtype}, as the weight has, got {known.dtype}")
+    if (known.device, known.index) != (weight.device, weight.device_index):
+        raise ValueError(
+            f"x: expected an array on {weight.device}:{weight.device_index}, as the weight is,"
+            f" got {known.device}:{known.index}"
+        )
+    if max(m * k, m * n) >= 2**31:
+        raise ValueError(
+            f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})"
+        )
+    if activation is not None and activation not in ACTIVATIONS[1:]:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
+    extras = [] if bias is None else [facts_beside("bias", bias, (n,), known.dtype, known, "x is")]
+    [y] = outputs_for(out, (("out", (m, n), known.dtype),), x, known)
+    if m and n:
+        if weight.nnzb == 0 or k == 0:
+            if bias is None:
+                fill(y, 0)
+            else:
+                _fill_rows(y, bias, activation or "")
+        else:
+            prepared = arrays.ready("x", x, known)
+            launchers = dispatcher.launchers
+            problem = weight.problem(m, int(bias is not None), activation or "")
+            function = dispatcher.kernel(problem, machine_of("x", known)).function
+            beside = (arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras)
+            function(arrays.argument(prepared), *weight.arguments, *beside, arrays.argument(y))
+            if type(x) is getattr(torch, "Tensor", None) and arrays.is_torch(weight.data):
+                key = (x.shape, x.dtype, x.device)
+                theirs = () if plain else (activation, *layouts((bias,), torch))
+                if None not in theirs[1:]:
+                    weight.kernels[*key, *theirs] = (function, arrays.prototype(y), launchers)
+    return out if out is not None else arrays.returned(y, x)
+
+
+def _fill_rows(y: Any, bias: Any, activation: str) -> None:
+    """What a product of nothing leaves: the bias after its activation."""
+    if arrays.is_torch(y):
+        functions = sys.modules["torch"].nn.functional
+        row = bias.detach().float()
+        y.detach().copy_((getattr(functions, activation)(row) if activation else row).expand(y.shape))
+    elif arrays.facts("bias", bias).device == "cpu":
+        import numpy as np
+
+        row = bias if arrays.is_numpy(bias) else np.from_dlpack(bias)
+        y[...] = activated(row.astype(np.float64), activation)
+    else:
+        raise TypeError(f"bias: {type(bias).__name__} arrays on a GPU need a weight that has a block")

@@ -1,0 +1,287 @@
+"""Dense times transposed block-sparse: Y = X W^T with W in block compressed row (BSR) format.
+
+Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3:
+
+    data     (nnzb, block_rows, block_cols)   the nonzero blocks, row by row
+    indices  (nnzb,)                          the block column of each, in [0, k / block_cols)
+    indptr   (n / block_rows + 1,)            block row r holds blocks indptr[r] .. indptr[r + 1] - 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Mismatch,
+    Problem,
+    ProblemError,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+PATTERNS = ("uniform", "skewed")
+ACTIVATIONS = ("", "relu", "gelu", "silu")
+
+# Half a unit in the last place of the output, relative.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Error of a float32 sum relative to the sum of absolute products: rounding errors of a few hundred terms that
+# are added in any order grow like their square root; 64 half-units leave a wide margin at 16,384 terms.
+SUMMATION = 64 * 2.0**-24
+
+
+def activated(y: np.ndarray, activation: str) -> np.ndarray:
+    """An activation by name, in float64."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        if activation == "relu":
+            return np.where(y < 0, 0.0, y)
+        if activation == "gelu":
+            return 0.5 * y * (1 + np.vectorize(math.erf, otypes=[float])(y / math.sqrt(2)))
+        if activation == "silu":
+            return y / (1 + np.exp(-y))
+        return y
+
+
+@dataclass(frozen=True)
+class BsrMatmul(Problem):
+    """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
+
+    `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
+    `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels also take what the host has found out about
+    the pattern, `formats.bsr.fullest_first`; with it they may read the structure before the kernel before is done, as
+    nobody writes it any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, 0 if not.
+    """
+
+    m: int
+    k: int
+    n: int
+    block: str
+    sparsity: float
+    pattern: str = "uniform"
+    dtype: str = "float32"
+    bias: int = field(default=0, metadata=OPTIONAL)
+    activation: str = field(default="", metadata=OPTIONAL)
+
+    operator: ClassVar[str] = "bsr_matmul"
+    batch_axis: ClassVar[str] = "m"
+    data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("x", ("m", "k"), "dtype", "Dense rows."),
+        Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
+        Argument("indices", ("nnzb",), "int32", "Block column of each block, in [0, k / block_cols)."),
+        Argument("indptr", ("n / block_rows + 1",), "int32", "First block of each block row; the last entry is nnzb."),
+        Argument(
+            "order",
+            ("n / block_rows", 3),
+            "int32",
+            "Block rows, the fullest first: which, its first block, and the one behind its last.",
+        ),
+        Argument("long", (), "int32", "How many of these are long enough to be shared; -1 if `order` says nothing."),
+        Argument("constant", (), "int32", "1 if nobody writes `data` while kernels that read it are queued, else 0."),
+        Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
+    structures: ClassVar[tuple[str, ...]] = ("random", "empty_rows", "one_row", "special")
+    example: ClassVar[Mapping[str, Any]] = {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.9}
+    source: ClassVar[str] = "Gu 2020, section 4"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "m", "k", "n")
+        require_dtype(self)
+        high, _, wide = str(self.block).partition("x")
+        try:
+            rows, cols = int(high), int(wide or high)
+        except ValueError:
+            rows = cols = 0
+        if rows < 1 or cols < 1:
+            raise ProblemError(f"bsr_matmul: block must be like 16 or 16x32 (rows x columns), got {self.block!r}")
+        for axis, extent, size in (("n", self.n, rows), ("k", self.k, cols)):
+            if extent % size:
+                raise ProblemError(f"bsr_matmul: block {rows}x{cols} does not divide {axis}={extent}")
+        if not 0 <= self.sparsity <= 1:
+            raise ProblemError(f"bsr_matmul: sparsity must lie in [0, 1], got {self.sparsity}")
+        if self.pattern not in PATTERNS:
+            raise ProblemError(f"bsr_matmul: pattern must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
+        if self.bias not in (0, 1):
+            raise ProblemError(f"bsr_matmul: bias must be 0 or 1, got {self.bias!r}")
+        if self.activation not in ACTIVATIONS:
+            raise ProblemError(
+                f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])}, or empty, got {self.activation!r}"
+            )
+        if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
+            raise ProblemError("bsr_matmul: each matrix must have fewer than 2^31 elements")
+        object.__setattr__(self, "block", f"{rows}x{cols}")
+        object.__setattr__(self, "sparsity", round(float(self.sparsity), 2))
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        rows, _, cols = self.block.partition("x")
+        return int(rows), int(cols)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of the weight."""
+        rows, cols = self.block_shape
+        return self.n // rows, self.k // cols
+
+    @property
+    def nnzb(self) -> int:
+        block_rows, block_cols = self.grid
+        return round((1 - self.sparsity) * block_rows * block_cols)
+
+    def distance(self, other: Problem) -> float | None:
+        """As `Problem.distance`, with the density in the place of the sparsity, and a step between patterns.
+
+        Bias and activation do not count: they cost next to nothing, and decisions are the same with them.
+        """
+        if not isinstance(other, BsrMatmul) or (self.dtype, self.block) != (other.dtype, other.block):
+            return None
+        mine, theirs = ((p.m, p.k, p.n, 1.005 - p.sparsity) for p in (self, other))
+        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+        return octaves + (self.pattern != other.pattern)
+
+    def definition(self) -> tirx.PrimFunc:
+        """One dot product an output element, over the elements of its block row that are stored.
+
+        The extent of the reduction depends on the data. It is never below 1, because a reduction of extent 0
+        would leave its output uninitialised; the guard makes an empty block row's single step add nothing.
+        """
+        from tvm import te, tirx
+
+        from .epilogue import finish
+
+        rows, cols = self.block_shape
+        m, nnzb = tirx.Var("m", "int32"), tirx.Var("nnzb", "int32")
+        x = te.placeholder((m, self.k), self.dtype, name="x")
+        data = te.placeholder((nnzb, rows, cols), self.dtype, name="data")
+        indices = te.placeholder((nnzb,), "int32", name="indices")
+        indptr = te.placeholder((self.n // rows + 1,), "int32", name="indptr")
+        order, long = te.placeholder((self.n // rows, 3), "int32", name="order"), tirx.Var("long", "int32")
+        constant = tirx.Var("constant", "int32")
+
+        def product(i, j):
+            start, stop = indptr[j // rows], indptr[j // rows + 1]
+            e = te.reduce_axis((0, tirx.max(1, (stop - start) * cols)), name="e")
+            block, c = start + e // cols, e % cols
+            term = data[block, j % rows, c].astype("float32") * x[i, indices[block] * cols + c].astype("float32")
+            return te.sum(tirx.if_then_else(stop > start, term, tirx.const(0, "float32")), axis=[e])
+
+        total = te.compute((m, self.n), product, name="total")
+        bias = [te.placeholder((self.n,), self.dtype, name="bias")] if self.bias else []
+
+        def output(i, j):
+            return finish(total[i, j], bias[0][j] if bias else None, self.activation, self.dtype)
+
+        y = te.compute((m, self.n), output, name="y")
+        arguments = [x, data, indices, indptr, order, long, constant, *bias, y]
+        return te.create_prim_func(arguments).with_attr("global_symbol", "main")
+
+    def generate(self, seed: int, structure: str | None = None) -> list[Any]:
+        """x, data and bias standard normal, the pattern as the problem says; a weight that is constant.
+
+        `empty_rows`: every second block row has no block. `one_row`: all blocks lie in one block row, as many
+        as fit. `special`: NaN and infinities in x and in the stored blocks.
+        """
+        import numpy as np
+
+        from tvm_sparse.formats.bsr import fullest_first, random_pattern
+
+        rng = np.random.default_rng([seed, self.m, self.k, self.n])
+        structure = structure or self.structures[0]
+        block_rows, block_cols = self.grid
+        weights = np.ones(block_rows)
+        if structure == "empty_rows":
+            weights[::2] = 0
+        elif structure == "one_row":
+            weights[:] = np.arange(block_rows) == block_rows // 2
+        elif structure not in self.structures:
+            raise ProblemError(f"structure: got {structure!r}; expected one of {', '.join(self.structures)}")
+        if self.pattern == "skewed":
+            weights = weights / rng.permutation(np.arange(1, block_rows + 1))
+        indptr, indices = random_pattern(rng, self.nnzb, block_cols, weights)
+        dtype = numpy_dtype(self.dtype)
+        x = rng.standard_normal((self.m, self.k), dtype=np.float32)
+        data = rng.standard_normal((len(indices), *self.block_shape), dtype=np.float32)
+        if structure == "special":
+            for array in (x, data):
+                spots: Any = rng.integers(array.size, size=2) if array.size else []
+                array.flat[spots] = [np.nan, np.inf][: len(spots)]
+        bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
+        balance = fullest_first(indptr, math.prod(self.block_shape) * dtype.itemsize)
+        return [x.astype(dtype), data.astype(dtype), indices, indptr, *balance, 1, *bias]
+
+    def biases(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The bias among the inputs, if there is one."""
+        return inputs[-1:] if self.bias else ()
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        import numpy as np
+
+        x, data, indices, indptr = inputs[:4]
+        y = self._product(x.astype(np.float64), data.astype(np.float64), indices, indptr)
+        for bias in self.biases(inputs):
+            y += bias.astype(np.float64)
+        return [activated(y, self.activation)]
+
+    def _product(self, x: np.ndarray, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray) -> np.ndarray:
+        """A dense product a block row: the columns of x that it asks for, times its blocks side by side."""
+        import numpy as np
+
+        rows, cols = self.block_shape
+        y = np.zeros((x.shape[0], self.n), x.dtype)
+        columns = x.reshape(x.shape[0], -1, cols)
+        with np.errstate(invalid="ignore"):
+            for r, (start, stop) in enumerate(zip(indptr, indptr[1:], strict=False)):
+                wanted = columns[:, indices[start:stop]].reshape(x.shape[0], -1)
+                blocks = data[start:stop].transpose(0, 2, 1).reshape(-1, rows)
+                y[:, r * rows : (r + 1) * rows] = wanted @ blocks
+        return y
+
+    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Within rounding of the sum of absolute products; NaN and infinities where the reference has them.
+
+        An activation passes on an error of its argument at most 1.13 times as large.
+        """
+        import numpy as np
+
+        y, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
+        # float32 is enough for a bound.
+        floats = (*inputs[:2], *self.biases(inputs))
+        x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in floats)
+        with np.errstate(invalid="ignore"):
+            magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
+            factor = 1.13 * SUMMATION if self.activation else SUMMATION
+            bound = factor * magnitude + ROUNDING[self.dtype] * np.abs(wanted) + 1e-30
+            # Where an infinity is wanted the bound is infinite too, and says nothing.
+            close = np.isfinite(wanted) & (np.abs(y - wanted) <= bound)
+            good = close | (y == wanted) | (np.isnan(y) & np.isnan(wanted))
+        wrong = np.argwhere(~good)
+        if len(wrong):
+            i, j = wrong[0]
+            raise Mismatch(
+                f"y[{i}, {j}] is {y[i, j]:.9g}, expected {wanted[i, j]:.9g} ({len(wrong)} of {y.size} differ)"
+            )
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        nnzb = self.nnzb if inputs is None else len(inputs[2])
+        rows, cols = self.block_shape
+        elements = self.m * self.k + nnzb * rows * cols + self.m * self.n + self.bias * self.n
+        return Cost(
+            elements * numpy_dtype(self.dtype).itemsize + (nnzb + self.n // rows + 1) * 4,
+            2 * self.m * nnzb * rows * cols,
+        )
+
+
+PROBLEM = BsrMatmul

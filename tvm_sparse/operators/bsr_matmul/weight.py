@@ -1,0 +1,229 @@
+"""A block-sparse weight, prepared once for many calls."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from tvm_sparse.core.problem import FLOATS, numpy_dtype
+from tvm_sparse.runtime import arrays
+
+from .problem import BsrMatmul
+
+# What `formats.bsr.skew` gives, beyond which a pattern counts as skewed: patterns drawn evenly stay below.
+SKEWED = 4.0
+
+
+class BsrWeight:
+    """A block-sparse weight `(n, k)`, checked and converted once, for many calls of `bsr_matmul`.
+
+    Parameters
+    ----------
+    weight
+        A `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)`.
+    columns
+        k, for a weight given by its arrays (which do not tell how many block columns are empty at the end).
+    validate
+        Also check indices and indptr that lie on a GPU; those on the host are always checked.
+    balance
+        Look at indptr, which of tensors on a GPU costs a synchronisation. Kernels then begin with the block rows that
+        hold most blocks, share out those that hold far more than others, and read the structure while the kernel before
+        is at its end. Arrays of other libraries on a GPU are taken as they are.
+    constant
+        A promise that `data` is not written any more, as at inference: kernels may then load blocks while the kernel
+        before is at its end, which makes products of few rows faster. Only where `balance` has looked at indptr, which
+        waits for what the current stream has still to write.
+
+    Attributes
+    ----------
+    data, indices, indptr
+        The arrays that kernels take: blocks `(nnzb, block_rows, block_cols)`, int32 block columns `(nnzb,)`, int32 row
+        starts `(n / block_rows + 1,)`. `data` may be changed in place unless it is `constant`, the structure may not.
+    shape, dtype, nnzb, block_shape, device
+        Of the matrix.
+    pattern
+        `"skewed"` if some block rows were found to hold far more blocks than others, else `"uniform"`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `bsr_matmul`, naming the argument; if it is to be constant without balance.
+    """
+
+    def __init__(
+        self,
+        weight: Any,
+        *,
+        columns: int | None = None,
+        validate: bool = False,
+        balance: bool = True,
+        constant: bool = False,
+    ) -> None:
+        if constant and not balance:
+            raise ValueError("constant: a constant weight is looked at: expected balance=True, got False")
+        data, indices, indptr, shape = _parts(weight)
+        known = arrays.facts("data", data)
+        if len(known.shape) != 3:
+            raise ValueError(f"data: expected 3 dimensions (nnzb, block_rows, block_cols), got shape {known.shape}")
+        if known.dtype not in FLOATS:
+            raise ValueError(f"data: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
+        if arrays.is_torch(data) and data.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise RuntimeError(
+                "weight: requires a gradient, and there is no backward pass; call it under torch.no_grad()"
+            )
+        self.nnzb, *block = known.shape
+        rows, cols = self.block_shape = tuple(block)
+        if rows < 1 or cols < 1:
+            raise ValueError(f"data: expected blocks of at least 1x1, got {rows}x{cols}")
+        entries = {}
+        for name, array in (("indices", indices), ("indptr", indptr)):
+            theirs = arrays.facts(name, array)
+            if len(theirs.shape) != 1 or theirs.dtype not in ("int32", "int64"):
+                raise ValueError(
+                    f"{name}: expected one dimension of int32 or int64, got {theirs.dtype} of shape {theirs.shape}"
+                )
+            if (theirs.device, theirs.index) != (known.device, known.index):
+                raise ValueError(
+                    f"{name}: expected an array on {known.device}:{known.index}, as data is, got one on"
+                    f" {theirs.device}:{theirs.index}"
+                )
+            [entries[name]] = theirs.shape
+        if entries["indices"] != self.nnzb:
+            raise ValueError(f"indices: expected {self.nnzb} entries (one a block of data), got {entries['indices']}")
+        if entries["indptr"] < 1:
+            raise ValueError("indptr: expected at least 1 entry (block rows + 1), got 0")
+        block_rows = entries["indptr"] - 1
+        if shape is None:
+            shape = (block_rows * rows, columns if columns is not None else _no_columns())
+        n, k = shape
+        if k % cols or n % rows:
+            raise ValueError(f"weight: blocks of {rows}x{cols} do not divide shape ({n}, {k})")
+        if max(n * k, self.nnzb * rows * cols) >= 2**31:
+            raise ValueError(f"weight: expected fewer than 2^31 elements, got shape ({n}, {k})")
+        self.shape = (int(n), int(k))
+        self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
+        if known.device == "cpu" or validate:
+            self._check(indptr, indices)
+        self.data = arrays.ready("data", data, known)
+        self.indices, self.indptr = as_int32("indices", indices), as_int32("indptr", indptr)
+        self.pattern, long = "uniform", -1
+        if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)):
+            order, long = self._balance()
+        else:
+            order = _unread((block_rows, 3), self.indptr, known)
+        given = (self.data, self.indices, self.indptr, order)
+        self.arguments = (*map(arrays.argument, given), long, int(constant))
+        # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
+        self.kernels: dict[tuple, Any] = {}
+        self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
+
+    def validate(self) -> None:
+        """Check indices and indptr again, wherever they lie, which on a GPU costs a synchronisation.
+
+        Raises
+        ------
+        ValueError
+            Naming the first entry that is wrong.
+        """
+        self._check(self.indptr, self.indices)
+
+    def _check(self, indptr: Any, indices: Any) -> None:
+        from tvm_sparse.formats.bsr import check_structure
+
+        rows, cols = self.block_shape
+        grid = self.shape[0] // rows, self.shape[1] // cols
+        check_structure(arrays.as_numpy(indptr), arrays.as_numpy(indices), self.nnzb, grid)
+
+    def _balance(self) -> tuple[Any, int]:
+        """The block rows in order, on the weight's device, and how many are long."""
+        from tvm_sparse.formats.bsr import fullest_first, skew
+
+        starts = arrays.as_numpy(self.indptr)
+        if skew(starts) > SKEWED:
+            self.pattern = "skewed"
+        order, long = fullest_first(starts, math.prod(self.block_shape) * numpy_dtype(self.dtype).itemsize)
+        if arrays.is_torch(self.indptr):
+            order = sys.modules["torch"].from_numpy(order).to(self.indptr.device)
+        return order, long
+
+    def problem(self, m: int, bias: int = 0, activation: str = "") -> BsrMatmul:
+        """The problem of a product with `m` rows of x."""
+        key = m, bias, activation
+        if key not in self._problems:
+            self._problems[key] = self._problem(*key)
+        return self._problems[key]
+
+    def _problem(self, m: int, bias: int, activation: str) -> BsrMatmul:
+        (n, k), (rows, cols) = self.shape, self.block_shape
+        sparsity = 1 - self.nnzb / max(1, (n // rows) * (k // cols))
+        sparsity = min(max(sparsity, 0.0), 1.0)
+        return BsrMatmul(m, k, n, f"{rows}x{cols}", sparsity, self.pattern, self.dtype, bias, activation)
+
+    def __repr__(self) -> str:
+        rows, cols = self.block_shape
+        return (
+            f"BsrWeight(shape={self.shape}, block={rows}x{cols}, nnzb={self.nnzb},"
+            f" dtype={self.dtype}, device={self.device})"
+        )
+
+
+def _no_columns() -> int:
+    raise ValueError("columns: a weight given as (data, indices, indptr) needs its number of columns")
+
+
+def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
+    """data, indices, indptr, and the shape where the weight tells it."""
+    if isinstance(weight, (tuple, list)):
+        if len(weight) != 3:
+            raise ValueError(f"weight: expected (data, indices, indptr), got {len(weight)} items")
+        return (*weight, None)
+    if arrays.is_torch(weight):
+        torch = sys.modules["torch"]
+        if weight.layout is not torch.sparse_bsr:
+            raise TypeError(
+                f"weight: expected layout torch.sparse_bsr, got {weight.layout}; use weight.to_sparse_bsr(block)"
+            )
+        if weight.dim() != 2:
+            raise ValueError(f"weight: expected 2 dimensions, got shape {tuple(weight.shape)}")
+        return weight.values(), weight.col_indices(), weight.crow_indices(), tuple(weight.shape)
+    if getattr(weight, "format", None) == "bsr":
+        return weight.data, weight.indices, weight.indptr, weight.shape
+    if getattr(weight, "format", None) is not None:
+        raise TypeError(
+            f"weight: expected a SciPy matrix in BSR format, got {weight.format}; use weight.tobsr(blocksize=...)"
+        )
+    raise TypeError(
+        "weight: expected a BsrWeight, a scipy.sparse.bsr_array, a torch.sparse_bsr tensor or (data, indices, indptr),"
+        f" got {type(weight).__name__}"
+    )
+
+
+def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
+    """An int32 array in the place of one that kernels take and do not read, on the device of the facts."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"
+        return torch.empty(shape, dtype=torch.int32, device=device)
+    try:
+        return arrays.empty(shape, "int32", like, known)
+    except TypeError:
+        raise TypeError(
+            f"weight: {type(like).__name__} offers no way to make arrays on a GPU, where kernels take one more; import"
+            " torch, or pass arrays of a library of the array API"
+        ) from None
+
+
+def as_int32(name: str, array: Any) -> Any:
+    if arrays.is_torch(array):
+        return array.to(sys.modules["torch"].int32).contiguous()
+    known = arrays.facts(name, array)
+    if known.device == "cpu":
+        import numpy as np
+
+        return np.array(arrays.as_numpy(array), np.int32)
+    if known.dtype != "int32":
+        raise ValueError(
+            f"{name}: expected int32 of another library's array on a GPU, got {known.dtype}; convert it first"
+        )
+    return arrays.ready(name, array, known)

@@ -1,0 +1,1 @@
+"""The logarithm of softmax's normaliser."""

@@ -1,0 +1,64 @@
+"""The public call of logsumexp."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import fill, fits, is_plain, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import LogSumExp
+
+
+def logsumexp(logits: Any, out: Any = None) -> Any:
+    """log(sum_j exp(logits[:, j])), the normaliser of softmax, in one read of the logits.
+
+    values[b] = m_b + log(sum_j exp(logits[b, j] - m_b)),  m_b = max_j logits[b, j].
+
+    Parameters
+    ----------
+    logits
+        As for `softmax`.
+    out
+        `(batch,)` float32 array to write into: contiguous, on the device of `logits`.
+
+    Returns
+    -------
+    values
+        `(batch,)` float32, whatever the dtype of `logits`: rounded to half precision (where torch.logsumexp rounds it)
+        it would be of no use as what log-probabilities are the difference to. A row of nothing but -inf, or of nothing,
+        has -inf, one with +inf has +inf, and one with NaN has NaN, as of torch.logsumexp.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `softmax`.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and type(logits) is torch.Tensor:
+        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, None))
+        if found is not None and is_plain(logits):
+            function, like = found
+            if out is None or fits(out, like, torch):
+                result = torch.empty_like(like) if out is None else out
+                function(logits, result)
+                return result
+
+    known = logits_facts(logits)
+    batch, vocab = known.shape
+    [result] = outputs_for(out, (("out", (batch,), "float32"),), logits, known)
+    if batch and not vocab:
+        fill(result, -math.inf)
+    elif batch:
+        prepared = arrays.ready("logits", logits, known)
+        launchers = dispatcher.launchers
+        function = dispatcher.kernel(LogSumExp(batch, vocab, known.dtype), machine_of("logits", known)).function
+        function(arrays.argument(prepared), arrays.argument(result))
+        if type(logits) is getattr(torch, "Tensor", None):
+            launchers[logits.shape, logits.dtype, logits.device, None] = (function, arrays.prototype(result))
+    return out if out is not None else arrays.returned(result, logits)

@@ -1,0 +1,1 @@
+"""N-hot lookup: sparse rows (CSR) times a dense table."""

@@ -1,0 +1,160 @@
+"""The public call of the N-hot lookup."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import (
+    check_floats,
+    fill,
+    fits,
+    is_plain,
+    machine_of,
+    outputs_for,
+    refuse_gradient,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import typical
+from .rows import CsrRows
+
+__all__ = ["CsrRows", "nhot_lookup"]
+
+
+def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
+    """csr @ table: sums of the rows of a table that sparse rows look up.
+
+    out[r, j] = sum_e values[e] * table[indices[e], j],  e = indptr[r] ... indptr[r + 1] - 1.
+
+    Parameters
+    ----------
+    csr
+        Shape `(rows, vocab)`, a few nonzeros a row: a `CsrRows` (prepared once, the fastest to call with), a
+        `scipy.sparse.csr_array`, a torch tensor of layout `torch.sparse_csr`, or `(indptr, indices, values)` with
+        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), both int32 or both int64, and values `(nnz,)` of the
+        table's dtype, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand twice
+        are added. On the device of `table`.
+    table
+        Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
+        contiguous, or not aligned to 16 bytes on a GPU.
+    out
+        `(rows, width)` array of the table's dtype to write into, contiguous and on the same device.
+    validate
+        Also check indptr and indices that lie on a GPU, which costs a synchronisation; those on the host are always
+        checked, of a `CsrRows` when it is made. Unchecked bad indices read out of bounds.
+
+    Returns
+    -------
+    out
+        `(rows, width)` of the table's dtype; zeros for an empty row. Sums are made in a fixed order: results are
+        deterministic.
+
+    Raises
+    ------
+    TypeError
+        If `csr` or `table` is none of these.
+    ValueError
+        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
+        different devices, or an `out` that does not fit.
+    RuntimeError
+        If the table or the values require a gradient.
+
+    When not to use it: with more than a few percent of the columns nonzero a dense product is as fast.
+
+    Source: Argueta & Chiang 2019, "Accelerating Sparse Matrix Operations in Neural Networks on Graphics Processing
+    Units", section 4.1.
+    """
+    torch = sys.modules.get("torch")
+    if validate and isinstance(csr, CsrRows):
+        csr.validate()
+    elif torch is not None and type(table) is torch.Tensor and not validate:
+        found = _repeated_lookup(csr, table, torch)
+        if found is not None and is_plain(table):
+            function, like, arguments = found
+            if out is None:
+                result = torch.empty_like(like)
+                function(*arguments, table, result)
+                return result
+            if fits(out, like, torch):
+                function(*arguments, table, out)
+                return out
+
+    known = arrays.facts("table", table)
+    check_floats("table", known, rank=2)
+    refuse_gradient("table", table)
+    vocab, width = known.shape
+    given = csr
+    if not isinstance(csr, CsrRows):
+        csr = CsrRows(csr, columns=vocab, validate=validate)
+    rows, columns = csr.shape
+    if columns != vocab:
+        raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
+    if csr.dtype is not None and csr.dtype != known.dtype:
+        raise ValueError(f"values: expected dtype {known.dtype}, as the table has, got {csr.dtype}")
+    if (csr.device, csr.device_index) != (known.device, known.index):
+        raise ValueError(
+            f"csr: expected arrays on {known.device}:{known.index}, as the table is,"
+            f" got {csr.device}:{csr.device_index}"
+        )
+    if max(rows, vocab, width) >= 2**31 or rows * width >= 2**34:
+        raise ValueError(
+            f"csr: expected extents below 2^31 and a product of fewer than 2^34 elements, got rows={rows},"
+            f" vocab={vocab}, width={width}"
+        )
+    [result] = outputs_for(out, (("out", (rows, width), known.dtype),), table, known)
+    if rows and width:
+        if csr.nnz == 0:
+            fill(result, 0)
+        else:
+            prepared = arrays.ready("table", table, known)
+            launchers = dispatcher.launchers
+            function = dispatcher.kernel(csr.problem(width, known.dtype), machine_of("table", known)).function
+            function(*csr.arguments, arrays.argument(prepared), arrays.argument(result))
+            if type(table) is getattr(torch, "Tensor", None) and arrays.is_torch(csr.indptr):
+                like = arrays.prototype(result)
+                if given is csr:
+                    csr.kernels[table.shape, table.dtype, table.device] = (function, like, launchers)
+                elif known.device == "cuda" and (parts := _csr_tensors(given, table, torch)) is not None:
+                    launchers[_lookup_key(parts, table)] = (function, like)
+    return out if out is not None else arrays.returned(result, table)
+
+
+def _repeated_lookup(csr: Any, table: Any, torch: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
+    """Of a look-up like one before: the kernel, a prototype of its output, and the arguments in front of the table."""
+    if type(csr) is CsrRows:
+        found = csr.kernels.get((table.shape, table.dtype, table.device))
+        # Other launchers: other kernels have been loaded since.
+        return (*found[:2], csr.arguments) if found is not None and found[2] is dispatcher.launchers else None
+    # Structures on the host are checked at every call.
+    parts = _csr_tensors(csr, table, torch) if table.is_cuda else None
+    if parts is None:
+        return None
+    found = dispatcher.launchers.get(_lookup_key(parts, table))
+    return (*found, parts) if found is not None and all(map(is_plain, parts)) else None
+
+
+def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
+    """indptr, indices and, if there are, values, if all are tensors on the table's device that fit each other."""
+    if type(csr) is tuple and len(csr) == 3:
+        parts = csr if csr[2] is not None else csr[:2]
+    elif type(csr) is torch.Tensor and csr.layout is torch.sparse_csr and not csr.requires_grad:
+        if csr.dim() != 2 or csr.shape[1] != table.shape[0]:
+            return None
+        parts = csr.crow_indices(), csr.col_indices(), csr.values()
+    else:
+        return None
+    device = table.device
+    if not all([type(part) is torch.Tensor and part.device == device and part.dim() == 1 for part in parts]):
+        return None
+    rows, entries = parts[0].shape[0] - 1, parts[1].shape
+    return parts if rows > 0 and entries[0] and parts[-1].shape == entries else None
+
+
+def _lookup_key(parts: tuple[Any, ...], table: Any) -> tuple[Any, ...]:
+    """What the choice of a kernel for a look-up depends on."""
+    indptr, indices, *values = parts
+    nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
+    dtypes = indptr.dtype, indices.dtype, values[0].dtype if values else None
+    return (indptr.shape, nonzeros, dtypes, table.shape, table.dtype, table.device)

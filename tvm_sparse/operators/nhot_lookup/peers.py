@@ -1,0 +1,94 @@
+"""Other libraries' ways to compute `nhot_lookup`, and ours as its user calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
+from tvm_sparse.core.problem import Problem
+
+from .call import nhot_lookup
+from .problem import NhotLookup
+from .rows import CsrRows
+
+
+def _nhot_tensors(problem: NhotLookup, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any, Any]:
+    """indptr, indices, values or None, and the table, on the device."""
+    indptr, indices, *values, table = (torch_tensor(a, device) for a in inputs)
+    return indptr, indices, values[0] if values else None, table
+
+
+def _torch_embedding_bag(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
+    return lambda: torch.nn.functional.embedding_bag(
+        indices, table, indptr, mode="sum", per_sample_weights=values, include_last_offset=True
+    )
+
+
+def _torch_embedding(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
+    if values is not None or not bool((torch.diff(indptr) == 1).all()):
+        raise ValueError("an embedding has one entry a row, without a value")
+    return lambda: torch.nn.functional.embedding(indices, table)
+
+
+def _torch_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import warnings
+
+    import torch
+
+    indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
+    if values is None:
+        values = torch.ones(len(indices), dtype=table.dtype, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse tensors are in beta
+        a = torch.sparse_csr_tensor(indptr, indices, values, size=(len(indptr) - 1, problem.vocab))
+    return lambda: a @ table
+
+
+def _dense_rows(problem: NhotLookup, inputs: Sequence[Any]) -> Any:
+    """The sparse rows of the inputs as a dense `(rows, vocab)` array."""
+    import numpy as np
+
+    indptr, indices, *values, table = inputs
+    dense = np.zeros((len(indptr) - 1, problem.vocab), np.float32)
+    rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    np.add.at(dense, (rows, indices), values[0].astype(np.float32) if values else np.float32(1))
+    return dense.astype(table.dtype)
+
+
+def _torch_dense_rows(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    a, table = torch_tensor(_dense_rows(problem, inputs), device), torch_tensor(inputs[-1], device)
+    return lambda: a @ table
+
+
+def _scipy_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    import numpy as np
+    import scipy.sparse
+
+    indptr, indices, *values, table = inputs
+    if problem.dtype != "float32":
+        raise TypeError(f"SciPy has no {problem.dtype}")
+    data = values[0] if values else np.ones(len(indices), table.dtype)
+    a = scipy.sparse.csr_array((data, indices, indptr), shape=(len(indptr) - 1, problem.vocab))
+    return lambda: a @ table
+
+
+def ours(problem: NhotLookup, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    indptr, indices, *values, table = map(convert, inputs)
+    rows = CsrRows((indptr, indices, values[0] if values else None), columns=problem.vocab, validate=True)
+    return lambda: nhot_lookup(rows, table), rows.problem(problem.width, problem.dtype)
+
+
+PEERS = (
+    Peer("torch embedding_bag", "torch", BOTH, _torch_embedding_bag),
+    Peer("torch embedding", "torch", BOTH, _torch_embedding),
+    Peer("torch CSR @ dense", "torch", BOTH, _torch_csr),
+    Peer("torch dense", "torch", BOTH, _torch_dense_rows),
+    Peer("SciPy CSR @ dense", "scipy", CPU, _scipy_csr),
+)

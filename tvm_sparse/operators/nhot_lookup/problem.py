@@ -1,0 +1,264 @@
+"""N-hot lookup: C = A B with A sparse, a few nonzeros a row, and B a dense table of row vectors.
+
+Argueta & Chiang 2019, "Accelerating Sparse Matrix Operations in Neural Networks on Graphics Processing Units",
+section 4.1. A is in compressed sparse row (CSR) format:
+
+    indptr   (rows + 1,)   row r holds entries indptr[r] .. indptr[r + 1] - 1
+    indices  (nnz,)        the column of each entry, in [0, vocab): the row of B that it looks up
+    values   (nnz,)        the value of each entry; absent if all are 1
+
+With one entry a row this is an embedding, with several it is the sum or weighted sum of an embedding bag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Mismatch,
+    Problem,
+    ProblemError,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+INDEX = ("int32", "int64")
+
+# Half a unit in the last place of the output, relative.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Half a unit of the smallest numbers, absolute: of float16 they are large enough for products to be among them. Results
+# below the normal numbers of the other two may be flushed to zero.
+SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
+# A float32 sum of n products has n roundings, each of at most half a unit of the sum of absolute products; in any
+# order, hundreds of them grow like their square root, for which 64 leaves a wide margin at 16,384 terms.
+MOST_ROUNDINGS = 64
+
+
+@dataclass(frozen=True)
+class NhotLookup(Problem):
+    """`out = a @ table` for a sparse `a` `(rows, vocab)` in CSR format and a dense table `(vocab, width)`.
+
+    `nonzeros` is their number in a typical row. `weighted` = 1 for entries with values, 0 for ones that are not
+    stored; `index` is the dtype of indptr and indices.
+    """
+
+    rows: int
+    vocab: int
+    width: int
+    nonzeros: int
+    dtype: str = "float32"
+    weighted: int = field(default=0, metadata=OPTIONAL)
+    index: str = field(default="int32", metadata=OPTIONAL)
+
+    operator: ClassVar[str] = "nhot_lookup"
+    batch_axis: ClassVar[str] = "rows"
+    # How many rows the table has, and how many of them a row of `a` looks up, programs read when they run.
+    data_axes: ClassVar[tuple[str, ...]] = ("vocab", "nonzeros")
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
+        Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
+        Argument("values", ("nnz",), "dtype", "Value of each entry.", when="weighted"),
+        Argument("table", ("vocab", "width"), "dtype", "Dense rows that are looked up."),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (Argument("out", ("rows", "width"), "dtype", "The product."),)
+    structures: ClassVar[tuple[str, ...]] = (
+        "random", "ragged", "empty_rows", "duplicates", "one_long_row", "one_hot", "zipf", "special",
+    )  # fmt: skip
+    example: ClassVar[Mapping[str, Any]] = {"rows": 100, "vocab": 10240, "width": 512, "nonzeros": 10}
+    source: ClassVar[str] = "Argueta & Chiang 2019, Algorithm 2"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "rows", "vocab", "width", "nonzeros")
+        require_dtype(self)
+        for name in ("rows", "vocab", "width"):
+            if self.axes[name] >= 2**31:
+                raise ProblemError(f"nhot_lookup: {name} must be below 2^31, got {self.axes[name]}")
+        if self.weighted not in (0, 1):
+            raise ProblemError(f"nhot_lookup: weighted must be 0 or 1 (entries with values), got {self.weighted!r}")
+        if self.index not in INDEX:
+            raise ProblemError(f"nhot_lookup: index must be one of {', '.join(INDEX)}, got {self.index!r}")
+
+    def distance(self, other: Problem) -> float | None:
+        """Octaves of rows, width and nonzeros, and a step for what costs a load more or a wider one."""
+        if not isinstance(other, NhotLookup) or self.dtype != other.dtype:
+            return None
+        import math
+
+        mine, theirs = ((p.rows, p.width, p.nonzeros) for p in (self, other))
+        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+        return octaves + 0.5 * (self.weighted != other.weighted) + 0.25 * (self.index != other.index)
+
+    def definition(self) -> tirx.PrimFunc:
+        """Algorithm 2: one sum an output element, over the entries of its row.
+
+        The extent of the reduction depends on the data. It is never below 1, because a reduction of extent 0
+        would leave its output uninitialised; the guard makes an empty row's single step add nothing.
+        """
+        from tvm import te, tirx
+
+        rows, nnz, vocab = (tirx.Var(name, "int64") for name in ("rows", "nnz", "vocab"))
+        width = tirx.const(self.width, "int64")
+        indptr = te.placeholder((rows + 1,), self.index, name="indptr")
+        indices = te.placeholder((nnz,), self.index, name="indices")
+        values = te.placeholder((nnz,), self.dtype, name="values")
+        table = te.placeholder((vocab, width), self.dtype, name="table")
+
+        def product(i, j):
+            start, stop = indptr[i].astype("int64"), indptr[i + 1].astype("int64")
+            e = te.reduce_axis((tirx.const(0, "int64"), tirx.max(tirx.const(1, "int64"), stop - start)), name="e")
+            term = table[indices[start + e].astype("int64"), j].astype("float32")
+            if self.weighted:
+                term = values[start + e].astype("float32") * term
+            return te.sum(tirx.if_then_else(stop > start, term, tirx.const(0, "float32")), axis=[e])
+
+        total = te.compute((rows, width), product, name="total")
+        out = te.compute((rows, width), lambda i, j: total[i, j].astype(self.dtype), name="out")
+        arguments = [indptr, indices, *([values] if self.weighted else []), table, out]
+        return te.create_prim_func(arguments).with_attr("global_symbol", "main")
+
+    def generate(self, seed: int, structure: str | None = None) -> list[Any]:
+        """The table standard normal, values too; rows of `nonzeros` different columns in ascending order, but:
+
+        `ragged`: from none to twice as many. `empty_rows`: every second row is empty. `duplicates`: half as many
+        different columns, which come again, in no order. `one_long_row`: one row has as many entries as all others
+        would have had, which have one or none. `one_hot`: one a row. `zipf`: columns by Zipf's law, so that few rows
+        of the table are looked up most of the time. `special`: ragged, with NaN and infinities in table and values.
+        """
+        import numpy as np
+
+        structure = structure or self.structures[0]
+        if structure not in self.structures:
+            raise ProblemError(f"structure: got {structure!r}; expected one of {', '.join(self.structures)}")
+        rng = np.random.default_rng([seed, self.rows, self.vocab, self.width, self.nonzeros])
+        counts = np.full(self.rows, min(self.nonzeros, self.vocab))
+        if structure in ("ragged", "special"):
+            counts = rng.integers(0, 2 * counts, endpoint=True)
+        elif structure == "empty_rows":
+            counts[::2] = 0
+        elif structure == "one_hot":
+            counts[:] = 1
+        elif structure == "one_long_row":
+            counts[:] = rng.integers(0, 2, self.rows)
+            counts[self.rows // 2] = min(self.rows * self.nonzeros, 10_000)
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        if structure in ("random", "empty_rows", "one_hot"):
+            drawn = [np.sort(rng.choice(self.vocab, count, replace=False, shuffle=False)) for count in counts]
+            indices = np.concatenate(drawn)
+        elif structure == "duplicates":
+            few = [rng.integers(self.vocab, size=max(1, count // 2)) for count in counts]
+            drawn = [rng.choice(some, count) for some, count in zip(few, counts, strict=True)]
+            indices = np.concatenate(drawn)
+        elif structure == "zipf":
+            weights = 1 / np.arange(1, self.vocab + 1)
+            indices = rng.choice(rng.permutation(self.vocab), indptr[-1], p=weights / weights.sum())
+        else:
+            indices = rng.integers(self.vocab, size=indptr[-1])
+        values = rng.standard_normal(len(indices), dtype=np.float32)
+        table = rng.standard_normal((self.vocab, self.width), dtype=np.float32)
+        if structure == "special" and len(indices):
+            # Where it is looked up, in some columns of several rows.
+            for value in (np.nan, np.inf, -np.inf):
+                table[rng.choice(indices, 2), rng.integers(self.width, size=2)] = value
+            values[rng.integers(len(values), size=2)] = [np.inf, np.nan]
+        dtype = numpy_dtype(self.dtype)
+        structured = [indptr.astype(self.index), indices.astype(self.index)]
+        return [*structured, *([values.astype(dtype)] if self.weighted else []), table.astype(dtype)]
+
+    def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
+        """Rows of `a`, joined; the table as it is."""
+        import numpy as np
+
+        indptr, *entries, table = inputs
+        counts = np.diff(indptr)[rows]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        taken = np.repeat(indptr[rows] - starts[:-1], counts) + np.arange(starts[-1])
+        return [starts.astype(indptr.dtype), *(array[taken] for array in entries), table]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        import numpy as np
+
+        indptr, indices, *values, table = (np.asarray(a) for a in inputs)
+        return [self._product(indptr, indices, values[0].astype(np.float64) if values else None, table)]
+
+    def _product(
+        self,
+        indptr: np.ndarray,
+        indices: np.ndarray,
+        values: np.ndarray | None,
+        table: np.ndarray,
+        absolute: bool = False,
+    ) -> np.ndarray:
+        """The product in float64, or that of absolute values."""
+        import numpy as np
+
+        out = np.zeros((len(indptr) - 1, table.shape[1]))
+        with np.errstate(invalid="ignore"):
+            for row, (start, stop) in enumerate(zip(indptr, indptr[1:], strict=False)):
+                terms = table[indices[start:stop]].astype(np.float64)
+                if values is not None:
+                    terms *= values[start:stop, None]
+                out[row] = (np.abs(terms) if absolute else terms).sum(axis=0)
+        return out
+
+    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Within rounding of the sum of absolute products; NaN and infinities where the reference has them."""
+        import numpy as np
+
+        out, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
+        indptr, indices, *values, table = (np.asarray(a) for a in inputs)
+        size = self._product(indptr, indices, values[0].astype(np.float64) if values else None, table, absolute=True)
+        roundings = np.minimum(np.diff(indptr), MOST_ROUNDINGS)[:, None]
+        with np.errstate(invalid="ignore"):
+            bound = roundings * 2.0**-24 * size + ROUNDING[self.dtype] * np.abs(wanted) + SMALLEST[self.dtype]
+            # Where an infinity is wanted the bound is infinite too, and says nothing.
+            close = np.isfinite(wanted) & (np.abs(out - wanted) <= bound)
+            good = close | (out == wanted) | (np.isnan(out) & np.isnan(wanted))
+        wrong = np.argwhere(~good)
+        if len(wrong):
+            i, j = wrong[0]
+            raise Mismatch(
+                f"out[{i}, {j}] is {out[i, j]:.9g}, expected {wanted[i, j]:.9g} ({len(wrong)} of {out.size} differ)"
+            )
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        """Each row of the table that is looked up counts once, however often that is."""
+        if inputs is None:
+            each = min(self.nonzeros, self.vocab)
+            nnz, distinct = self.rows * each, self.vocab * (1 - (1 - each / self.vocab) ** self.rows)
+        else:
+            import numpy as np
+
+            nnz, distinct = len(inputs[1]), len(np.unique(inputs[1]))
+        itemsize, index = numpy_dtype(self.dtype).itemsize, numpy_dtype(self.index).itemsize
+        dense = (round(distinct) + self.rows) * self.width * itemsize
+        return Cost(
+            dense + nnz * (index + self.weighted * itemsize) + (self.rows + 1) * index,
+            (1 + self.weighted) * nnz * self.width,
+        )
+
+
+def typical(nnz: int, rows: int) -> int:
+    """The mean number of nonzeros a row, as the nearest of 1, 2, 5, 10, 20, 50...: what calls give for `nonzeros`.
+
+    Kernels serve any number; that calls with nearly as many are one problem keeps the problems of a process few.
+    """
+    mean, step = nnz / rows, 1
+    while True:
+        # The borders are the geometric means.
+        for factor, square in ((1, 2), (2, 10), (5, 50)):
+            if mean * mean <= square * step * step:
+                return factor * step
+        step *= 10
+
+
+PROBLEM = NhotLookup

@@ -1,0 +1,143 @@
+"""Sparse rows, checked once for many lookups."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tvm_sparse.core.problem import FLOATS
+from tvm_sparse.runtime import arrays
+
+from .problem import INDEX, NhotLookup, typical
+
+
+class CsrRows:
+    """Sparse rows `(rows, columns)`, checked once, for many calls of `nhot_lookup`.
+
+    Parameters
+    ----------
+    csr
+        A `scipy.sparse.csr_array` or `csr_matrix`, a torch tensor of layout `torch.sparse_csr`, or
+        `(indptr, indices, values)` with None for values that are all 1.
+    columns
+        Of rows given by their arrays, which do not tell it.
+    validate
+        Also check indptr and indices that lie on a GPU; those on the host are always checked.
+
+    Attributes
+    ----------
+    indptr, indices, values
+        The arrays that kernels take: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64 as they were
+        given, and values `(nnz,)` or None. Changing them in place is allowed, as long as indptr and indices stay valid.
+    shape, dtype, nnz, index, device
+        Of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `nhot_lookup`, naming the argument.
+    """
+
+    def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False) -> None:
+        indptr, indices, values, shape = _csr_parts(csr)
+        known = arrays.facts("indptr", indptr)
+        if len(known.shape) != 1 or known.dtype not in INDEX:
+            raise ValueError(
+                f"indptr: expected one dimension of int32 or int64, got {known.dtype} of shape {known.shape}"
+            )
+        if known.shape[0] < 1:
+            raise ValueError("indptr: expected at least 1 entry (rows + 1), got 0")
+        theirs = arrays.facts("indices", indices)
+        if len(theirs.shape) != 1 or theirs.dtype != known.dtype:
+            raise ValueError(
+                f"indices: expected one dimension of {known.dtype}, as indptr has, got {theirs.dtype} of shape"
+                f" {theirs.shape}"
+            )
+        [self.nnz] = theirs.shape
+        others = [("indices", indices, theirs)]
+        if values is not None:
+            others.append(("values", values, arrays.facts("values", values)))
+            facts = others[-1][2]
+            if facts.dtype not in FLOATS:
+                raise ValueError(f"values: expected dtype {', '.join(FLOATS)}, got {facts.dtype}")
+            if facts.shape != (self.nnz,):
+                raise ValueError(f"values: expected shape ({self.nnz},), one for each of indices, got {facts.shape}")
+            if arrays.is_torch(values) and values.requires_grad and sys.modules["torch"].is_grad_enabled():
+                raise RuntimeError(
+                    "values: requires a gradient, and there is no backward pass; call it under torch.no_grad()"
+                )
+        for name, _, facts in others:
+            if (facts.device, facts.index) != (known.device, known.index):
+                raise ValueError(
+                    f"{name}: expected an array on {known.device}:{known.index}, as indptr is, got one on"
+                    f" {facts.device}:{facts.index}"
+                )
+        if shape is None:
+            if columns is None:
+                raise ValueError("columns: rows given as (indptr, indices, values) need their number of columns")
+            shape = (known.shape[0] - 1, columns)
+        self.shape = (int(shape[0]), int(shape[1]))
+        if known.shape[0] != self.shape[0] + 1:
+            raise ValueError(f"indptr: expected {self.shape[0] + 1} entries (rows + 1), got {known.shape[0]}")
+        self.index, self.device, self.device_index = known.dtype, known.device, known.index
+        self.dtype = others[-1][2].dtype if values is not None else None
+        if known.device == "cpu" or validate:
+            self._check(indptr, indices)
+        self.indptr = arrays.ready("indptr", indptr, known)
+        self.indices = arrays.ready("indices", indices, theirs)
+        self.values = None if values is None else arrays.ready("values", values, others[-1][2])
+        given = (self.indptr, self.indices) if values is None else (self.indptr, self.indices, self.values)
+        self.arguments = tuple(map(arrays.argument, given))
+        # Launchers of calls that were made before, by what they depend on; see `nhot_lookup`.
+        self.kernels: dict[tuple, Any] = {}
+
+    def validate(self) -> None:
+        """Check indptr and indices again, wherever they lie, which on a GPU costs a synchronisation.
+
+        Raises
+        ------
+        ValueError
+            Naming the first entry that is wrong.
+        """
+        self._check(self.indptr, self.indices)
+
+    def _check(self, indptr: Any, indices: Any) -> None:
+        from tvm_sparse.formats.compressed import check_compressed
+
+        check_compressed(arrays.as_numpy(indptr), arrays.as_numpy(indices), self.nnz, self.shape, stored_in="value")
+
+    def problem(self, width: int, dtype: str) -> NhotLookup:
+        """The problem of a look-up in a table of `width` columns."""
+        (rows, vocab), weighted = self.shape, int(self.dtype is not None)
+        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index)
+
+    def __repr__(self) -> str:
+        return (
+            f"CsrRows(shape={self.shape}, nnz={self.nnz}, dtype={self.dtype}, index={self.index}, device={self.device})"
+        )
+
+
+def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
+    """indptr, indices, values, and the shape where the rows tell it."""
+    if isinstance(csr, (tuple, list)):
+        if len(csr) != 3:
+            raise ValueError(f"csr: expected (indptr, indices, values or None), got {len(csr)} items")
+        return (*csr, None)
+    if arrays.is_torch(csr):
+        torch = sys.modules["torch"]
+        if csr.layout is not torch.sparse_csr:
+            raise TypeError(f"csr: expected layout torch.sparse_csr, got {csr.layout}; use csr.to_sparse_csr()")
+        if csr.dim() != 2:
+            raise ValueError(f"csr: expected 2 dimensions, got shape {tuple(csr.shape)}")
+        if csr.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("csr: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+        csr = csr.detach()
+        return csr.crow_indices(), csr.col_indices(), csr.values(), tuple(csr.shape)
+    if getattr(csr, "format", None) == "csr":
+        return csr.indptr, csr.indices, csr.data, csr.shape
+    if getattr(csr, "format", None) is not None:
+        raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {csr.format}; use csr.tocsr()")
+    raise TypeError(
+        "csr: expected a CsrRows, a scipy.sparse.csr_array, a torch.sparse_csr tensor or (indptr, indices, values or"
+        f" None), got {type(csr).__name__}"
+    )

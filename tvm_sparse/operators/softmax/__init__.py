@@ -1,0 +1,1 @@
+"""Softmax over rows: the naive, safe and online algorithms."""

@@ -1,0 +1,89 @@
+"""The public calls of softmax."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import fits, is_plain, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import ALGORITHMS, Softmax
+
+
+def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
+    """softmax(logits, -1), each logit read from memory once where a row fits into a GPU's registers.
+
+    probabilities[b, i] = exp(logits[b, i] - m_b) / sum_j exp(logits[b, j] - m_b),  m_b = max_j logits[b, j].
+
+    Parameters
+    ----------
+    logits
+        Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first.
+    algorithm
+        `"online"` (Algorithm 3 of the paper), `"safe"` (2) or `"naive"` (1). The others are there to be compared with:
+        they pass over a row more often, and the naive one leaves m_b out, so that logits above 88 make infinities and
+        NaN, and rows wholly below -87 make NaN.
+    out
+        Array to write into: contiguous, of the shape, dtype and device of `logits`. It may not overlap with it.
+
+    Returns
+    -------
+    probabilities
+        `(batch, vocab)` of the dtype of `logits`. Those below 1.2e-38 may be 0. A row with NaN or +inf, or with nothing
+        above -inf, is NaN, as of torch.softmax. (By the naive algorithm +inf is NaN, and the rest of its row 0.)
+
+    Raises
+    ------
+    TypeError
+        If `logits` is no array or lies on another kind of device.
+    ValueError
+        For another rank or dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
+    RuntimeError
+        If `logits` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+
+    When not to use it: where the k largest entries are all that is needed; `softmax_topk` writes nothing else.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithms 1 to 3.
+    """
+    return _softmax(logits, algorithm, 0, out)
+
+
+def log_softmax(logits: Any, out: Any = None) -> Any:
+    """log(softmax(logits, -1)), as exact for small probabilities as for large ones.
+
+    logprobs[b, i] = logits[b, i] - m_b - log(sum_j exp(logits[b, j] - m_b)),  m_b = max_j logits[b, j].
+
+    Arguments, result and errors are those of `softmax`, whose library it runs.
+    """
+    return _softmax(logits, "online", 1, out)
+
+
+def _softmax(logits: Any, algorithm: str, log: int, out: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is not None and type(logits) is torch.Tensor and type(algorithm) is str:
+        # As in softmax_topk, where a number stands for the algorithm, and in logsumexp, where None does.
+        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, algorithm))
+        if found is not None and is_plain(logits):
+            function, like = found
+            if out is None or fits(out, like, torch):
+                result = torch.empty_like(like) if out is None else out
+                function(logits, log, result)
+                return result
+
+    known = logits_facts(logits)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    [result] = outputs_for(out, (("out", known.shape, known.dtype),), logits, known)
+    batch, vocab = known.shape
+    if batch and vocab:
+        prepared = arrays.ready("logits", logits, known)
+        launchers = dispatcher.launchers
+        problem = Softmax(batch, vocab, algorithm, known.dtype)
+        function = dispatcher.kernel(problem, machine_of("logits", known)).function
+        function(arrays.argument(prepared), log, arrays.argument(result))
+        if type(logits) is getattr(torch, "Tensor", None):
+            launchers[logits.shape, logits.dtype, logits.device, algorithm] = (function, arrays.prototype(result))
+    return out if out is not None else arrays.returned(result, logits)

@@ -1,0 +1,115 @@
+"""Softmax over rows, and the logarithm of its normaliser: the three algorithms of the paper, each as TE.
+
+Milakov & Gimelshein 2018, "Online normalizer calculation for softmax": Algorithm 1 (`naive`), 2 (`safe`) and
+3 (`online`), and the operator of equation 4, by which parts of a row that were gone through apart are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, numpy_dtype
+from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY
+
+from .rows import SHIFT, STRUCTURES, compare_rows, float32_range, normaliser, require_rows, row_logits
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+ALGORITHMS = ("online", "safe", "naive")
+# Half a unit in the last place, relative; and half of the least subnormal number.
+ROUNDING = {"float32": (0.0, 0.0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0.0)}
+
+
+@dataclass(frozen=True)
+class Softmax(Problem):
+    """`probabilities = softmax(logits, -1)`, or their logarithms, for logits `(batch, vocab)`."""
+
+    batch: int
+    vocab: int
+    algorithm: str = "online"
+    dtype: str = "float32"
+
+    operator: ClassVar[str] = "softmax"
+    batch_axis: ClassVar[str] = "batch"
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
+        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("probabilities", ("batch", "vocab"), "dtype", "Probabilities, or their logarithms."),
+    )
+    structures: ClassVar[tuple[str, ...]] = STRUCTURES
+    example: ClassVar[Mapping[str, Any]] = {"batch": 512, "vocab": 10240}
+    source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithms 1, 2 and 3"
+
+    def __post_init__(self) -> None:
+        require_rows(self)
+        if self.algorithm not in ALGORITHMS:
+            raise ProblemError(f"softmax: algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+
+    def definition(self) -> tirx.PrimFunc:
+        """The algorithm as the paper writes it, one row after another."""
+        return self.stages(lanes=0)
+
+    def stages(self, lanes: int) -> tirx.PrimFunc:
+        """The definition, in the stages that a schedule places: the normaliser's, and `probabilities`.
+
+        naive: `d`. safe: `m`, `d`. online: `md`, the reduction by equation 4; of `lanes` parts of a row (0: one, the
+        whole), which `m` and `d` then join.
+        """
+        from tvm import te, tirx
+
+        batch, log = te.var("batch", "int64"), te.var("log", "int32")
+        logits = te.placeholder((batch, self.vocab), self.dtype, "logits")
+        m, d = normaliser(logits, self.algorithm, lanes, finite=False)
+
+        def probability(b: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
+            shifted = logits[b, i].astype("float32") - (m[b] if m is not None else tirx.const(0, "float32"))
+            chosen = tirx.Select(log != 0, shifted - te.log(d[b]), te.exp(shifted) / d[b])
+            return chosen.astype(self.dtype)
+
+        out = te.compute((batch, self.vocab), probability, "probabilities")
+        return te.create_prim_func([logits, log, out]).with_attr("global_symbol", "main")
+
+    def generate(self, seed: int, structure: str | None = None) -> list[Any]:
+        """Logits by structure, drawn from `seed`; `log` is 0 for even seeds and 1 for odd ones.
+
+        `shifted`: normal around 1000, where e^x overflows (around 60 for the naive algorithm, for which it must not).
+        The others are those of `softmax_topk`.
+        """
+        return [row_logits(self, seed, structure, SHIFT[self.algorithm]), seed % 2]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        """Equation 1 or 2 in float64; of the naive algorithm with float32's range, which is part of it."""
+        import numpy as np
+
+        logits, log = inputs
+        x = np.asarray(logits).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            if self.algorithm != "naive":
+                x = x - np.max(x, axis=1, keepdims=True)
+            e = float32_range(np.exp(x))
+            total = float32_range(e.sum(axis=1, keepdims=True))
+            return [x - np.log(total) if log else e / total]
+
+    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Within the rounding of float32 sums and of the output's dtype; NaN and infinities where the reference has."""
+        import numpy as np
+
+        wanted = expected[0]
+        relative, least = ROUNDING[self.dtype]
+        absolute = ABSOLUTE_LOG if inputs[1] else TINY
+        with np.errstate(invalid="ignore"):
+            bound = absolute + least + (relative + (1e-6 if inputs[1] else RELATIVE)) * np.abs(wanted)
+        compare_rows("probabilities", outputs[0], wanted, bound)
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        logits = self.batch * self.vocab
+        return Cost(2 * logits * numpy_dtype(self.dtype).itemsize, 4 * logits)
+
+
+PROBLEM = Softmax

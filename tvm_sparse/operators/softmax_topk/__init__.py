@@ -1,0 +1,1 @@
+"""Fused softmax and top-k."""

@@ -1,0 +1,151 @@
+"""The public call of softmax + top-k."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import (
+    facts_beside,
+    fits,
+    inverse_temperature,
+    is_plain,
+    layouts,
+    logits_facts,
+    machine_of,
+    outputs_for,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import SoftmaxTopk
+
+
+def softmax_topk(
+    logits: Any,
+    k: int,
+    *,
+    log: bool = False,
+    temperature: float = 1.0,
+    bias: Any = None,
+    ids: Any = None,
+    out: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
+    """The k most probable entries of softmax((logits + bias) / temperature, -1), in one pass over the logits.
+
+    values[b, i] = exp((y[b, z_i] - m_b) / temperature) / sum_j exp((y[b, j] - m_b) / temperature),
+
+    with y = logits + bias, m_b = max_j y[b, j], and z_i the index of the i-th largest entry of row b of y.
+
+    Parameters
+    ----------
+    logits
+        Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. On a GPU finite entries must stay
+        below 2e38 times the temperature in size.
+    k
+        1 <= k <= vocab.
+    log
+        Log-probabilities in the place of probabilities.
+    temperature
+        Above 0 and finite; below 1 sharpens the distribution.
+    bias
+        `(vocab,)` float32, added to every row in float32; -inf masks a column. On the device of `logits`.
+    ids
+        `(batch, n)` int64 columns whose probabilities are wanted too, wherever they rank: the logprobs of sampled or
+        given tokens, from the same pass. On the device of `logits`.
+    out
+        `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
+        dtypes below, on the device of `logits`.
+
+    Returns
+    -------
+    values
+        `(batch, k)` float32, descending.
+    indices
+        `(batch, k)` int64 columns. Equal entries come in the order of their indices, so that the result is
+        deterministic. NaN counts as the largest, as in torch.topk; a row with NaN or +inf, or with nothing above -inf,
+        has NaN for all its values, as torch.softmax has.
+    given
+        With `ids` only: `(batch, n)` float32, the probabilities (with `log` their logarithms) of these columns; NaN for
+        a column outside [0, vocab).
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, lies on another kind of device, or `k` or `temperature` is no number.
+    ValueError
+        For another rank, shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an `out` that
+        does not fit.
+    RuntimeError
+        If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+
+    When not to use it: where the whole distribution is needed afterwards.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
+    """
+    scale = 1.0 if temperature == 1.0 else inverse_temperature(temperature)
+    plain = bias is None and ids is None
+    torch = sys.modules.get("torch")
+    if torch is not None and type(logits) is torch.Tensor and type(k) is int:
+        # The common case, in as few steps as it takes: what was checked for this key holds again, but layout, alignment
+        # and gradients, which are properties of the tensor.
+        key = (logits.shape, logits.dtype, logits.device, k)
+        found = dispatcher.launchers.get(key if plain else (*key, *layouts((bias, ids), torch)))
+        if found is not None and is_plain(logits):
+            function, *likes = found
+            if out is None:
+                out = tuple([torch.empty_like(like) for like in likes])
+            elif (
+                type(out) is not tuple
+                or len(out) != len(likes)
+                or not all([fits(given, like, torch) for given, like in zip(out, likes, strict=True)])
+            ):
+                found = None
+            if found is not None:
+                if plain:
+                    function(logits, scale, 1 if log else 0, *out)
+                else:
+                    function(logits, scale, 1 if log else 0, *[a for a in (bias, ids) if a is not None], *out)
+                return out
+
+    known = logits_facts(logits)
+    try:
+        if isinstance(k, bool):
+            raise TypeError
+        k = operator.index(k)
+    except TypeError:
+        raise TypeError(f"k: expected an integer, got {type(k).__name__}") from None
+    batch, vocab = known.shape
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
+    extras = []
+    if bias is not None:
+        extras.append(facts_beside("bias", bias, (vocab,), "float32", known))
+    if ids is not None:
+        extras.append(facts_beside("ids", ids, (batch, None), "int64", known))
+    n = extras[-1][1].shape[1] if ids is not None else 0
+    wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
+    if ids is not None:
+        wanted.append(("given", (batch, n), "float32"))
+    outputs = outputs_for(out, tuple(wanted), logits, known)
+    if batch:
+        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
+        prepared = arrays.ready("logits", logits, known)
+        launchers = dispatcher.launchers
+        function = dispatcher.kernel(problem, machine_of("logits", known)).function
+        passed = outputs if n or ids is None else outputs[:2]  # no kernel takes an empty array
+        function(
+            arrays.argument(prepared),
+            scale,
+            int(log),
+            *(arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras if theirs.shape[-1]),
+            *map(arrays.argument, passed),
+        )
+        if type(logits) is getattr(torch, "Tensor", None) and len(passed) == len(outputs):
+            key = (logits.shape, logits.dtype, logits.device, k)
+            theirs = () if plain else layouts((bias, ids), torch)
+            if None not in theirs:
+                launchers[*key, *theirs] = (function, *map(arrays.prototype, outputs))
+    return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)

@@ -1,0 +1,68 @@
+"""Other libraries' ways to compute `softmax_topk`, and ours as its user calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
+from tvm_sparse.core.problem import Problem
+
+from .call import softmax_topk
+from .problem import SoftmaxTopk
+
+
+def _plain_logits(problem: SoftmaxTopk, inputs: Sequence[Any]) -> Any:
+    """Logits that need no temperature any more: peers are not charged for it."""
+    if problem.bias or problem.ids:
+        raise NotImplementedError("compared without bias and ids only")
+    logits, scale = inputs[:2]
+    return logits if scale == 1 else (logits * scale).astype(logits.dtype)
+
+
+def _torch_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x = torch_tensor(_plain_logits(problem, inputs), device)
+    return lambda: torch.topk(torch.softmax(x, -1, dtype=torch.float32), problem.k)
+
+
+def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    x = torch_tensor(_plain_logits(problem, inputs), device)
+
+    def call() -> Any:
+        values, indices = torch.topk(x, problem.k)
+        return torch.exp(values.float() - torch.logsumexp(x, -1, keepdim=True).float()), indices
+
+    return call
+
+
+def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import numpy as np
+
+    x, k = _plain_logits(problem, inputs), problem.k
+
+    def call() -> Any:
+        e = np.exp(x.astype(np.float32, copy=False) - x.max(axis=1, keepdims=True).astype(np.float32))
+        total = e.sum(axis=1, keepdims=True)
+        some = np.argpartition(e, -k, axis=1)[:, -k:]
+        order = np.argsort(-np.take_along_axis(e, some, axis=1), axis=1, kind="stable")
+        indices = np.take_along_axis(some, order, axis=1)
+        return np.take_along_axis(e, indices, axis=1) / total, indices
+
+    return call
+
+
+def ours(problem: SoftmaxTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    logits, scale, log, *rest = inputs
+    x, extras = convert(logits), dict(zip((a.name for a in problem.kernel_inputs[3:]), map(convert, rest), strict=True))
+    return lambda: softmax_topk(x, problem.k, log=bool(log), temperature=1 / scale, **extras), problem
+
+
+PEERS = (
+    Peer("torch softmax, topk", "torch", BOTH, _torch_softmax_topk),
+    Peer("torch topk, logsumexp", "torch", BOTH, _torch_topk_logsumexp),
+    Peer("NumPy exp, argpartition", "numpy", CPU, _numpy_softmax_topk),
+)

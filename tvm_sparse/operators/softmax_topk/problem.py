@@ -1,0 +1,266 @@
+"""Fused softmax and top-k: one read of each logit, k values and k indices written.
+
+Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4; Argueta & Chiang 2019,
+section 4.2. In place of the paper's insertion after every element any selection may be used: the order is
+total (value descending, index ascending), so that every kernel returns the same indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Mismatch,
+    Problem,
+    ProblemError,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+# Probabilities: float32 sums of up to 2^18 terms kept in at least 16 partial sums, plus one exponential.
+RELATIVE = 2e-5
+# Log-probabilities: the same relative error of the sum is an absolute one of its logarithm.
+ABSOLUTE_LOG = 2e-5
+# Below this a probability may be flushed: it is subnormal in float32.
+TINY = 1.2e-38
+
+
+@dataclass(frozen=True)
+class SoftmaxTopk(Problem):
+    """`values, indices = topk(softmax(scale * (logits + bias), -1), k)` for logits `(batch, vocab)`.
+
+    Extras, absent by default: `bias` = 1 for a row that is added to every row of the logits, and `ids` = n for n given
+    columns a row whose probabilities are wanted too, wherever they rank.
+    """
+
+    batch: int
+    vocab: int
+    k: int
+    dtype: str = "float32"
+    bias: int = field(default=0, metadata=OPTIONAL)
+    ids: int = field(default=0, metadata=OPTIONAL)
+
+    operator: ClassVar[str] = "softmax_topk"
+    batch_axis: ClassVar[str] = "batch"
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
+        Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies logits + bias."),
+        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+        Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
+        Argument("ids", ("batch", "ids"), "int64", "Columns whose probabilities are wanted.", when="ids"),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("values", ("batch", "k"), "float32", "Probabilities, or their logarithms, descending."),
+        Argument("indices", ("batch", "k"), "int64", "Columns of the values, in [0, vocab)."),
+        Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
+    )
+    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "ascending", "constant", "zipf")
+    example: ClassVar[Mapping[str, Any]] = {"batch": 10, "vocab": 25000, "k": 5}
+    source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithm 4; Argueta & Chiang 2019, 4.2"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "batch", "vocab", "k")
+        require_dtype(self)
+        if self.k > self.vocab:
+            raise ProblemError(f"softmax_topk: k must be at most vocab ({self.vocab}), got {self.k}")
+        if self.vocab >= 2**31:
+            raise ProblemError(f"softmax_topk: vocab must be below 2^31, got {self.vocab}")
+        if self.bias not in (0, 1):
+            raise ProblemError(f"softmax_topk: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
+        if not isinstance(self.ids, int) or isinstance(self.ids, bool) or self.ids < 0:
+            raise ProblemError(f"softmax_topk: ids must be an integer of at least 0, got {self.ids!r}")
+
+    def definition(self) -> tirx.PrimFunc:
+        """Algorithm 4 as written, one row after another, with NaN first in the order as in torch.topk."""
+        from tvm.script import tirx as T
+
+        vocab, k, dtype, n = self.vocab, self.k, self.dtype, self.ids
+        with_bias, with_ids = bool(self.bias), bool(n)
+        lowest = T.min_value("float32")
+
+        def is_nan(x):  # by its bits: the simplifier takes x != x for false
+            return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+
+        # fmt: off
+        @T.inline
+        def load(x, X, B, row, j):
+            x[0] = T.Cast("float32", X[row, j])
+            if with_bias:
+                x[0] = x[0] + B[j]
+
+        @T.inline
+        def write(V, row, i, x, m, d, scale, log):
+            if log != 0:
+                V[row, i] = (x - m[0]) * scale - T.log(d[0])
+            else:
+                V[row, i] = T.exp((x - m[0]) * scale) / d[0]
+
+        @T.prim_func(s_tir=True)
+        def main(
+            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
+            values_h: T.handle, indices_h: T.handle, given_h: T.handle
+        ):
+            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+            batch = T.int64()
+            X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
+            B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
+            Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
+            V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
+            Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
+            G = T.match_buffer(given_h, (batch, T.int64(n)), "float32", align=4)
+            for b in range(batch):
+                with T.sblock("row"):
+                    row = T.axis.spatial(batch, b)
+                    T.reads(X[row, 0:vocab])
+                    T.writes(V[row, 0:k], Z[row, 0:k])
+                    m = T.sblock_alloc_buffer((1,), "float32")
+                    d = T.sblock_alloc_buffer((1,), "float32")
+                    u = T.sblock_alloc_buffer((k + 1,), "float32")
+                    p = T.sblock_alloc_buffer((k + 1,), "int64")
+                    slot = T.sblock_alloc_buffer((1,), "int32")
+                    x = T.sblock_alloc_buffer((1,), "float32")
+                    m[0] = lowest
+                    d[0] = T.float32(0)
+                    for j in range(vocab):
+                        load(x, X, B, row, j)
+                        if x[0] > m[0]:
+                            d[0] = d[0] * T.exp((m[0] - x[0]) * scale)
+                            m[0] = x[0]
+                        d[0] = d[0] + T.exp((x[0] - m[0]) * scale)
+                        slot[0] = T.min(j, k)
+                        while slot[0] > 0 and (
+                            u[slot[0] - 1] < x[0] or (is_nan(x[0]) and not is_nan(u[slot[0] - 1]))
+                        ):
+                            u[slot[0]] = u[slot[0] - 1]
+                            p[slot[0]] = p[slot[0] - 1]
+                            slot[0] = slot[0] - 1
+                        u[slot[0]] = x[0]
+                        p[slot[0]] = T.int64(j)
+                    for i in range(k):
+                        Z[row, i] = p[i]
+                        write(V, row, i, u[i], m, d, scale, log)
+                    if with_ids:
+                        for i in range(n):
+                            if Q[row, i] >= 0 and Q[row, i] < vocab:
+                                load(x, X, B, row, Q[row, i])
+                                write(G, row, i, x[0], m, d, scale, log)
+                            else:
+                                G[row, i] = T.float32("nan")
+        # fmt: on
+        return self.trimmed(main)
+
+    def generate(self, seed: int, structure: str | None = None) -> list[Any]:
+        """Logits by structure, drawn from `seed`.
+
+        `log` is 0 for even seeds and 1 for odd ones, `scale` differs from 1 in two of four. A bias is normal with a
+        tenth at -inf; of the ids one in eight is out of range.
+
+        `random`: standard normal. `ties`: a handful of distinct values. `masked`: most entries -inf, one row
+        wholly so. `special`: NaN, +inf and -0.0 among normal values. `ascending`: each entry above the last,
+        the worst case of a threshold. `constant`: all equal. `zipf`: a few large values, a long tail.
+        """
+        import numpy as np
+
+        rng = np.random.default_rng([seed, self.vocab, self.k])
+        shape = (self.batch, self.vocab)
+        structure = structure or self.structures[0]
+        x = rng.standard_normal(shape, dtype=np.float32)
+        if structure == "ties":
+            x = np.round(x)
+        elif structure == "masked":
+            x[rng.random(shape) < 0.9] = -np.inf
+            x[rng.integers(self.batch)] = -np.inf
+        elif structure == "special":
+            for value, share in ((np.nan, 0.3), (np.inf, 0.3), (-np.inf, 0.3), (-0.0, 1.0)):
+                rows = np.flatnonzero(rng.random(self.batch) < share)
+                x[rows, rng.integers(self.vocab, size=len(rows))] = value
+        elif structure == "ascending":
+            x = np.sort(x, axis=1)
+        elif structure == "constant":
+            x[:] = x[:, :1]
+        elif structure == "zipf":
+            x = -np.log(rng.permuted(np.tile(np.arange(1, self.vocab + 1, dtype=np.float32), (self.batch, 1)), axis=1))
+        elif structure != "random":
+            raise ProblemError(f"structure: got {structure!r}; expected one of {', '.join(self.structures)}")
+        inputs: list[Any] = [x.astype(numpy_dtype(self.dtype)), (1.0, 1.0, 0.625, 1.7)[seed % 4], seed % 2]
+        if self.bias:
+            bias = rng.standard_normal(self.vocab, dtype=np.float32)
+            inputs.append(np.where(rng.random(self.vocab) < 0.1, np.float32(-np.inf), bias))
+        if self.ids:
+            ids = rng.integers(self.vocab, size=(self.batch, self.ids))
+            outside = rng.choice([-1, self.vocab], size=ids.shape)
+            inputs.append(np.where(rng.random(ids.shape) < 0.125, outside, ids))
+        return inputs
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        import numpy as np
+
+        logits, scale, log, *extras = inputs
+        x = np.asarray(logits).astype(np.float32)
+        if self.bias:  # rounded to float32, as the order of the elements is that of the sums
+            with np.errstate(invalid="ignore"):
+                x = x + extras[0]
+        x = x.astype(np.float64)
+        factor = float(np.float32(scale))
+        indices = np.empty((len(x), self.k), np.int64)
+        for row, key in enumerate(np.where(np.isnan(x), -np.inf, -x)):
+            # Only what reaches the k-th need be sorted: NaN first, as torch.topk has it, then ties by the lower index.
+            some = np.flatnonzero(key <= np.partition(key, self.k - 1)[self.k - 1])
+            indices[row] = some[np.lexsort((some, key[some], ~np.isnan(x[row, some])))[: self.k]]
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            shifted = factor * (x - np.max(np.where(np.isnan(x), -np.inf, x), axis=1, keepdims=True))
+            total = np.exp(shifted).sum(axis=1, keepdims=True)
+            values = shifted - np.log(total) if log else np.exp(shifted) / total
+        outputs = [np.take_along_axis(values, indices, axis=1), indices.astype(np.int64)]
+        if self.ids:
+            ids = extras[-1]
+            inside = (ids >= 0) & (ids < self.vocab)
+            outputs.append(np.where(inside, np.take_along_axis(values, np.where(inside, ids, 0), axis=1), np.nan))
+        return outputs
+
+    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Equal indices, as the order is total; values within float32 rounding; NaN where the reference has it."""
+        import numpy as np
+
+        indices, wanted_indices = np.asarray(outputs[1]), expected[1]
+        wrong = np.argwhere(indices != wanted_indices)
+        if len(wrong):
+            row, column = wrong[0]
+            raise Mismatch(
+                f"indices[{row}, {column}] is {indices[row, column]}, expected {wanted_indices[row, column]}"
+                f" ({len(wrong)} of {indices.size} differ)"
+            )
+        for argument, found, wanted in zip(self.kernel_outputs, outputs, expected, strict=True):
+            if argument.name == "indices":
+                continue
+            values = np.asarray(found).astype(np.float64)
+            bound = ABSOLUTE_LOG + 1e-6 * np.abs(wanted) if inputs[2] else TINY + RELATIVE * np.abs(wanted)
+            with np.errstate(invalid="ignore"):
+                # Where an infinity is wanted the bound is infinite too, and says nothing.
+                close = np.isfinite(wanted) & (np.abs(values - wanted) <= bound)
+                good = close | (values == wanted) | (np.isnan(values) & np.isnan(wanted))
+            wrong = np.argwhere(~good)
+            if len(wrong):
+                row, column = wrong[0]
+                raise Mismatch(
+                    f"{argument.name}[{row}, {column}] is {values[row, column]:.9g}, expected"
+                    f" {wanted[row, column]:.9g} ({len(wrong)} of {values.size} differ)"
+                )
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        logits = self.batch * self.vocab
+        small = self.batch * (self.k * 12 + self.ids * 12) + self.vocab * 4 * self.bias
+        return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
+
+
+PROBLEM = SoftmaxTopk

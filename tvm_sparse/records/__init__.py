@@ -1,0 +1,19 @@
+"""What was measured, on disk: values, their lines, append-only logs of them, and questions to several logs."""
+
+from .log import LOCK_SECONDS, Contents, Log, Skipped
+from .values import OUTCOMES, REASON_LENGTH, Best, Record, Session, Trial, operator_of, utc_now
+
+__all__ = [
+    "LOCK_SECONDS",
+    "OUTCOMES",
+    "REASON_LENGTH",
+    "Best",
+    "Contents",
+    "Log",
+    "Record",
+    "Session",
+    "Skipped",
+    "Trial",
+    "operator_of",
+    "utc_now",
+]

@@ -1,0 +1,73 @@
+"""A record as a line of JSON with a checksum, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+from ..core.candidate import Candidate
+from .values import Record
+
+UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _checksum(fields_of_line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(fields_of_line).encode()).hexdigest()[:16]
+
+
+def encode(record: Record) -> bytes:
+    # Through JSON and back first: a key that is a number sorts otherwise once it is a text, and
+    # the reader sees texts only.
+    line = json.loads(json.dumps({"kind": record.kind, **asdict(record)}, allow_nan=False))
+    line["sum"] = _checksum(line)
+    return _canonical(line).encode() + b"\n"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def decode(data: bytes, kinds: Mapping[str, type[Record]]) -> Record:
+    """Read one line; any exception of `UNREADABLE` says why it cannot be used."""
+    if not data.strip():
+        raise ValueError("blank line")
+    try:
+        line = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except UNREADABLE as error:
+        raise ValueError(f"bad JSON: {error}") from error
+    if not isinstance(line, dict):
+        raise ValueError(f"bad JSON: an object was expected, not a {type(line).__name__}")
+    expected = line.pop("sum", None)
+    if expected is None:
+        raise ValueError("missing field: sum")
+    if _checksum(line) != expected:
+        raise ValueError("checksum does not match")
+    kind = line.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"unknown kind: {kind!r}")
+
+    # Fields of a later version are dropped; those with a default may be missing.
+    cls = kinds[kind]
+    given = {f.name: line[f.name] for f in fields(cls) if f.name in line}
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+    if missing:
+        raise ValueError(f"missing field: {', '.join(missing)}")
+    try:
+        for name in {"candidate", "fallback"} & given.keys():
+            given[name] = Candidate(**_only(given[name], "template", "version", "decisions"))
+        return cls(**given)
+    except UNREADABLE as error:
+        raise ValueError(f"invalid value: {error}") from error
+
+
+def _only(value: Any, *names: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value.keys() >= set(names):
+        raise ValueError(f"expected an object with {', '.join(names)}: {value!r}")
+    return {name: value[name] for name in names}

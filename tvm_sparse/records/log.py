@@ -1,0 +1,220 @@
+"""What was measured, on disk: append-only JSON lines with a checksum on each line.
+
+Layout, one folder per architecture and operator::
+
+    <root>/<arch>/<operator>/trials.jsonl    every candidate that was measured, and its session
+    <root>/<arch>/<operator>/best.jsonl      final rankings; the last line of a problem wins
+
+A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind`` and a ``sum``: the first
+16 hex digits of the SHA-256 of the line's canonical JSON without ``sum``. Each line stands alone,
+so a damaged one costs itself and nothing else, and `cat` merges two logs. This module imports
+neither TVM nor NumPy: records are read where nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from .codec import UNREADABLE, decode, encode
+from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, operator_of
+
+LOCK_SECONDS = 60.0
+"""How long an append waits for another one. An append takes milliseconds: a longer wait means that
+the holder is stopped, and waiting for ever would hide it."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A line that could not be used: its number, from 1, and why."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds, in its order, and the lines that were skipped."""
+
+    trials: tuple[Trial, ...] = ()
+    sessions: tuple[Session, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    bests: tuple[Best, ...] = ()
+
+
+class Log:
+    """The records of one operator on one architecture.
+
+    Any number of processes may append and read at the same time. Nothing is created before the
+    first append, and reading takes no lock, so a log in a read-only folder can be read.
+
+    Parameters
+    ----------
+    root : Path
+        Folder of all logs.
+    arch, operator : str
+        Names of the two folders below it.
+    """
+
+    def __init__(self, root: Path, arch: str, operator: str) -> None:
+        for name in (arch, operator):
+            if not FOLDER_NAME.fullmatch(name):
+                raise ValueError(f"cannot be the name of a folder of records: {name!r}")
+        self.root = Path(root)
+        self.arch = arch
+        self.operator = operator
+
+    def __repr__(self) -> str:
+        return f"Log({str(self.root)!r}, {self.arch!r}, {self.operator!r})"
+
+    @property
+    def trials_path(self) -> Path:
+        """Path of the file that `append` writes."""
+        return self.root / self.arch / self.operator / "trials.jsonl"
+
+    @property
+    def best_path(self) -> Path:
+        """Path of the file that `append_best` writes."""
+        return self.root / self.arch / self.operator / "best.jsonl"
+
+    def append(self, *records: Trial | Session) -> None:
+        """Append to ``trials.jsonl``; when this returns, the lines are on the disk.
+
+        Raises
+        ------
+        ValueError
+            If a record belongs to another architecture or operator, or holds what JSON does not
+            (NaN, infinity). Nothing is written.
+        OSError
+            If the lines could not be written, e.g. on a full disk. The file is as before.
+        filelock.Timeout
+            If another process kept the lock for `LOCK_SECONDS`.
+        """
+        self._append(self.trials_path, records, (Trial, Session))
+
+    def append_best(self, *bests: Best) -> None:
+        """Append to ``best.jsonl``; as `append`."""
+        self._append(self.best_path, bests, (Best,))
+
+    def read(self) -> Contents:
+        """Read ``trials.jsonl``; a bad line is skipped and named, and never raises."""
+        return self._read(self.trials_path, (Trial, Session))
+
+    def read_best(self) -> Contents:
+        """Read ``best.jsonl``: every ranking in `Contents.bests`, and the lines skipped."""
+        return self._read(self.best_path, (Best,))
+
+    def best(self) -> dict[str, Best]:
+        """Return the last ranking of each problem, by problem key."""
+        return {best.problem: best for best in self.read_best().bests}
+
+    def _append(self, path: Path, records: Iterable[Record], types: tuple[type[Record], ...]) -> None:
+        records = tuple(records)
+        for record in records:
+            if not isinstance(record, types):
+                raise TypeError(f"{path.name} does not hold a {type(record).__name__}")
+            self._check_place(record)
+        if records:
+            _append_lines(path, [encode(record) for record in records])
+
+    def _read(self, path: Path, types: tuple[type[Record], ...]) -> Contents:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return Contents()
+        lines = data.split(b"\n")
+        # What follows the last newline: nothing, or a line that a crash has torn, or one that is
+        # being written at this moment. If its checksum holds, only the newline is missing.
+        torn = len(lines) if lines[-1] else 0
+        if not torn:
+            lines.pop()
+
+        kinds = {cls.kind: cls for cls in types}
+        records: list[Record] = []
+        skipped: list[Skipped] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = decode(line, kinds)
+                self._check_place(record)
+            except UNREADABLE as error:
+                reason = f"torn last line: {error}" if number == torn else str(error)
+                skipped.append(Skipped(number, reason[:REASON_LENGTH]))
+            else:
+                records.append(record)
+        return Contents(
+            trials=tuple(r for r in records if isinstance(r, Trial)),
+            sessions=tuple(r for r in records if isinstance(r, Session)),
+            skipped=tuple(skipped),
+            bests=tuple(r for r in records if isinstance(r, Best)),
+        )
+
+    def _check_place(self, record: Record) -> None:
+        """Refuse a record of another folder: a copied file must not speak for another GPU."""
+        if isinstance(record, Session):  # holds for all that it refers to, wherever that stands
+            return
+        if record.arch != self.arch:
+            raise ValueError(f"arch {record.arch!r} in the folder of {self.arch!r}")
+        if operator_of(record.problem) != self.operator:
+            raise ValueError(f"problem {record.problem!r} in the folder of {self.operator!r}")
+
+
+def _append_lines(path: Path, lines: list[bytes]) -> None:
+    """Append all of `lines` durably, or none."""
+    _make_folder(path.parent)
+    with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            # A writer that was killed can leave half a line. Ours must not be glued to it.
+            torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            try:
+                _write_all(fd, (b"\n" if torn else b"") + b"".join(lines))
+                os.fsync(fd)
+                if size == 0:
+                    _sync_folder(path.parent)
+            except BaseException as error:  # Ctrl-C too: the caller will not think it is written
+                undone = _truncate(fd, size)
+                if isinstance(error, OSError):
+                    cause = os.strerror(error.errno or errno.EIO)
+                    message = f"{cause}: {len(lines)} record(s) were not written, and {undone}"
+                    raise OSError(error.errno, message, str(path)) from error
+                raise
+        finally:
+            os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    # Nearly always one write. A full disk makes it a short one; it is the next that says why.
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _truncate(fd: int, size: int) -> str:
+    """Undo a failed append, under the lock; say in words what the file holds now."""
+    try:
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+    except OSError as error:
+        return f"the file may end in a torn line, which readers skip ({error})"
+    return "the file is as it was before"
+
+
+def _make_folder(folder: Path) -> None:
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # A new name is durable only once its folder is.
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,44 @@
+"""Questions to several logs: the best that is known of each problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import registry, spaces
+from ..core.problem import ProblemError
+from .log import Log
+from .values import Best
+
+
+def best_records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str, Any]]]:
+    """The best record of each problem for `arch`, with its figures; later folders win.
+
+    Records whose template has gone or has another version now are left out: their decisions mean another program.
+    So are those whose problem cannot be read: their operator had other axes.
+    """
+    current = {template.name: template.version for template in spaces.templates()}
+    found: dict[str, tuple[Best, dict[str, Any]]] = {}
+    for root in roots:
+        for operator in registry.operators():
+            log = Log(root, arch, operator)
+            best = log.best()
+            sessions = {session.id: session for session in log.read().sessions} if best else {}
+            for key, record in best.items():
+                if current.get(record.candidate.template) != record.candidate.version:
+                    continue
+                try:
+                    registry.parse(key)
+                except ProblemError:
+                    continue
+                session = sessions.get(record.session)
+                figures = {
+                    "seconds": record.seconds,
+                    "fallback_seconds": record.fallback_seconds,
+                    "session": record.session,
+                    "machine": session.machine.get("name", "") if session else "",
+                    "date": session.date if session else "",
+                }
+                found[key] = (record, figures)
+    return found

@@ -1,0 +1,241 @@
+"""What is recorded: trials, their sessions, and the best of a problem.
+
+Layout, one folder per architecture and operator::
+
+    <root>/<arch>/<operator>/trials.jsonl    every candidate that was measured, and its session
+    <root>/<arch>/<operator>/best.jsonl      final rankings; the last line of a problem wins
+
+A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind`` and a ``sum``: the first
+16 hex digits of the SHA-256 of the line's canonical JSON without ``sum``. Each line stands alone,
+so a damaged one costs itself and nothing else, and `cat` merges two logs. This module imports
+neither TVM nor NumPy: records are read where nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from operator import index
+from typing import Any, ClassVar
+
+from ..core.candidate import Candidate
+
+OUTCOMES = ("ok", "wrong", "build-error", "run-error", "crash", "timeout", "rejected")
+"""How a trial can end; `rejected` ones were refused before they were built."""
+REASON_LENGTH = 500
+"""Characters kept of an error: enough for its head, and a log of crashes stays readable."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate tried on one problem, whether or not it worked.
+
+    Parameters
+    ----------
+    problem : str
+        Text key, e.g. ``softmax_topk/batch=10,vocab=25000,k=5,dtype=float32``.
+    arch : str
+        What it ran on, e.g. ``sm_90a`` or ``x86-64-v4``.
+    candidate : Candidate
+        What was tried.
+    outcome : str
+        One of `OUTCOMES`.
+    reason : str
+        Empty when `outcome` is ``ok``; else the head of the error (cut to `REASON_LENGTH`).
+    seconds : tuple of float
+        Time of one call, one entry a repeat; empty unless ``ok``.
+    build_seconds : float or None
+        Time of the build; None if nothing was built.
+    session : str
+        `Session.id` of the tuning session.
+    order : int
+        Place within the session, from 0.
+    resources : mapping of str to int, optional
+        Registers, bytes of shared memory and so on, where known.
+
+    Raises
+    ------
+    ValueError
+        For a time that is not finite and positive, an unknown outcome, times of a failed trial,
+        a failure without a reason.
+    """
+
+    kind: ClassVar[str] = "trial"
+
+    problem: str
+    arch: str
+    candidate: Candidate
+    outcome: str
+    reason: str
+    seconds: tuple[float, ...]
+    build_seconds: float | None
+    session: str
+    order: int
+    # Left out of the hash, not of the comparison: a dict has no hash.
+    resources: Mapping[str, int] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_texts(self, "problem", "arch", "outcome", "session")
+        _check_candidate(self.candidate)
+        operator_of(self.problem)
+        if self.outcome not in OUTCOMES:
+            raise ValueError(f"unknown outcome {self.outcome!r}; known: {', '.join(OUTCOMES)}")
+        if not isinstance(self.reason, str):
+            raise TypeError(f"reason is a text, not {self.reason!r}")
+        seconds = tuple(_time(value, "seconds") for value in self.seconds)
+        if self.outcome == "ok" and (not seconds or self.reason):
+            raise ValueError("a trial that is ok has times and no reason")
+        if self.outcome != "ok" and (seconds or not self.reason):
+            raise ValueError(f"a trial that ended as {self.outcome!r} has a reason and no times")
+        object.__setattr__(self, "reason", self.reason[:REASON_LENGTH])
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "order", index(self.order))
+        if self.build_seconds is not None:
+            object.__setattr__(self, "build_seconds", _time(self.build_seconds, "build_seconds"))
+        if self.resources is not None:
+            resources = {name: index(value) for name, value in dict(self.resources).items()}
+            object.__setattr__(self, "resources", resources)
+
+    @property
+    def median(self) -> float:
+        """Median of `seconds`.
+
+        Raises
+        ------
+        ValueError
+            If the trial is not ok: it has no time, not an infinite one.
+        """
+        if not self.seconds:
+            raise ValueError(f"{self.candidate} ended as {self.outcome!r} and has no time")
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The winner of a final ranking, measured in turn with the fallback.
+
+    Parameters
+    ----------
+    problem, arch : str
+        As in `Trial`.
+    candidate : Candidate
+        The winner; it may be the fallback itself.
+    seconds : float
+        Median time of one call in the final ranking.
+    fallback : Candidate
+        What would run without tuning.
+    fallback_seconds : float
+        Its median in the same ranking.
+    rounds : int
+        How many rounds the ranking had.
+    session : str
+        `Session.id` of the tuning session.
+    """
+
+    kind: ClassVar[str] = "best"
+
+    problem: str
+    arch: str
+    candidate: Candidate
+    seconds: float
+    fallback: Candidate
+    fallback_seconds: float
+    rounds: int
+    session: str
+
+    def __post_init__(self) -> None:
+        _check_texts(self, "problem", "arch", "session")
+        _check_candidate(self.candidate)
+        _check_candidate(self.fallback)
+        operator_of(self.problem)
+        object.__setattr__(self, "seconds", _time(self.seconds, "seconds"))
+        fallback_seconds = _time(self.fallback_seconds, "fallback_seconds")
+        object.__setattr__(self, "fallback_seconds", fallback_seconds)
+        object.__setattr__(self, "rounds", index(self.rounds))
+        if self.rounds < 1:
+            raise ValueError(f"a ranking has at least one round, not {self.rounds}")
+
+
+@dataclass(frozen=True)
+class Session:
+    """Where the trials of one tuning run come from: one line a run.
+
+    Parameters
+    ----------
+    id : str
+        What `Trial.session` and `Best.session` refer to.
+    date : str
+        Start of the session: ISO 8601 in UTC, as `utc_now` writes it.
+    machine : mapping
+        Device name, driver, clocks, cores and so on.
+    versions : mapping
+        Versions of the software.
+    timer : str
+        How times were taken.
+    inputs : mapping
+        Seed and structure of the inputs.
+    """
+
+    kind: ClassVar[str] = "session"
+
+    id: str
+    date: str
+    machine: Mapping[str, Any] = field(hash=False)
+    versions: Mapping[str, Any] = field(hash=False)
+    timer: str
+    inputs: Mapping[str, Any] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        _check_texts(self, "id", "date", "timer")
+        # Python 3.10 does not read the Z.
+        date = datetime.fromisoformat(re.sub("Z$", "+00:00", self.date))
+        if date.utcoffset() != timedelta(0):
+            raise ValueError(f"the date of a session is in UTC and says so, unlike {self.date!r}")
+        for name in ("machine", "versions", "inputs"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+
+
+Record = Trial | Session | Best
+
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]*")
+"""What may be the name of a folder of records: an architecture or an operator."""
+
+
+def operator_of(problem: str) -> str:
+    """Return the operator of a problem key: what stands before the first ``/``."""
+    operator, slash, _ = problem.partition("/")
+    if not slash or not FOLDER_NAME.fullmatch(operator):
+        raise ValueError(f"not a problem key (expected 'operator/axis=4,...'): {problem!r}")
+    return operator
+
+
+def utc_now() -> str:
+    """Return the present time as `Session.date` holds it: ISO 8601, UTC, whole seconds."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _check_texts(record: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} is a text that is not empty, unlike {value!r}")
+
+
+def _check_candidate(value: Any) -> None:
+    if not isinstance(value, Candidate):
+        raise TypeError(f"a Candidate was expected, not {value!r}")
+
+
+def _time(value: Any, name: str) -> float:
+    if isinstance(value, bool | str):  # float() would take both
+        raise TypeError(f"{name}: not a number: {value!r}")
+    seconds = float(value)
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"{name}: a time is finite and positive, unlike {seconds!r}")
+    return seconds

@@ -1,0 +1,149 @@
+"""What the public calls share: they check what kernels cannot see, and make or check the outputs.
+
+Arrays are PyTorch tensors on CPU or CUDA, NumPy arrays, or any arrays that speak DLPack; results are of the same kind.
+Calls are zero-copy, run on PyTorch's current stream, can be captured in a CUDA graph once a first call of the same
+shape has loaded the kernel, and allocate nothing but the outputs (or nothing at all, with `out`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from ..core import machine
+from ..core.machine import Machine
+from ..core.problem import FLOATS
+from . import arrays
+from .arrays import Facts
+
+# Factors that float32 holds as normal numbers.
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+
+_MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
+
+
+def machine_of(name: str, known: Facts) -> Machine:
+    if known.device == "cpu":
+        return machine.cpu()
+    found = machine.gpu()
+    if found is None:
+        raise ValueError(f"{name}: lies on a GPU, but the driver reports none")
+    return found
+
+
+def check_floats(name: str, known: Facts, rank: int) -> None:
+    if len(known.shape) != rank:
+        raise ValueError(f"{name}: expected {rank} dimensions, got shape {known.shape}")
+    if known.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
+
+
+def logits_facts(logits: Any) -> Facts:
+    """Facts of the argument `logits`, checked."""
+    known = arrays.facts("logits", logits)
+    check_floats("logits", known, rank=2)
+    refuse_gradient("logits", logits)
+    if known.shape[1] >= 2**31:
+        raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[1]}")
+    return known
+
+
+def inverse_temperature(temperature: Any) -> float:
+    """The factor that a temperature stands for."""
+    try:
+        inverse = 1.0 / float(temperature)
+    except (TypeError, ValueError):
+        raise TypeError(f"temperature: expected a number, got {type(temperature).__name__}") from None
+    except ZeroDivisionError:
+        inverse = math.inf
+    if not _SMALLEST < inverse < _LARGEST:
+        raise ValueError(f"temperature: expected a finite number above 0, got {temperature!r}")
+    return inverse
+
+
+def facts_beside(
+    name: str, array: Any, shape: tuple[int | None, ...], dtype: str, first: Facts, where: str = "the logits are"
+) -> tuple[str, Facts, Any]:
+    """An array that comes with the first argument, checked; None in `shape` is any extent."""
+    known = arrays.facts(name, array)
+    refuse_gradient(name, array)
+    same = len(known.shape) == len(shape) and all(
+        want is None or have == want for have, want in zip(known.shape, shape, strict=True)
+    )
+    if not same or known.dtype != dtype:
+        text = ", ".join("n" if extent is None else str(extent) for extent in shape)
+        raise ValueError(
+            f"{name}: expected shape ({text}{',' * (len(shape) == 1)}) and dtype {dtype}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    if (known.device, known.index) != (first.device, first.index):
+        raise ValueError(
+            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
+        )
+    return name, known, array
+
+
+def layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
+    """What a launcher depends on of arrays beside the first; None for one that has to be looked at every time."""
+    return tuple(
+        [
+            False if a is None else (a.shape, a.dtype, a.device) if type(a) is torch.Tensor and is_plain(a) else None
+            for a in given
+        ]
+    )
+
+
+def refuse_gradient(name: str, array: Any) -> None:
+    if arrays.is_torch(array) and array.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a kernel takes a torch tensor as it is."""
+    try:
+        return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED and not tensor.requires_grad
+    except RuntimeError:  # sparse layouts know neither contiguity nor an address
+        return False
+
+
+def fits(tensor: Any, like: Any, torch: Any) -> bool:
+    """Whether a kernel can write into a torch tensor in the place of `like`."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is like.dtype
+        and tensor.shape == like.shape
+        and tensor.device == like.device
+        and is_plain(tensor)
+    )
+
+
+def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], like: Any, known: Facts) -> list[Any]:
+    """The arrays to write into: new ones, or those of `out`, checked."""
+    if out is None:
+        return [arrays.empty(shape, dtype, like, known) for _, shape, dtype in wanted]
+    given = list(out) if isinstance(out, (tuple, list)) else [out]
+    if len(given) != len(wanted):
+        raise ValueError(
+            f"out: expected {len(wanted)} arrays ({', '.join(name for name, _, _ in wanted)}), got {len(given)}"
+        )
+    for array, (name, shape, dtype) in zip(given, wanted, strict=True):
+        name = "out" if name == "out" else f"out ({name})"
+        theirs = arrays.facts(name, array)
+        refuse_gradient(name, array)
+        if theirs.shape != shape or theirs.dtype != dtype:
+            raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}, got {theirs.shape} and {theirs.dtype}")
+        if (theirs.device, theirs.index) != (known.device, known.index):
+            raise ValueError(
+                f"{name}: expected an array on {known.device}:{known.index}, got {theirs.device}:{theirs.index}"
+            )
+        if not theirs.contiguous or not theirs.aligned:
+            raise ValueError(f"{name}: expected a contiguous, writeable and aligned array")
+    return given
+
+
+def fill(array: Any, value: float) -> None:
+    if arrays.is_torch(array):
+        array.detach().fill_(value)
+    else:
+        array[...] = value

@@ -1,0 +1,57 @@
+"""Tuned records into a folder of shared libraries with a manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..artifacts import manifest
+from ..artifacts.manifest import Entry
+from ..core import registry
+from ..core.machine import Machine
+from ..core.problem import Problem
+from ..core.registry import parse
+from ..records.queries import best_records
+from ..workers.building import build
+
+
+def export(
+    machine: Machine,
+    folder: Path,
+    roots: Sequence[Path],
+    *,
+    only: Callable[[Problem], bool] = lambda problem: True,
+    builders: int = 1,
+    show: Callable[[Entry], None] = lambda entry: None,
+) -> list[Entry]:
+    """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
+
+    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
+
+    Raises
+    ------
+    LookupError
+        If there is no such record.
+    CompileError
+        See `build`.
+    """
+    chosen = best_records(roots, machine.arch)
+    jobs = [
+        (problem, best.candidate, "exact", figures)
+        for key, (best, figures) in sorted(chosen.items())
+        if only(problem := parse(key))
+    ]
+    if not jobs:
+        places = ", ".join(map(str, roots))
+        raise LookupError(
+            f"no record for {machine.arch} in {places}; tune first (tvm-sparse tune ... --target {machine.arch})"
+        )
+    entries = build(jobs, machine, folder, builders=builders, show=show)
+    manifest.write(folder, entries)
+    named = {entry.library for entry in entries}
+    ours = re.compile(rf"({'|'.join(registry.operators())})-[0-9a-f]{{16}}\.so")
+    for path in folder.iterdir():
+        if ours.fullmatch(path.name) and path.name not in named:
+            path.unlink()
+    return entries

@@ -1,0 +1,1 @@
+"""Supervised child processes, and the one that builds candidates."""
