@@ -25,13 +25,13 @@ def space(problem: Problem, machine: Machine) -> Table:
     return {
         "tile_m": fitting,
         "tile_n": tuple(tile for tile in TILE_N if rows % tile == 0),
-        "lanes": tuple(lanes for lanes in LANES if cols % lanes == 0),
+        "simd": tuple(lanes for lanes in LANES if cols % lanes == 0),
     }
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
     # Lanes beyond 16 take several registers each.
-    registers = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["lanes"] // 16)
+    registers = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["simd"] // 16)
     return f"{registers} accumulators exceed {MAX_ACCUMULATORS}" if registers > MAX_ACCUMULATORS else None
 
 
@@ -40,7 +40,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     return {
         "tile_m": max(tile for tile in table["tile_m"] if tile <= 8),
         "tile_n": max(tile for tile in table["tile_n"] if tile <= 2),
-        "lanes": max(lanes for lanes in table["lanes"] if lanes <= 16),
+        "simd": max(lanes for lanes in table["simd"] if lanes <= 16),
     }
 
 
@@ -54,7 +54,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     biased, activation = bool(problem.bias), problem.activation
-    tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["lanes"]
+    tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
     outputs = tile_m * tile_n
     halvings = lanes.bit_length() - 1
 

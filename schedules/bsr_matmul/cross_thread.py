@@ -29,7 +29,7 @@ def space(lanes: tuple[int, ...], problem: Problem) -> Table:
     rows, cols = problem.block_shape
     itemsize = 4 if problem.dtype == "float32" else 2
     return {
-        "lanes": lanes,
+        "reduce_threads": lanes,
         "rows": ROWS,
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.m),
         "tile_n": tuple(tile for tile in TILE_N if rows % tile == 0),
@@ -57,7 +57,7 @@ def shared_space(problem: Problem, machine: Machine) -> Table:
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions, most: int = MAX_HELD) -> str | None:
-    threads = decisions["lanes"] * decisions["rows"]
+    threads = decisions["reduce_threads"] * decisions["rows"]
     if not 32 <= threads <= min(machine.max_threads, 512):
         return f"{threads} threads a block are not within 32 and 512"
     if (problem.n // decisions["tile_n"]) % decisions["rows"]:
@@ -71,25 +71,27 @@ def shared_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> 
 
 
 def blocks_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    return allowed(problem, machine, decisions, MAX_HELD if decisions["lanes"] <= 32 else MAX_HELD_SHARED)
+    return allowed(problem, machine, decisions, MAX_HELD if decisions["reduce_threads"] <= 32 else MAX_HELD_SHARED)
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
     """The middle of the space: a warp a row (or two warps), four rows a block of threads, all of a small m at once."""
     table = shuffle_space(problem, machine)
     rows = max((r for r in ROWS if r <= 4 and problem.n % r == 0), default=1)
-    return {"lanes": 32, "rows": rows, "tile_m": max(t for t in table["tile_m"] if t <= 8), "tile_n": 1, "vec": 1}
+    tile_m = max(tile for tile in table["tile_m"] if tile <= 8)
+    return {"reduce_threads": 32, "rows": rows, "tile_m": tile_m, "tile_n": 1, "vec": 1}
 
 
 def shared_default(problem: Problem, machine: Machine) -> Decisions:
-    return {**default(problem, machine), "lanes": 64}
+    return {**default(problem, machine), "reduce_threads": 64}
 
 
 def blocks_default(problem: Problem, machine: Machine) -> Decisions:
     """Up to 32 lanes, as many as a row can have blocks, and as many rows beside each other as make a warp of them."""
-    lanes = max(lanes for lanes in blocks_space(problem, machine)["lanes"] if lanes <= 32)
+    lanes = max(lanes for lanes in blocks_space(problem, machine)["reduce_threads"] if lanes <= 32)
     fitting = [rows for rows in ROWS if problem.n % rows == 0 and rows * lanes >= 32]
-    return {**default(problem, machine), "lanes": lanes, "rows": next((r for r in fitting if r >= 4), fitting[-1])}
+    rows = next((rows for rows in fitting if rows >= 4), fitting[-1])
+    return {**default(problem, machine), "reduce_threads": lanes, "rows": rows}
 
 
 def definition(problem: Problem, tile_m: int, tile_n: int, lanes: int, vec: int, over_blocks: bool = False):
@@ -202,7 +204,7 @@ def build(problem: Problem, decisions: Decisions, over_blocks: bool = False) -> 
     import tvm
     from tvm.s_tir import Schedule
 
-    tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["lanes"]
+    tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["reduce_threads"]
     func = definition(problem, tile_m, tile_n, lanes, decisions["vec"], over_blocks)
     schedule = Schedule(tvm.IRModule({"main": func}))
     part, total, y = (schedule.get_sblock(name) for name in ("part", "total", "y"))

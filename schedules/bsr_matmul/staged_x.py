@@ -45,8 +45,8 @@ def space(problem: Problem, machine: Machine) -> Table:
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.m),
         "vec": vecs[-2:],
         "depth": DEPTH,
-        "spread": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
-        "early": (0, 1) if machine.has_clusters else (0,),
+        "cluster": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
+        "overlap": (0, 1) if machine.has_clusters else (0,),
     }
     if not fitting(problem, machine, table):
         raise NotApplicable(f"blocks of {rows}x{cols} exceed the registers of {THREADS[-1]} threads")
@@ -57,9 +57,9 @@ def fitting(problem: Problem, machine: Machine, table: Table) -> list[Decisions]
     """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
     vec, early = table["vec"][-1], int(machine.has_clusters)
     # With one strip of x a long row is shared; with several there is enough to do beside it.
-    spreads = (4, 1) if 4 in table["spread"] and problem.m <= 8 else (1,)
+    spreads = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
     choices = [
-        {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "spread": spread, "early": early}
+        {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "cluster": spread, "overlap": early}
         for tile_m in (8, 4, 2, 1)
         if tile_m in table["tile_m"]
         for threads in (128, 256, 64, 512, 32)
@@ -83,7 +83,7 @@ def shared_bytes(problem: Problem, decisions: Decisions) -> int:
     rows, cols = problem.block_shape
     _, groups, _, _ = sizes(problem, decisions)
     staged = decisions["depth"] * groups * (decisions["tile_m"] + 1) * cols * numpy_dtype(problem.dtype).itemsize
-    return staged + (groups + decisions["spread"] - 1) * decisions["tile_m"] * rows * 4
+    return staged + (groups + decisions["cluster"] - 1) * decisions["tile_m"] * rows * 4
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
@@ -98,7 +98,7 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{shared_bytes(problem, decisions)} bytes exceed shared memory of {MAX_SHARED}"
     if groups * decisions["depth"] >= 2 * problem.grid[1] and (decisions["threads"], decisions["depth"]) != (32, 1):
         return f"half of a chunk of {groups * decisions['depth']} blocks lies beyond the {problem.grid[1]} of a row"
-    spread = decisions["spread"]
+    spread = decisions["cluster"]
     if spread > 1 and groups * decisions["depth"] * spread >= 2 * problem.grid[1]:
         return f"half of {spread} blocks of threads have no part of a row of {problem.grid[1]} blocks"
     return None
@@ -123,7 +123,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
     threads, tile_m, vec, depth = (decisions[name] for name in ("threads", "tile_m", "vec", "depth"))
-    spread, early = decisions["spread"], bool(decisions["early"])
+    spread, early = decisions["cluster"], bool(decisions["overlap"])
     deal = Deal(block_rows, 1, spread)
     across, groups, passes, copies = sizes(problem, decisions)
     chunk = depth * groups

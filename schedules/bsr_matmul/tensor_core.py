@@ -68,16 +68,16 @@ def space(problem: Problem, machine: Machine) -> Table:
     return {
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.m, 16)),
         "tile_n": tuple(tile for tile in TILE_N if rows % tile == 0),
-        "split": SPLIT,
+        "reduce_warps": SPLIT,
         "warps_m": WARPS_M,
         "depth": DEPTH,
-        "spread": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
-        "early": (0, 1, 2) if machine.has_clusters else (0,),
+        "cluster": SPREAD if machine.has_clusters and problem.pattern == "skewed" else (1,),
+        "overlap": (0, 1, 2) if machine.has_clusters else (0,),
     }
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    tile_m, tile_n, split, warps_m = (decisions[name] for name in ("tile_m", "tile_n", "split", "warps_m"))
+    tile_m, tile_n, split, warps_m = (decisions[name] for name in ("tile_m", "tile_n", "reduce_warps", "warps_m"))
     if tile_m == 8 and tile_n % 16:
         return f"neither {tile_n} rows of the weight nor 8 of x fill the 16 of an instruction"
     warps = split * warps_m
@@ -90,16 +90,16 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
         return f"{held} accumulators and operands exceed {MAX_HELD} registers"
     if split > 1 and shared_bytes(decisions) > MAX_SHARED:
         return f"partial sums of {shared_bytes(decisions)} bytes exceed shared memory of {MAX_SHARED}"
-    if decisions["early"] == 2 and problem.n // tile_n > MAX_BLOCKS_Y:
+    if decisions["overlap"] == 2 and problem.n // tile_n > MAX_BLOCKS_Y:
         return f"{problem.n // tile_n} tiles of n={problem.n} exceed an axis of the grid"
-    if decisions["early"] == 2 and tile_m > AHEAD:
+    if decisions["overlap"] == 2 and tile_m > AHEAD:
         return f"with tiles of {tile_m} rows of x the launch matters too little to load the weight ahead"
     steps = ceildiv(problem.k, 32)
     if (held + BESIDES) * 32 * warps > REGISTERS:
         return f"{held} accumulators and operands in each of {32 * warps} threads exceed the registers"
     if split * decisions["depth"] > max(steps, 1):
         return f"a row has at most {steps} steps of 32 columns to share"
-    spread = decisions["spread"]
+    spread = decisions["cluster"]
     if spread > 1 and split == 1:
         return "a row is shared by the warps of a block before it is by blocks"
     if spread > 1 and split * decisions["depth"] * spread >= 2 * steps:
@@ -109,8 +109,8 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
 
 def shared_bytes(decisions: Decisions) -> int:
     tile_m, tile_n, warps_m = decisions["tile_m"], decisions["tile_n"], decisions["warps_m"]
-    parts = decisions["split"] * warps_m * tile_m * (tile_n + PAD)
-    return (parts + (decisions["spread"] - 1) * warps_m * tile_m * tile_n) * 4
+    parts = decisions["reduce_warps"] * warps_m * tile_m * (tile_n + PAD)
+    return (parts + (decisions["cluster"] - 1) * warps_m * tile_m * tile_n) * 4
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
@@ -124,9 +124,17 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
     tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
-    spreads = (4, 1) if 4 in table["spread"] and problem.m <= tile_m else (1,)
+    spreads = (4, 1) if 4 in table["cluster"] and problem.m <= tile_m else (1,)
     choices = [
-        {"tile_m": tile_m, "tile_n": tile_n, "split": split, "warps_m": 1, "depth": depth, "spread": s, "early": early}
+        {
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "reduce_warps": split,
+            "warps_m": 1,
+            "depth": depth,
+            "cluster": s,
+            "overlap": early,
+        }
         for split in (8, 4, 2, 1)
         for depth in (2, 1)
         for s in spreads
@@ -150,9 +158,10 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
     n, k, dtype = problem.n, problem.k, problem.dtype
-    tile_m, tile_n, split, warps_m, depth = (decisions[d] for d in ("tile_m", "tile_n", "split", "warps_m", "depth"))
-    spread, early = decisions["spread"], decisions["early"] > 0
-    ahead = decisions["early"] == 2
+    tile_m, tile_n, warps_m, depth = (decisions[name] for name in ("tile_m", "tile_n", "warps_m", "depth"))
+    split = decisions["reduce_warps"]
+    spread, early = decisions["cluster"], decisions["overlap"] > 0
+    ahead = decisions["overlap"] == 2
     slices = rows // tile_n
     deal = Deal(n // tile_n, slices, spread)
     octets = cols // 8  # of a row of a block

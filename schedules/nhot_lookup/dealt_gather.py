@@ -69,17 +69,17 @@ def units(problem: Problem) -> int:
 def space(problem: Problem, machine: Machine) -> Table:
     table = {
         "blocks": tuple(sorted({min(machine.cores * waves, units(problem)) for waves in WAVES})),
-        "groups": GROUPS,
-        "early": (0, 1, 2) if machine.has_clusters else (0,),
+        "reduce_threads": GROUPS,
+        "overlap": (0, 1, 2) if machine.has_clusters else (0,),
     }
     # The least that a block can be asked for.
-    if allowed(problem, machine, {"blocks": table["blocks"][-1], "groups": 1}) is not None:
+    if allowed(problem, machine, {"blocks": table["blocks"][-1], "reduce_threads": 1}) is not None:
         raise NotApplicable(f"{units(problem)} sectors of output are too many for {table['blocks'][-1]} blocks")
     return table
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    groups = decisions["groups"]
+    groups = decisions["reduce_threads"]
     dealt = Dealt(problem, decisions["blocks"], groups)
     if dealt.threads > MAX_THREADS:
         return f"{dealt.slots} vectors of {groups} threads each exceed {MAX_THREADS} threads a block"
@@ -96,7 +96,11 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
 def default(problem: Problem, machine: Machine) -> Decisions:
     """As few blocks, and then as many groups, as there may be."""
     table = space(problem, machine)
-    points = ({"blocks": blocks, "groups": groups, "early": 0} for blocks in table["blocks"] for groups in GROUPS[::-1])
+    points = (
+        {"blocks": blocks, "reduce_threads": groups, "overlap": 0}
+        for blocks in table["blocks"]
+        for groups in GROUPS[::-1]
+    )
     return next(point for point in points if allowed(problem, machine, point) is None)
 
 
@@ -109,7 +113,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
     nonzeros, tuned_rows, blocks = problem.nonzeros, problem.rows, decisions["blocks"]
-    groups, early = decisions["groups"], decisions["early"]
+    groups, early = decisions["reduce_threads"], decisions["overlap"]
     dealt = Dealt(problem, blocks, groups)
     vec, columns, unit, slots, threads = dealt.vec, dealt.columns, dealt.unit, dealt.slots, dealt.threads
     words, loads, wide, quads, pitch = dealt.words, dealt.loads, dealt.wide, dealt.quads, dealt.pitch

@@ -42,13 +42,14 @@ def widths(problem: Problem) -> tuple[int, ...]:
 
 def space(problem: Problem, machine: Machine) -> Table:
     return {
-        "lanes": LANES,
+        "column_lanes": LANES,
         "vec": widths(problem),
         "loads": LOADS,
-        "split": SPLIT,
+        "reduce_warps": SPLIT,
         "tiles": TILES,
         "guess": (0, 1),
-        "early": (0, 1, 2, 3) if machine.has_clusters else (0,),
+        "overlap": (0, 1, 2) if machine.has_clusters else (0,),
+        "prefetch": (0, 1) if machine.has_clusters else (0,),
     }
 
 
@@ -58,9 +59,11 @@ def widest(problem: Problem, vec: int) -> int:
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    lanes, loads, split = decisions["lanes"], decisions["loads"], decisions["split"]
+    lanes, loads, split = decisions["column_lanes"], decisions["loads"], decisions["reduce_warps"]
     most = widest(problem, decisions["vec"])
-    if decisions["early"] >= 2 and not decisions["guess"]:
+    if decisions["prefetch"] and decisions["overlap"] < 2:
+        return "rows are prefetched by the ids that are read ahead"
+    if decisions["overlap"] == 2 and not decisions["guess"]:
         return "ids are read ahead only where they are guessed to be"
     if lanes > most:
         return f"half of {lanes} lanes have no column of width={problem.width}"
@@ -83,7 +86,16 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     each = ceildiv(problem.nonzeros, 32 // lanes)
     loads = max(n for n in LOADS if n <= min(each, 8, lanes))
     split = max(n for n in SPLIT if n <= min(ceildiv(each, loads), 8))
-    return {"lanes": lanes, "vec": vec, "loads": loads, "split": split, "tiles": 1, "guess": 0, "early": 0}
+    return {
+        "column_lanes": lanes,
+        "vec": vec,
+        "loads": loads,
+        "reduce_warps": split,
+        "tiles": 1,
+        "guess": 0,
+        "overlap": 0,
+        "prefetch": 0,
+    }
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -95,11 +107,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from ..device.words import INDEX_KINDS, load_words, read_element, value_at
 
     width, dtype, index, weighted = problem.width, problem.dtype, problem.index, bool(problem.weighted)
-    lanes, vec, loads, split = (decisions[name] for name in ("lanes", "vec", "loads", "split"))
+    lanes, vec, loads, split = (decisions[name] for name in ("column_lanes", "vec", "loads", "reduce_warps"))
     size = numpy_dtype(dtype).itemsize
     tiles, guess = decisions["tiles"], bool(decisions["guess"])
-    early, ahead = decisions["early"] > 0, decisions["early"] >= 2
-    prefetches, per_line = decisions["early"] == 3, ceildiv(min(lanes * vec * size, LINE), vec * size)
+    early, ahead = decisions["overlap"] > 0, decisions["overlap"] == 2
+    prefetches, per_line = bool(decisions["prefetch"]), ceildiv(min(lanes * vec * size, LINE), vec * size)
     groups = 32 // lanes
     step = groups * loads  # entries that a warp has in flight
     columns = ceildiv(width, lanes * vec)  # tiles a row

@@ -27,7 +27,7 @@ def block_space(problem: Problem, machine: Machine) -> Table:
     lanes = tuple(lanes for lanes in powers(64, 1024) if lanes <= min(problem.vocab, machine.max_threads))
     if not lanes:
         raise NotApplicable(f"a row of vocab={problem.vocab} has no work for 64 threads")
-    return {"lanes": lanes}
+    return {"reduce_threads": lanes}
 
 
 def warp_space(problem: Problem, machine: Machine) -> Table:
@@ -41,7 +41,7 @@ def thread_default(problem: Problem, machine: Machine) -> Decisions:
 
 
 def block_default(problem: Problem, machine: Machine) -> Decisions:
-    return {"lanes": max(lanes for lanes in block_space(problem, machine)["lanes"] if lanes <= 256)}
+    return {"reduce_threads": max(lanes for lanes in block_space(problem, machine)["reduce_threads"] if lanes <= 256)}
 
 
 def warp_default(problem: Problem, machine: Machine) -> Decisions:
@@ -75,7 +75,7 @@ def build_lanes(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
-    lanes, rows = decisions.get("lanes", WARP), decisions.get("rows", 1)
+    lanes, rows = decisions.get("reduce_threads", WARP), decisions.get("rows", 1)
     schedule = Schedule(tvm.IRModule({"main": problem.stages(lanes)}))
     last = schedule.get_sblock(problem.outputs[0].name)
     b, *columns = schedule.get_loops(last)

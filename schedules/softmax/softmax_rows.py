@@ -23,11 +23,11 @@ def algorithm(problem: Problem) -> str:
 
 
 def space(problem: Problem, machine: Machine) -> Table:
-    return {"chunk": CHUNK, "lanes": LANES} if algorithm(problem) == "online" else {"lanes": LANES}
+    return {"chunk": CHUNK, "simd": LANES} if algorithm(problem) == "online" else {"simd": LANES}
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    return {"chunk": 1024, "lanes": 32} if algorithm(problem) == "online" else {"lanes": 32}
+    return {"chunk": 1024, "simd": 32} if algorithm(problem) == "online" else {"simd": 32}
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -37,7 +37,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from ..device.arithmetic import exp_any, exp_nonpositive
 
     vocab, dtype, how = problem.vocab, problem.dtype, algorithm(problem)
-    lanes = decisions["lanes"]
+    lanes = decisions["simd"]
     chunk = decisions.get("chunk", vocab)
     whole = vocab // lanes  # vectors
     step = max(chunk // lanes, 1)  # vectors a chunk

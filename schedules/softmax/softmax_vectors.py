@@ -58,7 +58,7 @@ def windows(problem: Problem) -> tuple[int, int]:
 
 def share(problem: Problem, decisions: Decisions) -> int:
     """The most vectors that a block has of a row."""
-    return ceildiv(windows(problem)[1], decisions["split"])
+    return ceildiv(windows(problem)[1], decisions["cluster"])
 
 
 def kept(problem: Problem, decisions: Decisions) -> int:
@@ -94,7 +94,7 @@ def require_online(problem: Problem) -> None:
 
 
 def base_space(problem: Problem, machine: Machine) -> Table:
-    return {"threads": THREADS, "split": SPLITS if machine.has_clusters else (1,)}
+    return {"threads": THREADS, "cluster": SPLITS if machine.has_clusters else (1,)}
 
 
 def held_space(problem: Problem, machine: Machine) -> Table:
@@ -120,7 +120,7 @@ def _with_points(problem: Problem, machine: Machine, table: Table, allowed: Any)
 
 
 def base_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    split, threads, rows = decisions["split"], decisions["threads"], decisions.get("rows", 1)
+    split, threads, rows = decisions["cluster"], decisions["threads"], decisions.get("rows", 1)
     if rows > 1 and (threads > 32 or split > 1):
         return "a block has several rows only where each has one warp"
     if split > 1 and windows(problem)[0] <= (split - 1) * share(problem, decisions):
@@ -162,9 +162,9 @@ def _first(problem: Problem, machine: Machine, allowed: Any, wanted: Sequence[Ma
 
 def held_default(problem: Problem, machine: Machine) -> Decisions:
     """A warp a row if it is short, else a block of few threads; clusters for what one block does not hold."""
-    wanted = [{"threads": 32, "split": 1, "rows": rows} for rows in (4, 1) if windows(problem)[1] <= 512]
+    wanted = [{"threads": 32, "cluster": 1, "rows": rows} for rows in (4, 1) if windows(problem)[1] <= 512]
     wanted += [
-        {"threads": threads, "split": split, "rows": 1}
+        {"threads": threads, "cluster": split, "rows": 1}
         for split in splits_to_fill(problem, machine)
         for threads in (256, 128, 512, 64, 384, 32, 1024)
     ]
@@ -176,7 +176,7 @@ def held_default(problem: Problem, machine: Machine) -> Decisions:
 def staged_default(problem: Problem, machine: Machine) -> Decisions:
     table = staged_space(problem, machine)
     wanted = [
-        {"threads": threads, "split": split}
+        {"threads": threads, "cluster": split}
         for split in splits_to_fill(problem, machine)
         for threads in (512, 256, 128, 64)
     ]
@@ -186,10 +186,10 @@ def staged_default(problem: Problem, machine: Machine) -> Decisions:
 
 def streamed_default(problem: Problem, machine: Machine) -> Decisions:
     wanted = [
-        {"threads": 32, "split": 1, "rows": 4, "vectors": vectors} for vectors in (4, 1) if windows(problem)[1] <= 512
+        {"threads": 32, "cluster": 1, "rows": 4, "vectors": vectors} for vectors in (4, 1) if windows(problem)[1] <= 512
     ]
     wanted += [
-        {"threads": threads, "split": split, "rows": 1, "vectors": vectors}
+        {"threads": threads, "cluster": split, "rows": 1, "vectors": vectors}
         for split in splits_to_fill(problem, machine)
         for threads in (512, 256, 128, 64, 32)
         for vectors in (4, 2, 1)
@@ -199,7 +199,7 @@ def streamed_default(problem: Problem, machine: Machine) -> Decisions:
 
 def splits_to_fill(problem: Problem, machine: Machine) -> list[int]:
     """Parts of a row that give every multiprocessor about a block, then fewer, then more."""
-    splits = base_space(problem, machine)["split"]
+    splits = base_space(problem, machine)["cluster"]
     enough = next((s for s in splits if s * problem.batch_extent >= machine.cores), splits[-1])
     return sorted((s for s in splits if s <= enough), reverse=True) + [s for s in splits if s > enough]
 
@@ -214,7 +214,7 @@ def build(problem: Problem, decisions: Decisions, keep: str) -> Program:
 
     vocab, dtype, wide = problem.vocab, problem.dtype, width(problem)
     softmax, how = isinstance(problem, Softmax), algorithm(problem)
-    split, threads, rows = decisions["split"], decisions["threads"], decisions.get("rows", 1)
+    split, threads, rows = decisions["cluster"], decisions["threads"], decisions.get("rows", 1)
     part_windows = share(problem, decisions)
     fewest = max(0, windows(problem)[0] - (split - 1) * part_windows)  # vectors that the last part has at least
     ragged = vocab % wide != 0

@@ -20,11 +20,11 @@ LANES = (8, 16, 32, 64)
 
 
 def space(problem: Problem, machine: Machine) -> Table:
-    return {"chunk": CHUNK, "lanes": LANES}
+    return {"chunk": CHUNK, "simd": LANES}
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    return {"chunk": 256, "lanes": 16}
+    return {"chunk": 256, "simd": 16}
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -36,7 +36,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
     element = element_of(problem)
-    chunk, lanes = decisions["chunk"], decisions["lanes"]
+    chunk, lanes = decisions["chunk"], decisions["simd"]
     whole = vocab // lanes  # vectors
     step = chunk // lanes  # vectors a chunk
     chunks = -(-whole // step)

@@ -101,7 +101,7 @@ class Layout:
         self.equals = k + k // 8 + 64
         self.threads, self.vectors, self.stages = (decisions[name] for name in ("threads", "vectors", "stages"))
         self.deferred = bool(decisions["deferred"])
-        self.split = decisions.get("split", 1)
+        self.split = decisions.get("cluster", 1)
         self.warps = self.threads // 32
         self.width = 16 // numpy_dtype(problem.dtype).itemsize  # elements of a vector
         self.held = self.vectors * self.width  # elements of a thread's tile
@@ -192,12 +192,19 @@ def space(problem: Problem, machine: Machine) -> Table:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
     size = problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize
     if not machine.has_clusters:
-        early: tuple[int, ...] = (0,)
+        overlap, prefetch = (0,), (0,)
     elif problem.batch_extent <= machine.cores:
-        early = (1,)
+        overlap, prefetch = (1,), (0,)
     else:
-        early = (0, 1, 2) if size > CACHED else (0, 1)
-    return {"threads": THREADS, "vectors": VECTORS, "stages": STAGES, "early": early, "deferred": (0, 1)}
+        overlap, prefetch = (0, 1), ((0, 1) if size > CACHED else (0,))
+    return {
+        "threads": THREADS,
+        "vectors": VECTORS,
+        "stages": STAGES,
+        "overlap": overlap,
+        "prefetch": prefetch,
+        "deferred": (0, 1),
+    }
 
 
 def cluster_space(problem: Problem, machine: Machine) -> Table:
@@ -207,13 +214,15 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     # More blocks than fit at once would only wait for each other.
     splits = tuple(split for split in SPLITS if problem.batch_extent * split <= max(2 * machine.cores, 2))
-    table = {"split": splits or SPLITS[:1], **space(problem, machine), "early": (1,)}
+    table = {"cluster": splits or SPLITS[:1], **space(problem, machine), "overlap": (1,), "prefetch": (0,)}
     if first_allowed(problem, machine, cluster_choices(table, problem, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    if decisions["prefetch"] and not decisions["overlap"]:
+        return "rows are prefetched in launches that overlap the producer kernel only"
     layout = Layout(problem, decisions)
     if layout.pool > (MAX_SHARED if layout.split == 1 else MAX_CLUSTER_SHARED):
         return f"{layout.pool} bytes of shared memory are more than a block should take"
@@ -247,10 +256,10 @@ def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) ->
 def choices(problem: Problem, machine: Machine) -> list[Decisions]:
     """Points in the order in which they are good guesses: large tiles, blocks of a middle size or larger ones."""
     crowded = problem.batch_extent > machine.cores
-    early, wanted = int(machine.has_clusters), 256 if crowded else 512
+    overlap, wanted = int(machine.has_clusters), 256 if crowded else 512
     threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
     return [
-        {"threads": t, "vectors": v, "stages": s, "early": early, "deferred": deferred}
+        {"threads": t, "vectors": v, "stages": s, "overlap": overlap, "prefetch": 0, "deferred": deferred}
         for v in (4, 2, 1)
         for t in threads
         for s in (2, 1)
@@ -262,7 +271,7 @@ def cluster_choices(table: Table, problem: Problem, machine: Machine) -> list[De
     """The most blocks a row that each have a multiprocessor of their own, then fewer, then more."""
     points = choices(problem, machine)
     splits = sorted((8, 4, 2), key=lambda split: (split * problem.batch_extent > machine.cores, -split))
-    return [{"split": split, **point} for split in splits if split in table["split"] for point in points]
+    return [{"cluster": split, **point} for split in splits if split in table["cluster"] for point in points]
 
 
 def first_allowed(
@@ -314,7 +323,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .elements import element_of, write_given, write_value
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    with_bias, early, prefetches = bool(problem.bias), decisions["early"] > 0, decisions["early"] == 2
+    with_bias, early, prefetches = bool(problem.bias), bool(decisions["overlap"]), bool(decisions["prefetch"])
     element = element_of(problem, overlapped=True)
     layout = Layout(problem, decisions)
     threads, warps, vectors, width, stages = layout.threads, layout.warps, layout.vectors, layout.width, layout.stages

@@ -98,11 +98,11 @@ def space(problem: Problem, machine: Machine) -> Table:
         raise NotApplicable(f"vocab={problem.vocab} exceeds {MAX_VOCAB}: a warp would not hold the row in registers")
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: a warp alone would take long to rank them")
-    return {"rows": ROWS, "early": (int(machine.has_clusters),)}
+    return {"rows": ROWS, "overlap": (int(machine.has_clusters),)}
 
 
 def default(problem: Problem, machine: Machine) -> Decisions:
-    return {"rows": 4, "early": int(machine.has_clusters)}
+    return {"rows": 4, "overlap": int(machine.has_clusters)}
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
@@ -129,7 +129,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     from .elements import element_of, write_given
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    with_bias, early, rows = bool(problem.bias), bool(decisions["early"]), decisions["rows"]
+    with_bias, early, rows = bool(problem.bias), bool(decisions["overlap"]), decisions["rows"]
     element = element_of(problem, overlapped=True)
     layout = Layout(problem)
     width, aligned, vectors, held = layout.width, layout.aligned, layout.vectors, layout.held

@@ -12,6 +12,7 @@ from .doctor import doctor
 from .explain import explain
 from .export import export
 from .list import list_operators
+from .migrate import migrate
 from .quickstart import quickstart
 from .tune import tune
 
@@ -44,6 +45,7 @@ app.command("tune")(tune)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)
+app.command("migrate")(migrate)
 
 
 def main() -> None:

@@ -1,0 +1,81 @@
+"""The words of decisions: one name, one meaning, in every template.
+
+Records, the command line and studies of schedule spaces show decisions under these names. A test sees that templates
+use no other ones; an operator of another package declares its own words with its templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+DECISIONS: Mapping[str, str] = {
+    # How the work is divided.
+    "threads": "Threads of a thread block.",
+    "blocks": "Thread blocks of the grid, each with an equal share of the output.",
+    "cluster": "Thread blocks of a cluster that share one row, joined over distributed shared memory.",
+    "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
+    "tiles": "Tiles of the output of a thread block, each with warps of its own.",
+    "tile_m": "Rows of x that a tile of the product covers.",
+    "tile_n": "Rows of the weight that a tile of the product covers.",
+    "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
+    "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
+    # How sums are shared.
+    "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
+    "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
+    # What is in flight at once.
+    "vec": "Elements of one load.",
+    "vectors": "16-byte vectors that a thread loads, and then works on, together.",
+    "loads": "Loads that a thread issues before it uses the first of them.",
+    "depth": "Steps of a sum whose loads are in flight together.",
+    "stages": "Tiles in shared memory: one in use, the others on their way.",
+    # What is done ahead of its time.
+    "overlap": (
+        "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
+        " kernel start. 2: it lets the consumer start at once, and reads what the template says before it waits."
+    ),
+    "prefetch": "1: data are brought into the L2 cache before they are asked for.",
+    "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
+    # Which way is taken.
+    "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
+    "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
+    # CPU.
+    "chunk": "Elements of a row that a CPU thread works on at a time.",
+    "simd": "Elements of one SIMD vector of the CPU.",
+}
+
+# Decisions that had another name in records of before: by template, the new names and values of an old one.
+_EARLY = {0: {"overlap": 0}, 1: {"overlap": 1}, 2: {"overlap": 2}}
+_GATE_EARLY = {
+    0: {"overlap": 0, "prefetch": 0},
+    1: {"overlap": 1, "prefetch": 0},
+    2: {"overlap": 1, "prefetch": 1},
+}
+_GATHER_EARLY = {
+    0: {"overlap": 0, "prefetch": 0},
+    1: {"overlap": 1, "prefetch": 0},
+    2: {"overlap": 2, "prefetch": 0},
+    3: {"overlap": 2, "prefetch": 1},
+}
+RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
+    "threshold_gate": {"early": _GATE_EARLY},
+    "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
+    "warp_rows": {"early": _EARLY},
+    "warp_gather": {"lanes": "column_lanes", "split": "reduce_warps", "early": _GATHER_EARLY},
+    "dealt_gather": {"groups": "reduce_threads", "early": _EARLY},
+    "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
+    "staged_x": {"spread": "cluster", "early": _EARLY},
+    **dict.fromkeys(("softmax_held", "softmax_staged", "softmax_streamed", "logsumexp_streamed"), {"split": "cluster"}),
+    **dict.fromkeys(
+        ("cross_thread", "warp_shuffle", "over_blocks", "softmax_block", "logsumexp_block"), {"lanes": "reduce_threads"}
+    ),
+    **dict.fromkeys(("row_scan", "block_rows", "softmax_rows", "logsumexp_rows"), {"lanes": "simd"}),
+}
+
+
+def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Decisions as records hold them, under the names that they have now. Those of now stay as they are."""
+    rules, found = RENAMED.get(template, {}), []
+    for name, value in decisions:
+        rule = rules.get(name, name)
+        found += [(rule, value)] if isinstance(rule, str) else list(rule[value].items())
+    return tuple(found)
