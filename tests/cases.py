@@ -15,6 +15,7 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.core.spaces import points
 from tvm_sparse.core.template import Template
+from tvm_sparse.runtime import dispatch
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 SM90 = Machine("cuda", "sm_90a", "sm_90a", cores=132)
@@ -46,6 +47,8 @@ def case_id(value: Any) -> str | None:
         full = {"dtype": "float32", "pattern": "uniform"}
         full |= {field.name: field.default for field in dataclasses.fields(value) if field.metadata.get("optional")}
         return ",".join(f"{name}={axis}" for name, axis in value.axes.items() if full.get(name) != axis)
+    if isinstance(value, dict):
+        return ",".join(f"{name}={choice}" for name, choice in value.items())
     return None
 
 
@@ -53,6 +56,7 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
     """Let the public calls use another dispatcher."""
     for operator in registry.operators().values():
         patch.setattr(operator.call, "dispatcher", own)
+    patch.setattr(dispatch, "dispatcher", own)
 
 
 __all__ = ["AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled", "use_dispatcher"]

@@ -1,4 +1,4 @@
-"""A build worker that spoils some candidates' libraries: `python faulty_building.py '{"candidate": "fault"}'`.
+"""A build worker that spoils some candidates' libraries: `python faulty_build_worker.py '{"candidate": "fault"}'`.
 
 The fault `compile` raises; `lost` ends the process; the others are machine code in the place of the kernel, so that
 what meets them is all of the real measuring path. A key `*` stands for every candidate that is not named.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tvm_sparse.artifacts import cuda
+from tvm_sparse.artifacts.cuda import toolchain
 
 
 def _have_cuda() -> bool:
@@ -73,7 +74,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def build(out: Path, arch: str, late: bool = False) -> bytes:
     done = run(BUILD.format(out=str(out), arch=arch, late=late))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])[0] == cuda.CUDA_MAJOR
+    assert json.loads(done.stdout.splitlines()[-1])[0] == toolchain.CUDA_MAJOR
     (cubin,) = cuda.cubins(out)
     assert b"__global__" not in out.read_bytes()
     return cubin
@@ -169,7 +170,7 @@ def test_missing_compiler_is_named(tmp_path: Path) -> None:
         in subprocess.run([shutil.which("ldconfig") or "/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
     ):
         pytest.skip("this machine has a driver, so no stub is built")
-    code = "from tvm_sparse.artifacts import cuda_toolchain as c; c.load_runtime(allow_stub=True)"
+    code = "from tvm_sparse.artifacts import cuda as c; c.load_runtime(allow_stub=True)"
     done = run(code, XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path), CC="")
     assert "ToolchainError" in done.stderr
     assert "no C compiler" in done.stderr

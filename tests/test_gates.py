@@ -15,8 +15,8 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs
 from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
 
-BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "early": 1, "deferred": 0}
-CLUSTER = {"split": 2, "threads": 256, "vectors": 1, "stages": 2, "early": 1, "deferred": 0}
+BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0}
+CLUSTER = {"cluster": 2, "threads": 256, "vectors": 1, "stages": 2, "overlap": 1, "prefetch": 0, "deferred": 0}
 GATES = [
     (name, {**decisions, "deferred": deferred})
     for name, decisions in (("threshold_gate", BLOCK), ("cluster_gate", CLUSTER))
@@ -107,7 +107,7 @@ GATES_IN_ORDER = [
     ("threshold_gate", 8192, 129, "float32", {**BLOCK, "stages": 2, "deferred": 1}, 8),
     ("threshold_gate", 8404, 50, "float32", {**BLOCK, "vectors": 3, "deferred": 1}, 3),
     ("cluster_gate", 8002, 33, "float32", {**CLUSTER, "stages": 1, "deferred": 1}, 4),
-    ("cluster_gate", 7900, 50, "float32", {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, 1),
+    ("cluster_gate", 7900, 50, "float32", {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, 1),
     ("cluster_gate", 8001, 5, "bfloat16", {**CLUSTER, "stages": 1}, 2),
     ("cluster_gate", 5200, 400, "float32", {**CLUSTER, "vectors": 3, "stages": 1}, 1),
 ]
@@ -147,22 +147,23 @@ def test_rows_to_come_are_prefetched(vocab: int, k: int, dtype: str, decisions: 
     """More rows than the machine is taken to hold blocks; the emulator says if a prefetch leads out of the array."""
     problem = SoftmaxTopk(37, vocab, k, dtype)
     logits = np.random.default_rng(vocab).standard_normal((37, vocab))
-    run("threshold_gate", problem, {**BLOCK, **decisions, "early": 2}, logits, batch=4000)
+    run("threshold_gate", problem, {**BLOCK, **decisions, "prefetch": 1}, logits, batch=4000)
 
 
 def test_rows_to_come_are_prefetched_where_they_come_from_memory() -> None:
     """Only a second wave of blocks has rows to come, and only more than the L2 cache holds."""
     template = spaces.find("threshold_gate")
-    ways = {(4000, 25000): (0, 1, 2), (1024, 10240): (0, 1), (100, 200000): (1,)}
-    for (batch, vocab), early in ways.items():
-        assert template.space(SoftmaxTopk(batch, vocab, 5), SM90)["early"] == early
+    ways = {(4000, 25000): ((0, 1), (0, 1)), (1024, 10240): ((0, 1), (0,)), (100, 200000): ((1,), (0,))}
+    for (batch, vocab), (overlap, prefetch) in ways.items():
+        table = template.space(SoftmaxTopk(batch, vocab, 5), SM90)
+        assert (table["overlap"], table["prefetch"]) == (overlap, prefetch)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """Let the kernels' device functions of these names trap."""
     from tvm.script import tirx as T
 
-    from tvm_sparse.schedules import selection
+    from tvm_sparse.schedules.device import selection
 
     # fmt: off
     @T.inline
@@ -191,8 +192,8 @@ def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
         ("threshold_gate", 8192, 50, BLOCK, ["select_pivot"]),
         ("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}, ["select_pivot"]),
         # The last block has 385 vectors, the others have 512.
-        ("cluster_gate", 7684, 50, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
-        ("cluster_gate", 7684, 400, {**CLUSTER, "split": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
+        ("cluster_gate", 7684, 50, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
+        ("cluster_gate", 7684, 400, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
         # Blocks of so many threads are alone on a multiprocessor, and take its shared memory.
         (
             "cluster_gate",

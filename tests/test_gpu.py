@@ -76,11 +76,14 @@ def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
     assert gpu is not None
     for name in spaces.applicable(problem, gpu)[0]:
         template = spaces.find(name)
-        point = template.default(problem, gpu)
-        for early in template.space(problem, gpu).get("early", (None,)):
-            if early is not None:
-                point["early"] = early
-            compiled = compile_candidate(problem, template.candidate(point), gpu, tmp_path / f"{name}_{early}.so")
+        table, default = template.space(problem, gpu), template.default(problem, gpu)
+        ahead = [name for name in ("overlap", "prefetch") if name in table]
+        for values in itertools.product(*(table[name] for name in ahead)):
+            point = {**default, **dict(zip(ahead, values, strict=True))}
+            if template.point(problem, gpu, point) is not None:
+                continue
+            library = tmp_path / f"{name}_{'_'.join(map(str, values))}.so"
+            compiled = compile_candidate(problem, template.candidate(point), gpu, library)
             function = measure.load(compiled.path, "cuda")
             measure.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
 
@@ -126,7 +129,7 @@ def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype:
         ("staged_x" if dtype == "float32" else "tensor_core", product),
     ):
         template, problem = spaces.find(name), parse(key)
-        way = {"tile_m": 8, "tile_n": 16, "early": 2} if name == "tensor_core" else {"early": 1}
+        way = {"tile_m": 8, "tile_n": 16, "overlap": 2} if name == "tensor_core" else {"overlap": 1}
         point = {**template.default(problem, gpu), **way}
         assert template.point(problem, gpu, point) is None
         compiled = compile_candidate(problem, template.candidate(point), gpu, tmp_path / f"{name}.so")

@@ -54,7 +54,7 @@ def tuned(root: Path, *keys: str, arch: str = ARCH, version: int = 0, **changed:
     cpu = machine.cpu()
     for key in keys:
         default = spaces.fallback(parse(key), cpu)
-        decisions = {"row_scan": {"chunk": 64, "lanes": 8}, "block_rows": {"tile_m": 1, "tile_n": 1, "lanes": 1}}[
+        decisions = {"row_scan": {"chunk": 64, "simd": 8}, "block_rows": {"tile_m": 1, "tile_n": 1, "simd": 1}}[
             default.template
         ]
         winner = Candidate(default.template, default.version + version, tuple(decisions.items()))
@@ -329,7 +329,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(exported: tuple[Path, 
     tuned(
         tmp_path / "bad",
         "softmax_topk/batch=3,vocab=38,k=4",
-        candidate=Candidate("row_scan", _version(), (("chunk", 7), ("lanes", 8))),
+        candidate=Candidate("row_scan", _version(), (("chunk", 7), ("simd", 8))),
     )
     with pytest.raises(CompileError, match="vocab=38.*chunk=7 is not among"):
         export.export(machine.cpu(), tmp_path / "again", [logs, tmp_path / "bad"])
@@ -353,7 +353,7 @@ def test_records_that_mean_nothing_now_are_left_out(tmp_path: Path) -> None:
 
 def test_later_folders_win(tmp_path: Path) -> None:
     tuned(tmp_path / "a", TOPK)
-    tuned(tmp_path / "b", TOPK, candidate=Candidate("row_scan", _version(), (("chunk", 128), ("lanes", 8))))
+    tuned(tmp_path / "b", TOPK, candidate=Candidate("row_scan", _version(), (("chunk", 128), ("simd", 8))))
     for order, chunk in (("ab", 128), ("ba", 64)):
         best, _ = best_records([tmp_path / name for name in order], ARCH)[TOPK]
         assert best.candidate.values["chunk"] == chunk

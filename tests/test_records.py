@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -67,7 +68,7 @@ def raw_line(record: Trial | Session | Best, **changes) -> bytes:
     line = json.loads(codec.encode(record)) | changes
     line = {name: value for name, value in line.items() if value is not ... and name != "sum"}
     text = json.dumps(line, sort_keys=True, separators=(",", ":"))
-    line["sum"] = records.hashlib.sha256(text.encode()).hexdigest()[:16]
+    line["sum"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return json.dumps(line, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
@@ -318,6 +319,7 @@ def test_future_and_past_fields(log: Log):
 WRITER = """
 import sys
 from pathlib import Path
+from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.records import *
 log = Log(Path(sys.argv[1]), "sm_90a", "softmax_topk")
 for order in range(int(sys.argv[3])):
@@ -374,7 +376,7 @@ def test_reading_takes_no_lock(log: Log):
 
 
 def test_stopped_holder_is_named(log: Log, monkeypatch):
-    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(log_module, "LOCK_SECONDS", 0.1)
     log.append(trial())
     held, release = threading.Event(), threading.Event()
 
@@ -410,7 +412,7 @@ def test_full_disk_leaves_the_file_as_it_was(log: Log, monkeypatch, torn):
         return writes[0]
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.os, "write", full)
+        patch.setattr(log_module.os, "write", full)
         with pytest.raises(OSError, match="2 record.*not written.*as it was before") as caught:
             log.append(trial(1), trial(2))
     assert caught.value.errno == errno.ENOSPC
@@ -433,7 +435,7 @@ def test_interrupted_append_is_undone(log: Log, monkeypatch):
         fsync(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.os, "fsync", interrupted)
+        patch.setattr(log_module.os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             log.append(trial(1))
     assert log.trials_path.read_bytes() == before

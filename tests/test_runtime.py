@@ -30,7 +30,6 @@ from tvm_sparse.records import Best, Log, Session
 from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
 from tvm_sparse.runtime.loading import LoadError
-from tvm_sparse.shipping import export
 from tvm_sparse.workers import building
 
 CPU = machine.cpu()
@@ -39,7 +38,7 @@ TOPK = "softmax_topk/batch={batch},vocab=37,k=4,dtype=float32"
 
 
 def point(chunk: int, lanes: int = 8, version: int = VERSION) -> Candidate:
-    return Candidate("row_scan", version, (("chunk", chunk), ("lanes", lanes)))
+    return Candidate("row_scan", version, (("chunk", chunk), ("simd", lanes)))
 
 
 def record(root: Path, key: str, candidate: Candidate, arch: str = CPU.arch, fallback: Candidate | None = None) -> None:
@@ -70,7 +69,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Candidate]]:
     def build(jobs: Sequence[Any], target: Any, folder: Path, **_: Any) -> list[Entry]:
         entries = []
         for problem, candidate, chosen, figures in jobs:
-            path = folder / export.library_name(problem, candidate, target.arch)
+            path = folder / building.library_name(problem, candidate, target.arch)
             compiled = compile_candidate(problem, candidate, target, path)
             sha256 = manifest.digest(path)
             entries.append(
@@ -82,7 +81,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Candidate]]:
             done.append((problem.key, candidate))
         return entries
 
-    monkeypatch.setattr(export, "build", build)
+    monkeypatch.setattr(building, "build", build)
     return done
 
 
@@ -136,8 +135,8 @@ def test_exact_then_bucket_then_nearby(tmp_path: Path, logs: Path, builds: list[
 def test_nearby_takes_the_nearest_whose_decisions_fit(tmp_path: Path, builds: list[Any]) -> None:
     """Of another shape: compiled for the call's own problem, by the decisions of the nearest that are allowed there."""
     key = "bsr_matmul/m={m},k=12,n=10,block=5x3,sparsity=0.5"
-    wide = Candidate("block_rows", spaces.find("block_rows").version, (("tile_m", 8), ("tile_n", 1), ("lanes", 1)))
-    narrow = Candidate(wide.template, wide.version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1)))
+    wide = Candidate("block_rows", spaces.find("block_rows").version, (("tile_m", 8), ("tile_n", 1), ("simd", 1)))
+    narrow = Candidate(wide.template, wide.version, (("tile_m", 1), ("tile_n", 1), ("simd", 1)))
     record(tmp_path / "logs", key.format(m=8).replace("k=12", "k=15"), wide)
     record(tmp_path / "logs", key.format(m=64).replace("k=12", "k=18"), narrow)
     near, far = (parse(key.format(m=m).replace("k=12", k)).key for m, k in ((8, "k=15"), (64, "k=18")))
@@ -196,7 +195,7 @@ def test_explain_compiles_nothing(tmp_path: Path, logs: Path, builds: list[Any])
     assert said.library is None and not builds and not (tmp_path / "cache").exists()
     assert str(said) == (
         f"{TOPK.format(batch=4)} on {CPU.arch}\n"
-        "  row_scan@{}(chunk=64, lanes=8)\n"
+        "  row_scan@{}(chunk=64, simd=8)\n"
         "  exact: tuned for this very problem\n"
         "  tuned 2026-01-02T03:04:05Z on a machine: 1.00 us, 2.00x the fallback's speed\n"
         "  library: compiled at the first call"
@@ -270,7 +269,6 @@ def test_a_loaded_folder_wins(tmp_path: Path, logs: Path, builds: list[Any], mon
     torch = pytest.importorskip("torch")
     kernels = dispatcher(tmp_path, logs)
     use_dispatcher(monkeypatch, kernels)
-    monkeypatch.setattr(dispatch, "dispatcher", kernels)
     logits = torch.randn(4, 37)
     expected = tvm_sparse.softmax_topk(logits, 4)
     for name, candidate in (("one", point(512)), ("two", point(1024))):
@@ -303,9 +301,7 @@ def test_a_folder_loaded_after_a_product(tmp_path: Path, builds: list[Any], monk
     x, *arrays = map(torch.from_numpy, inputs[:4])
     weight = tvm_sparse.BsrWeight(tuple(arrays), columns=12)
     tvm_sparse.bsr_matmul(x, weight)
-    candidate = Candidate(
-        "block_rows", spaces.find("block_rows").version, (("tile_m", 1), ("tile_n", 1), ("lanes", 1))
-    )
+    candidate = Candidate("block_rows", spaces.find("block_rows").version, (("tile_m", 1), ("tile_n", 1), ("simd", 1)))
     export_by_hand(tmp_path / "folder", problem.key, candidate)
     kernels.add(tmp_path / "folder")
     y = tvm_sparse.bsr_matmul(x, weight)
@@ -412,7 +408,7 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 import tvm_sparse
-from tvm_sparse.shipping import export
+from tvm_sparse.workers import building
 
 builds, real = [], building.build
 def build(jobs, *rest, **options):

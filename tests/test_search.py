@@ -35,7 +35,7 @@ def space(problem) -> tuple[Candidate, ...]:
 
 
 BASE = {"per_element": 40, "per_tile": 20, "warp_shuffle": 10, "cross_thread": 12}
-IDEAL = {"lanes": 16, "rows": 8, "tile_m": 4, "tile_n": 2, "vec": 4, "threads": 128}
+IDEAL = {"reduce_threads": 16, "rows": 8, "tile_m": 4, "tile_n": 2, "vec": 4, "threads": 128}
 
 
 def separable(candidate: Candidate) -> float:
@@ -131,8 +131,10 @@ def test_a_resumed_search_is_taught_and_proposes_nothing_known() -> None:
 def test_records_of_other_decisions_do_not_disturb() -> None:
     """Records whose decisions the template no longer has, or of templates that do not apply here, teach nothing."""
     foreign = {
-        Candidate("warp_shuffle", 1, (("lanes", 32), ("gone", 3))): 1e-9,
-        Candidate("warp_shuffle", 1, (("lanes", 33), ("rows", 4), ("tile_m", 4), ("tile_n", 1), ("vec", 1))): 1e-9,
+        Candidate("warp_shuffle", 1, (("reduce_threads", 32), ("gone", 3))): 1e-9,
+        Candidate(
+            "warp_shuffle", 1, (("reduce_threads", 33), ("rows", 4), ("tile_m", 4), ("tile_n", 1), ("vec", 1))
+        ): 1e-9,
         Candidate("threshold_gate", 1, (("threads", 128), ("vectors", 1))): 1e-9,
     }
     measured = run(start(LARGE, 32, known=foreign), 32, separable, foreign)

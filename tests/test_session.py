@@ -50,7 +50,7 @@ def run(log: Log, trials: int, problem: Problem = PROBLEM, **options) -> tuple[B
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, faults: dict[Candidate | str, str]) -> None:
-    argv = (sys.executable, str(TESTS / "faulty_building.py"), json.dumps({str(c): f for c, f in faults.items()}))
+    argv = (sys.executable, str(TESTS / "faulty_build_worker.py"), json.dumps({str(c): f for c, f in faults.items()}))
     monkeypatch.setattr(session, "BUILD_WORKER", argv)
 
 
@@ -200,7 +200,7 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
         asked.append(candidates)
         return real(bench, candidates, *rest)
 
-    broken = (sys.executable, str(TESTS / "faulty_building.py"), '{"*": "compile"}')
+    broken = (sys.executable, str(TESTS / "faulty_build_worker.py"), '{"*": "compile"}')
     monkeypatch.setattr(session._Bench, "measure", measure)
     with pytest.raises(NoValidRecord, match="build-error"):
         run(log, 20)

@@ -50,7 +50,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         (
             "row_scan",
             "softmax_topk/batch=3,vocab=7,k=7",
-            {"chunk": (64, 128, 256, 512, 1024), "lanes": (8, 16, 32, 64)},
+            {"chunk": (64, 128, 256, 512, 1024), "simd": (8, 16, 32, 64)},
             20,
         ),
         ("radix_select", "softmax_topk/batch=3,vocab=7,k=7", {"threads": (256, 512, 1024)}, 3),
@@ -61,20 +61,21 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "threads": (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
                 "vectors": (1, 2, 3, 4, 5, 6, 8),
                 "stages": (1, 2, 3),
-                "early": (1,),
+                "overlap": (1,),
+                "prefetch": (0,),
                 "deferred": (0, 1),
             },
             1,  # a row of one vector has work for one warp, one vector a thread and one tile
         ),
-        ("softmax_rows", "softmax/batch=3,vocab=61,algorithm=safe", {"lanes": (8, 16, 32, 64)}, 4),
-        ("softmax_block", "softmax/batch=3,vocab=130", {"lanes": (64, 128)}, 2),
+        ("softmax_rows", "softmax/batch=3,vocab=61,algorithm=safe", {"simd": (8, 16, 32, 64)}, 4),
+        ("softmax_block", "softmax/batch=3,vocab=130", {"reduce_threads": (64, 128)}, 2),
         ("softmax_warp", "softmax/batch=3,vocab=61", {"rows": ROWS[:5]}, 5),
         (
             "softmax_held",
             "softmax/batch=3,vocab=600",
             {
                 "threads": (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024),
-                "split": ROWS[:5],
+                "cluster": ROWS[:5],
                 "rows": ROWS[:5],
             },
             17,  # 150 vectors: several rows a block only where each has a warp, and no more than two threads a vector
@@ -91,8 +92,8 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "nhot_lookup/rows=60,vocab=9,width=64,nonzeros=10",
             {
                 "blocks": (132, 264, 396, 480),  # no more than there are sectors
-                "groups": (1, 2, 4, 5, 8, 10, 16, 20, 25, 32),
-                "early": (0, 1, 2),
+                "reduce_threads": (1, 2, 4, 5, 8, 10, 16, 20, 25, 32),
+                "overlap": (0, 1, 2),
             },
             3 * 4 * 5,  # 8 groups and more than 10 leave some without an entry
         ),
@@ -100,34 +101,35 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "warp_gather",
             "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=1",
             {
-                "lanes": (4, 8, 16, 32),
+                "column_lanes": (4, 8, 16, 32),
                 "vec": (2, 1),
                 "loads": (1, 2, 3, 4, 5, 7, 8, 10, 13, 16),
-                "split": ROWS[:5],
+                "reduce_warps": ROWS[:5],
                 "tiles": (1, 2, 4, 8),
                 "guess": (0, 1),
-                "early": (0, 1, 2, 3),
+                "overlap": (0, 1, 2),
+                "prefetch": (0, 1),
             },
             32 * (2 + 4),  # for one entry a row, at most two at once; ids are read ahead only where they are guessed
         ),
-        ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "lanes": (1,)}, 3),
+        ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "simd": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),
         (
             "warp_shuffle",
             ODD,
-            {"lanes": (2, 4, 8, 16, 32), "rows": ROWS, "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
+            {"reduce_threads": (2, 4, 8, 16, 32), "rows": ROWS, "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
             3,  # of 35 rows only one fits a block of threads, so all 32 threads are lanes
         ),
         (
             "cross_thread",
             "bsr_matmul/m=1,k=64,n=64,block=16,sparsity=0.8,dtype=float16",
-            {"lanes": (64,), "rows": ROWS, "tile_m": (1,), "tile_n": (1, 2, 4, 8), "vec": (1, 2, 4, 8)},
+            {"reduce_threads": (64,), "rows": ROWS, "tile_m": (1,), "tile_n": (1, 2, 4, 8), "vec": (1, 2, 4, 8)},
             4 * 4 * 4 - 4,  # eight rows of eight elements are too many registers, whichever of four `rows`
         ),
         (
             "over_blocks",
             ODD,
-            {"lanes": (2, 4, 8, 16, 32), "rows": ROWS, "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
+            {"reduce_threads": (2, 4, 8, 16, 32), "rows": ROWS, "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
             3,
         ),
         (
@@ -138,8 +140,8 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "tile_m": (1,),
                 "vec": (2, 4),
                 "depth": (1, 2, 4, 8),
-                "spread": (1,),
-                "early": (0, 1),
+                "cluster": (1,),
+                "overlap": (0, 1),
             },
             2 * (9 + 12),  # a row has four blocks: no more than four at once
         ),
@@ -149,11 +151,11 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             {
                 "tile_m": (8, 16),
                 "tile_n": (8, 16),
-                "split": ROWS[:5],
+                "reduce_warps": ROWS[:5],
                 "warps_m": ROWS[:3],
                 "depth": ROWS[:4],
-                "spread": (1,),
-                "early": (0, 1, 2),
+                "cluster": (1,),
+                "overlap": (0, 1, 2),
             },
             # Three tiles, two steps to split or have in flight; two tiles of 8 rows side by side, which also go early.
             2 * (3 * 3 + 3) + 3 + 3,
@@ -164,11 +166,11 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             {
                 "tile_m": (8, 16),
                 "tile_n": (8,),
-                "split": ROWS[:5],
+                "reduce_warps": ROWS[:5],
                 "warps_m": ROWS[:3],
                 "depth": ROWS[:4],
-                "spread": ROWS[:4],
-                "early": (0, 1, 2),
+                "cluster": ROWS[:4],
+                "overlap": (0, 1, 2),
             },
             2
             * (3 + 2 + 1 + 1),  # four steps to split or have in flight, which two blocks share if their warps take one
@@ -447,13 +449,17 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
 @pytest.mark.parametrize(
     ("name", "key", "decisions"),
     [
-        ("tensor_core", "m=3,k=1024,n=48,block=8,dtype=float16,bias=1", {"tile_m": 16, "split": 2, "spread": 8}),
+        (
+            "tensor_core",
+            "m=3,k=1024,n=48,block=8,dtype=float16,bias=1",
+            {"tile_m": 16, "reduce_warps": 2, "cluster": 8},
+        ),
         (
             "tensor_core",
             "m=40,k=256,n=32,block=16,dtype=bfloat16",
-            {"tile_m": 16, "split": 2, "warps_m": 2, "spread": 2},
+            {"tile_m": 16, "reduce_warps": 2, "warps_m": 2, "cluster": 2},
         ),
-        ("staged_x", "m=9,k=256,n=16,block=8,activation=silu", {"tile_m": 8, "threads": 32, "spread": 4}),
+        ("staged_x", "m=9,k=256,n=16,block=8,activation=silu", {"tile_m": 8, "threads": 32, "cluster": 4}),
     ],
     ids=["8-blocks", "2-blocks", "4-blocks-staged"],
 )
@@ -463,7 +469,7 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
     The kernel before may still write x, the weight and the bias, but not the structure.
     """
     problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), spaces.find(name)
-    point = {**template.default(problem, SM90), "depth": 1, **decisions, "early": 1}
+    point = {**template.default(problem, SM90), "depth": 1, **decisions, "overlap": 1}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
 
@@ -497,10 +503,19 @@ OVERLAPPED = {
 }
 
 
-def overlapping() -> list[tuple[Template, int]]:
+def overlapping() -> list[tuple[Template, dict[str, int]]]:
     """Templates, and the ways in which their launches overlap."""
-    spaces = {t.name: (t, t.space(p, SM90).get("early", ())) for t, p in cases("cuda")}
-    return [(template, early) for template, ways in spaces.values() for early in ways if early]
+    found = {}
+    for template, problem in cases("cuda"):
+        table = template.space(problem, SM90)
+        found[template.name] = template, table.get("overlap", ()), table.get("prefetch", (0,))
+    return [
+        (template, {"overlap": overlap} | ({"prefetch": prefetch} if prefetch else {}))
+        for template, overlaps, prefetches in found.values()
+        for overlap in overlaps
+        for prefetch in prefetches
+        if overlap and (overlap == max(overlaps) or not prefetch)
+    ]
 
 
 def garbage(array: np.ndarray, seed: int) -> np.ndarray:
@@ -519,14 +534,14 @@ def all_garbage(seed: int, first: int | None = None) -> Stale:
     return lambda arguments: {i: garbage(a, seed) for i, a in enumerate(arguments[:first]) if isinstance(a, np.ndarray)}
 
 
-@pytest.mark.parametrize(("template", "early"), overlapping(), ids=case_id)
-def test_overlapping_launches_use_nothing_that_the_kernel_before_still_writes(template: Template, early: int) -> None:
+@pytest.mark.parametrize(("template", "way"), overlapping(), ids=case_id)
+def test_overlapping_launches_use_nothing_that_the_producer_kernel_still_writes(
+    template: Template, way: dict[str, int]
+) -> None:
     """All arrays hold garbage for threads that read before they await that kernel, and lose what these write."""
-    problems = [
-        p for p in map(parse, OVERLAPPED[template.operator]) if template.name in spaces.applicable(p, SM90)[0]
-    ]
+    problems = [p for p in map(parse, OVERLAPPED[template.operator]) if template.name in spaces.applicable(p, SM90)[0]]
     for problem in problems:
-        point = {**template.default(problem, SM90), "early": early}
+        point = {**template.default(problem, SM90), **way}
         if "guess" in point:
             point["guess"] = 1
         if template.point(problem, SM90, point) is None:
@@ -561,16 +576,16 @@ WRONG: dict[str, Callable[[np.ndarray, np.ndarray], dict[int, np.ndarray]]] = {
 @pytest.mark.parametrize(
     ("key", "decisions"),
     [
-        ("m=3,k=1024,n=48,block=8,dtype=float16,bias=1", {"tile_m": 16, "split": 2, "depth": 1}),
-        ("m=5,k=512,n=64,block=16,dtype=bfloat16", {"tile_m": 8, "split": 4, "depth": 2}),
-        ("m=40,k=240,n=48,block=8x24,dtype=float16", {"tile_m": 32, "split": 1, "warps_m": 2}),
+        ("m=3,k=1024,n=48,block=8,dtype=float16,bias=1", {"tile_m": 16, "reduce_warps": 2, "depth": 1}),
+        ("m=5,k=512,n=64,block=16,dtype=bfloat16", {"tile_m": 8, "reduce_warps": 4, "depth": 2}),
+        ("m=40,k=240,n=48,block=8x24,dtype=float16", {"tile_m": 32, "reduce_warps": 1, "warps_m": 2}),
     ],
     ids=["2-warps", "4-warps", "1-warp"],
 )
 def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int]) -> None:
     """Whatever is wrong with them, for all lanes of a warp or for some."""
     problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), spaces.find("tensor_core")
-    point = {**template.default(problem, SM90), **decisions, "early": 1}
+    point = {**template.default(problem, SM90), **decisions, "overlap": 1}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for (seed, wrong), structure in itertools.product(enumerate(WRONG.values()), problem.structures):
@@ -581,15 +596,15 @@ def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int
 @pytest.mark.parametrize(
     ("key", "decisions"),
     [
-        ("m=5,k=528,n=64,block=16,dtype=float16", {"split": 8, "depth": 2}),
-        ("m=8,k=1024,n=64,block=32,dtype=bfloat16,bias=1", {"tile_n": 32, "split": 2, "depth": 1}),
-        ("m=3,k=512,n=48,block=16x8,dtype=float16", {"split": 1, "depth": 4}),
+        ("m=5,k=528,n=64,block=16,dtype=float16", {"reduce_warps": 8, "depth": 2}),
+        ("m=8,k=1024,n=64,block=32,dtype=bfloat16,bias=1", {"tile_n": 32, "reduce_warps": 2, "depth": 1}),
+        ("m=3,k=512,n=48,block=16x8,dtype=float16", {"reduce_warps": 1, "depth": 4}),
     ],
     ids=["8-warps", "2-warps", "1-warp"],
 )
 def test_blocks_are_loaded_ahead_only_if_they_are_constant(key: str, decisions: dict[str, int]) -> None:
     problem, template = parse(f"bsr_matmul/{key},sparsity=0.5"), spaces.find("tensor_core")
-    point = {**template.default(problem, SM90), "tile_m": 8, "tile_n": 16, **decisions, "early": 2}
+    point = {**template.default(problem, SM90), "tile_m": 8, "tile_n": 16, **decisions, "overlap": 2}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for seed, structure in enumerate(problem.structures):
@@ -616,22 +631,28 @@ WRONG_IDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize(
     ("key", "decisions"),
     [
-        ("rows=5,vocab=24,width=128,nonzeros=1", {"lanes": 32, "vec": 4, "tiles": 4, "early": 2}),
-        ("rows=5,vocab=23,width=70,nonzeros=1,dtype=float16,index=int64", {"lanes": 16, "vec": 2, "early": 3}),
-        ("rows=6,vocab=30,width=64,nonzeros=3", {"lanes": 32, "vec": 2, "loads": 1, "split": 4, "early": 3}),
-        ("rows=4,vocab=60,width=33,nonzeros=40,weighted=1,index=int64", {"loads": 2, "split": 2, "early": 2}),
+        ("rows=5,vocab=24,width=128,nonzeros=1", {"column_lanes": 32, "vec": 4, "tiles": 4}),
+        (
+            "rows=5,vocab=23,width=70,nonzeros=1,dtype=float16,index=int64",
+            {"column_lanes": 16, "vec": 2, "prefetch": 1},
+        ),
+        (
+            "rows=6,vocab=30,width=64,nonzeros=3",
+            {"column_lanes": 32, "vec": 2, "loads": 1, "reduce_warps": 4, "prefetch": 1},
+        ),
+        ("rows=4,vocab=60,width=33,nonzeros=40,weighted=1,index=int64", {"loads": 2, "reduce_warps": 2}),
         (
             "rows=3,vocab=97,width=40,nonzeros=90,weighted=1,dtype=float16",
-            {"lanes": 4, "vec": 8, "loads": 4, "split": 1, "early": 3},
+            {"column_lanes": 4, "vec": 8, "loads": 4, "reduce_warps": 1, "prefetch": 1},
         ),
-        ("rows=4,vocab=50,width=256,nonzeros=10,weighted=1,dtype=bfloat16", {"loads": 4, "split": 2, "early": 2}),
+        ("rows=4,vocab=50,width=256,nonzeros=10,weighted=1,dtype=bfloat16", {"loads": 4, "reduce_warps": 2}),
     ],
     ids=["one-hot", "one-hot-groups", "more-warps-than-ids", "int64", "more-than-32", "two-batches"],
 )
 def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int]) -> None:
     """Whatever is wrong with them, for all lanes of a warp or for some, and none leads out of the table."""
     problem, template = parse(f"nhot_lookup/{key}"), spaces.find("warp_gather")
-    point = {**template.default(problem, SM90), "guess": 1, **decisions}
+    point = {**template.default(problem, SM90), "guess": 1, "overlap": 2, **decisions}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     even, *others = problem.structures
@@ -644,9 +665,9 @@ def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int])
 @pytest.mark.parametrize(
     ("key", "decisions"),
     [
-        ("rows=9,vocab=61,width=72,nonzeros=8,dtype=float16,weighted=1", {"groups": 2, "early": 2}),
-        ("rows=12,vocab=50,width=33,nonzeros=7,weighted=1,index=int64", {"groups": 4, "early": 1}),
-        ("rows=7,vocab=40,width=8,nonzeros=50", {"groups": 2, "early": 0}),
+        ("rows=9,vocab=61,width=72,nonzeros=8,dtype=float16,weighted=1", {"reduce_threads": 2, "overlap": 2}),
+        ("rows=12,vocab=50,width=33,nonzeros=7,weighted=1,index=int64", {"reduce_threads": 4, "overlap": 1}),
+        ("rows=7,vocab=40,width=8,nonzeros=50", {"reduce_threads": 2, "overlap": 0}),
     ],
     ids=["loads-of-ids", "single-ids", "two-batches"],
 )

@@ -20,7 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def point(rows: int) -> dict[str, int]:
-    return {"rows": rows, "early": 1}
+    return {"rows": rows, "overlap": 1}
 
 
 def run(problem: SoftmaxTopk, logits: np.ndarray, seed: int = 0, rows: int = 2) -> list[np.ndarray]:
@@ -117,7 +117,7 @@ def test_machine_code_keeps_to_registers(vocab: int, k: int, tmp_path: Path) -> 
     cases = [(SM90, 1, "float32"), (SM90, 4, "bfloat16"), (SM80, 4, "float16")]
     for number, (machine, rows, dtype) in enumerate(cases):
         problem = SoftmaxTopk(4000, vocab, k, dtype)
-        candidate = TEMPLATE.candidate({"rows": rows, "early": int(machine.has_clusters)})
+        candidate = TEMPLATE.candidate({"rows": rows, "overlap": int(machine.has_clusters)})
         resources = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so").resources
         assert resources is not None
         assert resources["registers"] <= (64 if vocab == 1000 else 128), candidate
