@@ -1,0 +1,115 @@
+"""The house: which rooms may import which, and that no arrow runs back."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tvm_sparse.core import spaces
+from tvm_sparse.schedules.vocabulary import DECISIONS
+
+ROOT = Path(__file__).parent.parent
+# From the ground up: a room imports of lower floors only.
+FLOORS = (
+    ("core",),
+    ("formats", "records", "emulation"),
+    ("artifacts",),
+    ("workers",),
+    ("runtime",),
+    ("bench",),
+    ("operators", "shipping", "tuning"),
+    ("schedules",),
+    ("cli",),
+)
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module by its installed name; `schedules/` is installed inside of the package."""
+    for root, prefix in ((ROOT / "tvm_sparse", "tvm_sparse"), (ROOT / "schedules", "tvm_sparse.schedules")):
+        for path in sorted(root.rglob("*.py")):
+            parts = [prefix, *path.relative_to(root).with_suffix("").parts]
+            yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """What a module imports of this package, also inside of functions, by absolute name."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            found = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (one for one in found if one.split(".")[0] == "tvm_sparse")
+
+
+def room(name: str) -> str:
+    """The folder of a module under the package, or the package itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LEVEL else ""
+
+
+KNOWN = {name: path for name, path in modules() if "tuning_logs" not in name}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_arrow_runs_back(name: str) -> None:
+    here = room(name)
+    for imported in imports(name, KNOWN[name]):
+        there = room(imported)
+        if there and here and there != here:
+            assert LEVEL[there] < LEVEL[here], f"{name} (floor {LEVEL[here]}) imports {imported} (floor {LEVEL[there]})"
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    edges = {name: {one for one in imports(name, path) if one in KNOWN and one != name} for name, path in KNOWN.items()}
+    # A package's own names come with its parts: only files count.
+    edges = {name: {one for one in found if not name.startswith(f"{one}.")} for name, found in edges.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for one in edges[name]:
+                visit(one, (*way, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_private_names_stay_in_their_file(name: str) -> None:
+    for node in ast.walk(ast.parse(KNOWN[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            private = [alias.name for alias in node.names if alias.name.startswith("_")]
+            assert not private or not (node.level or (node.module or "").startswith("tvm_sparse")), private
+
+
+def test_every_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {name for name, path in KNOWN.items() if path.name == "__init__.py"} | {"tvm_sparse.tuning_logs"}
+    assert sorted(listed) == sorted(found)
+
+
+@pytest.mark.parametrize("template", spaces.templates(), ids=lambda template: template.name)
+def test_decisions_are_in_the_vocabulary(template: spaces.Template) -> None:
+    from cases import AWKWARD, MACHINES, REALISTIC
+
+    seen = False
+    for problem in (*AWKWARD, *REALISTIC):
+        table = spaces.applicable(problem, MACHINES[template.kind])[0].get(template.name)
+        if table is not None:
+            assert set(table) <= set(DECISIONS)
+            seen = True
+    assert seen, "no shape of the operator reaches this template"
