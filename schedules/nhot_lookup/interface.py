@@ -56,10 +56,15 @@ class Io:
         return name_attributes(io)
 
 
+def register(dtype: str) -> Any:
+    """A variable of one thread, that is read and assigned by its name."""
+    return T.local_scalar(dtype).scalar
+
+
 def name_attributes(state: Any) -> Any:
-    """Give the buffers and variables that an object holds the names of its attributes, for the generated source."""
+    """Give the buffers and registers that an object holds the names of its attributes, for the generated source."""
     for name, value in vars(state).items():
-        IRBuilder.name(name, value)
+        IRBuilder.name(name, getattr(value, "source", value))
     return state
 
 

@@ -13,17 +13,19 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.words import INDEX_KINDS, load_words, read_element, value_at
-from ..interface import Io, name_attributes
-from .space import Extents, ceildiv
+from ..interface import Io, name_attributes, register
+from .space import Extents
 
 Phase = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which vector of the output a thread works for, and with which share of its row's entries."""
+    """Which vector of the output a thread works for, and with which share of its row's entries: registers."""
 
     first: Any  # vector of the output: the thread block's first one
     have: Any  # vectors of the thread block
@@ -31,6 +33,19 @@ class Place:
     group: Any
     row: Any
     column: Any  # of the vector's first element
+
+    @classmethod
+    def alloc(cls) -> Place:
+        return name_attributes(
+            cls(
+                first=register("int64"),
+                have=register("int32"),
+                slot=register("int32"),
+                group=register("int32"),
+                row=register("int64"),
+                column=register("int32"),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -78,14 +93,15 @@ class State:
 
 def kernel_body(e: Extents) -> Callable[[Io], None]:
     """The kernel, as the body of `interface.gpu_kernel`."""
-    gather_guessed, load_ends, gather_rest = gather_where_guessed(e), load_row_ends(e), gather_entries(e)
+    deal, load_ends = deal_out(e), load_row_ends(e)
+    gather_guessed, gather_rest = gather_where_guessed(e), gather_entries(e)
     leave_sums, store = leave_partial_sums(e), sum_groups_and_store(e)
 
     # fmt: off
     @T.inline
     def body(io):
-        # On the host. `each`: entries of a row if all have as many. Of other numbers of rows than the point is for, a
-        # thread block gets no more units than of that: at least `share`, and the first `more` blocks one unit more.
+        # On the host. `each`: entries of a row if all have as many. The grid grows with the rows, so that a thread
+        # block gets no more units (`share`, or one more) than it does at the number of rows that the point is for.
         each: T.let = T.Cast("int32", io.nnz // io.rows)
         grid: T.let = T.Cast("int32", (io.rows * e.blocks + (e.rows - 1)) // e.rows)
         share: T.let = T.Cast("int32", io.rows * e.row_units // T.Cast("int64", grid))
@@ -96,15 +112,8 @@ def kernel_body(e: Extents) -> Callable[[Io], None]:
         block = T.cta_id([grid])
         t = T.thread_id([e.threads])
         s = T.meta_var(State.alloc(e))
-        first: T.int64 = (
-            T.Cast("int64", block) * T.Cast("int64", share) + T.Cast("int64", T.min(block, more))) * e.unit
-        have: T.int32 = (share + T.Cast("int32", block < more)) * e.unit
-        slot: T.int32 = t % e.slots
-        group: T.int32 = t // e.slots
-        local: T.int32 = T.Cast("int32", first % e.row_vectors) + slot  # vectors from the begin of the first row
-        row: T.int64 = first // e.row_vectors + T.Cast("int64", local // e.row_vectors)
-        column: T.int32 = local % e.row_vectors * e.vec
-        at = T.meta_var(Place(first, have, slot, group, row, column))
+        at = T.meta_var(Place.alloc())
+        deal(at, block, share, more, t)
         for v in T.unroll(e.vec):
             s.acc[v] = T.float32(0)
 
@@ -112,7 +121,7 @@ def kernel_body(e: Extents) -> Callable[[Io], None]:
             wait_then_start_consumer()
         if e.overlap == 2:
             wait_for_producer()
-        if slot < have and (not e.spare_threads or group < e.groups):
+        if at.slot < at.have and (not e.spare_threads or at.group < e.groups):
             s.done[0] = 0
             if each == e.nonzeros:
                 gather_guessed(s, io, at)
@@ -181,6 +190,29 @@ def add_rows(e: Extents) -> Phase:
 
 
 # ---- phases ----------------------------------------------------------------------------------------
+
+
+def deal_out(e: Extents) -> Phase:
+    """The vectors of a thread block, and the one of this thread.
+
+    Each thread block has `share` units, and the first `more` of them one unit more.
+
+    Reads: nothing. Writes: all of `Place`. Barriers: none.
+    After: slots from `have` on, and groups from `groups` on, have no vector; their `row` may be none of the output's.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(at, block, share, more, t):
+        at.first = (T.Cast("int64", block) * T.Cast("int64", share) + T.Cast("int64", T.min(block, more))) * e.unit
+        at.have = (share + T.Cast("int32", block < more)) * e.unit
+        at.slot = t % e.slots
+        at.group = t // e.slots
+        local: T.int32 = T.Cast("int32", at.first % e.row_vectors) + at.slot  # vectors from where the first row begins
+        at.row = at.first // e.row_vectors + T.Cast("int64", local // e.row_vectors)
+        at.column = local % e.row_vectors * e.vec
+    # fmt: on
+    return phase
 
 
 def load_row_ends(e: Extents) -> Phase:

@@ -13,25 +13,38 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.overlap import LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.words import INDEX_KINDS, load_words, read_element, value_at
-from ..interface import Io, name_attributes
-from .space import WARP, Extents, ceildiv
+from ..interface import Io, name_attributes, register
+from .space import WARP, Extents
 
 Phase = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of the output a thread works for."""
+    """Which part of the output a thread works for: registers."""
 
     lane: Any  # of the warp
     part: Any  # which of the warps that share the tile
-    slot: Any  # which of the thread block's tiles
     tile: Any  # which tile of the row
     line: Any  # the row as the grid counts, beyond the last one for spare warps of the last thread block
     row: Any  # the row that is read: `line`, or the last one
+
+    @classmethod
+    def alloc(cls) -> Place:
+        return name_attributes(
+            cls(
+                lane=register("int32"),
+                part=register("int32"),
+                tile=register("int32"),
+                line=register("int32"),
+                row=register("int64"),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -97,11 +110,11 @@ class State:
 
 def kernel_body(e: Extents) -> Callable[[Io], None]:
     """The kernel, as the body of `interface.gpu_kernel`."""
-    guess_own_entries, read_guessed_ids, prefetch_rows = guess_entries(e), read_ids_ahead(e), prefetch_guessed_rows(e)
-    load_guessed_rows, keep_or_read_anew = load_rows_ahead(e), check_what_was_read_ahead(e)
-    load_row_ends, load_ids, load_ids_beside_ends = read_row_ends(e), load_own_ids(e), check_guessed_ids(e)
+    place, guess_own_entries = place_warps(e), guess_entries(e)
+    read_guessed_ids, prefetch_rows, load_guessed_rows = read_ids_ahead(e), prefetch_guessed_rows(e), load_rows_ahead(e)
+    load_row_ends, load_ids = read_row_ends(e), load_own_ids(e)
+    check_ids, check_rows = check_guessed_ids(e), check_what_was_read_ahead(e)
     gather, sum_groups, sum_warps, store = gather_entries(e), reduce_groups(e), reduce_warps(e), store_tile(e)
-    vec = e.vec
 
     # fmt: off
     @T.inline
@@ -113,13 +126,9 @@ def kernel_body(e: Extents) -> Callable[[Io], None]:
         block = T.cta_id([T.Cast("int32", (io.rows * e.row_tiles + (e.tiles - 1)) // e.tiles)])
         t = T.thread_id([e.threads])
         s = T.meta_var(State.alloc(e))
-        lane = t % WARP
-        part = t // WARP % e.warps
-        line: T.int32 = (block * e.tiles + t // e.tile_threads) // e.row_tiles
-        tile: T.int32 = (block * e.tiles + t // e.tile_threads) % e.row_tiles
-        row: T.int64 = T.min(T.Cast("int64", line), io.rows - 1)
-        at = T.meta_var(Place(lane, part, t // e.tile_threads, tile, line, row))
-        for v in T.unroll(vec):
+        at = T.meta_var(Place.alloc())
+        place(at, io, block, t)
+        for v in T.unroll(e.vec):
             s.acc[v] = T.float32(0)
 
         if e.reads_ahead:
@@ -130,20 +139,20 @@ def kernel_body(e: Extents) -> Callable[[Io], None]:
             wait_for_producer()
             load_guessed_rows(s, io, at)
             load_row_ends(s, io, at)
-            keep_or_read_anew(s, io, at)
+            check_rows(s, io, at)
         else:
             if e.overlap == 1:
                 wait_then_start_consumer()
             load_row_ends(s, io, at)
             if e.guess:
                 guess_own_entries(s, at, each)
-                load_ids_beside_ends(s, io, at)
+                check_ids(s, io, at)
             else:
                 load_ids(s, io, at)
 
         gather(s, io, at)
         sum_groups(s)
-        sum_warps(s, at)
+        sum_warps(s, at, t)
         store(s, io, at)
     # fmt: on
     return body
@@ -280,6 +289,25 @@ def gather_batch(e: Extents) -> Phase:
 
 
 # ---- phases ----------------------------------------------------------------------------------------
+
+
+def place_warps(e: Extents) -> Phase:
+    """The tile of this thread's warp. Tiles are counted along the rows of the output.
+
+    Reads: nothing. Writes: all of `Place`. Barriers: none.
+    After: `row` is one of the output's. Spare warps repeat the last one, so that they can take part in barriers.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(at, io, block, t):
+        at.lane = t % WARP
+        at.part = t // WARP % e.warps
+        at.line = (block * e.tiles + t // e.tile_threads) // e.row_tiles
+        at.tile = (block * e.tiles + t // e.tile_threads) % e.row_tiles
+        at.row = T.min(T.Cast("int64", at.line), io.rows - 1)
+    # fmt: on
+    return phase
 
 
 def guess_entries(e: Extents) -> Phase:
@@ -501,22 +529,22 @@ def reduce_warps(e: Extents) -> Phase:
     """
     wide = min(e.vec, 4)  # floats of one access to shared memory
 
-    def part_at(at: Place, warp: Any) -> Any:
-        return ((at.slot * (e.warps - 1) + warp) * e.lanes + at.lane) * e.vec
+    def part_of(warp: Any, at: Place, t: Any) -> Any:
+        return ((t // e.tile_threads * (e.warps - 1) + warp) * e.lanes + at.lane) * e.vec
 
     # fmt: off
     @T.inline
-    def phase(s, at):
+    def phase(s, at, t):
         if e.warps > 1:
             if at.part > 0 and at.lane < e.lanes:
                 for q in T.unroll(e.vec // wide):
                     for v in T.vectorized(wide):
-                        s.parts[part_at(at, at.part - 1) + q * wide + v] = s.acc[q * wide + v]
+                        s.parts[part_of(at.part - 1, at, t) + q * wide + v] = s.acc[q * wide + v]
             T.cuda.cta_sync()
             if at.part == 0 and at.lane < e.lanes:
                 for w in T.unroll(e.warps - 1):
                     for v in T.unroll(e.vec):
-                        s.acc[v] = s.acc[v] + s.parts[part_at(at, w) + v]
+                        s.acc[v] = s.acc[v] + s.parts[part_of(w, at, t) + v]
     # fmt: on
     return phase
 
