@@ -1,8 +1,15 @@
-"""Launches that overlap the end of the kernel before: programmatic dependent launch, from compute capability 9.0 on.
+"""Programmatic dependent launch: a kernel that starts while the one before it still runs (compute capability 9.0 on).
 
-The blocks of such a kernel may start as soon as the kernel before has no more blocks to start, and do then what needs
-nothing of it. Global memory has to be read by `ld.global` after `await_previous`, not as TVM reads a parameter: that
-would be through the read-only path, which is for what nobody writes while the kernel runs.
+Of two kernels that follow each other in a stream, the first is the producer and the second the consumer. Thread blocks
+of a consumer that is launched so (`overlapping`) may start once every thread block of the producer has called
+`start_consumer` or has ended. What the consumer then does before `wait_for_producer` must not depend on the producer,
+or must be checked afterwards. `wait_for_producer` returns when the producer has ended and its writes are visible.
+
+What the producer may write has to be read by `ld.global` (`T.ptx.ld.global_`, `words.load_words`), and not by indexing
+a parameter's buffer: TVM marks parameters that a kernel only reads as such, and the compiler then uses the read-only
+path (`ld.global.nc`), which is defined only for memory that nobody writes while the kernel runs. Here the producer
+writes it while the kernel runs. What was read before the wait and is read again after it needs a load that passes by
+the L1 cache, which is not kept up to date: `T.ptx.ld.relaxed.gpu.global_`.
 """
 
 from __future__ import annotations
@@ -10,8 +17,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-# Bytes that one prefetch brings.
-LINE = 128
+LINE = 128  # bytes of a cache line, which is what one prefetch brings
 COUNT = """
 __device__ __forceinline__ int multiprocessors() {
   unsigned int count;
@@ -22,17 +28,37 @@ __device__ __forceinline__ int multiprocessors() {
 
 
 def multiprocessors() -> tirx.PrimExpr:
-    """How many the GPU has, or a few more: good enough to guess which blocks of threads run side by side."""
+    """Multiprocessors of the GPU, or a few more: `%nsmid` also counts numbers that no multiprocessor has.
+
+    Good enough to guess which thread blocks run side by side.
+    """
     return T.cuda.func_call("multiprocessors", source_code=COUNT, return_type="int32")
 
 
 @T.inline
-def await_previous():
-    """Until the kernel before is done and what it wrote is visible; then let the one behind start its blocks."""
+def wait_for_producer():
+    """Wait until the producer kernel has ended and what it wrote is visible."""
     T.ptx.griddepcontrol.wait()
+
+
+@T.inline
+def start_consumer():
+    """Let thread blocks of the consumer kernel start, as soon as all thread blocks of this one have come here."""
     T.ptx.griddepcontrol.launch_dependents()
 
 
+@T.inline
+def wait_then_start_consumer():
+    """`wait_for_producer`, then `start_consumer`: no more than two kernels of the stream run at a time."""
+    wait_for_producer()
+    start_consumer()
+
+
+# The name of before, while kernels are being rewritten.
+await_previous = wait_then_start_consumer
+
+
 def overlapping(main: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The function, launched so."""
+    """The function, its kernel launched so that it may start before the producer kernel has ended."""
+    # The attribute's spelling is TVM's.
     return main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])

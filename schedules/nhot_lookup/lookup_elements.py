@@ -1,26 +1,26 @@
-"""N-hot lookup, a thread an output element (Argueta & Chiang 2019, Algorithm 2).
+"""N-hot lookup on a GPU, a thread an output element (Argueta & Chiang 2019, Algorithm 2).
 
-The paper's blocks are 32 x 32 neighbouring elements; here a block takes `threads` elements along the rows of the
-output, so that a warp reads neighbouring columns of one row of the table. It needs no structure of the shape at all,
-and is the fallback.
+The paper's thread blocks cover 32 x 32 neighbouring elements; here one covers `threads` elements along the rows of the
+output, so that a warp reads neighbouring columns of one row of the table. It asks nothing of the shape, and is what
+runs without tuning.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 THREADS = powers(32, 512)
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: NhotLookup, decisions: Decisions) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
     schedule = Schedule(tvm.IRModule({"main": problem.definition()}))
     out, total = schedule.get_sblock("out"), schedule.get_sblock("total_l1")
 
-    # neighbouring elements on neighbouring threads, and each one's sum in a register
+    # Neighbouring threads take neighbouring elements, and hold their sums in registers.
     block, thread = schedule.split(schedule.fuse(*schedule.get_loops(out)), [None, decisions["threads"]])
     schedule.bind(block, "blockIdx.x")
     schedule.bind(thread, "threadIdx.x")

@@ -1,0 +1,186 @@
+"""The space of `dealt_gather`, and the sizes of each of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
+
+from ..vectors import WIDEST, load_widths
+
+# Thread blocks a multiprocessor, at the problem's number of rows.
+BLOCKS_EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# Threads that share the entries of a vector: what divides round numbers of entries (10, 20, 50, 100) evenly.
+REDUCE_THREADS = (1, 2, 4, 5, 8, 10, 16, 20, 25, 32)
+# Loads of table rows that a thread has in flight: 20 of 16 bytes take 80 registers.
+MOST_LOADS = 20
+MAX_THREADS = 1024  # of a thread block: the hardware's limit
+SECTOR = 32  # bytes: the least that L2 cache and memory read or write
+MAX_SHARED = 48 * 1024  # bytes of shared memory that any kernel may have
+# Registers of a multiprocessor, and those that a thread needs beside loads, values and sums (addresses, counts).
+REGISTERS, BESIDES = 65536, 24
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The sizes of one point's kernel. A vector is what a load of a table row brings, up to 16 bytes."""
+
+    rows: int  # of the output that the point is for; the kernel runs with any number
+    width: int  # columns of the table
+    nonzeros: int  # entries of a row at which the kernel is fast; it runs with any number
+    dtype: str  # of table, values and output
+    index: str  # dtype of indptr and indices
+    weighted: bool  # whether entries have values
+    vec: int  # elements of a vector
+    blocks: int  # thread blocks, at `rows`
+    groups: int  # threads that share the entries of a vector
+    overlap: int  # 0, 1, 2, as in vocabulary.py; nothing is read before the wait for the producer kernel
+
+    @classmethod
+    def of(cls, problem: NhotLookup, decisions: Decisions) -> Extents:
+        return cls(
+            rows=problem.rows,
+            width=problem.width,
+            nonzeros=problem.nonzeros,
+            dtype=problem.dtype,
+            index=problem.index,
+            weighted=bool(problem.weighted),
+            vec=load_widths(problem)[0],
+            blocks=decisions["blocks"],
+            groups=decisions["reduce_threads"],
+            overlap=decisions["overlap"],
+        )
+
+    # How the output is dealt out.
+
+    @property
+    def itemsize(self) -> int:
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def row_vectors(self) -> int:
+        """Vectors of a row."""
+        return self.width // self.vec
+
+    @property
+    def unit(self) -> int:
+        """Vectors that go to one thread block together: those of a sector, if a row has whole sectors."""
+        sector = SECTOR // (self.vec * self.itemsize)
+        return sector if self.row_vectors % sector == 0 else 1
+
+    @property
+    def row_units(self) -> int:
+        return self.row_vectors // self.unit
+
+    @property
+    def slots(self) -> int:
+        """Vectors of a thread block at most."""
+        return self.unit * ceildiv(self.rows * self.row_units, self.blocks)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a thread block, whole warps: `groups` for each slot."""
+        return ceildiv(self.slots * self.groups, 32) * 32
+
+    @property
+    def spare_threads(self) -> bool:
+        return self.slots * self.groups != self.threads
+
+    # What a thread loads.
+
+    @property
+    def words(self) -> int:
+        """Registers of 32 bits that a vector fills."""
+        return ceildiv(self.vec * self.itemsize, 4)
+
+    @property
+    def loads(self) -> int:
+        """Entries whose table rows a thread has in flight at once."""
+        return min(ceildiv(self.nonzeros, self.groups), MOST_LOADS)
+
+    @property
+    def even_loads(self) -> bool:
+        """Whether all threads have `loads` of a row's `nonzeros` entries; else some have fewer."""
+        return self.loads * self.groups == self.nonzeros
+
+    @property
+    def ids_together(self) -> int:
+        """Ids of one load: as many as lie aligned wherever a thread's share of an even row begins."""
+        most = WIDEST // numpy_dtype(self.index).itemsize
+        return next(v for v in (4, 2, 1) if v <= most and self.nonzeros % v == 0 and self.loads % v == 0)
+
+    @property
+    def value_words(self) -> int:
+        """Registers of 32 bits that the values of one load of ids fill."""
+        return ceildiv(self.ids_together * self.itemsize, 4)
+
+    # How what the threads have is added: floats in shared memory, (groups, quads, pitch, wide).
+
+    @property
+    def wide(self) -> int:
+        """Floats of one access to shared memory."""
+        return min(self.vec, 4)
+
+    @property
+    def quads(self) -> int:
+        """Accesses to shared memory for the sums of a vector."""
+        return self.vec // self.wide
+
+    @property
+    def pitch(self) -> int:
+        """From one quad of the slots to the next: the slots, and room that shifts the next quad by half of the banks.
+
+        So neither the stores nor the loads of a warp meet a bank twice.
+        """
+        return self.slots if self.quads == 1 else (self.slots + 3) // 8 * 8 + 4
+
+    @property
+    def partial_sums(self) -> int:
+        """Floats in shared memory."""
+        return self.groups * self.quads * self.pitch * self.wide
+
+    @property
+    def summed_together(self) -> int:
+        """Neighbouring elements that a thread adds over the groups, and stores together."""
+        return min(self.vec, 2)
+
+
+def space(problem: NhotLookup, machine: Machine) -> Table:
+    units = problem.rows * Extents.of(problem, {"blocks": 1, "reduce_threads": 1, "overlap": 0}).row_units
+    table = {
+        "blocks": tuple(sorted({min(machine.cores * each, units) for each in BLOCKS_EACH})),
+        "reduce_threads": REDUCE_THREADS,
+        "overlap": (0, 1, 2) if machine.has_clusters else (0,),
+    }
+    # The point that asks least of a thread block.
+    if allowed(problem, machine, {"blocks": table["blocks"][-1], "reduce_threads": 1, "overlap": 0}) is not None:
+        raise NotApplicable(f"{units} sectors of output are too many for {table['blocks'][-1]} blocks")
+    return table
+
+
+def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    if e.threads > MAX_THREADS:
+        return f"{e.slots} vectors of {e.groups} threads each exceed {MAX_THREADS} threads a block"
+    held = e.loads * (e.words + e.weighted) + e.vec
+    if (held + BESIDES) * e.threads > REGISTERS:
+        return f"{held} loads, values and sums in each of {e.threads} threads exceed the registers"
+    if e.partial_sums * 4 > MAX_SHARED:
+        return f"partial sums of {e.partial_sums * 4} bytes exceed shared memory of {MAX_SHARED}"
+    if (e.groups - 1) * e.loads >= problem.nonzeros:
+        return f"{e.groups} groups of {e.loads} entries leave one without any of nonzeros={problem.nonzeros}"
+    return None
+
+
+def default(problem: NhotLookup, machine: Machine) -> Decisions:
+    """As few thread blocks, and then as many threads a vector, as there may be."""
+    table = space(problem, machine)
+    points = (
+        {"blocks": blocks, "reduce_threads": threads, "overlap": 0}
+        for blocks in table["blocks"]
+        for threads in REDUCE_THREADS[::-1]
+    )
+    return next(point for point in points if allowed(problem, machine, point) is None)

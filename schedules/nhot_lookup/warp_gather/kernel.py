@@ -1,0 +1,573 @@
+"""The kernel of `warp_gather`, in phases. What they do together, and why, is told in the package's docstring.
+
+A batch is what a warp has in flight at once: `loads` table rows in each of its `groups` groups of lanes. A window is
+what a warp holds ids of: up to 32 entries, one a lane, from which batches are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.overlap import LINE, start_consumer, wait_for_producer, wait_then_start_consumer
+from ...device.selection import FULL_WARP
+from ...device.words import INDEX_KINDS, load_words, read_element, value_at
+from ..interface import Io, name_attributes, register
+from .space import WARP, Extents
+
+Phase = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of the output a thread works for: registers."""
+
+    lane: Any  # of the warp
+    part: Any  # which of the warps that share the tile
+    tile: Any  # which tile of the row
+    line: Any  # the row as the grid counts, beyond the last one for spare warps of the last thread block
+    row: Any  # the row that is read: `line`, or the last one
+
+    @classmethod
+    def alloc(cls) -> Place:
+        return name_attributes(
+            cls(
+                lane=register("int32"),
+                part=register("int32"),
+                tile=register("int32"),
+                line=register("int32"),
+                row=register("int64"),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """What the phases share: registers of a thread, and in shared memory the sums that warps of a tile exchange."""
+
+    parts: tirx.Buffer  # (tiles, warps - 1, lanes, vec), shared
+    # Where the row's entries lie in `indices`: as `indptr` says, and as they are guessed to (start and stop).
+    start: tirx.Buffer
+    stop: tirx.Buffer
+    guessed: tirx.Buffer
+    # The warp's own entries are those from `first` to before `last`; `first` moves on as they are added.
+    first: tirx.Buffer
+    last: tirx.Buffer
+    # The window at `first`: column id and value of the lane's entry. And the window behind it.
+    column: tirx.Buffer
+    value: tirx.Buffer
+    next_column: tirx.Buffer
+    next_value: tirx.Buffer
+    count: tirx.Buffer  # entries of the window
+    guessed_column: tirx.Buffer  # the id that was read before the wait for the producer kernel
+    done: tirx.Buffer  # batches of the window that are added already
+    # A batch, an element each load: entry within the window, table row, value, and the elements as words.
+    entry: tirx.Buffer
+    table_row: tirx.Buffer
+    weight: tirx.Buffer
+    id: tirx.Buffer  # an id as it is stored
+    small: tirx.Buffer  # a load of 2 bytes
+    raw: tirx.Buffer
+    result: tirx.Buffer  # what is stored, in the output's dtype
+    term: tirx.Buffer
+    acc: tirx.Buffer  # the lane's sums
+
+    @classmethod
+    def alloc(cls, e: Extents) -> State:
+        return name_attributes(
+            cls(
+                parts=T.alloc_shared([max(e.partial_sums, 1)], "float32"),
+                start=T.alloc_local([1], e.index),
+                stop=T.alloc_local([1], e.index),
+                guessed=T.alloc_local([2], e.index),
+                first=T.alloc_local([1], e.index),
+                last=T.alloc_local([1], e.index),
+                column=T.alloc_local([1], "int32"),
+                value=T.alloc_local([1], "float32"),
+                next_column=T.alloc_local([1], "int32"),
+                next_value=T.alloc_local([1], "float32"),
+                count=T.alloc_local([1], "int32"),
+                guessed_column=T.alloc_local([1], "int32"),
+                done=T.alloc_local([1], "int32"),
+                entry=T.alloc_local([e.loads], "int32"),
+                table_row=T.alloc_local([e.loads], "int32"),
+                weight=T.alloc_local([e.loads], "float32"),
+                id=T.alloc_local([1], e.index),
+                small=T.alloc_local([1], "uint16"),
+                raw=T.alloc_local([e.loads * e.words], "uint32"),
+                result=T.alloc_local([e.vec], e.dtype),
+                term=T.alloc_local([1], "float32"),
+                acc=T.alloc_local([e.vec], "float32"),
+            )
+        )
+
+
+def kernel_body(e: Extents) -> Callable[[Io], None]:
+    """The kernel, as the body of `interface.gpu_kernel`."""
+    place, guess_own_entries = place_warps(e), guess_entries(e)
+    read_guessed_ids, prefetch_rows, load_guessed_rows = read_ids_ahead(e), prefetch_guessed_rows(e), load_rows_ahead(e)
+    load_row_ends, load_ids = read_row_ends(e), load_own_ids(e)
+    check_ids, check_rows = check_guessed_ids(e), check_what_was_read_ahead(e)
+    gather, sum_groups, sum_warps, store = gather_entries(e), reduce_groups(e), reduce_warps(e), store_tile(e)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        each: T.let = io.nnz // io.rows  # entries of a row if all have as many; counted on the host
+        T.device_entry()
+        if e.reads_ahead:
+            start_consumer()  # a consumer kernel waits for this one whenever it starts
+        block = T.cta_id([T.Cast("int32", (io.rows * e.row_tiles + (e.tiles - 1)) // e.tiles)])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.alloc(e))
+        at = T.meta_var(Place.alloc())
+        place(at, io, block, t)
+        for v in T.unroll(e.vec):
+            s.acc[v] = T.float32(0)
+
+        if e.reads_ahead:
+            guess_own_entries(s, at, each)
+            read_guessed_ids(s, io, at)
+            if e.prefetch:
+                prefetch_rows(s, io, at)
+            wait_for_producer()
+            load_guessed_rows(s, io, at)
+            load_row_ends(s, io, at)
+            check_rows(s, io, at)
+        else:
+            if e.overlap == 1:
+                wait_then_start_consumer()
+            load_row_ends(s, io, at)
+            if e.guess:
+                guess_own_entries(s, at, each)
+                check_ids(s, io, at)
+            else:
+                load_ids(s, io, at)
+
+        gather(s, io, at)
+        sum_groups(s)
+        sum_warps(s, at, t)
+        store(s, io, at)
+    # fmt: on
+    return body
+
+
+# ---- parts of phases -------------------------------------------------------------------------------
+
+
+def share_out(e: Extents) -> Phase:
+    """Cut the entries from `start` to before `stop` into a contiguous share a warp: `first` and `last` of this one."""
+    bits = e.warps.bit_length() - 1  # a shift instead of a division
+
+    # fmt: off
+    @T.inline
+    def phase(s, start, stop, part):
+        s.last[0] = (stop - start + T.Cast(e.index, e.warps - 1)) >> T.Cast(e.index, bits)
+        s.first[0] = start + T.Cast(e.index, part) * s.last[0]
+        s.last[0] = T.min(stop, s.first[0] + s.last[0])
+    # fmt: on
+    return phase
+
+
+def load_window(e: Extents) -> Phase:
+    """Ids and values of the 32 entries from `begin` on, one a lane, into `column` and `value`.
+
+    Lanes beyond the warp's last entry get id 0 and value 0.
+    """
+    # What was read ahead of the wait is read again by a load that passes by the multiprocessor's own cache: there it
+    # may still be as it was before the producer kernel wrote it.
+    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, INDEX_KINDS[e.index])
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, begin, lane, column, value):
+        column[0] = 0
+        value[0] = T.float32(0)
+        if begin + T.Cast(e.index, lane) < s.last[0]:
+            read(s.id[0], io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
+            column[0] = T.Cast("int32", s.id[0])
+            if e.weighted:
+                value[0] = read_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
+    # fmt: on
+    return phase
+
+
+def held_by(s: State, u: Any, whole: bool) -> Any:
+    """The lane that holds the entry of load `u`.
+
+    Where the window has fewer entries than the batch (not `whole`), its last one takes the place of those that are
+    missing: a branch would delay the loads. Sums leave it out.
+    """
+    return s.entry[u] if whole else T.min(s.entry[u], s.count[0] - 1)
+
+
+def choose_row(e: Extents) -> Phase:
+    """`entry` and `table_row` of load `u` of the window's batch `b`: the lane that holds the id hands it over."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, u, b, lane, column, whole):
+        s.entry[u] = b * e.batch + u * e.groups + lane // e.lanes
+        s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column[0], held_by(s, u, whole), 32, 32)
+    # fmt: on
+    return phase
+
+
+def choose_weight(e: Extents) -> Phase:
+    """`weight` of load `u`, if entries have values."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, u, whole):
+        if e.weighted:
+            s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.value[0], held_by(s, u, whole), 32, 32)
+    # fmt: on
+    return phase
+
+
+def row_address(e: Extents, s: State, u: Any, io: Io, at: Place) -> Any:
+    """Where the table has this lane's columns in the row of load `u`."""
+    column = (at.tile * e.lanes + at.lane % e.lanes) * e.vec
+    # Lanes beyond the last column read it again, and store nothing.
+    return io.table.ptr_to([T.Cast("int64", s.table_row[u]), T.min(column, e.width - e.vec) if e.ragged else column])
+
+
+def load_row(e: Extents) -> Phase:
+    """Begin load `u`: this lane's columns of `table_row[u]`, into `raw`."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, u, io, at):
+        load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
+    # fmt: on
+    return phase
+
+
+def add_batch(e: Extents) -> Phase:
+    """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
+
+    The latter with predicates or branches where ids are read ahead, for such a launch mostly adds no other batch; else
+    by adding zeros instead.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, whole):
+        for u in T.unroll(e.loads):
+            if whole or not e.reads_ahead or s.entry[u] < s.count[0]:
+                for v in T.unroll(e.vec):
+                    s.term[0] = value_at(e.dtype, s.raw, u * e.words, v)
+                    if e.weighted:
+                        s.term[0] = s.weight[u] * s.term[0]
+                    s.acc[v] = s.acc[v] + (
+                        s.term[0] if whole or e.reads_ahead
+                        else T.Select(s.entry[u] < s.count[0], s.term[0], T.float32(0)))
+    # fmt: on
+    return phase
+
+
+def gather_batch(e: Extents) -> Phase:
+    """Add batch `b` of the window: all loads first, then the sums."""
+    choose, weigh, load, add = choose_row(e), choose_weight(e), load_row(e), add_batch(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at, b, whole):
+        for u in T.unroll(e.loads):
+            choose(s, u, b, at.lane, s.column, whole)
+            weigh(s, u, whole)
+            load(s, u, io, at)
+        add(s, whole)
+    # fmt: on
+    return phase
+
+
+# ---- phases ----------------------------------------------------------------------------------------
+
+
+def place_warps(e: Extents) -> Phase:
+    """The tile of this thread's warp. Tiles are counted along the rows of the output.
+
+    Reads: nothing. Writes: all of `Place`. Barriers: none.
+    After: `row` is one of the output's. Spare warps repeat the last one, so that they can take part in barriers.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(at, io, block, t):
+        at.lane = t % WARP
+        at.part = t // WARP % e.warps
+        at.line = (block * e.tiles + t // e.tile_threads) // e.row_tiles
+        at.tile = (block * e.tiles + t // e.tile_threads) % e.row_tiles
+        at.row = T.min(T.Cast("int64", at.line), io.rows - 1)
+    # fmt: on
+    return phase
+
+
+def guess_entries(e: Extents) -> Phase:
+    """The entries that the warp has if all rows have as many (`each`).
+
+    Reads: nothing. Writes: `guessed`, `first`, `last`. Barriers: none.
+    After: `first` and `last` are within `indices`, whatever the rows are like.
+    """
+    share = share_out(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, each):
+        s.guessed[0] = T.Cast(e.index, at.row * each)
+        s.guessed[1] = s.guessed[0] + T.Cast(e.index, each)
+        share(s, s.guessed[0], s.guessed[1], at.part)
+    # fmt: on
+    return phase
+
+
+def read_ids_ahead(e: Extents) -> Phase:
+    """Read the ids of the guessed entries, before the wait: the producer kernel may be writing them.
+
+    Reads: `indices` from `first` on, `last`. Writes: `guessed_column`, `count`, `entry`, `table_row`.
+    Barriers: shuffles of the whole warp.
+    After: `table_row` has ids of the first batch, which may be wrong but are rows of the table.
+    """
+    choose = choose_row(e)
+    read = getattr(T.ptx.ld.global_, INDEX_KINDS[e.index])
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        s.guessed_column[0] = 0
+        if s.first[0] + T.Cast(e.index, at.lane) < s.last[0]:
+            read(s.id[0], io.indices.ptr_to([s.first[0] + T.Cast(e.index, at.lane)]))
+            s.guessed_column[0] = T.Cast(
+                "int32", T.max(T.min(s.id[0], T.Cast(e.index, io.vocab - 1)), T.Cast(e.index, 0)))
+        s.count[0] = T.Cast("int32", T.min(s.last[0] - s.first[0], T.Cast(e.index, WARP)))
+        for u in T.unroll(e.loads):
+            choose(s, u, 0, at.lane, s.guessed_column, e.batch == 1)
+    # fmt: on
+    return phase
+
+
+def prefetch_guessed_rows(e: Extents) -> Phase:
+    """Bring what the first batch will load into the L2 cache.
+
+    Reads: `table_row`. Writes: nothing. Barriers: none.
+    After: no value of the table has been read, so the producer kernel may still write it.
+    """
+    lanes_per_line = ceildiv(min(e.lanes * e.load_bytes, LINE), e.load_bytes)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        if at.lane % lanes_per_line == 0:
+            for u in T.unroll(e.loads):
+                T.ptx.prefetch.global_.L2(row_address(e, s, u, io, at))
+    # fmt: on
+    return phase
+
+
+def load_rows_ahead(e: Extents) -> Phase:
+    """Load the table rows of the guessed ids, right after the wait.
+
+    Reads: `table_row`, the table. Writes: `raw`. Barriers: one of the warp.
+    After: the loads are in flight, ahead of those of the phases to come.
+    """
+    load = load_row(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        for u in T.unroll(e.loads):
+            load(s, u, io, at)
+        # Without it the assembler moves the loads to come, which depend on less, before these.
+        T.cuda.warp_sync()
+    # fmt: on
+    return phase
+
+
+def read_row_ends(e: Extents) -> Phase:
+    """Where the row's entries begin and end.
+
+    Reads: `indptr`. Writes: `start`, `stop`. Barriers: none.
+    """
+    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, INDEX_KINDS[e.index])
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        read(s.start[0], io.indptr.ptr_to([at.row]))
+        read(s.stop[0], io.indptr.ptr_to([at.row + 1]))
+    # fmt: on
+    return phase
+
+
+def load_own_ids(e: Extents) -> Phase:
+    """The warp's entries, and the first window of them.
+
+    Reads: `start`, `stop`, `indices`, `values`. Writes: `first`, `last`, `column`, `value`. Barriers: none.
+    After: the window at `first` is in the lanes.
+    """
+    share, window = share_out(e), load_window(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        share(s, s.start[0], s.stop[0], at.part)
+        window(s, io, s.first[0], at.lane, s.column, s.value)
+    # fmt: on
+    return phase
+
+
+def check_guessed_ids(e: Extents) -> Phase:
+    """The first window, from where it is guessed to be; if the row's ends tell otherwise, from where it is.
+
+    Reads: `guessed`, `first`, `last`, `start`, `stop`, `indices`, `values`.
+    Writes: `column`, `value`; and `first` and `last` if they were wrong. Barriers: none.
+    After: as after `load_own_ids`.
+    """
+    window, load_ids = load_window(e), load_own_ids(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        window(s, io, s.first[0], at.lane, s.column, s.value)
+        # One branch for both ends: it waits for the row's ends, after the ids were asked for.
+        if (s.start[0] ^ s.guessed[0]) | (s.stop[0] ^ s.guessed[1]) != T.Cast(e.index, 0):
+            load_ids(s, io, at)
+    # fmt: on
+    return phase
+
+
+def check_what_was_read_ahead(e: Extents) -> Phase:
+    """Add the batch that was loaded ahead if ends and ids are what they were taken to be; else begin anew.
+
+    Reads: `guessed`, `guessed_column`, `raw`, `start`, `stop`, `indices`, `values`.
+    Writes: `column`, `value`, `done`, `acc`; and `first` and `last` if they were wrong.
+    Barriers: a vote of the warp, and shuffles.
+    After: the window at `first` is in the lanes, and the first `done` (0 or 1) of its batches in `acc`.
+    """
+    window, load_ids, weigh, add = load_window(e), load_own_ids(e), choose_weight(e), add_batch(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        window(s, io, s.first[0], at.lane, s.column, s.value)
+        # A vote, because all lanes take part in the shuffles that follow, also if only some of them were wrong. A warp
+        # that was to have no entry has loaded no row of its own.
+        if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count[0] <= 0) | (s.column[0] != s.guessed_column[0]) | (
+                (s.start[0] ^ s.guessed[0]) | (s.stop[0] ^ s.guessed[1]) != T.Cast(e.index, 0))) != 0:
+            load_ids(s, io, at)
+            s.done[0] = 0
+        else:
+            for u in T.unroll(e.loads):
+                weigh(s, u, e.batch == 1)
+            add(s, e.batch == 1)
+            s.done[0] = 1
+    # fmt: on
+    return phase
+
+
+def gather_entries(e: Extents) -> Phase:
+    """Add all entries of the warp that are not added yet, window by window.
+
+    Reads: `first`, `last`, `column`, `value`, `done` (if ids are read ahead), and through them `indices`, `values` and
+    the table. Writes: `acc`. Barriers: shuffles of the whole warp, which has one `first` and one `last`.
+    After: `acc` of a lane has the sums of its columns over the entries of its group.
+    """
+    gather, window = gather_batch(e), load_window(e)
+    ahead = e.reads_ahead
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        while s.first[0] + T.Cast(e.index, s.done[0] * e.batch if ahead else 0) < s.last[0]:
+            window(s, io, s.first[0] + T.Cast(e.index, WARP), at.lane, s.next_column, s.next_value)
+            s.count[0] = T.Cast("int32", T.min(s.last[0] - s.first[0], T.Cast(e.index, WARP)))
+            batches = s.count[0] // e.batch
+            for b in T.serial(s.done[0] if ahead else 0, batches, unroll=False if ahead else None):
+                gather(s, io, at, b, True)
+            if s.count[0] % e.batch != 0:
+                gather(s, io, at, batches, False)
+            if ahead:
+                s.done[0] = 0
+            s.first[0] = s.first[0] + T.Cast(e.index, WARP)
+            s.column[0] = s.next_column[0]
+            s.value[0] = s.next_value[0]
+    # fmt: on
+    return phase
+
+
+def reduce_groups(e: Extents) -> Phase:
+    """Add what the groups of a warp have, by halves.
+
+    Reads and writes: `acc`. Barriers: shuffles of the whole warp.
+    After: `acc` of every lane has the sums of its columns over the warp's entries.
+    """
+    halvings = e.groups.bit_length() - 1
+
+    # fmt: off
+    @T.inline
+    def phase(s):
+        for h in T.unroll(halvings):
+            for v in T.unroll(e.vec):
+                s.acc[v] = s.acc[v] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32)
+    # fmt: on
+    return phase
+
+
+def reduce_warps(e: Extents) -> Phase:
+    """Add what the warps of a tile have, in the order of the warps: the same sums in every run.
+
+    Reads: `acc`. Writes: `parts`, by all warps but the first of a tile; `acc` of the first one.
+    Barriers: one of the thread block, if warps share tiles.
+    After: `acc` of the first group of a tile's first warp has the tile's sums.
+    """
+    wide = min(e.vec, 4)  # floats of one access to shared memory
+
+    def part_of(warp: Any, at: Place, t: Any) -> Any:
+        return ((t // e.tile_threads * (e.warps - 1) + warp) * e.lanes + at.lane) * e.vec
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, t):
+        if e.warps > 1:
+            if at.part > 0 and at.lane < e.lanes:
+                for q in T.unroll(e.vec // wide):
+                    for v in T.vectorized(wide):
+                        s.parts[part_of(at.part - 1, at, t) + q * wide + v] = s.acc[q * wide + v]
+            T.cuda.cta_sync()
+            if at.part == 0 and at.lane < e.lanes:
+                for w in T.unroll(e.warps - 1):
+                    for v in T.unroll(e.vec):
+                        s.acc[v] = s.acc[v] + s.parts[part_of(w, at, t) + v]
+    # fmt: on
+    return phase
+
+
+def store_tile(e: Extents) -> Phase:
+    """Store the tile, by the first group of its first warp.
+
+    Reads: `acc`. Writes: the output, and `result`. Barriers: none.
+    """
+    # A check that always holds delays the store by some 50 cycles. Launches that begin by waiting keep it all the same:
+    # their kernels take fewer registers with it.
+    spare_warps = not e.reads_ahead or e.row_tiles % e.tiles != 0
+    spare_lanes = not e.reads_ahead or e.ragged
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
+        if at.part == 0 and at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
+            if not spare_lanes or column < e.width:
+                for v in T.unroll(e.vec):
+                    s.result[v] = T.Cast(e.dtype, s.acc[v])
+                for v in T.vectorized(e.vec):
+                    io.out[at.row, column + v] = s.result[v]
+    # fmt: on
+    return phase
