@@ -1,8 +1,9 @@
-"""Block-sparse matmul on a CPU: a thread a block row, vectors along the columns of a block.
+"""Block-sparse matmul on a CPU: a thread a block row, SIMD vectors along the columns of a block.
 
-Each step of the inner loop multiplies a vector of one block row's elements with the same columns of several rows of
-x, so that the block is read once for `tile_m` rows of x and each vector of x serves `tile_n` rows of the block; the
-sums stay in registers, one vector an output element, and are folded once at the end of the block row.
+The inner loop takes `simd` neighbouring columns of a stored block: `tile_n` of its rows, each multiplied with the same
+columns of `tile_m` rows of x. A vector of the block serves `tile_m` products, a vector of x serves `tile_n`. Each of
+these `tile_m` x `tile_n` elements of y has a vector of partial sums in a register, whose elements are added up once, at
+the end of the block row.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
 
-# Rows of x and rows of a block that one pass computes: their product is the number of vector accumulators, and
-# beyond the 32 registers of AVX-512 they spill.
+# Rows of x and rows of a block that are computed together.
 TILE_M = powers(1, 16)
 TILE_N = powers(1, 16)
+# Their product is the number of vectors of partial sums. AVX-512 has 32 vector registers: beyond them the sums spill.
 MAX_ACCUMULATORS = 32
-LANES = powers(1, 64)
+# Elements of a vector: up to four registers of AVX-512 in float32.
+SIMD = powers(1, 64)
+# Float32 elements of a vector register of AVX-512.
+REGISTER = 16
 
 
 def space(problem: Problem, machine: Machine) -> Table:
@@ -25,13 +29,12 @@ def space(problem: Problem, machine: Machine) -> Table:
     return {
         "tile_m": fitting,
         "tile_n": tuple(tile for tile in TILE_N if rows % tile == 0),
-        "simd": tuple(lanes for lanes in LANES if cols % lanes == 0),
+        "simd": tuple(simd for simd in SIMD if cols % simd == 0),
     }
 
 
 def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
-    # Lanes beyond 16 take several registers each.
-    registers = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["simd"] // 16)
+    registers = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["simd"] // REGISTER)
     return f"{registers} accumulators exceed {MAX_ACCUMULATORS}" if registers > MAX_ACCUMULATORS else None
 
 
@@ -40,7 +43,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     return {
         "tile_m": max(tile for tile in table["tile_m"] if tile <= 8),
         "tile_n": max(tile for tile in table["tile_n"] if tile <= 2),
-        "simd": max(lanes for lanes in table["simd"] if lanes <= 16),
+        "simd": max(simd for simd in table["simd"] if simd <= REGISTER),
     }
 
 
@@ -48,75 +51,62 @@ def build(problem: Problem, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 
-    from tvm_sparse.operators.bsr_matmul.epilogue import finish
+    from .interface import output, scheduled
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
-    n, k, dtype = problem.n, problem.k, problem.dtype
-    biased, activation = bool(problem.bias), problem.activation
-    tile_m, tile_n, lanes = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
+    k, biased = problem.k, bool(problem.bias)
+    tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
     outputs = tile_m * tile_n
-    halvings = lanes.bit_length() - 1
+    halvings = simd.bit_length() - 1
 
     # fmt: off
-    @T.prim_func(s_tir=True)
-    def main(
-        x_h: T.handle, data_h: T.handle, indices_h: T.handle, indptr_h: T.handle, order_h: T.handle, long: T.int32,
-        constant: T.int32, bias_h: T.handle, y_h: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        m = T.int32()
-        nnzb = T.int32()
-        # Arrays of other libraries are aligned to their elements, no more.
-        x = T.match_buffer(x_h, (m, k), dtype, align=2)
-        data = T.match_buffer(data_h, (nnzb, rows, cols), dtype, align=2)
-        indices = T.match_buffer(indices_h, (nnzb,), "int32", align=4)
-        indptr = T.match_buffer(indptr_h, (block_rows + 1,), "int32", align=4)
-        bias = T.match_buffer(bias_h, (n,), dtype, align=2)
-        y = T.match_buffer(y_h, (m, n), dtype, align=2)
+    @T.inline
+    def body(io):
         for r in T.parallel(block_rows):
             with T.sblock("block_row"):
                 row = T.axis.spatial(block_rows, r)
                 if biased:
-                    T.reads(x[0:m, 0:k], data[0:nnzb, 0:rows, 0:cols], indices[0:nnzb], indptr[row : row + 2],
-                            bias[row * rows : row * rows + rows])
+                    T.reads(
+                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:rows, 0:cols], io.indices[0:io.nnzb],
+                        io.indptr[row : row + 2], io.bias[row * rows : row * rows + rows])
                 else:
-                    T.reads(x[0:m, 0:k], data[0:nnzb, 0:rows, 0:cols], indices[0:nnzb], indptr[row : row + 2])
-                T.writes(y[0:m, row * rows : row * rows + rows])
-                part = T.sblock_alloc_buffer((outputs, lanes), "float32")
-                for i, j in T.grid((m + (tile_m - 1)) // tile_m, rows // tile_n):
+                    T.reads(
+                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:rows, 0:cols], io.indices[0:io.nnzb],
+                        io.indptr[row : row + 2])
+                T.writes(io.y[0:io.m, row * rows : row * rows + rows])
+                part = T.sblock_alloc_buffer((outputs, simd), "float32")
+                for i, j in T.grid((io.m + (tile_m - 1)) // tile_m, rows // tile_n):
                     for o in T.unroll(outputs):
-                        for lane in T.vectorized(lanes):
+                        for lane in T.vectorized(simd):
                             part[o, lane] = T.float32(0)
-                    for b in range(indptr[row + 1] - indptr[row]):
-                        for c in range(cols // lanes):
+                    for b in range(io.indptr[row + 1] - io.indptr[row]):
+                        for c in range(cols // simd):
                             for o in T.unroll(outputs):
-                                for lane in T.vectorized(lanes):
+                                for lane in T.vectorized(simd):
                                     # Rows beyond m repeat the last one and are not stored.
                                     part[o, lane] = part[o, lane] + T.Cast(
-                                        "float32", data[indptr[row] + b, j * tile_n + o // tile_m, c * lanes + lane]
+                                        "float32",
+                                        io.data[io.indptr[row] + b, j * tile_n + o // tile_m, c * simd + lane],
                                     ) * T.Cast(
                                         "float32",
-                                        x[
-                                            T.min(i * tile_m + o % tile_m, m - 1),
-                                            indices[indptr[row] + b] * cols + c * lanes + lane,
+                                        io.x[
+                                            T.min(i * tile_m + o % tile_m, io.m - 1),
+                                            io.indices[io.indptr[row] + b] * cols + c * simd + lane,
                                         ],
                                     )
+                    # The sum of a vector's elements: its upper half is added to the lower one until one is left.
                     for h in T.unroll(halvings):
                         for o in T.unroll(outputs):
-                            for lane in T.vectorized(T.max(lanes // 2, 1)):
-                                # Lanes past the half add up again what is no longer looked at.
-                                part[o, lane] = part[o, lane] + part[o, lane + (lanes >> (h + 1))]
+                            for lane in T.vectorized(T.max(simd // 2, 1)):
+                                # Elements past the half add up again what is no longer looked at.
+                                part[o, lane] = part[o, lane] + part[o, lane + (simd >> (h + 1))]
                     for o in T.unroll(outputs):
-                        if i * tile_m + o % tile_m < m:
-                            if biased:
-                                y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = finish(
-                                    part[o, 0], bias[row * rows + j * tile_n + o // tile_m], activation, dtype)
-                            else:
-                                y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = finish(
-                                    part[o, 0], None, activation, dtype)
+                        if i * tile_m + o % tile_m < io.m:
+                            io.y[i * tile_m + o % tile_m, row * rows + j * tile_n + o // tile_m] = output(
+                                io, row * rows + j * tile_n + o // tile_m, part[o, 0], plain=True)
     # fmt: on
-    return Program(tvm.IRModule({"main": problem.trimmed(main)}))
+    return Program(tvm.IRModule({"main": scheduled(problem, body, packed=True)}))
 
 
 block_rows = Template(

@@ -1,9 +1,8 @@
 """Block-sparse matmul, a thread an output element or a tile of them (Gu 2020, sections 4.1 and 4.2).
 
-The paper's per-element form launched blocks of one thread; here a block takes `threads` neighbouring elements. The
-per-tile form gives each thread `tile_m` x `tile_n` neighbours, one after another. Neither shares anything between
-threads but the caches: they need no structure of the shape at all, and the per-element form runs where no other
-fallback fits.
+The paper's per-element form launched thread blocks of one thread; here a thread block takes `threads` neighbouring
+elements. The per-tile form gives each thread `tile_m` x `tile_n` neighbouring elements, one after another. Threads
+share nothing but the caches. The per-element form asks nothing of the shape, and is the fallback where no other fits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, powers
 
+# Threads of a thread block: whole warps.
 THREADS = powers(32, 512)
+# Rows of x, and rows of the weight, of a thread's tile.
 TILES = powers(1, 8)
 
 
@@ -65,11 +66,11 @@ def tile_build(problem: Problem, decisions: Decisions) -> Program:
 
     from .cross_thread import definition
 
-    func = definition(problem, decisions["tile_m"], decisions["tile_n"], lanes=1, vec=1)
+    func = definition(problem, decisions["tile_m"], decisions["tile_n"], threads=1, vec=1)
     schedule = Schedule(tvm.IRModule({"main": func}))
     part, total, y = (schedule.get_sblock(name) for name in ("part", "total", "y"))
 
-    # neighbouring tiles on neighbouring threads; the only lane is the thread itself
+    # neighbouring tiles on neighbouring threads; each sums alone
     i, j, _ = schedule.get_loops(part)
     block, thread = schedule.split(j, [None, decisions["threads"]])
     schedule.bind(i, "blockIdx.y")
