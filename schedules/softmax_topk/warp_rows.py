@@ -106,11 +106,10 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
     from ..device.arithmetic import LN_2, LOG2_E, is_nan
-    from ..device.overlap import await_previous, overlapping
+    from ..device.overlap import await_previous
     from ..device.selection import (
         CROWD,
         FULL_WARP,
@@ -126,11 +125,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         scan_lanes,
     )
     from ..device.words import fixed, load_words, per_word, read_element, value_in
-    from .elements import element_of, write_given
+    from .elements import write_given, written_element
+    from .interface import gpu_program
 
     vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
     with_bias, early, rows = bool(problem.bias), bool(decisions["overlap"]), decisions["rows"]
-    element = element_of(problem, overlapped=True)
     layout = Layout(problem)
     width, aligned, vectors, held = layout.width, layout.aligned, layout.vectors, layout.held
     room, rounded, bins, groups = layout.room, layout.rounded, layout.bins, layout.groups
@@ -179,18 +178,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
 
     # fmt: off
     @T.inline
-    def load_row(X, B, row, lane, lead, left, raw, small, x):
+    def load_row(io, row, lane, lead, left, raw, small, x):
         """A lane's elements, -inf for what is not of the row."""
         for u in T.unroll(vectors):
             if not ragged(u):
-                load_words(16, raw, u * 4, small, X.ptr_to([row, column_of(lane, lead, u * width)]))
+                load_words(16, raw, u * 4, small, io.logits.ptr_to([row, column_of(lane, lead, u * width)]))
             else:
                 for w in T.unroll(4):
                     raw[u * 4 + w] = T.uint32(0)
                 if column_of(lane, lead, u * width) < vocab and (
                     aligned or column_of(lane, lead, u * width) + width <= left
                 ):
-                    load_words(16, raw, u * 4, small, X.ptr_to([row, column_of(lane, lead, u * width)]))
+                    load_words(16, raw, u * 4, small, io.logits.ptr_to([row, column_of(lane, lead, u * width)]))
         for e in T.unroll(held):
             x[e] = value_in(dtype, raw[e // parts], e % parts)
         # A vector that reaches beyond the array's end, element by element.
@@ -198,11 +197,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             for e in T.unroll(held):
                 if ragged(e // width):
                     if column_of(lane, lead, e) < vocab and column_of(lane, lead, e // width * width) + width > left:
-                        x[e] = read_element(dtype, X.ptr_to([row, column_of(lane, lead, e)]))
+                        x[e] = read_element(dtype, io.logits.ptr_to([row, column_of(lane, lead, e)]))
         if with_bias:
             for e in T.unroll(held):
                 x[e] = x[e] + read_element(
-                    "float32", B.ptr_to([T.max(T.min(column_of(lane, lead, e), vocab - 1), 0)]))
+                    "float32", io.bias.ptr_to([T.max(T.min(column_of(lane, lead, e), vocab - 1), 0)]))
         for e in T.unroll(held):
             if ragged(e // width):
                 if column_of(lane, lead, e) >= vocab:
@@ -221,27 +220,27 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 x[e] < gate[0], T.uint32(0), T.uint32(1) << T.Cast("uint32", e % 32))
 
     @T.inline
-    def read_marked(X, B, row, lane, lead, w, bits, column, plain, ordered):
+    def read_marked(io, row, lane, lead, w, bits, column, plain, ordered):
         """Take one bit off the w-th word: its column, and the order of its element, read again."""
         column[0] = 31 - T.clz(T.reinterpret("int32", bits[w]))
         bits[w] = bits[w] ^ (T.uint32(1) << T.Cast("uint32", column[0]))
         # From the lane's first element to this one: w * 32 elements of the lane on, then this many.
         column[0] = w * 1024 + column[0] * 32 - column[0] % width * 31
-        plain[0] = read_element(dtype, X.ptr_to([row, lane * width - lead + column[0]]))
+        plain[0] = read_element(dtype, io.logits.ptr_to([row, lane * width - lead + column[0]]))
         column[0] = column[0] + lane * width - lead
         if with_bias:
-            plain[0] = plain[0] + read_element("float32", B.ptr_to([column[0]]))
+            plain[0] = plain[0] + read_element("float32", io.bias.ptr_to([column[0]]))
         order(plain[0], plain, ordered)
 
     @T.inline
-    def push_marked(X, B, row, lane, lead, keys, key_base, bits, column, plain, ordered, lanes, size):
+    def push_marked(io, row, lane, lead, keys, key_base, bits, column, plain, ordered, lanes, size):
         """The keys of all elements that have their bit, in no order."""
         size[0] = 0
         for w in T.unroll(words):
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[w] != T.uint32(0))
             while lanes[0] != T.uint32(0):
                 if bits[w] != T.uint32(0):
-                    read_marked(X, B, row, lane, lead, w, bits, column, plain, ordered)
+                    read_marked(io, row, lane, lead, w, bits, column, plain, ordered)
                     keys[key_base + size[0] + below(lane, lanes[0])] = join_key(ordered[0], column[0])
                 size[0] = size[0] + T.Cast("int32", T.popcount(lanes[0]))
                 lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), bits[w] != T.uint32(0))
@@ -304,7 +303,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     equals[0] = k - count[0]
 
     @T.inline
-    def push_selected(X, B, row, lane, keys, key_base, lower, equals, plain, ordered, lanes, slot, size, above):
+    def push_selected(io, row, lane, keys, key_base, lower, equals, plain, ordered, lanes, slot, size, above):
         """The keys of all elements above `lower`, and behind them of the first `equals` that equal it."""
         above[0] = 0
         size[0] = k - equals[0]
@@ -312,7 +311,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         while i * 32 < vocab and (equals[0] == 0 or size[0] < k or above[0] < k - equals[0]):
             ordered[0] = T.uint32(0)
             if i * 32 + lane < vocab:
-                order(element(X, B, row, i * 32 + lane), plain, ordered)
+                order(written_element(io, row, i * 32 + lane), plain, ordered)
             lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), ordered[0] > lower[0])
             if ordered[0] > lower[0]:
                 keys[key_base + above[0] + below(lane, lanes[0])] = join_key(ordered[0], i * 32 + lane)
@@ -431,21 +430,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         size[0] = counts[warp * count_stride + 4 + T.min(cut[0] + 1, bins - 1)]
         T.cuda.warp_sync()
 
-    @T.prim_func
-    def main(
-        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
-        values_h: T.handle, indices_h: T.handle, given_h: T.handle
-    ):
-        batch = T.int32()
-        X = T.match_buffer(logits_h, (batch, vocab), dtype)
-        B = T.match_buffer(bias_h, (vocab,), "float32")
-        ids = T.match_buffer(ids_h, (batch, n), "int64")
-        V = T.match_buffer(values_h, (batch, k), "float32")
-        Z = T.match_buffer(indices_h, (batch, k), "int64")
-        G = T.match_buffer(given_h, (batch, n), "float32")
+    @T.inline
+    def body(io):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": resident})
-        block = T.cta_id([(batch + (rows - 1)) // rows])
+        block = T.cta_id([(io.batch + (rows - 1)) // rows])
         t = T.thread_id([threads])
         pool = T.alloc_buffer([rows * layout.bytes // 8], "uint64", scope="shared.dyn")
         keys = T.decl_buffer([rows * key_stride], "uint64", data=pool.data, scope="shared.dyn")
@@ -498,18 +487,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         # Elements of the row before in its first vector.
         lead: T.int32 = 0 if aligned else T.Cast("int32", (row * vocab) % width)
         # Elements from this row on to the array's end, or enough of them.
-        left: T.int32 = T.Cast("int32", T.min(T.Cast("int64", batch) - row, T.int64(width + 1))) * vocab
+        left: T.int32 = T.Cast("int32", T.min(T.Cast("int64", io.batch) - row, T.int64(width + 1))) * vocab
         key_base: T.int32 = warp * key_stride
-        factor[0] = scale * T.float32(LOG2_E)
+        factor[0] = io.scale * T.float32(LOG2_E)
         if not counted:
             clear_bins(lane, warp, counts)
             first[0] = fixed("u32", T.cuda.cvta_generic_to_shared(counts.ptr_to([warp * count_stride + 4])) - T.uint32(
                 4 * MAGIC_BITS & FULL_WARP))
         if early:
             await_previous()
-        if row >= T.Cast("int64", batch):
+        if row >= T.Cast("int64", io.batch):
             T.thread_return()
-        load_row(X, B, row, lane, lead, left, raw, small, x)
+        load_row(io, row, lane, lead, left, raw, small, x)
         for e in T.unroll(held):
             if e < tops:
                 maxima[e] = x[e]
@@ -545,11 +534,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         d[0] = T.cuda.warp_sum(folded(added, powers_of, sums))
         T.ptx.rcp.approx.ftz.f32(inverse[0], d[0])
         logarithm[0] = T.float32(0)
-        if log != 0:
+        if io.log != 0:
             logarithm[0] = T.log(d[0])
 
-        at[0] = fixed("u64", V.ptr_to([row, 0]))
-        at[1] = fixed("u64", Z.ptr_to([row, 0]))
+        at[0] = fixed("u64", io.values.ptr_to([row, 0]))
+        at[1] = fixed("u64", io.indices.ptr_to([row, 0]))
         settled[0] = 1
         if counted:
             gate[0] = T.max(bits_value(T.min(lower[0], T.uint32(PLUS_INFINITY))), lowest)
@@ -561,7 +550,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             if size[0] < k or size[0] > room:
                 settled[0] = 0
             else:
-                push_marked(X, B, row, lane, lead, keys, key_base, bits, column, plain, ordered, lanes, size)
+                push_marked(io, row, lane, lead, keys, key_base, bits, column, plain, ordered, lanes, size)
         else:
             gate[0] = bits_value(lower[0])
             fine[0] = T.float32(1 - 2 / bins) / (high[0] - gate[0])
@@ -586,7 +575,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     mark(x, gate, bits)
                     for w in T.unroll(words):
                         while bits[w] != T.uint32(0):
-                            read_marked(X, B, row, lane, lead, w, bits, column, plain, ordered)
+                            read_marked(io, row, lane, lead, w, bits, column, plain, ordered)
                             find_bin(plain[0], high, fine, plain, bin)
                             slot[0] = of_bin("place_in_bin", first[0], bin[0])
                             if bin[0] <= cut[0] + MAGIC_BITS:
@@ -622,7 +611,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 order(summit[0], plain, ordered)
                 upper[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), ordered[0])
             bisect(x, d, lower, upper, plain, ordered, ordered_row, rank, equals)
-            push_selected(X, B, row, lane, keys, key_base, lower, equals, plain, ordered, lanes, slot, size, cut)
+            push_selected(io, row, lane, keys, key_base, lower, equals, plain, ordered, lanes, slot, size, cut)
             if not counted:
                 for i in T.serial((rounded - size[0] - lane + 31) // 32):
                     keys[key_base + size[0] + i * 32 + lane] = T.uint64(0)
@@ -633,7 +622,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 for i in T.serial((k - lane + 31) // 32):
                     write_key(
                         at, i * 32 + lane, keys[key_base + i * 32 + lane], factor, reference, inverse,
-                        logarithm, log, power, plain)
+                        logarithm, io.log, power, plain)
         if counted:
             pad_keys(lane, keys, key_base, size)
             T.cuda.warp_sync()
@@ -644,7 +633,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     count_larger(keys, warp, j, key, pair, rank)
                 if i * 32 + lane < size[0] and rank[0] < k:
                     write_key(
-                        at, rank[0], key[0], factor, reference, inverse, logarithm, log, power, plain)
+                        at, rank[0], key[0], factor, reference, inverse, logarithm, io.log, power, plain)
         else:
             if settled[0] != 0:
                 pad_keys(lane, keys, key_base, size)
@@ -663,18 +652,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             break
                     if rank[0] < k:
                         write_key(
-                            at, rank[0], key[0], factor, reference, inverse, logarithm, log, power, plain)
+                            at, rank[0], key[0], factor, reference, inverse, logarithm, io.log, power, plain)
         if n > 0:
             for i in T.serial((n - lane + 31) // 32):
-                T.ptx.ld.global_.s64(wanted[0], ids.ptr_to([row, i * 32 + lane]))
+                T.ptx.ld.global_.s64(wanted[0], io.ids.ptr_to([row, i * 32 + lane]))
                 column[0] = T.Cast("int32", T.max(T.min(wanted[0], T.int64(vocab - 1)), T.int64(0)))
                 write_given(
-                    G, row, i * 32 + lane, wanted[0], vocab,
-                    (element(X, B, row, column[0]) * factor[0] - reference[0]) * T.float32(LN_2),
-                    inverse[0], logarithm[0], log)
+                    io.given, row, i * 32 + lane, wanted[0], vocab,
+                    (written_element(io, row, column[0]) * factor[0] - reference[0]) * T.float32(LN_2),
+                    inverse[0], logarithm[0], io.log)
     # fmt: on
-    main = problem.trimmed(main).with_attr("global_symbol", "main")
-    return Program(tvm.IRModule({"main": overlapping(main) if early else main}), pipeline="tirx")
+    return gpu_program(problem, body, overlapped=early)
 
 
 warp_rows = Template(
