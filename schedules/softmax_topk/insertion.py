@@ -43,15 +43,14 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 def build(problem: Problem, decisions: Decisions, form: str) -> Program:
     """`form`: "unfused", "safe" or "online"."""
-    import tvm
     from tvm.script import tirx as T
 
     from ..device.arithmetic import LOG2_E, is_nan
     from ..device.selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, make_key
-    from .elements import element_of, write_given, write_value
+    from .elements import element, write_given, write_value
+    from .interface import gpu_program
 
-    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    element = element_of(problem)
+    vocab, k, n = problem.vocab, problem.k, problem.ids
     threads, loads = decisions["threads"], decisions["loads"]
     warps, tile = threads // 32, threads * loads
     tiles = ceildiv(vocab, tile)
@@ -59,24 +58,24 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
     # Keys of a list: one more than k shows whether the k-th is above all that are left out.
     kept = min(k + 1, vocab) if form == "unfused" else k
 
-    def probability(P, B, row, column):
-        return P[row, column]
+    def probability(io, row, column):
+        return io.workspace[row, column]
 
     # fmt: off
     @T.inline
-    def load_tile(i, source, X, B, row, t, x):
+    def load_tile(i, source, io, row, t, x):
         """Beyond the row there is minus infinity, whose keys are below all of the row's."""
         for u in T.unroll(loads):
             x[u] = T.if_then_else(
                 i * tile + u * threads + t < vocab,
-                source(X, B, row, i * tile + u * threads + t), -T.infinity("float32"))
+                source(io, row, i * tile + u * threads + t), -T.infinity("float32"))
 
     @T.inline
-    def row_max(X, B, row, t, x, m, group):
+    def row_max(io, row, t, x, m, group):
         """`m`: the row's maximum, NaN left out, in all threads."""
         m[0] = lowest
         for i in T.serial(tiles):
-            load_tile(i, element, X, B, row, t, x)
+            load_tile(i, element, io, row, t, x)
             for u in T.unroll(loads):
                 if x[u] > m[0]:
                     m[0] = x[u]
@@ -95,13 +94,13 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
             keys[0] = key[0]
 
     @T.inline
-    def scan(source, X, B, row, t, x, m, d, factor, keys, key, gate, normalise):
+    def scan(source, io, row, t, x, m, d, factor, keys, key, gate, normalise):
         """A pass over the row: the keys of the thread's best elements and, if asked for, the sum of exponentials."""
         for i in T.unroll(kept):
             keys[i] = T.Cast("uint64", T.uint32(MINUS_INFINITY)) << T.uint64(32)
         gate[0] = -T.infinity("float32")
         for i in T.serial(tiles):
-            load_tile(i, source, X, B, row, t, x)
+            load_tile(i, source, io, row, t, x)
             for u in T.unroll(loads):
                 if normalise:
                     if form == "online":
@@ -168,7 +167,7 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
                 sure[0], 0)
 
     @T.inline
-    def write_softmax(X, B, P, row, t, scale, log):
+    def write_softmax(io, row, t):
         """Algorithm 2: three passes."""
         group = T.alloc_shared([32], "float32")
         group_sum = T.alloc_shared([32], "float32")
@@ -178,25 +177,26 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
         inverse = T.alloc_local([1], "float32")
         logarithm = T.alloc_local([1], "float32")
         factor = T.alloc_local([1], "float32")
-        factor[0] = scale * T.float32(LOG2_E)
-        row_max(X, B, row, t, x, m, group)
+        factor[0] = io.scale * T.float32(LOG2_E)
+        row_max(io, row, t, x, m, group)
         d[0] = T.float32(0)
         for i in T.serial(tiles):
-            load_tile(i, element, X, B, row, t, x)
+            load_tile(i, element, io, row, t, x)
             for u in T.unroll(loads):
                 d[0] = d[0] + T.exp2((x[u] - m[0]) * factor[0])
         d[0] = T.cuda.cta_sum(d[0], warps, group_sum.data)
         inverse[0] = T.float32(1) / d[0]
         logarithm[0] = T.log(d[0])
         for i in T.serial(tiles):
-            load_tile(i, element, X, B, row, t, x)
+            load_tile(i, element, io, row, t, x)
             for u in T.unroll(loads):
                 if i * tile + u * threads + t < vocab:
                     write_value(
-                        P, row, i * tile + u * threads + t, (x[u] - m[0]) * scale, inverse[0], logarithm[0], log)
+                        io.workspace, row, i * tile + u * threads + t, (x[u] - m[0]) * io.scale, inverse[0],
+                        logarithm[0], io.log)
 
     @T.inline
-    def select(X, B, P, ids, V, Z, G, row, t, scale, log):
+    def select(io, row, t):
         """All of a fused form, or what the unfused one does with the probabilities."""
         group = T.alloc_shared([32], "float32")
         group_sum = T.alloc_shared([32], "float32")
@@ -212,21 +212,21 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
         key = T.alloc_local([1], "uint64")
         best = T.alloc_local([1], "uint64")
         sure = T.alloc_local([1], "int32")
-        factor[0] = scale * T.float32(LOG2_E)
+        factor[0] = io.scale * T.float32(LOG2_E)
         d[0] = T.float32(0)
         m[0] = lowest
         if form == "unfused":
-            scan(probability, P, B, row, t, x, m, d, factor, keys, key, gate, False)
+            scan(probability, io, row, t, x, m, d, factor, keys, key, gate, False)
             join_lists(t, keys, key, best, lists, joined)
             in_order(joined, sure)
             if sure[0] == 0:
                 T.cuda.cta_sync()
-                scan(element, X, B, row, t, x, m, d, factor, keys, key, gate, False)
+                scan(element, io, row, t, x, m, d, factor, keys, key, gate, False)
                 join_lists(t, keys, key, best, lists, joined)
         else:
             if form == "safe":
-                row_max(X, B, row, t, x, m, group)
-            scan(element, X, B, row, t, x, m, d, factor, keys, key, gate, True)
+                row_max(io, row, t, x, m, group)
+            scan(element, io, row, t, x, m, d, factor, keys, key, gate, True)
             top[0] = m[0]
             if form == "online":
                 top[0] = T.cuda.cta_max(m[0], warps, group.data)
@@ -234,71 +234,45 @@ def build(problem: Problem, decisions: Decisions, form: str) -> Program:
             d[0] = T.cuda.cta_sum(d[0], warps, group_sum.data)
             join_lists(t, keys, key, best, lists, joined)
         if t < k:
-            Z[row, t] = T.Cast("int64", key_index(joined[t]))
+            io.indices[row, t] = T.Cast("int64", key_index(joined[t]))
             if form == "unfused":
-                V[row, t] = P[row, T.Cast("int32", key_index(joined[t]))]
+                io.values[row, t] = io.workspace[row, T.Cast("int32", key_index(joined[t]))]
             else:
                 write_value(
-                    V, row, t, (key_value(joined[t]) - top[0]) * scale, T.float32(1) / d[0], T.log(d[0]), log)
+                    io.values, row, t, (key_value(joined[t]) - top[0]) * io.scale, T.float32(1) / d[0], T.log(d[0]),
+                    io.log)
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 if form == "unfused":
-                    G[row, i * threads + t] = T.if_then_else(
-                        ids[row, i * threads + t] >= T.int64(0) and ids[row, i * threads + t] < T.int64(vocab),
-                        P[row, ids[row, i * threads + t]], T.float32("nan"))
+                    io.given[row, i * threads + t] = T.if_then_else(
+                        io.ids[row, i * threads + t] >= T.int64(0) and io.ids[row, i * threads + t] < T.int64(vocab),
+                        io.workspace[row, io.ids[row, i * threads + t]], T.float32("nan"))
                 else:
                     write_given(
-                        G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                        (element(X, B, row, ids[row, i * threads + t]) - top[0]) * scale,
-                        T.float32(1) / d[0], T.log(d[0]), log)
+                        io.given, row, i * threads + t, io.ids[row, i * threads + t], vocab,
+                        (element(io, row, io.ids[row, i * threads + t]) - top[0]) * io.scale,
+                        T.float32(1) / d[0], T.log(d[0]), io.log)
 
-    if form == "unfused":
-
-        @T.prim_func
-        def main(
-            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
-            values_h: T.handle, indices_h: T.handle, given_h: T.handle, probabilities_h: T.handle
-        ):
-            batch = T.int32()
-            X = T.match_buffer(logits_h, (batch, vocab), dtype)
-            B = T.match_buffer(bias_h, (vocab,), "float32")
-            ids = T.match_buffer(ids_h, (batch, n), "int64")
-            V = T.match_buffer(values_h, (batch, k), "float32")
-            Z = T.match_buffer(indices_h, (batch, k), "int64")
-            G = T.match_buffer(given_h, (batch, n), "float32")
-            P = T.match_buffer(probabilities_h, (batch, vocab), "float32")
-            # Offsets into rows pass 2^31.
-            with T.launch_thread("blockIdx.x", batch) as block:
+    @T.inline
+    def body(io):
+        # Offsets into rows pass 2^31.
+        if form == "unfused":
+            with T.launch_thread("blockIdx.x", io.batch) as block:
                 thread = T.launch_thread("threadIdx.x", threads)
-                write_softmax(X, B, P, T.Cast("int64", block), thread, scale, log)
-            with T.launch_thread("blockIdx.x", batch) as block:
+                write_softmax(io, T.Cast("int64", block), thread)
+            with T.launch_thread("blockIdx.x", io.batch) as block:
                 thread = T.launch_thread("threadIdx.x", threads)
-                select(X, B, P, ids, V, Z, G, T.Cast("int64", block), thread, scale, log)
-
-    else:
-
-        @T.prim_func
-        def main(
-            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
-            values_h: T.handle, indices_h: T.handle, given_h: T.handle
-        ):
-            batch = T.int32()
-            X = T.match_buffer(logits_h, (batch, vocab), dtype)
-            B = T.match_buffer(bias_h, (vocab,), "float32")
-            ids = T.match_buffer(ids_h, (batch, n), "int64")
-            V = T.match_buffer(values_h, (batch, k), "float32")
-            Z = T.match_buffer(indices_h, (batch, k), "int64")
-            G = T.match_buffer(given_h, (batch, n), "float32")
+                select(io, T.Cast("int64", block), thread)
+        else:
             T.device_entry()
             # Else the compiler parks a few of the longest lists' keys in memory to have more blocks at once.
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-            block = T.cta_id([batch])
+            block = T.cta_id([io.batch])
             thread = T.thread_id([threads])
-            select(X, B, X, ids, V, Z, G, T.Cast("int64", block), thread, scale, log)
+            select(io, T.Cast("int64", block), thread)
     # fmt: on
-    module = tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")})
-    workspaces = (Workspace("probabilities", ("batch", vocab), "float32"),) if form == "unfused" else ()
-    return Program(module, workspaces, pipeline="tirx")
+    workspace = Workspace("probabilities", ("batch", vocab), "float32") if form == "unfused" else None
+    return gpu_program(problem, body, workspace=workspace)
 
 
 def _template(name: str, form: str, summary: str) -> Template:

@@ -38,32 +38,21 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
     from ..device.arithmetic import LOG2_E
     from ..device.selection import MINUS_INFINITY, bits_value, key_bits, key_index, key_value, make_key
-    from .elements import element_of, write_given, write_value
+    from .elements import element, write_given, write_value
+    from .interface import gpu_program
 
-    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    element = element_of(problem)
+    vocab, k, n = problem.vocab, problem.k, problem.ids
     threads, skip = decisions["threads"], bool(decisions["skip"])
 
     # fmt: off
-    @T.prim_func
-    def main(
-        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
-        values_h: T.handle, indices_h: T.handle, given_h: T.handle
-    ):
-        batch = T.int32()
-        X = T.match_buffer(logits_h, (batch, vocab), dtype)
-        B = T.match_buffer(bias_h, (vocab,), "float32")
-        ids = T.match_buffer(ids_h, (batch, n), "int64")
-        V = T.match_buffer(values_h, (batch, k), "float32")
-        Z = T.match_buffer(indices_h, (batch, k), "int64")
-        G = T.match_buffer(given_h, (batch, n), "float32")
+    @T.inline
+    def body(io):
         T.device_entry()
-        block = T.cta_id([batch])
+        block = T.cta_id([io.batch])
         t = T.thread_id([threads])
         places = T.alloc_shared([k], "uint64")
         peak = T.alloc_shared([1], "uint32")
@@ -75,7 +64,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         factor = T.alloc_local([1], "float32")
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
-        factor[0] = scale * T.float32(LOG2_E)
+        factor[0] = io.scale * T.float32(LOG2_E)
         for i in T.serial((k - t + (threads - 1)) // threads):
             places[i * threads + t] = T.Cast("uint64", T.uint32(MINUS_INFINITY)) << T.uint64(32)
         if t == 0:
@@ -83,7 +72,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         T.cuda.cta_sync()
 
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            key[0] = make_key(element(X, B, row, i * threads + t), i * threads + t)
+            key[0] = make_key(element(io, row, i * threads + t), i * threads + t)
             T.evaluate(T.call_extern("uint32", "atomicMax", peak.ptr_to([0]), key_bits(key[0])))
             if skip:
                 T.ptx.ld.volatile.shared.u64(other[0], places.ptr_to([k - 1]))
@@ -97,22 +86,22 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         m[0] = bits_value(peak[0])
         d[0] = T.float32(0)
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            d[0] = d[0] + T.exp2((element(X, B, row, i * threads + t) - m[0]) * factor[0])
+            d[0] = d[0] + T.exp2((element(io, row, i * threads + t) - m[0]) * factor[0])
         d[0] = T.cuda.cta_sum(d[0], threads // 32, group.data)
 
         for i in T.serial((k - t + (threads - 1)) // threads):
             key[0] = places[i * threads + t]
-            Z[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
-            write_value(V, row, i * threads + t, (key_value(key[0]) - m[0]) * scale,
-                        T.float32(1) / d[0], T.log(d[0]), log)
+            io.indices[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
+            write_value(io.values, row, i * threads + t, (key_value(key[0]) - m[0]) * io.scale,
+                        T.float32(1) / d[0], T.log(d[0]), io.log)
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 write_given(
-                    G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                    (element(X, B, row, ids[row, i * threads + t]) - m[0]) * scale,
-                    T.float32(1) / d[0], T.log(d[0]), log)
+                    io.given, row, i * threads + t, io.ids[row, i * threads + t], vocab,
+                    (element(io, row, io.ids[row, i * threads + t]) - m[0]) * io.scale,
+                    T.float32(1) / d[0], T.log(d[0]), io.log)
     # fmt: on
-    return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
+    return gpu_program(problem, body)
 
 
 packed_insertion = Template(

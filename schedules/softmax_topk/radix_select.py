@@ -25,40 +25,29 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
     from ..device.arithmetic import LOG2_E
     from ..device.selection import RADIX_BINS, device_functions, key_index, key_value, make_key
-    from .elements import element_of, write_given, write_value
+    from .elements import element, write_given, write_value
+    from .interface import gpu_program
 
-    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    element = element_of(problem)
+    vocab, k, n = problem.vocab, problem.k, problem.ids
     threads = decisions["threads"]
     lowest = T.min_value("float32")
     select_pivot = device_functions(threads, k).select_pivot
 
-    def key_of(X, B, row, i):
-        return make_key(element(X, B, row, i), i)
+    def key_of(io, _, row, i):
+        return make_key(element(io, row, i), i)
 
     # Merge exchange: half of k rounded up to a power of two.
     half = 1 << max((k - 1).bit_length() - 1, 0)
 
     # fmt: off
-    @T.prim_func
-    def main(
-        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
-        values_h: T.handle, indices_h: T.handle, given_h: T.handle
-    ):
-        batch = T.int32()
-        X = T.match_buffer(logits_h, (batch, vocab), dtype)
-        B = T.match_buffer(bias_h, (vocab,), "float32")
-        ids = T.match_buffer(ids_h, (batch, n), "int64")
-        V = T.match_buffer(values_h, (batch, k), "float32")
-        Z = T.match_buffer(indices_h, (batch, k), "int64")
-        G = T.match_buffer(given_h, (batch, n), "float32")
+    @T.inline
+    def body(io):
         T.device_entry()
-        block = T.cta_id([batch])
+        block = T.cta_id([io.batch])
         t = T.thread_id([threads])
         histogram = T.alloc_shared([RADIX_BINS], "int32")
         found = T.alloc_shared([4], "int32")
@@ -79,13 +68,13 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
 
-        factor[0] = scale * T.float32(LOG2_E)
+        factor[0] = io.scale * T.float32(LOG2_E)
 
         # the maximum and the sum
         m[0] = lowest
         d[0] = T.float32(0)
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            x[0] = element(X, B, row, i * threads + t)
+            x[0] = element(io, row, i * threads + t)
             if x[0] > m[0]:
                 d[0] = d[0] * T.exp2((m[0] - x[0]) * factor[0])
                 m[0] = x[0]
@@ -93,17 +82,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         top[0] = T.cuda.cta_max(m[0], threads // 32, group.data)
         d[0] = T.cuda.cta_sum(d[0] * T.exp2((m[0] - top[0]) * factor[0]), threads // 32, group_sum.data)
 
-        select_pivot(t, key_of, X, B, row, vocab, histogram, found, pivot, mask, need)
+        select_pivot(t, key_of, io, None, row, vocab, histogram, found, pivot, mask, need)
         if t == 0:
             count[0] = 0
         T.cuda.cta_sync()
 
         # the keys of the k, in no order
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            key[0] = key_of(X, B, row, i * threads + t)
+            key[0] = key_of(io, None, row, i * threads + t)
             if key[0] >= pivot[0]:
                 slot[0] = T.cuda.atomic_add(count.ptr_to([0]), T.int32(1))
-                Z[row, slot[0]] = T.Cast("int64", key[0])
+                io.indices[row, slot[0]] = T.Cast("int64", key[0])
         T.cuda.cta_sync()
 
         # merge exchange: comparators (i, i + distance) of one step touch no element twice
@@ -116,11 +105,11 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 for i in T.serial((k - t + (threads - 1)) // threads):
                     if i * threads + t + distance < k:
                         if ((i * threads + t) & p) == remainder:
-                            key[0] = T.Cast("uint64", Z[row, i * threads + t])
-                            other[0] = T.Cast("uint64", Z[row, i * threads + t + distance])
+                            key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
+                            other[0] = T.Cast("uint64", io.indices[row, i * threads + t + distance])
                             if key[0] < other[0]:
-                                Z[row, i * threads + t] = T.Cast("int64", other[0])
-                                Z[row, i * threads + t + distance] = T.Cast("int64", key[0])
+                                io.indices[row, i * threads + t] = T.Cast("int64", other[0])
+                                io.indices[row, i * threads + t + distance] = T.Cast("int64", key[0])
                 T.cuda.cta_sync()
                 distance = q - p
                 q = q >> 1
@@ -128,18 +117,18 @@ def build(problem: Problem, decisions: Decisions) -> Program:
             p = p >> 1
 
         for i in T.serial((k - t + (threads - 1)) // threads):
-            key[0] = T.Cast("uint64", Z[row, i * threads + t])
-            Z[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
-            write_value(V, row, i * threads + t, (key_value(key[0]) - top[0]) * scale,
-                        T.float32(1) / d[0], T.log(d[0]), log)
+            key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
+            io.indices[row, i * threads + t] = T.Cast("int64", key_index(key[0]))
+            write_value(io.values, row, i * threads + t, (key_value(key[0]) - top[0]) * io.scale,
+                        T.float32(1) / d[0], T.log(d[0]), io.log)
         if n > 0:
             for i in T.serial((n - t + (threads - 1)) // threads):
                 write_given(
-                    G, row, i * threads + t, ids[row, i * threads + t], vocab,
-                    (element(X, B, row, ids[row, i * threads + t]) - top[0]) * scale,
-                    T.float32(1) / d[0], T.log(d[0]), log)
+                    io.given, row, i * threads + t, io.ids[row, i * threads + t], vocab,
+                    (element(io, row, io.ids[row, i * threads + t]) - top[0]) * io.scale,
+                    T.float32(1) / d[0], T.log(d[0]), io.log)
     # fmt: on
-    return Program(tvm.IRModule({"main": problem.trimmed(main).with_attr("global_symbol", "main")}), pipeline="tirx")
+    return gpu_program(problem, body)
 
 
 radix_select = Template(

@@ -28,14 +28,13 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 
 def build(problem: Problem, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
     from ..device.arithmetic import exp_nonpositive, is_nan, key_index, key_value, order_key
-    from .elements import element_of, write_given, write_value
+    from .elements import element, write_given, write_value
+    from .interface import cpu_program
 
-    vocab, k, n, dtype = problem.vocab, problem.k, problem.ids, problem.dtype
-    element = element_of(problem)
+    vocab, k, n = problem.vocab, problem.k, problem.ids
     chunk, lanes = decisions["chunk"], decisions["simd"]
     whole = vocab // lanes  # vectors
     step = chunk // lanes  # vectors a chunk
@@ -62,42 +61,30 @@ def build(problem: Problem, decisions: Decisions) -> Program:
         heap[node[0]] = key[0]
 
     @T.inline
-    def fill_heap(X, B, row, heap, node, child, key):
+    def fill_heap(io, row, heap, node, child, key):
         """The first k elements as a heap."""
         for j in range(k):
-            heap[j] = order_key(element(X, B, row, j), j)
+            heap[j] = order_key(element(io, row, j), j)
         for j in range(k // 2):
             node[0] = k // 2 - 1 - j
             key[0] = heap[node[0]]
             sift_down(heap, node, child, key, k)
 
     @T.inline
-    def offer(X, B, row, j, heap, node, child, key):
+    def offer(io, row, j, heap, node, child, key):
         """Put element j into the heap if it is better than the k-th."""
-        key[0] = order_key(element(X, B, row, j), j)
+        key[0] = order_key(element(io, row, j), j)
         if key[0] > heap[0]:
             node[0] = 0
             sift_down(heap, node, child, key, k)
 
-    @T.prim_func(s_tir=True)
-    def main(
-        logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
-        values_h: T.handle, indices_h: T.handle, given_h: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        batch = T.int64()
-        # Arrays of other libraries are aligned to their elements, no more; unaligned vector loads cost nothing.
-        X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
-        B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
-        given = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
-        V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
-        Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
-        G = T.match_buffer(given_h, (batch, T.int64(n)), "float32", align=4)
-        for b in T.parallel(batch):
+    @T.inline
+    def body(io):
+        for b in T.parallel(io.batch):
             with T.sblock("row"):
-                row = T.axis.spatial(batch, b)
-                T.reads(X[row, 0:vocab])
-                T.writes(V[row, 0:k], Z[row, 0:k])
+                row = T.axis.spatial(io.batch, b)
+                T.reads(io.logits[row, 0:vocab])
+                T.writes(io.values[row, 0:k], io.indices[row, 0:k])
                 top = T.sblock_alloc_buffer((lanes,), "float32")
                 part = T.sblock_alloc_buffer((lanes,), "float32")
                 m = T.sblock_alloc_buffer((1,), "float32")
@@ -112,14 +99,14 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                 m[0] = lowest
                 for lane in T.vectorized(lanes):
                     part[lane] = T.float32(0)
-                fill_heap(X, B, row, heap, node, child, key)
+                fill_heap(io, row, heap, node, child, key)
                 tau[0] = key_value(heap[0])
                 for c in range(chunks):
                     for lane in T.vectorized(lanes):
                         top[lane] = lowest
                     for u in range(T.min(step, whole - c * step)):
                         for lane in T.vectorized(lanes):
-                            top[lane] = T.max(top[lane], element(X, B, row, (c * step + u) * lanes + lane))
+                            top[lane] = T.max(top[lane], element(io, row, (c * step + u) * lanes + lane))
                     # The chunk's maximum by halving, in vectors; lanes past the half only repeat a comparison.
                     for lane in T.vectorized(lanes):
                         fold[lane] = top[lane]
@@ -128,7 +115,7 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             fold[lane] = T.max(fold[lane], fold[lane + (lanes >> (h + 1))])
                     if fold[0] > m[0]:
                         for lane in T.vectorized(lanes):
-                            part[lane] = part[lane] * T.exp((m[0] - fold[0]) * scale)
+                            part[lane] = part[lane] * T.exp((m[0] - fold[0]) * io.scale)
                         m[0] = fold[0]
                     # Few lanes have the elements that made the chunk exceed the threshold; each is a column of the
                     # chunk, not in index order, so equals must be offered too: the keys decide.
@@ -137,32 +124,32 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                             if top[lane] >= tau[0]:
                                 for u in range(T.min(step, whole - c * step)):
                                     j[0] = (c * step + u) * lanes + lane
-                                    if element(X, B, row, j[0]) >= tau[0] and j[0] >= k:
-                                        offer(X, B, row, j[0], heap, node, child, key)
+                                    if element(io, row, j[0]) >= tau[0] and j[0] >= k:
+                                        offer(io, row, j[0], heap, node, child, key)
                                         tau[0] = key_value(heap[0])
                     for u in range(T.min(step, whole - c * step)):
                         for lane in T.vectorized(lanes):
                             part[lane] = part[lane] + exp_nonpositive(
-                                (element(X, B, row, (c * step + u) * lanes + lane) - m[0]) * scale
+                                (element(io, row, (c * step + u) * lanes + lane) - m[0]) * io.scale
                             )
                 d[0] = T.float32(0)
                 for lane in range(lanes):
                     d[0] = d[0] + part[lane]
                 for i in range(vocab - scalars):
-                    top[0] = element(X, B, row, scalars + i)
+                    top[0] = element(io, row, scalars + i)
                     if top[0] > m[0]:
-                        d[0] = d[0] * T.exp((m[0] - top[0]) * scale)
+                        d[0] = d[0] * T.exp((m[0] - top[0]) * io.scale)
                         m[0] = top[0]
-                    d[0] = d[0] + T.exp((top[0] - m[0]) * scale)
+                    d[0] = d[0] + T.exp((top[0] - m[0]) * io.scale)
                     if top[0] > tau[0] and scalars + i >= k:
-                        offer(X, B, row, scalars + i, heap, node, child, key)
+                        offer(io, row, scalars + i, heap, node, child, key)
                         tau[0] = key_value(heap[0])
                 # A NaN passes no comparison, but it shows in the sum; only then is the order taken over again with
                 # NaN first (a row with +inf comes here too, and gets the same order twice).
                 if is_nan(d[0]):
-                    fill_heap(X, B, row, heap, node, child, key)
+                    fill_heap(io, row, heap, node, child, key)
                     for i in range(vocab - k):
-                        offer(X, B, row, k + i, heap, node, child, key)
+                        offer(io, row, k + i, heap, node, child, key)
                 # Heapsort: the least of what is left goes to the end, which leaves the keys descending.
                 for i in range(k - 1):
                     key[0] = heap[k - 1 - i]
@@ -170,17 +157,17 @@ def build(problem: Problem, decisions: Decisions) -> Program:
                     node[0] = 0
                     sift_down(heap, node, child, key, k - 1 - i)
                 for i in range(k):
-                    Z[row, i] = key_index(heap[i])
-                    write_value(V, row, i, (key_value(heap[i]) - m[0]) * scale,
-                                T.float32(1) / d[0], T.log(d[0]), log)
+                    io.indices[row, i] = key_index(heap[i])
+                    write_value(io.values, row, i, (key_value(heap[i]) - m[0]) * io.scale,
+                                T.float32(1) / d[0], T.log(d[0]), io.log)
                 if n > 0:
                     for i in range(n):
                         write_given(
-                            G, row, i, given[row, i], vocab,
-                            (element(X, B, row, given[row, i]) - m[0]) * scale,
-                            T.float32(1) / d[0], T.log(d[0]), log)
+                            io.given, row, i, io.ids[row, i], vocab,
+                            (element(io, row, io.ids[row, i]) - m[0]) * io.scale,
+                            T.float32(1) / d[0], T.log(d[0]), io.log)
     # fmt: on
-    return Program(tvm.IRModule({"main": problem.trimmed(main)}))
+    return cpu_program(problem, body)
 
 
 row_scan = Template(

@@ -1,0 +1,253 @@
+"""Larger k: elements are counted in bins of equal width, become keys in their bins, and are ranked within these.
+
+Bin 0 has the largest elements. The last bin has all elements below the range that the others divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.selection import FULL_WARP, bits_value, join_key, key_value, order, scan_lanes
+from ...device.words import fixed
+from .counting import count_larger, pad_keys
+from .results import write_key
+from .row import mark_reached, take_marked
+from .space import CROWD, Layout
+from .state import added, any_lane, column_of, count_lanes, folded, lanes_with
+
+# 2^23: float32 numbers from here to 2^24 are whole. Adding it to a smaller number rounds that to a whole number, which
+# is what the sum's bits exceed MAGIC_BITS by.
+MAGIC = 1 << 23
+MAGIC_BITS = 0x4B000000
+# Beyond this the range is so small that what is computed from its inverse may be below the smallest normal float32.
+MAX_FINE = 1e30
+
+# Words of CUDA for one instruction each, of which the compiler would make several: a bin's address, `first + 4 * bin`,
+# is an addition of its own, and the sum of numbers that were left out of `first` to spare it.
+COUNT_IN_BIN = """
+__device__ __forceinline__ void count_in_bin(unsigned int first, unsigned int bin) {
+  asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(first + 4 * bin) : "memory");
+}
+"""
+# A bin's count before one is added to it, its count, and the count of the bin before.
+OF_BIN = {
+    name: f"""
+__device__ __forceinline__ int {name}(unsigned int first, unsigned int bin) {{
+  int count;
+  asm volatile("{instruction};" : "=r"(count) : "r"(first + 4 * bin) : "memory");
+  return count;
+}}
+"""
+    for name, instruction in (
+        ("place_in_bin", "atom.shared.add.u32 %0, [%1], 1"),
+        ("end_of_bin", "ld.shared.u32 %0, [%1]"),
+        ("start_of_bin", "ld.shared.u32 %0, [%1 + -4]"),
+    )
+}
+
+
+def count_in_bin(s: Any, bin: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Add 1 to a bin's count."""
+    return T.cuda.func_call("count_in_bin", s.first[0], bin, source_code=COUNT_IN_BIN, return_type="void")
+
+
+def of_bin(name: str, s: Any, bin: tirx.PrimExpr) -> tirx.PrimExpr:
+    """What the function of `OF_BIN` gives of a bin."""
+    return T.cuda.func_call(name, s.first[0], bin, source_code=OF_BIN[name], return_type="int32")
+
+
+# fmt: off
+def find_bin(layout: Layout) -> Callable[..., Any]:
+    """Reads: `top`, `fine`. Writes: `bin`, the number of the bin of a value, plus MAGIC_BITS.
+
+    A larger value's bin is never a later one, whatever `top` and `fine` are. What is NaN here goes to bin 0.
+    """
+
+    @T.inline
+    def find(s, x):
+        T.ptx.sub.rn.f32(s.value[0], s.top[0], x)
+        T.ptx.fma.rn.f32(
+            s.value[0], T.call_extern("float32", "__saturatef", s.value[0] * s.fine[0]),
+            T.float32(layout.bins - 1), T.float32(MAGIC))
+        s.bin[0] = T.reinterpret("int32", s.value[0])
+
+    return find
+
+
+def clear_bins(layout: Layout) -> Callable[..., Any]:
+    """Writes: `counts`, `first`. Barriers: none. After: all counts are 0."""
+
+    @T.inline
+    def phase(io, at, s):
+        for b in T.unroll(layout.lane_bins // 4):
+            for v in T.vectorized(4):
+                s.counts[at.warp * layout.counts + (b * 32 + at.lane) * 4 + 4 + v] = 0
+        if at.lane == 0:
+            s.counts[at.warp * layout.counts + 3] = 0
+        s.first[0] = fixed("u32", T.cuda.cvta_generic_to_shared(
+            s.counts.ptr_to([at.warp * layout.counts + 4])) - T.uint32(4 * MAGIC_BITS & FULL_WARP))
+
+    return phase
+
+
+def count_bins(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`, `top`, `lower`. Writes: `gate`, `fine`, `counts`. Barriers: one before counts, one behind.
+
+    After: bins up to the last but one divide the values from `top` down to that of `lower`, and each has its count.
+    """
+    find = find_bin(layout)
+
+    @T.inline
+    def phase(io, at, s):
+        s.gate[0] = bits_value(s.lower[0])
+        s.fine[0] = T.float32(1 - 2 / layout.bins) / (s.top[0] - s.gate[0])
+        if at.lane == 0:
+            s.counts[at.warp * layout.counts] = T.reinterpret("int32", s.top[0])
+        T.cuda.warp_sync()
+        for e in T.unroll(layout.held):
+            find(s, s.x[e])
+            T.evaluate(count_in_bin(s, s.bin[0]))
+        T.cuda.warp_sync()
+
+    return phase
+
+
+def scan_bins(layout: Layout) -> Callable[..., Any]:
+    """Reads: `counts`, `fine`. Writes: `counts`, `cut`, `size`, `settled`. Barriers: two.
+
+    After: a bin's count is how many elements the bins before it have. `cut` is the bin of the k-th largest, and `size`
+    elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
+    """
+    k, bins, lane_bins = layout.k, layout.bins, layout.lane_bins
+
+    @T.inline
+    def load_counts(at, s, b):
+        T.ptx.ld.volatile.shared.v4.s32(
+            s.own[0], s.own[1], s.own[2], s.own[3],
+            s.counts.ptr_to([at.warp * layout.counts + at.lane * lane_bins + b * 4 + 4]))
+
+    @T.inline
+    def phase(io, at, s):
+        above, other = T.meta_var(s.rank), T.meta_var(s.slot)
+        s.settled[0] = 1
+        s.size[0] = 0
+        for b in T.unroll(lane_bins // 4):
+            load_counts(at, s, b)
+            s.size[0] = s.size[0] + folded(added, s.own, 4)
+        above[0] = s.size[0]
+        scan_lanes(at.lane, above, other)
+        # The first lane up to whose last bin there are k elements.
+        s.lanes[0] = lanes_with(above[0] < k)
+        s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
+        above[0] = above[0] - s.size[0]
+        s.crowd[0] = 0
+        # Loaded again, because registers are short here.
+        for b in T.unroll(lane_bins // 4):
+            load_counts(at, s, b)
+            for v in T.unroll(4):
+                s.size[0] = s.own[v]
+                if above[0] < k:
+                    s.crowd[0] = T.max(s.crowd[0], s.size[0])
+                s.own[v] = above[0]
+                above[0] = above[0] + s.size[0]
+            for v in T.vectorized(4):
+                s.counts[at.warp * layout.counts + at.lane * lane_bins + (b * 4 + 4) + v] = s.own[v]
+        T.cuda.warp_sync()
+        s.lanes[0] = lanes_with(
+            at.lane < lane_bins and s.counts[
+                at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
+        s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
+        s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
+        T.cuda.warp_sync()
+        if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
+            s.fine[0] > T.float32(MAX_FINE)
+        ):
+            s.settled[0] = 0
+
+    return phase
+
+
+def read_back(layout: Layout) -> Callable[..., Any]:
+    """Reads: the free word of `counts`. Writes: `top`, as it is already.
+
+    But the assembler does not know that. It would keep the bins of all elements since they were counted, for which
+    there are not enough registers; of an unknown maximum it has to find them again.
+    """
+
+    @T.inline
+    def read(at, s):
+        T.ptx.ld.volatile.shared.f32(s.top[0], s.counts.ptr_to([at.warp * layout.counts]))
+
+    return read
+
+
+def fill_bins(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`, `top`, `fine`, `cut`. Writes: `keys`, `counts`, `gate`, `marks`. Barriers: none.
+
+    After: keys of the bins up to the cut are in their bins, in no order within a bin. A bin's count is where it ends.
+    """
+    mark, take, find, again = mark_reached(layout), take_marked(layout), find_bin(layout), read_back(layout)
+
+    @T.inline
+    def fill_by_marks(io, at, s):
+        # Not above any element of the bins up to the cut; a few others that reach it are told apart one by one.
+        s.gate[0] = s.top[0] - (T.Cast("float32", s.cut[0]) + T.float32(0.75)) / (
+            s.fine[0] * T.float32(layout.bins - 1))
+        mark(s)
+        for w in T.unroll(layout.mark_words):
+            while s.marks[w] != T.uint32(0):
+                take(io, at, s, w)
+                find(s, s.value[0])
+                s.slot[0] = of_bin("place_in_bin", s, s.bin[0])
+                if s.bin[0] <= s.cut[0] + MAGIC_BITS:
+                    s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], s.column[0])
+
+    @T.inline
+    def fill_with_all(io, at, s):
+        # Four at a time, so that one does not wait for the place of another.
+        again(at, s)
+        for u in T.unroll(layout.held // 4):
+            for v in T.unroll(4):
+                find(s, s.x[u * 4 + v])
+                s.own[v] = s.bin[0]
+                s.places[v] = of_bin("place_in_bin", s, s.bin[0])
+            for v in T.unroll(4):
+                order(s.x[u * 4 + v], s.value, s.ordered)
+                if s.own[v] <= s.cut[0] + MAGIC_BITS:
+                    s.keys[at.keys + s.places[v]] = join_key(s.ordered[0], column_of(layout, at, u * 4 + v))
+
+    return fill_by_marks if layout.sparse else fill_with_all
+
+
+def rank_in_bins(layout: Layout) -> Callable[..., Any]:
+    """Reads: `keys`, `size`, `counts`. Writes: two keys behind the last, the values and indices.
+
+    Barriers: one, at the start. A key's rank is where its bin begins, plus the larger keys of its bin.
+    """
+    count, find = count_larger(layout), find_bin(layout)
+
+    @T.inline
+    def phase(io, at, s):
+        pad_keys(at, s)
+        T.cuda.warp_sync()
+        for i in T.serial((s.size[0] - at.lane + 31) // 32):
+            s.key[0] = s.keys[at.keys + i * 32 + at.lane]
+            find(s, key_value(s.key[0]))
+            # The first pair may begin with a key of the bin before, which is larger: it is counted either way.
+            s.slot[0] = of_bin("start_of_bin", s, s.bin[0]) // 2
+            s.rank[0] = s.slot[0] * 2
+            s.cut[0] = (of_bin("end_of_bin", s, s.bin[0]) + 1) // 2
+            while True:
+                count(at, s, s.slot[0])
+                s.slot[0] = s.slot[0] + 1
+                if s.slot[0] >= s.cut[0]:
+                    break
+            if s.rank[0] < layout.k:
+                write_key(io, s, s.rank[0], s.key[0])
+
+    return phase
+# fmt: on

@@ -1,0 +1,189 @@
+"""Where a threshold or bins leave too many: the k-th largest is found by halving an interval that encloses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import is_nan
+from ...device.selection import FULL_WARP, MINUS_INFINITY, PLUS_INFINITY, below, join_key, order
+from ..elements import written_element
+from .bins import MAGIC_BITS, find_bin, read_back
+from .results import write_key
+from .space import Layout
+from .state import count_lanes, lanes_max, lanes_min, lanes_sum, lanes_with
+
+
+# fmt: off
+def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
+    """For small k. Reads, writes: `lower`. Barriers: none. After: `lower` is that of minus infinity at least.
+
+    `upper` is the row's maximum, as `row.bound_by_lanes` left it.
+    """
+
+    @T.inline
+    def phase(io, at, s):
+        s.lower[0] = T.max(s.lower[0], T.uint32(MINUS_INFINITY))
+        s.upper[0] = s.top_bits[0]
+
+    return phase
+
+
+def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
+    """For larger k. Reads: `x`, `cut`, `fine`, `top`. Writes: `lower`, `upper`, `gate`. Barriers: none.
+
+    After: `lower` and `upper` are the least and the largest element of the bin at the cut, which has the k-th largest.
+    """
+    find, again = find_bin(layout), read_back(layout)
+
+    @T.inline
+    def phase(io, at, s):
+        again(at, s)
+        s.gate[0] = T.infinity("float32")
+        s.high[0] = -T.infinity("float32")
+        for e in T.unroll(layout.held):
+            find(s, s.x[e])
+            if s.bin[0] == s.cut[0] + MAGIC_BITS:
+                T.ptx.min.f32(s.gate[0], s.gate[0], s.x[e])
+                T.ptx.max.f32(s.high[0], s.high[0], s.x[e])
+        order(s.gate[0], s.value, s.ordered)
+        s.lower[0] = lanes_min(s.ordered[0])
+        order(s.high[0], s.value, s.ordered)
+        s.upper[0] = lanes_max(s.ordered[0])
+
+    return phase
+
+
+def bisect(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`, `d`, `lower`, `upper`. Writes: `lower`, `upper`, `equals`. Barriers: none.
+
+    Before: at least k elements are no less than `lower`, and fewer than k that are no NaN are above `upper`. After: at
+    most `selected` elements are above `lower`. If fewer than k are, it is the k-th largest, and `equals` of the
+    elements that equal it are wanted; else `equals` is 0.
+    """
+    k, selected = layout.k, layout.selected
+
+    @T.inline
+    def count_above(s, bound, count):
+        count[0] = 0
+        for e in T.unroll(layout.held):
+            if s.ordered_row[e] > bound:
+                count[0] = count[0] + 1
+        count[0] = lanes_sum(count[0])
+
+    @T.inline
+    def phase(io, at, s):
+        middle = T.alloc_local([1], "uint32")
+        reached = T.alloc_local([1], "int32")
+        # As integers, because comparing floats takes subnormal numbers for 0.
+        for e in T.unroll(layout.held):
+            order(s.x[e], s.value, s.ordered)
+            s.ordered_row[e] = s.ordered[0]
+        s.rank[0] = 0
+        # A NaN shows in the sum (as does an infinity, which does no harm here).
+        if is_nan(s.d[0]):
+            s.upper[0] = T.uint32(PLUS_INFINITY)
+            count_above(s, s.upper[0], s.rank)
+        if s.rank[0] >= k:
+            # All of the k are NaN.
+            s.lower[0] = T.uint32(FULL_WARP)
+            s.equals[0] = k
+        else:
+            count_above(s, s.lower[0], s.rank)
+            s.equals[0] = k - s.rank[0]
+            if s.equals[0] <= 0:
+                s.equals[0] = 0
+                while s.rank[0] > selected and s.upper[0] - s.lower[0] > T.uint32(1):
+                    middle[0] = s.lower[0] + ((s.upper[0] - s.lower[0]) >> T.uint32(1))
+                    count_above(s, middle[0], reached)
+                    if reached[0] >= k:
+                        s.lower[0] = middle[0]
+                        s.rank[0] = reached[0]
+                    else:
+                        s.upper[0] = middle[0]
+                if s.rank[0] > selected:
+                    s.lower[0] = s.upper[0]
+                    count_above(s, s.lower[0], s.rank)
+                    s.equals[0] = k - s.rank[0]
+
+    return phase
+
+
+def collect_selected(layout: Layout) -> Callable[..., Any]:
+    """Reads: the logits again, `lower`, `equals`. Writes: `keys`, `size`, `pushed`. Barriers: none.
+
+    After: the keys are those of all elements above `lower`, `pushed` in number, and behind them of the first `equals`
+    that equal it.
+    """
+    k, vocab = layout.k, layout.vocab
+
+    @T.inline
+    def phase(io, at, s):
+        s.cut[0] = 0
+        s.size[0] = k - s.equals[0]
+        i: T.int32 = 0
+        while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or s.cut[0] < k - s.equals[0]):
+            s.ordered[0] = T.uint32(0)
+            if i * 32 + at.lane < vocab:
+                order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
+            s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
+            if s.ordered[0] > s.lower[0]:
+                s.keys[at.keys + s.cut[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
+            s.cut[0] = s.cut[0] + count_lanes(s.lanes[0])
+            s.lanes[0] = lanes_with(s.ordered[0] == s.lower[0])
+            s.slot[0] = s.size[0] + below(at.lane, s.lanes[0])
+            if s.ordered[0] == s.lower[0] and s.slot[0] < k:
+                s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], i * 32 + at.lane)
+            s.size[0] = s.size[0] + count_lanes(s.lanes[0])
+            i = i + 1
+        s.size[0] = T.Select(s.equals[0] > 0, k, s.cut[0])
+
+    return phase
+
+
+def sort_keys(layout: Layout) -> Callable[..., Any]:
+    """For larger k. Reads, writes: `keys`, of which `size` are given. Barriers: one, and one for each step of the sort.
+
+    After: the first k keys are the largest, in descending order.
+    """
+    rounded = layout.sorted_keys
+
+    @T.inline
+    def bitonic_sort(at, s):
+        for p in T.serial(rounded.bit_length() - 1):
+            for q in T.serial(p + 1):
+                for i in T.serial(rounded // 64):
+                    # The pair's lower place: a 0 put in front of bit p - q of the pair's number.
+                    low: T.int32 = (((i * 32 + at.lane) >> (p - q)) << (p - q + 1)) | (
+                        (i * 32 + at.lane) & ((1 << (p - q)) - 1))
+                    own: T.uint64 = s.keys[at.keys + low]
+                    other: T.uint64 = s.keys[at.keys + low + (1 << (p - q))]
+                    if (own < other) == ((low >> (p + 1)) & 1 == 0):
+                        s.keys[at.keys + low] = other
+                        s.keys[at.keys + low + (1 << (p - q))] = own
+                T.cuda.warp_sync()
+
+    @T.inline
+    def phase(io, at, s):
+        for i in T.serial((rounded - s.size[0] - at.lane + 31) // 32):
+            s.keys[at.keys + s.size[0] + i * 32 + at.lane] = T.uint64(0)
+        T.cuda.warp_sync()
+        # Elements that are all equal are in order already.
+        if s.cut[0] > 0:
+            bitonic_sort(at, s)
+
+    return phase
+
+
+def write_sorted(layout: Layout) -> Callable[..., Any]:
+    """Reads: the first k of `keys`. Writes: the values and indices. Barriers: none."""
+
+    @T.inline
+    def phase(io, at, s):
+        for i in T.serial((layout.k - at.lane + 31) // 32):
+            write_key(io, s, i * 32 + at.lane, s.keys[at.keys + i * 32 + at.lane])
+
+    return phase
+# fmt: on

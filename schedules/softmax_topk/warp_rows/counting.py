@@ -1,0 +1,94 @@
+"""Small k: what reaches the k-th largest of the lanes' maxima becomes keys, and each is compared with all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.selection import PLUS_INFINITY, below, bits_value, join_key
+from .results import write_key
+from .row import mark_reached, take_marked
+from .space import Layout
+from .state import count_lanes, lanes_sum, lanes_with
+
+
+# fmt: off
+def collect_reached(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`, `lower`. Writes: `gate`, `marks`, `settled`, `size`, `keys`. Barriers: none.
+
+    After: if `settled`, the first `size` keys are those of all elements that reach `lower`, in no order.
+    """
+    mark, take = mark_reached(layout), take_marked(layout)
+    lowest = T.min_value("float32")
+
+    @T.inline
+    def push_marked(io, at, s):
+        s.size[0] = 0
+        for w in T.unroll(layout.mark_words):
+            s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
+            while s.lanes[0] != T.uint32(0):
+                if s.marks[w] != T.uint32(0):
+                    take(io, at, s, w)
+                    s.keys[at.keys + s.size[0] + below(at.lane, s.lanes[0])] = join_key(
+                        s.ordered[0], s.column[0])
+                s.size[0] = s.size[0] + count_lanes(s.lanes[0])
+                s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
+
+    @T.inline
+    def phase(io, at, s):
+        s.settled[0] = 1
+        s.gate[0] = T.max(bits_value(T.min(s.lower[0], T.uint32(PLUS_INFINITY))), lowest)
+        mark(s)
+        s.size[0] = 0
+        for w in T.unroll(layout.mark_words):
+            s.size[0] = s.size[0] + T.Cast("int32", T.popcount(s.marks[w]))
+        s.size[0] = lanes_sum(s.size[0])
+        # Fewer if some are NaN or minus infinity.
+        if s.size[0] < layout.k or s.size[0] > layout.room:
+            s.settled[0] = 0
+        else:
+            push_marked(io, at, s)
+
+    return phase
+
+
+@T.inline
+def pad_keys(at, s):
+    """Reads: `size`. Writes: two keys behind the last, smaller than all others: keys are read two at a time."""
+    if at.lane < 2:
+        s.keys[at.keys + s.size[0] + at.lane] = T.uint64(0)
+
+
+def count_larger(layout: Layout) -> Callable[..., Any]:
+    """Reads: `key`, the j-th two of `keys`. Writes: `rank`, to which it adds how many of the two are larger."""
+
+    @T.inline
+    def count(at, s, j):
+        for v in T.vectorized(2):
+            s.pair[v] = s.keys[at.warp * layout.keys + j * 2 + v]
+        s.rank[0] = s.rank[0] + (
+            T.Select(s.pair[0] > s.key[0], T.int32(1), T.int32(0)) + T.Select(s.pair[1] > s.key[0], T.int32(1), T.int32(0)))
+
+    return count
+
+
+def rank_by_counting(layout: Layout) -> Callable[..., Any]:
+    """Reads: `keys`, `size`. Writes: two keys behind the last, the values and indices. Barriers: one, at the start."""
+    count = count_larger(layout)
+
+    @T.inline
+    def phase(io, at, s):
+        pad_keys(at, s)
+        T.cuda.warp_sync()
+        for i in T.serial((s.size[0] + 31) // 32):
+            s.key[0] = s.keys[at.keys + T.min(i * 32 + at.lane, s.size[0])]
+            s.rank[0] = 0
+            for j in T.serial((s.size[0] + 1) // 2):
+                count(at, s, j)
+            if i * 32 + at.lane < s.size[0] and s.rank[0] < layout.k:
+                write_key(io, s, s.rank[0], s.key[0])
+
+    return phase
+# fmt: on

@@ -1,0 +1,111 @@
+"""The kernel of `warp_rows`, as a sequence of phases; the package's docstring tells what they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...device.overlap import await_previous
+from ...device.words import fixed
+from . import bins, bisection, counting, results, row
+from .space import Layout
+from .state import Place, State
+
+
+def kernel(layout: Layout) -> Callable[..., Any]:
+    """The body over the operator's arguments."""
+    find_topk = small_k(layout) if layout.counted else larger_k(layout)
+    clear_bins = bins.clear_bins(layout)
+    load_row = row.load_row(layout)
+    find_maxima = row.find_maxima(layout)
+    bound = (row.bound_by_lanes if layout.counted else row.bound_by_groups)(layout)
+    sum_exponentials = row.sum_exponentials(layout)
+    write_asked = results.write_asked(layout)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
+        block = T.cta_id([(io.batch + (layout.rows - 1)) // layout.rows])
+        t = T.thread_id([layout.threads])
+        s = T.meta_var(State.alloc(layout))
+        lane: T.int32 = t % 32
+        warp: T.int32 = t // 32
+        row: T.int64 = T.Cast("int64", block) * T.int64(layout.rows) + T.Cast("int64", warp)
+        lead: T.int32 = 0 if layout.aligned else T.Cast("int32", (row * layout.vocab) % layout.width)
+        left: T.int32 = T.Cast(
+            "int32", T.min(T.Cast("int64", io.batch) - row, T.int64(layout.width + 1))) * layout.vocab
+        key_base: T.int32 = warp * layout.keys
+        at = T.meta_var(Place(lane, warp, row, lead, key_base, left))
+        s.factor[0] = io.scale * T.float32(LOG2_E)
+        if layout.bins > 0:
+            clear_bins(io, at, s)
+        if layout.overlapped:
+            await_previous()
+        if row >= T.Cast("int64", io.batch):
+            T.thread_return()
+        load_row(io, at, s)
+        find_maxima(io, at, s)
+        bound(io, at, s)
+        sum_exponentials(io, at, s)
+        s.outputs_at[0] = fixed("u64", io.values.ptr_to([row, 0]))
+        s.outputs_at[1] = fixed("u64", io.indices.ptr_to([row, 0]))
+        find_topk(io, at, s)
+        if layout.ids > 0:
+            write_asked(io, at, s)
+    # fmt: on
+
+    return body
+
+
+def small_k(layout: Layout) -> Callable[..., Any]:
+    """The k largest where the lanes' maxima give the threshold: from registers to values and indices."""
+    collect_reached = counting.collect_reached(layout)
+    enclose = bisection.enclose_by_lanes(layout)
+    bisect = bisection.bisect(layout)
+    collect_selected = bisection.collect_selected(layout)
+    rank_by_counting = counting.rank_by_counting(layout)
+
+    @T.inline
+    def find_topk(io, at, s):
+        collect_reached(io, at, s)
+        if s.settled[0] == 0:
+            enclose(io, at, s)
+            bisect(io, at, s)
+            collect_selected(io, at, s)
+        rank_by_counting(io, at, s)
+
+    return find_topk
+
+
+def larger_k(layout: Layout) -> Callable[..., Any]:
+    """The k largest where elements are counted in bins: from registers to values and indices."""
+    count_bins = bins.count_bins(layout)
+    scan_bins = bins.scan_bins(layout)
+    fill_bins = bins.fill_bins(layout)
+    rank_in_bins = bins.rank_in_bins(layout)
+    enclose = bisection.enclose_by_bin(layout)
+    bisect = bisection.bisect(layout)
+    collect_selected = bisection.collect_selected(layout)
+    sort_keys = bisection.sort_keys(layout)
+    write_sorted = bisection.write_sorted(layout)
+
+    @T.inline
+    def find_topk(io, at, s):
+        count_bins(io, at, s)
+        scan_bins(io, at, s)
+        if s.settled[0] != 0:
+            fill_bins(io, at, s)
+            rank_in_bins(io, at, s)
+        else:
+            enclose(io, at, s)
+            bisect(io, at, s)
+            collect_selected(io, at, s)
+            sort_keys(io, at, s)
+            write_sorted(io, at, s)
+
+    return find_topk

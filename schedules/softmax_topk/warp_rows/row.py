@@ -1,0 +1,198 @@
+"""The row: into registers, its maxima, the sum of its exponentials, and elements that are looked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.selection import MINUS_INFINITY, bits_value, device_functions, order
+from ...device.thresholds import Rank
+from ...device.words import load_words, per_word, read_element, value_in
+from .space import Layout
+from .state import added, column_of, folded, lanes_max, lanes_min, ragged
+
+
+# fmt: off
+def load_row(layout: Layout) -> Callable[..., Any]:
+    """Reads: the row of the logits, and the bias. Writes: `x`. Barriers: none.
+
+    After: `x` has the lane's elements, and minus infinity where there is none.
+    """
+    width, aligned, held = layout.width, layout.aligned, layout.held
+    dtype, parts = layout.dtype, per_word(layout.dtype)
+
+    @T.inline
+    def phase(io, at, s):
+        for u in T.unroll(layout.vectors):
+            if not ragged(layout, u):
+                load_words(16, s.raw, u * 4, s.small, io.logits.ptr_to([at.row, column_of(layout, at, u * width)]))
+            else:
+                for w in T.unroll(4):
+                    s.raw[u * 4 + w] = T.uint32(0)
+                if column_of(layout, at, u * width) < layout.vocab and (
+                    aligned or column_of(layout, at, u * width) + width <= at.left
+                ):
+                    load_words(16, s.raw, u * 4, s.small, io.logits.ptr_to([at.row, column_of(layout, at, u * width)]))
+        for e in T.unroll(held):
+            s.x[e] = value_in(dtype, s.raw[e // parts], e % parts)
+        # A vector that reaches beyond the array's end, element by element.
+        if not aligned and layout.vectors * 32 * width > at.left:
+            for e in T.unroll(held):
+                if ragged(layout, e // width):
+                    if column_of(layout, at, e) < layout.vocab and (
+                        column_of(layout, at, e // width * width) + width > at.left
+                    ):
+                        s.x[e] = read_element(dtype, io.logits.ptr_to([at.row, column_of(layout, at, e)]))
+        if layout.biased:
+            for e in T.unroll(held):
+                s.x[e] = s.x[e] + read_element(
+                    "float32", io.bias.ptr_to([T.max(T.min(column_of(layout, at, e), layout.vocab - 1), 0)]))
+        for e in T.unroll(held):
+            if ragged(layout, e // width):
+                if column_of(layout, at, e) >= layout.vocab:
+                    s.x[e] = -T.infinity("float32")
+            if not aligned and e < width:
+                if column_of(layout, at, e) < 0:
+                    s.x[e] = -T.infinity("float32")
+
+    return phase
+
+
+def find_maxima(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`. Writes: `maxima`, `top`. Barriers: none.
+
+    After: `maxima[:groups]` are those of the lane's groups, `top` is the lane's own maximum. NaN are left out.
+    """
+    tops, groups = layout.tops, layout.groups
+
+    @T.inline
+    def phase(io, at, s):
+        for e in T.unroll(layout.held):
+            if e < tops:
+                s.maxima[e] = s.x[e]
+            else:
+                T.ptx.max.f32(s.maxima[e % tops], s.maxima[e % tops], s.x[e])
+        for e in T.unroll(tops - groups):
+            T.ptx.max.f32(s.maxima[e % groups], s.maxima[e % groups], s.maxima[groups + e])
+        s.top[0] = s.maxima[0]
+        for g in T.unroll(groups - 1):
+            T.ptx.max.f32(s.top[0], s.top[0], s.maxima[1 + g])
+
+    return phase
+
+
+def bound_by_lanes(layout: Layout) -> Callable[..., Any]:
+    """For small k. Reads: `top`. Writes: `top`, `lower`, `upper`. Barriers: none.
+
+    After: `top` is the row's maximum, `upper` its order bits, and `lower` those of the k-th largest of the lanes'
+    maxima.
+    """
+    maxima_of_warp = device_functions(32, layout.k, place=Rank(layout.k, 1, sure=True, most=0)).maxima_of_warp
+
+    @T.inline
+    def phase(io, at, s):
+        order(s.top[0], s.value, s.ordered)
+        maxima_of_warp(at.lane, s.ordered, s.top_bits, s.lower)
+        s.top[0] = bits_value(s.top_bits[0])
+
+    return phase
+
+
+def bound_by_groups(layout: Layout) -> Callable[..., Any]:
+    """For larger k. Reads: `x`, `maxima`, `top`. Writes: `top`, `lower`, `upper`. Barriers: none.
+
+    After: `top` is the row's maximum, `upper` its order bits, and `lower` those of the least of all groups' maxima, or
+    of the row's least element above minus infinity if that is larger.
+    """
+
+    @T.inline
+    def least_finite(s):
+        s.value[0] = T.infinity("float32")
+        for e in T.unroll(layout.held):
+            if s.x[e] > -T.infinity("float32"):
+                s.value[0] = T.min(s.value[0], s.x[e])
+        order(s.value[0], s.value, s.ordered)
+        s.lower[0] = lanes_min(s.ordered[0])
+
+    @T.inline
+    def phase(io, at, s):
+        order(s.top[0], s.value, s.ordered)
+        s.top_bits[0] = lanes_max(s.ordered[0])
+        if layout.groups > 1:
+            order(folded(T.min, s.maxima, layout.groups), s.value, s.ordered)
+        s.lower[0] = lanes_min(s.ordered[0])
+        # Bins cannot divide a range that is infinite.
+        if s.lower[0] <= T.uint32(MINUS_INFINITY):
+            least_finite(s)
+        s.top[0] = bits_value(s.top_bits[0])
+
+    return phase
+
+
+def sum_exponentials(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`, `top`, `factor`. Writes: `reference`, `d`, `inverse`, `logarithm`. Barriers: none.
+
+    After: `d` is the sum of exp(scale * (x - top)), in all lanes.
+    """
+    sums = layout.sums
+
+    @T.inline
+    def phase(io, at, s):
+        s.reference[0] = s.top[0] * s.factor[0]
+        for e in T.unroll(layout.held):
+            # x * factor - reference with one rounding, so that the reference's own rounding cancels in the quotient.
+            # `ex2.ftz` spares the steps for subnormal results, which add nothing to a sum of about 1 or more.
+            T.ptx.fma.rn.f32(s.power[0], s.x[e], s.factor[0], T.float32(0) - s.reference[0])
+            T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0])
+            if e < sums:
+                s.partial[e] = s.power[0]
+            else:
+                s.partial[e % sums] = s.partial[e % sums] + s.power[0]
+        s.d[0] = T.cuda.warp_sum(folded(added, s.partial, sums))
+        T.ptx.rcp.approx.ftz.f32(s.inverse[0], s.d[0])
+        s.logarithm[0] = T.float32(0)
+        if io.log != 0:
+            s.logarithm[0] = T.log(s.d[0])
+
+    return phase
+
+
+def mark_reached(layout: Layout) -> Callable[..., Any]:
+    """Reads: `x`, `gate`. Writes: `marks`. After: a bit for each element that is not below `gate`, as no NaN is."""
+
+    @T.inline
+    def mark(s):
+        for w in T.unroll(layout.mark_words):
+            s.marks[w] = T.uint32(0)
+        for e in T.unroll(layout.held):
+            s.marks[e // 32] = s.marks[e // 32] | T.Select(
+                s.x[e] < s.gate[0], T.uint32(0), T.uint32(1) << T.Cast("uint32", e % 32))
+
+    return mark
+
+
+def take_marked(layout: Layout) -> Callable[..., Any]:
+    """Reads: the w-th word of `marks`, which is not 0, and the logits. Writes: that word, `element`.
+
+    After: one bit is gone, and `element` is what it stood for. It is read again, from the cache: registers cannot be
+    indexed at run time.
+    """
+    width, dtype = layout.width, layout.dtype
+
+    @T.inline
+    def take(io, at, s, w):
+        s.column[0] = 31 - T.clz(T.reinterpret("int32", s.marks[w]))
+        s.marks[w] = s.marks[w] ^ (T.uint32(1) << T.Cast("uint32", s.column[0]))
+        # Columns from the lane's element 0 to element w * 32 + i, which is i % width within its vector.
+        s.column[0] = w * 1024 + s.column[0] * 32 - s.column[0] % width * 31
+        s.value[0] = read_element(
+            dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
+        s.column[0] = s.column[0] + at.lane * width - at.lead
+        if layout.biased:
+            s.value[0] = s.value[0] + read_element("float32", io.bias.ptr_to([s.column[0]]))
+        order(s.value[0], s.value, s.ordered)
+
+    return take
+# fmt: on
