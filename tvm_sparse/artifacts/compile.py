@@ -12,7 +12,7 @@ from typing import Any
 from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
-from ..core.problem import Problem
+from ..core.problem import Problem, numpy_dtype
 
 
 class CompileError(RuntimeError):
@@ -67,6 +67,8 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
 
     target = target_of(machine)
     program = template.build(problem, candidate.values)
+    if machine.kind == "llvm":
+        _require_alignment(program.module, candidate)
     with target:
         module = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
 
@@ -83,6 +85,21 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
         unfinished.unlink(missing_ok=True)
     workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
     return Compiled(str(path), time.perf_counter() - started, workspaces, resources)
+
+
+def _require_alignment(module: Any, candidate: Candidate) -> None:
+    """Raise if the program promises the code generator that its arguments are aligned beyond their elements.
+
+    That is what a buffer does that says nothing (64 bytes), and NumPy's and PyTorch's arrays do not keep it: an aligned
+    vector access then ends the process.
+    """
+    for argument in module["main"].params:
+        promised = getattr(argument.ty, "data_alignment", 0)  # 0: a scalar
+        if promised and promised > (size := numpy_dtype(str(argument.ty.dtype)).itemsize):
+            raise CompileError(
+                f"{candidate}: the argument {argument} promises an alignment of {promised} bytes;"
+                f" arrays of other libraries have that of their elements: declare it with align={size}"
+            )
 
 
 def _kernel_resources(library: Path, machine: Machine) -> dict[str, int]:

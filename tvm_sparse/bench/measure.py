@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.problem import Mismatch, Problem, numpy_dtype
-from ..core.registry import parse
+from ..core.registry import add_plugins, parse
 from ..workers.processes import serve
 
 # Rows that are compared with the reference: all kinds of row occur, and the reference stays cheap at batch 4000.
@@ -33,6 +33,7 @@ class Fatal(RuntimeError):
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
     """Measure one library; `check_only` leaves the timing out."""
+    add_plugins(message.get("plugins", ()))
     problem, kind = parse(message["problem"]), message["kind"]
     function = load(message["library"], kind)
     workspaces = message["workspaces"]

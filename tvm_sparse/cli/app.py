@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .common import Plugins
 from .doctor import doctor
 from .explain import explain
 from .export import export
@@ -31,6 +32,7 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    plugin: Plugins = None,
 ) -> None:
     """Tune, export and compare kernels for softmax + top-k and block-sparse products on Apache TVM.
 

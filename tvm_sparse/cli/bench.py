@@ -11,6 +11,7 @@ from .common import (
     AsJson,
     Axes,
     Operator,
+    Plugins,
     Target,
     console,
     echo_json,
@@ -38,6 +39,7 @@ def bench(
     target: Target = "auto",
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     as_json: AsJson = False,
+    plugin: Plugins = None,
 ) -> None:
     """Time our function beside PyTorch, NumPy and SciPy, after checking each against the reference."""
     with errors():

@@ -19,7 +19,7 @@ import typer
 from ..core import machine
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem, ProblemError
-from ..core.registry import make, parse
+from ..core.registry import PluginError, add_plugins, make, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +50,24 @@ Target = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Builders = Annotated[
     int | None, typer.Option(min=1, help="Processes that compile.  \\[default: a core each, 16 at most]")
+]
+
+
+def _add_plugins(paths: list[Path] | None) -> None:
+    with errors():
+        add_plugins(paths or ())
+
+
+# Every command takes it as `plugin`, before the name of the command or after; what it names is registered while the
+# words are read, so that no command has to ask.
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="PATH",
+        callback=_add_plugins,
+        help="Folder or file of an operator outside of the package; may be given again.",
+    ),
 ]
 
 
@@ -116,7 +134,7 @@ def errors() -> Iterator[None]:
     """Errors that the user can mend become one message on stderr; all others keep their traceback."""
     try:
         yield
-    except (ProblemError, UnknownArch) as error:
+    except (ProblemError, UnknownArch, PluginError) as error:
         fail(str(error), USAGE)
     except Exception as error:
         # Here, because most runs of the command line need none of them.

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from ..core import machine
-from .common import FAILED, AsJson, console, echo_json, table
+from ..core import machine, registry
+from .common import FAILED, AsJson, Plugins, console, echo_json, table
 
 # The smoke test of the compiler imports all of it from a cold disk.
 SMOKE_SECONDS = 180.0
@@ -35,12 +35,12 @@ class Check:
     needed: bool = False  # without it the CPU path does not work
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: AsJson = False, plugin: Plugins = None) -> None:
     """Report versions, compiler, GPU and what is missing, with the command that mends it.
 
     Exit code 0 if kernels can be compiled and run on the CPU. A missing GPU is no error.
     """
-    checks = [*_packages(), *_tools(), *_smoke(), *_gpu()]
+    checks = [*_packages(), *_plugins(), *_tools(), *_smoke(), *_gpu()]
     works = not any(check.needed and check.state != "ok" for check in checks)
     if as_json:
         echo_json({"works": works, "checks": [asdict(check) for check in checks]})
@@ -144,6 +144,23 @@ def _packages() -> list[Check]:
         else:
             mend = f'pip install "tvm_sparse[{extra}]"'
             checks.append(Check(names[0], "absent", f"not installed (optional: {use})", mend))
+    return checks
+
+
+def _plugins() -> list[Check]:
+    """The operators that are not the package's own, each with what it lacks."""
+    checks = []
+    for operator in registry.operators().values():
+        if operator in registry.BUILTIN:
+            continue
+        missing = []
+        for part in ("problem", "templates", "fallbacks", "call", "peers", "shapes"):
+            try:
+                getattr(operator, part)
+            except Exception as error:  # somebody else's module may raise anything
+                missing.append(f"{part}: {type(error).__name__}: {error}")
+        found = "; ".join(missing) or f"{operator.home}, {len(operator.templates)} templates"
+        checks.append(Check(f"operator {operator.name}", "broken" if missing else "ok", found))
     return checks
 
 

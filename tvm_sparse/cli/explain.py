@@ -6,10 +6,12 @@ import dataclasses
 
 import typer
 
-from .common import AsJson, Axes, Operator, Target, echo_json, errors, problem_of
+from .common import AsJson, Axes, Operator, Plugins, Target, echo_json, errors, problem_of
 
 
-def explain(operator: Operator, axes: Axes = None, target: Target = "auto", as_json: AsJson = False) -> None:
+def explain(
+    operator: Operator, axes: Axes = None, target: Target = "auto", as_json: AsJson = False, plugin: Plugins = None
+) -> None:
     """Print which kernel a call of this shape runs, and why: exact record, batch bucket, nearby record or fallback."""
     with errors():
         from ..core import machine

@@ -13,6 +13,7 @@ from ..core import registry
 from ..core.registry import parse
 from .common import (
     Builders,
+    Plugins,
     Target,
     console,
     default_builders,
@@ -41,6 +42,7 @@ def export(
     ] = None,
     operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
     builders: Builders = None,
+    plugin: Plugins = None,
 ) -> None:
     """Compile the best record of every tuned problem into a folder that tvm_sparse.load reads.
 

@@ -1,4 +1,6 @@
-"""The fresh process of the quickstart: `python -m tvm_sparse.cli.fresh FOLDER KIND KEY...`.
+"""The fresh process of the quickstart: `python -m tvm_sparse.cli.fresh REQUEST`.
+
+The request is JSON: the exported `folder`, the `kind` of machine, the `problems` by key, and the parent's `plugins`.
 
 Loads an exported folder, calls the public functions on inputs that tuning never saw, compares them with the float64
 reference, and times them beside the fastest peer. Prints one JSON line a problem.
@@ -15,7 +17,7 @@ import tvm_sparse
 from tvm_sparse.bench import measure
 from tvm_sparse.core import machine
 from tvm_sparse.core.problem import Problem
-from tvm_sparse.core.registry import parse
+from tvm_sparse.core.registry import add_plugins, parse
 
 from ..bench.compare import compare, has_torch
 
@@ -61,13 +63,14 @@ def _check_without_torch(problem: Problem, where: machine.Machine, seed: int) ->
     measure.verify(kernel.function, problem, where.kind, problem.structures[0], seed, workspaces=[])
 
 
-def main(folder: str, kind: str, *keys: str) -> None:
-    where = machine.gpu() if kind == "cuda" else machine.cpu()
+def main(request: dict[str, Any]) -> None:
+    add_plugins(request["plugins"])
+    where = machine.gpu() if request["kind"] == "cuda" else machine.cpu()
     assert where is not None
-    tvm_sparse.load(folder)
-    for key in keys:
-        print(json.dumps(result_of(parse(key), where, folder)), flush=True)
+    tvm_sparse.load(request["folder"])
+    for key in request["problems"]:
+        print(json.dumps(result_of(parse(key), where, request["folder"])), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(json.loads(sys.argv[1]))

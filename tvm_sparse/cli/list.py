@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..core import registry
-from ..core.registry import Operator, parse
+from ..core.registry import Operator, axis_type, parse
 from ..records.queries import best_records
-from .common import AsJson, console, default_roots, echo_json, errors, label, rate, ratio, table, us
+from .common import AsJson, Plugins, console, default_roots, echo_json, errors, label, rate, ratio, table, us
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 
@@ -23,6 +23,7 @@ def list_operators(
         list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")
     ] = None,
     as_json: AsJson = False,
+    plugin: Plugins = None,
 ) -> None:
     """List operators with their axes, their schedule templates, and the problems that are tuned, with figures."""
     with errors():
@@ -52,7 +53,7 @@ def _describe(operator: Operator, roots: Iterable[Path]) -> dict[str, Any]:
         "source": cls.source,
         "axes": {
             field.name: {
-                "type": str(field.type),
+                "type": axis_type(field),
                 "default": None if field.default is dataclasses.MISSING else field.default,
                 "batch": field.name == cls.batch_axis,
             }

@@ -20,6 +20,7 @@ from ..core.registry import parse
 from .common import (
     FAILED,
     INTERRUPTED,
+    Plugins,
     console,
     default_builders,
     duration,
@@ -45,6 +46,7 @@ def quickstart(
     keep: Annotated[
         Path | None, typer.Option(help="Folder to keep records and libraries in.  \\[default: a temporary one]")
     ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Tune four shapes, export them, and call them in a fresh process: the whole way in two or three minutes."""
     with errors(), _folder(keep) as folder:
@@ -102,7 +104,13 @@ def _check(
     problems: Sequence[Problem], where: machine.Machine, kernels: Path
 ) -> tuple[dict[Problem, dict[str, Any]], list[str]]:
     """What the fresh process reports for each problem, and what is wrong."""
-    command = [sys.executable, "-m", "tvm_sparse.cli.fresh", str(kernels), where.kind, *(p.key for p in problems)]
+    request = {
+        "folder": str(kernels),
+        "kind": where.kind,
+        "problems": [problem.key for problem in problems],
+        "plugins": registry.plugins(),
+    }
+    command = [sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps(request)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHECK_SECONDS, check=False)
     results: dict[Problem, dict[str, Any]] = {}
     for line in done.stdout.splitlines():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core import registry
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from . import shapes as shape_files
@@ -19,6 +20,7 @@ from .common import (
     INTERRUPTED,
     Axes,
     Builders,
+    Plugins,
     Target,
     console,
     default_builders,
@@ -72,6 +74,7 @@ def tune(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    plugin: Plugins = None,
 ) -> None:
     """Tune problems on this machine: every candidate is checked against the reference before its time counts.
 
@@ -156,6 +159,8 @@ def resume_command(
             words += [f"--{name}", str(value)]
     for template in templates or ():
         words += ["--template", template]
+    for plugin in registry.plugins():
+        words += ["--plugin", plugin]
     return shlex.join(words)
 
 

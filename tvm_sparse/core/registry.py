@@ -14,7 +14,8 @@ the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine           
 ================  ==================================================================  ==================================
 
 An operator of somebody else's package is found as those are: by the entry point group ``tvm_sparse.operators``, or by
-`add_plugin` with the path of a folder or file that holds an `Operator` named ``OPERATOR``.
+`add_plugin` (on the command line ``--plugin``) with the path of a folder or file that holds an `Operator` named
+``OPERATOR``. Child processes are told which plugins their parent has.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ def _registered() -> dict[str, Operator]:
     """The operators of the package and of installed plugins; `add` puts more into it."""
     found = {operator.name: operator for operator in BUILTIN}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        operator = entry.load()
+        try:
+            operator = entry.load()
+        except Exception as error:  # somebody else's module may raise anything
+            raise PluginError(f"entry point {entry.name}: {entry.value} does not import: {_said(error)}") from error
         if not isinstance(operator, Operator) or operator.name in found:
             raise PluginError(f"entry point {entry.name}: expected an Operator of a name not taken, got {operator!r}")
         found[operator.name] = operator
@@ -147,30 +151,52 @@ def add(operator: Operator) -> None:
 def add_plugin(path: str | Path) -> Operator:
     """Register the operator of a package folder or a Python file that lies outside of this package.
 
-    The module is imported by its own name, from the folder that holds it, and defines ``OPERATOR``.
+    The module is imported by its own name, from the folder that holds it, and defines ``OPERATOR``. Adding it again
+    changes nothing.
 
     Raises
     ------
     PluginError
-        If there is no such module, it defines no operator, or the operator's name is taken.
+        If there is no such module, it or its schedules do not import, it defines no operator, or the name of the
+        operator or of one of its templates is taken.
     """
     place = Path(path).resolve()
+    name = place.stem if place.suffix == ".py" else place.name
+    if str(place) in _PLUGINS:
+        return sys.modules[name].OPERATOR
     if not place.exists():
         raise PluginError(f"plugin: {place} does not exist")
-    name = place.stem if place.is_file() else place.name
+    # Last: a folder full of modules must not hide what is installed.
     if str(place.parent) not in sys.path:
-        sys.path.insert(0, str(place.parent))
+        sys.path.append(str(place.parent))
+    importlib.invalidate_caches()
     try:
         module = importlib.import_module(name)
-    except ImportError as error:
-        raise PluginError(f"plugin: {place} does not import: {error}") from error
-    operator = getattr(module, "OPERATOR", None)
+        operator = getattr(module, "OPERATOR", None)
+        names = {template.name for template in operator.templates} if isinstance(operator, Operator) else set()
+    except Exception as error:  # somebody else's module may raise anything
+        raise PluginError(f"plugin: {place} does not import: {_said(error)}") from error
+    found = Path(module.__file__ or "").resolve()
+    if found not in (place, place / "__init__.py"):
+        raise PluginError(f"plugin: {place}: another module is imported as {name}: {found}; rename the plugin")
     if not isinstance(operator, Operator):
         raise PluginError(f"plugin: {place} defines no OPERATOR of type tvm_sparse.core.registry.Operator")
+    for other in operators().values():
+        if other.name != operator.name and (taken := names & {template.name for template in other.templates}):
+            raise PluginError(f"plugin: {place}: the template {min(taken)} has the name of one of {other.name}'s")
     add(operator)
-    if str(place) not in _PLUGINS:
-        _PLUGINS.append(str(place))
+    _PLUGINS.append(str(place))
     return operator
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def add_plugins(paths: Iterable[str | Path]) -> None:
+    """Register what `plugins` told the parent process, or what stands on the command line."""
+    for path in paths:
+        add_plugin(path)
 
 
 def plugins() -> tuple[str, ...]:
@@ -226,15 +252,19 @@ def parse(key: str) -> Problem:
     return make(operator, {name: value for name, _, value in pairs})
 
 
+def axis_type(field: dataclasses.Field) -> str:
+    """The name of an axis's type: annotations are text under `from __future__ import annotations`, else types."""
+    return field.type if isinstance(field.type, str) else field.type.__name__
+
+
 def _convert(operator: str, field: dataclasses.Field, value: Any) -> Any:
-    # Dataclass annotations are text under `from __future__ import annotations`.
-    kind = {"int": int, "float": float}.get(str(field.type))
+    kind = {"int": int, "float": float}.get(axis_type(field))
     if kind is None or not isinstance(value, str):
         return value
     try:
         return kind(value.replace("_", ""))
     except ValueError:
-        raise ProblemError(f"{operator}: {field.name} must be {field.type}, got {value!r}") from None
+        raise ProblemError(f"{operator}: {field.name} must be {axis_type(field)}, got {value!r}") from None
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

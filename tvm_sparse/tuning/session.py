@@ -30,7 +30,7 @@ from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
-from ..core.registry import parse
+from ..core.registry import parse, plugins
 from ..core.spaces import points
 from ..core.template import Table
 from ..records import Best, Log, Session, Trial
@@ -345,6 +345,7 @@ class _Bench:
             "library": built.value["path"],
             "workspaces": built.value["workspaces"],
             "seed": self._seed,
+            "plugins": plugins(),
         }
         reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
         if reply.ok:

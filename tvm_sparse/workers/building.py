@@ -15,7 +15,7 @@ from ..artifacts.manifest import Entry, digest
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
-from ..core.registry import parse
+from ..core.registry import add_plugins, parse, plugins
 from .processes import Pool, serve
 
 BUILD_TIMEOUT = 300.0
@@ -23,12 +23,19 @@ BUILD_TIMEOUT = 300.0
 
 def request(problem: Any, candidate: Candidate, machine: Machine, path: Path) -> dict[str, Any]:
     """The message that asks for one library."""
-    return {"problem": problem.key, "candidate": str(candidate), "machine": asdict(machine), "path": str(path)}
+    return {
+        "problem": problem.key,
+        "candidate": str(candidate),
+        "machine": asdict(machine),
+        "path": str(path),
+        "plugins": plugins(),
+    }
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
     from ..artifacts.compile import compile_candidate
 
+    add_plugins(message["plugins"])
     compiled = compile_candidate(
         parse(message["problem"]),
         Candidate.parse(message["candidate"]),

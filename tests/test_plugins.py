@@ -1,0 +1,113 @@
+"""Operators outside of the package: every command and every child process works with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import plugins
+import pytest
+
+from tvm_sparse.core import machine, registry
+
+ARCH = machine.cpu().arch
+
+
+def run(*words: str | Path, code: int = 0, **environment: str) -> str:
+    """A command in a process of its own: what is registered stays there. Its stdout; stderr where it is to fail."""
+    command = [sys.executable, "-m", "tvm_sparse.cli.app", *map(str, words)]
+    environment = {**os.environ, "COLUMNS": "160", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
+@pytest.mark.timeout(280)
+def test_every_command_takes_a_plugin(tmp_path: Path) -> None:
+    plugin, logs, kernels = plugins.write(tmp_path), tmp_path / "logs", tmp_path / "kernels"
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+
+    assert "double_lanes (fallback)" in run("list", "double", "--plugin", plugin)
+    assert "double_lanes" in run("--plugin", plugin, "list", "double")  # before the command as well
+    shapes = tmp_path / "shapes.toml"
+    shapes.write_text("[[double]]\nn = [100, 200]\n")
+    tuned = run("tune", "--shapes", shapes, "--target", "cpu", "--builders", "1", "--logs", logs, "--plugin", plugin)
+    assert "double n=100" in tuned and "double n=200" in tuned and "double_lanes" in tuned
+    exported = run("export", "--target", "cpu", "--logs", logs, "-o", kernels, "--plugin", plugin)
+    assert "2 libraries" in exported
+    explained = json.loads(run("explain", "double", "n=300", "--target", "cpu", "--json", "--plugin", plugin, **own))
+    assert explained["candidate"].startswith("double_lanes@1")
+    timings = json.loads(run("bench", "double", "n=300", "--target", "cpu", "--json", "--plugin", plugin, **own))
+    assert [timing["name"] for timing in timings["timings"]] == ["tvm_sparse", "NumPy"]
+    assert all(timing["correct"] for timing in timings["timings"])
+    assert "operator double" in run("doctor", "--plugin", plugin)
+
+    # Records and libraries of an operator that is not there are no obstacle to the others.
+    assert "no record for" in run("export", "--target", "cpu", "--logs", logs, "-o", tmp_path / "none", code=1)
+    assert "operator: got 'double'" in run("explain", "double", "n=300", code=2)
+
+    # From Python: the exported library, in a process that has loaded no compiler.
+    program = f"""
+import sys, numpy as np, tvm_sparse
+from tvm_sparse.core import registry
+registry.add_plugin({str(plugin)!r})
+assert tvm_sparse.load({str(kernels)!r}) == 2
+found = tvm_sparse.explain("double", n=200, target="cpu")
+assert found.how == "exact" and found.library.startswith({str(kernels)!r}), found
+x = np.arange(200, dtype="float32")
+assert (tvm_sparse.double(x) == 2 * x).all() and "tvm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+@pytest.mark.timeout(280)
+def test_the_fresh_process_of_the_quickstart_gets_the_plugins(tmp_path: Path) -> None:
+    plugin, logs, kernels = plugins.write(tmp_path), tmp_path / "logs", tmp_path / "kernels"
+    run("tune", "double", "n=1000", "--target", "cpu", "--builders", "1", "--logs", logs, "--plugin", plugin)
+    run("export", "--target", "cpu", "--logs", logs, "-o", kernels, "--plugin", plugin)
+    request = {"folder": str(kernels), "kind": "llvm", "problems": ["double/n=1000,dtype=float32"]}
+    command = [sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps({**request, "plugins": [str(plugin)]})]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert result["correct"] and not result["error"] and result["peer"]["name"] == "NumPy"
+
+
+def test_an_interrupted_run_names_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tvm_sparse.cli.tune import resume_command
+
+    monkeypatch.setattr(registry, "plugins", lambda: ("/a b/double",))
+    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, 0)
+    assert command == "tvm-sparse tune double n=1 --trials 8 --plugin '/a b/double'"
+
+
+@pytest.mark.parametrize(
+    "name, changed, said",
+    [
+        ("one", {"__init__": "x = 1"}, "defines no OPERATOR"),
+        ("two", {"schedules": "import nothing_of_this_name"}, "No module named 'nothing_of_this_name'"),
+        ("three", {"__init__": plugins.FILES["__init__.py"].replace('"double", home', '"softmax", home')},
+         "the name is taken by tvm_sparse.operators.softmax"),
+        ("four", {"schedules": plugins.FILES["schedules.py"].replace("double_lanes", "row_scan")},
+         "the template row_scan has the name of one of softmax_topk's"),
+        ("json", {}, "another module is imported as json"),
+    ],
+)  # fmt: skip
+def test_a_plugin_that_does_not_fit_is_named(tmp_path: Path, name: str, changed: dict[str, str], said: str) -> None:
+    path = plugins.write(tmp_path, name, **changed)
+    error = run("list", "--plugin", path, code=2)
+    assert said in error and str(path) in error or "name is taken" in error
+    assert "Traceback" not in error
+
+
+def test_a_plugin_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "does not exist" in run("list", "--plugin", tmp_path / "nowhere", code=2)
+
+
+def test_a_program_that_promises_alignment_is_refused(tmp_path: Path) -> None:
+    """NumPy's arrays would not keep the promise, and an aligned vector access would end the caller's process."""
+    careless = plugins.FILES["schedules.py"].replace(", align=2", "")
+    plugin = plugins.write(tmp_path, schedules=careless)
+    error = run("tune", "double", "n=9", "--target", "cpu", "--logs", tmp_path / "logs", "--plugin", plugin, code=1)
+    assert "the argument x promises an alignment of 64 bytes" in error and "declare it with align=4" in error
