@@ -40,7 +40,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 @dataclass
 class RowState:
-    """What the phases share. `x`: a thread's elements in hand; `total`: its sum; `sums`: one a warp, in shared memory."""
+    """What the phases share. `x`: elements in hand; `total`: a thread's sum; `sums`: one a warp, in shared memory."""
 
     x: Any
     total: Any
