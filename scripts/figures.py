@@ -1,0 +1,769 @@
+"""Fill in the generated parts of README.md and docs/: every figure, from the CSV files in results/, and the tables of
+operators, templates and decisions, from the registry.
+
+    python scripts/figures.py             # write what has changed
+    python scripts/figures.py --check     # say what has changed, and exit with 1 if anything has
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a function in `PARTS`. The charts are SVG
+files, listed in `CHARTS`. The output depends on nothing but the results and the code.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from xml.sax.saxutils import escape
+
+import typer
+
+from tvm_sparse.bench.compare import NAME
+from tvm_sparse.core import machine, registry
+from tvm_sparse.core.problem import Argument, Problem
+from tvm_sparse.core.template import NotApplicable, Template
+from tvm_sparse.schedules.vocabulary import DECISIONS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+IMAGES = ROOT / "docs" / "images"
+PART = re.compile(r"(<!-- generated: ([\w-]+) -->).*?(<!-- end -->)", re.DOTALL)
+
+PARTS: dict[str, Callable[[], str]] = {}
+
+
+def part(function: Callable[[], str]) -> Callable[[], str]:
+    """Register what fills the parts of this name, with hyphens for underscores."""
+    PARTS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+# -------------------------------------------------------------------------------------------------------- results
+
+Row = Mapping[str, str]
+Times = Mapping[str, float]  # microseconds by implementation
+
+
+@dataclass(frozen=True)
+class Results:
+    """One CSV file: what its comments say of where and when, and its lines."""
+
+    facts: Mapping[str, str]
+    rows: tuple[Row, ...]
+
+    def by_problem(self, **having: str) -> dict[Problem, Times]:
+        """Microseconds by implementation, of the problems of the lines whose columns are `having`."""
+        found: dict[Problem, dict[str, float]] = {}
+        for row in self.rows:
+            if row["microseconds"] and all(row[name] == value for name, value in having.items()):
+                found.setdefault(registry.parse(row["problem"]), {})[row["implementation"]] = float(row["microseconds"])
+        return dict(found)
+
+    def by(self, *columns: str) -> dict[tuple[str, ...], Times]:
+        """Microseconds by implementation, of the lines that agree in these columns."""
+        found: dict[tuple[str, ...], dict[str, float]] = {}
+        for row in self.rows:
+            if row["microseconds"]:
+                key = tuple(row[column] for column in columns)
+                found.setdefault(key, {})[row["implementation"]] = float(row["microseconds"])
+        return dict(found)
+
+
+@functools.cache
+def results(name: str) -> Results:
+    lines = (RESULTS / f"{name}.csv").read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+    return Results(facts, tuple(csv.DictReader(line for line in lines if not line.startswith("#"))))
+
+
+def provenance(*names: str) -> str:
+    """Device, versions and dates of some files of results, as half a sentence."""
+    files = [results(name).facts for name in names]
+    days = sorted({facts["date"][:10] for facts in files})
+    devices = " and ".join(dict.fromkeys(facts["device"] for facts in files))
+    torch = " and ".join(
+        dict.fromkeys(
+            f"PyTorch {f['torch']}" + (f" with CUDA {f['torch_cuda']}" if "torch_cuda" in f else "") for f in files
+        )
+    )
+    return f"{devices}, {torch}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+
+
+def best(times: Times, *prefixes: str) -> float:
+    """The least time of the others, or of those of them whose name begins so."""
+    return min(t for name, t in times.items() if name != NAME and name.startswith(prefixes or ("",)))
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def times_as(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """`0.93 to 1.13`."""
+    some = sorted(values)
+    return f"{some[0]:.{digits}f} to {some[-1]:.{digits}f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+# -------------------------------------------------------------------------------------------------------- headline
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Ratios of one kind: how many times as long as ours another takes, a problem each."""
+
+    what: str
+    against: str
+    ratios: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.geometric_mean(self.ratios)
+
+
+GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
+HEADLINE_FILES = ("peers-h200", "peers-softmax-h200", "gu-tables-h200", "peers-float16-h200", "peers-rotated-h200",
+                  "argueta-chiang-table1-h200")  # fmt: skip
+
+
+@functools.cache
+def headlines() -> tuple[Headline, ...]:
+    def ratios(cases: Iterable[Times], *prefixes: str) -> tuple[float, ...]:
+        return tuple(best(times, *prefixes) / times[NAME] for times in cases)
+
+    gu = list(results("gu-tables-h200").by("m", "k", "n", "block", "sparsity").values())
+    half = list(results("peers-float16-h200").by_problem().values())
+    lookups = [t for (_, values), t in results("argueta-chiang-table1-h200").by("nonzeros", "values").items()]
+    return (
+        Headline("softmax_topk, float32", "PyTorch", ratios(results("peers-h200").by_problem().values(), "torch")),
+        Headline("softmax, float32", "PyTorch", ratios(results("peers-softmax-h200").by_problem().values(), "torch")),
+        Headline("bsr_matmul, float32", "sparse: cuSPARSE, PyTorch, Triton", ratios(gu, *GU_SPARSE)),
+        Headline("bsr_matmul, float32", "dense: cuBLAS in float32, TF32, float16", ratios(gu, "cuBLAS")),
+        Headline("bsr_matmul, float16", "sparse: PyTorch, Triton", ratios(half, "torch BSR", "torch bsr_dense_mm")),
+        Headline("bsr_matmul, float16", "dense: cuBLAS", ratios(half, "torch dense")),
+        Headline(
+            "bsr_matmul, float16, from memory",
+            "dense: cuBLAS",
+            ratios(results("peers-rotated-h200").by_problem().values(), "torch dense"),
+        ),
+        Headline("nhot_lookup, float32", "PyTorch, cuSPARSE", ratios(lookups)),
+    )
+
+
+@part
+def headline_sentence() -> str:
+    topk = headlines()[0]
+    return (
+        f"Times of the fastest other library over ours: {provenance(*HEADLINE_FILES)}. Bars are geometric means, lines"
+        f" reach from the least favourable shape to the most; `softmax_topk` is {times_as(min(topk.ratios))} to"
+        f" {times_as(max(topk.ratios))} times as fast as PyTorch, {times_as(topk.mean)} in the mean of"
+        f" {len(topk.ratios)} shapes."
+    )
+
+
+# ------------------------------------------------------------------------------------------------- figures by operator
+
+
+def shapes_of(cases: Iterable[Problem]) -> list[tuple[int, int]]:
+    """(batch, vocab) of problems, by vocab."""
+    return sorted({(p.axes["batch"], p.axes["vocab"]) for p in cases}, key=lambda shape: (shape[1], shape[0]))
+
+
+@part
+def softmax_topk_peers() -> str:
+    cases = results("peers-h200").by_problem()
+    ks = sorted({p.axes["k"] for p in cases})
+    found = {(p.axes["batch"], p.axes["vocab"], p.axes["k"]): times for p, times in cases.items()}
+    rows = []
+    for batch, vocab in shapes_of(cases):
+        cells = [c for k in ks for t in [found[batch, vocab, k]] for c in (us(t[NAME]), us(best(t, "torch")))]
+        rows.append([f"{batch} x {vocab}", *cells])
+    return table(["softmax + top-k", *(name for k in ks for name in (f"k = {k}", "PyTorch"))], rows)
+
+
+@part
+def softmax_topk_ratios() -> str:
+    topk, shares = headlines()[0], results("peers-h200").rows
+    largest = max(shapes_of(results("peers-h200").by_problem()), key=lambda shape: shape[0] * shape[1])
+    reached = {}
+    for row in shares:
+        problem = registry.parse(row["problem"])
+        if row["implementation"] == NAME and (problem.axes["batch"], problem.axes["vocab"]) == largest:
+            reached[problem.axes["k"]] = float(row["share_of_limit"])
+    parts = [f"{percent(share)} (k = {k})" for k, share in sorted(reached.items())]
+    return (
+        f"PyTorch is the faster of `softmax` + `topk` and `topk` + `logsumexp`; it takes {times_as(min(topk.ratios))}"
+        f" to {times_as(max(topk.ratios))} times as long, {times_as(topk.mean)} in the geometric mean. At"
+        f" {largest[0]} x {largest[1]} the kernel reads at {listed(parts)} of the card's limit of"
+        f" {limit() / 1e12:.2f} TB/s."
+    )
+
+
+def limit() -> float:
+    return machine.READ_BANDWIDTH[0][1]
+
+
+@part
+def softmax_topk_structures() -> str:
+    names = ("structures-softmax_topk-h200", "structures-softmax_topk-4000x25000-h200")
+    over: dict[str, list[float]] = {}
+    for name in names:
+        for row in results(name).rows:
+            over.setdefault(row["inputs"], []).append(float(row["over_first"]))
+    first, *others = over
+    what = {
+        "ascending": "ascending rows, of which every element exceeds those before it",
+        "constant": "constant rows",
+        "zipf": "rows of a few large values and a long tail (Zipf)",
+        "ties": "rows of a few distinct values",
+    }
+    rows = [[what.get(name, name), span(over[name])] for name in others]
+    return table(["inputs", f"time over that of {first} ones, over {len(over[first])} shapes"], rows)
+
+
+@part
+def milakov_gimelshein() -> str:
+    rows = []
+    cases = results("milakov-gimelshein-h200").by_problem(figure="5.2")
+    columns = ("safe, then top-k", "safe, fused", "online, fused", NAME)
+    for problem, times in sorted(cases.items(), key=lambda case: case[0].axes["k"]):
+        rows.append([str(problem.axes["k"]), *(us(times.get(name)) for name in columns)])
+    return table(["k, at 4000 x 25000", *columns], rows)
+
+
+@part
+def milakov_gimelshein_ratio() -> str:
+    times = next(
+        t
+        for p, t in results("milakov-gimelshein-h200").by_problem(figure="5.2").items()
+        if (p.axes["batch"], p.axes["vocab"], p.axes["k"]) == (4000, 25000, 5)
+    )
+    one = times["online, fused"] / times["safe, fused"]
+    return (
+        f"At 4000 x 25000 and k = 5 the paper's online algorithm with insertion takes {one:.2f} of the time of the safe"
+        f" one in one kernel ({us(times['online, fused'])} and {us(times['safe, fused'])} microseconds); the public"
+        f" function takes {us(times[NAME])}."
+    )
+
+
+@part
+def milakov_gimelshein_cpu() -> str:
+    found = results("milakov-gimelshein-x86-64-v4")
+    rows = []
+    for problem, times in found.by_problem().items():
+        if problem.operator == "softmax":
+            cells = (us(times[name]) for name in ("naive", "safe", "online"))
+            shape = f"{problem.axes['batch']} x {problem.axes['vocab']}"
+            rows.append([shape, *cells, f"{times['safe'] / times['online']:.2f}"])
+    return table(["softmax on a CPU", "naive", "safe", "online", "safe over online"], rows)
+
+
+@part
+def argueta_chiang_table2() -> str:
+    others, packed = [], []
+    for times in results("argueta-chiang-table2-h200").by_problem().values():
+        others.append(best(times, "torch", "FlashInfer") / times[NAME])
+        packed.append(times["packed insertion"] / times[NAME])
+    return (
+        f"For N = 10 to 400 in batches of 1, 512 and 1024 rows of 10,240 the best other library takes"
+        f" {times_as(min(others))} to {times_as(max(others))} times as long as ours, and that paper's own packed"
+        f" insertion {times_as(min(packed))} to {times_as(max(packed))} times."
+    )
+
+
+@part
+def softmax_peers() -> str:
+    cases = results("peers-softmax-h200").by_problem()
+    found = {(p.axes["batch"], p.axes["vocab"]): times for p, times in cases.items()}
+    names = (NAME, "torch softmax", "torch.compile softmax")
+    rows = [
+        [f"{batch} x {vocab}", *(us(found[batch, vocab].get(name)) for name in names)]
+        for batch, vocab in shapes_of(cases)
+    ]
+    return table(["softmax", "tvm_sparse", "PyTorch", "torch.compile"], rows)
+
+
+@part
+def softmax_ratios() -> str:
+    found = headlines()[1]
+    return (
+        f"The faster of `torch.softmax`, eager and compiled, takes {times_as(min(found.ratios))} to"
+        f" {times_as(max(found.ratios))} times as long, {times_as(found.mean)} in the geometric mean."
+    )
+
+
+@part
+def gu_tables() -> str:
+    cases = results("gu-tables-h200").by("m", "k", "n", "block", "sparsity")
+    shapes = list(dict.fromkeys(key[:3] for key in cases))
+    blocks = list(dict.fromkeys(key[3] for key in cases))
+    rows = []
+    for shape in shapes:
+        at = {block: cases[*shape, block, "0.85"] for block in blocks}
+        dense = min(best(times, "cuBLAS") for times in at.values())
+        some = at["16"]
+        others = (some["torch BSR @ dense"], some["cuSPARSE CSR @ dense"])
+        rows.append([f"({', '.join(shape)})", *(us(at[block][NAME]) for block in blocks), *map(us, (*others, dense))])
+    head = [*(f"block {block}" for block in blocks), "PyTorch BSR, 16", "cuSPARSE, 16", "best cuBLAS"]
+    return table(["(m, k, n)", *head], rows)
+
+
+@part
+def gu_ratios() -> str:
+    sparse, dense = headlines()[2], headlines()[3]
+    return (
+        f"Over all {len(sparse.ratios)} cases of the paper (blocks of 8, 16 and 32, sparsities of 0.8, 0.85 and 0.95)"
+        f" the best other sparse product takes {times_as(sparse.mean)} times as long in the geometric mean and at least"
+        f" {times_as(min(sparse.ratios))} times, the best dense one of float32, TF32 and float16"
+        f" {times_as(dense.mean)} times and at least {times_as(min(dense.ratios))}."
+    )
+
+
+@part
+def bsr_float16() -> str:
+    cases = results("peers-float16-h200").by_problem()
+    rows: dict[tuple[Any, ...], dict[float, Times]] = {}
+    for problem, times in cases.items():
+        axes = problem.axes
+        rows.setdefault((axes["m"], axes["k"], axes["n"], axes["block"]), {})[axes["sparsity"]] = times
+    sparsities = sorted({s for found in rows.values() for s in found if s != 0.9})
+    lines = []
+    for (m, k, n, block), found in sorted(rows.items(), key=lambda item: (item[0][0], item[0][3])):
+        cells = [us(found[s][NAME]) for s in sparsities] + [
+            us(found[s]["torch bsr_dense_mm (Triton)"]) for s in sparsities
+        ]
+        dense = min(times["torch dense linear"] for times in found.values())
+        lines.append([f"({m}, {k}, {n}), {block}", *cells, us(dense)])
+    head = [f"{s}" for s in sparsities] + [f"Triton, {s}" for s in sparsities]
+    return table(["(m, k, n), block", *head, "dense cuBLAS"], lines)
+
+
+@part
+def bsr_rotated() -> str:
+    found = results("peers-rotated-h200")
+    rows = []
+    for problem, times in found.by_problem().items():
+        ours = next(r for r in found.rows if r["problem"] == problem.key and r["implementation"] == NAME)
+        axes, dense = problem.axes, times["torch dense linear"]
+        share = percent(float(ours["share_of_limit"]))
+        rows.append(
+            [f"({axes['m']}, {axes['k']}, {axes['n']}), {axes['block']}", us(times[NAME]), share, us(dense)]
+            + [f"{dense / times[NAME]:.1f}"]
+        )
+    return table(["(m, k, n), block", "microseconds", "of the limit", "dense cuBLAS", "dense over ours"], rows)
+
+
+@part
+def bsr_skewed() -> str:
+    ratios = [float(r["over_first"]) for r in results("structures-bsr_matmul-h200").rows if r["inputs"] == "skewed"]
+    return (
+        f"A weight whose blocks crowd in a few block rows (Zipf) takes {span(ratios)} times what an even one takes,"
+        f" over {len(ratios)} shapes."
+    )
+
+
+@part
+def launch_floor() -> str:
+    rows = []
+    for row in results("launch-floor-h200").rows:
+        size = f"{int(row['weight_bytes']) / 1e6:.1f} MB" if int(row["weight_bytes"]) else "-"
+        share = percent(float(row["of_limit"])) if row["inputs"] == "rotated" else "-"
+        rows.append([row["blocks"], row["threads"], size, row["weight"], row["x"], row["inputs"]]
+                    + [f"{float(row['microseconds']):.2f}", share])  # fmt: skip
+    return table(
+        ["thread blocks", "threads", "weight", "weight read", "x", "inputs", "microseconds", "of the limit"], rows
+    )
+
+
+@part
+def nhot_table1() -> str:
+    cases = results("argueta-chiang-table1-h200").by("values", "nonzeros")
+    counts = sorted({int(nonzeros) for _, nonzeros in cases})
+    wanted = (("tvm_sparse", NAME), ("torch embedding_bag", "torch embedding_bag"), ("cuSPARSE", "torch CSR @ dense"))
+    rows = [[shown, *(us(cases["stored", str(n)].get(name)) for n in counts)] for shown, name in wanted]
+    return table(["nonzeros a row", *map(str, counts)], rows)
+
+
+@part
+def nhot_ratios() -> str:
+    full, half = (results(f"argueta-chiang-table1{d}-h200").by("values", "nonzeros") for d in ("", "-float16"))
+    most = str(max(int(nonzeros) for _, nonzeros in full))
+    one = full["ones", "1"]
+    return (
+        f"One-hot rows without values take {us(one[NAME])}, `F.embedding` {us(one['torch embedding'])}. At {most}"
+        f" nonzeros a float16 table takes {us(half['stored', most][NAME])} with values and"
+        f" {us(half['ones', most][NAME])} without, a float32 one {us(full['stored', most][NAME])} and"
+        f" {us(full['ones', most][NAME])}."
+    )
+
+
+@part
+def host_time() -> str:
+    spent = [float(r["host_microseconds"]) for r in results("peers-h200").rows if r["host_microseconds"]]
+    return (
+        f"A call of `softmax_topk` from Python, which allocates two outputs, costs the host {min(spent):.0f} to"
+        f" {max(spent):.0f} microseconds in these runs, {statistics.median(spent):.0f} in the median; hosts differ by a"
+        " factor of two."
+    )
+
+
+def _where(*names: str) -> Callable[[], str]:
+    """Where, when and how some files of results were measured."""
+
+    def sentence() -> str:
+        timing = {results(name).facts["timing"] for name in names}
+        graphs = all(text.startswith("CUDA graphs") for text in timing)
+        rotated = all("past the L2 cache" in text for text in timing)
+        return (
+            f"{provenance(*names)}; microseconds a call {'in CUDA graphs' if graphs else 'from Python'}, inputs"
+            f" {'rotated past the L2 cache' if rotated else 'hot'}."
+        )
+
+    return sentence
+
+
+PARTS["where-peers"] = _where("peers-h200")
+PARTS["where-softmax"] = _where("peers-softmax-h200")
+PARTS["where-gu"] = _where("gu-tables-h200")
+PARTS["where-float16"] = _where("peers-float16-h200")
+PARTS["where-rotated"] = _where("peers-rotated-h200")
+PARTS["where-launch"] = _where("launch-floor-h200")
+PARTS["where-nhot"] = _where("argueta-chiang-table1-h200", "argueta-chiang-table1-float16-h200")
+PARTS["where-milakov"] = _where("milakov-gimelshein-h200")
+PARTS["where-milakov-cpu"] = _where("milakov-gimelshein-x86-64-v4")
+
+
+# ------------------------------------------------------------------------------------------- operators and templates
+
+
+def first_sentence(docstring: str | None) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join(inspect.cleandoc(docstring or "").partition("\n\n")[0].split())
+
+
+def required(function: Callable[..., Any]) -> str:
+    """A call with the arguments that have to be given."""
+    given = inspect.signature(function).parameters.values()
+    return f"{function.__name__}({', '.join(p.name for p in given if p.default is p.empty)})"
+
+
+def builtin() -> tuple[registry.Operator, ...]:
+    return registry.BUILTIN
+
+
+@part
+def operators() -> str:
+    rows = []
+    for operator in builtin():
+        for name in operator.public:
+            function = getattr(operator.call, name)
+            if inspect.isfunction(function):
+                page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
+                rows.append([page, first_sentence(function.__doc__)])
+    return table(["function", "what it computes"], rows)
+
+
+@part
+def operators_of_docs() -> str:
+    rows = []
+    for operator in builtin():
+        functions = [n for n in operator.public if inspect.isfunction(getattr(operator.call, n))]
+        pages = ", ".join(f"[{code(name)}]({operator.name}.md)" for name in functions)
+        sources = operator.problem.source
+        machines = sorted({{"llvm": "CPU", "cuda": "CUDA"}[t.kind] for t in operator.templates})
+        count = sum(not t.comparison for t in operator.templates)
+        rows.append([pages, first_sentence(operator.problem.__doc__), sources, ", ".join(machines), str(count)])
+    return table(["function", "what it computes", "source", "machines", "templates"], rows)
+
+
+def tables_of(operator: registry.Operator, template: Template) -> list[Mapping[str, Sequence[int]]]:
+    """The template's tables of decisions for the operator's own shapes that it fits."""
+    keys = (*operator.shapes.QUICKSTART, *operator.shapes.REALISTIC, *operator.shapes.AWKWARD)
+    problems = [registry.make(operator.name, operator.problem.example), *map(registry.parse, keys)]
+    where = machine.Machine("cuda", "sm_90a", "sm_90a", cores=132)
+    cpu = machine.Machine("llvm", "x86-64-v4", "x86-64-v4", cores=8)
+    found: list[Mapping[str, Sequence[int]]] = []
+    for problem in problems:
+        try:
+            found.append(template.space(problem, where if template.kind == "cuda" else cpu))
+        except NotApplicable:
+            continue
+    return found
+
+
+@functools.cache
+def decisions_of(operator: registry.Operator, template: Template) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for found in tables_of(operator, template) for name in found))
+
+
+def templates_part(operator: registry.Operator) -> str:
+    rows = []
+    for template in operator.templates:
+        remarks = [{"llvm": "CPU", "cuda": "CUDA"}[template.kind]]
+        if template in operator.fallbacks[template.kind]:
+            remarks.append("fallback")
+        if template.comparison:
+            remarks.append("for comparison")
+        chosen = ", ".join(map(code, decisions_of(operator, template)))
+        rows.append([code(template.name), ", ".join(remarks), template.summary, chosen])
+    return table(["template", "runs on", "how", "decisions"], rows)
+
+
+def _shape(argument: Argument) -> str:
+    return f"({', '.join(map(str, argument.shape))})" if argument.shape else "scalar"
+
+
+def arguments_part(operator: registry.Operator) -> str:
+    problem = operator.problem
+    rows = []
+    for kind, arguments in (("in", problem.inputs), ("out", problem.outputs)):
+        for a in arguments:
+            dtype = "the problem's" if a.dtype == "dtype" else a.dtype
+            rows.append([code(a.name), kind, _shape(a), dtype, a.doc + (f" Only where {a.when} is." if a.when else "")])
+    return table(["argument", "", "shape", "dtype", "what"], rows)
+
+
+def axes_part(operator: registry.Operator) -> str:
+    problem, names = operator.problem, []
+    for field in dataclasses.fields(problem):
+        default = "" if field.default is dataclasses.MISSING else f"={field.default}"
+        names.append(code(f"{field.name}{default}"))
+    data = f" Kernels read {listed([code(a) for a in problem.data_axes])} when they run." if problem.data_axes else ""
+    return (
+        f"Axes: {', '.join(names)}. One library serves every {code(problem.batch_axis)}.{data} Inputs are generated in"
+        f" these structures, the first of which is timed: {', '.join(map(code, problem.structures))}."
+    )
+
+
+for _operator in builtin():
+    PARTS[f"templates-{_operator.name}"] = functools.partial(templates_part, _operator)
+    PARTS[f"arguments-{_operator.name}"] = functools.partial(arguments_part, _operator)
+    PARTS[f"axes-{_operator.name}"] = functools.partial(axes_part, _operator)
+
+
+@part
+def decisions() -> str:
+    users: dict[str, list[str]] = {}
+    for operator in builtin():
+        for template in operator.templates:
+            for name in decisions_of(operator, template):
+                users.setdefault(name, []).append(template.name)
+    rows = [[code(n), what, ", ".join(map(code, users.get(n, ["-"])))] for n, what in DECISIONS.items()]
+    return table(["decision", "meaning", "templates"], rows)
+
+
+@part
+def phase_example() -> str:
+    """One phase of the example's generated kernel."""
+    registry.add_plugin(ROOT / "examples" / "row_norm")
+    from row_norm.schedules.norm_block import join
+
+    return f"```python\n{inspect.getsource(join)}```"
+
+
+@part
+def commands() -> str:
+    from tvm_sparse.cli.app import app
+
+    rows = []
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__
+        rows.append([code(f"tvm-sparse {name}"), first_sentence(command.callback.__doc__)])
+    return table(["command", "what it does"], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- charts
+
+INK, PALE, BAR, OURS = "#24292f", "#d0d7de", "#8250df", "#6e7781"
+FONT = "font-family='Helvetica, Arial, sans-serif'"
+
+
+def headline_chart() -> str:
+    """Bars of geometric means on a logarithmic axis, with the range over shapes as a line."""
+    left, top, row, width = 330, 58, 34, 470
+    height = top + row * len(headlines()) + 34
+    # Powers of two that hold every range.
+    least = 2.0 ** math.floor(math.log2(min(min(h.ratios) for h in headlines())))
+    most = 2.0 ** math.ceil(math.log2(max(max(h.ratios) for h in headlines())))
+
+    def x(ratio: float) -> float:
+        return left + width * math.log2(ratio / least) / math.log2(most / least)
+
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {left + width + 70} {height}' {FONT} font-size='13'>",
+        f"<rect width='{left + width + 70}' height='{height}' rx='8' fill='white'/>",
+        f"<text x='20' y='28' font-size='15' font-weight='bold' fill='{INK}'>"
+        "How many times as long the fastest other library takes</text>",
+    ]
+    tick = least
+    while tick <= most:
+        at = x(tick)
+        stroke, wide = (OURS, 1.5) if tick == 1 else (PALE, 1)
+        lines.append(
+            f"<line x1='{at:.1f}' y1='{top - 12}' x2='{at:.1f}' y2='{height - 30}' stroke='{stroke}'"
+            f" stroke-width='{wide}'/>"
+        )
+        label = "1 (tvm_sparse)" if tick == 1 else f"{tick:g}"
+        lines.append(
+            f"<text x='{at:.1f}' y='{height - 12}' text-anchor='middle' fill='{INK}' font-size='11'>{label}</text>"
+        )
+        tick *= 2
+    for number, found in enumerate(headlines()):
+        y = top + row * number
+        lines += [
+            f"<text x='{left - 12}' y='{y + 7}' text-anchor='end' fill='{INK}'>{escape(found.what)}</text>",
+            f"<text x='{left - 12}' y='{y + 20}' text-anchor='end' fill='{OURS}' font-size='10.5'>"
+            f"{escape(found.against)}</text>",
+            f"<rect x='{x(1):.1f}' y='{y}' width='{x(found.mean) - x(1):.1f}' height='16' rx='2' fill='{BAR}'/>",
+            f"<line x1='{x(min(found.ratios)):.1f}' y1='{y + 8}' x2='{x(max(found.ratios)):.1f}' y2='{y + 8}'"
+            f" stroke='{INK}' stroke-width='1.5'/>",
+            f"<text x='{x(max(found.ratios)) + 6:.1f}' y='{y + 12}' fill='{INK}' font-weight='bold'>"
+            f"{times_as(found.mean)}</text>",
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+STAGES = (
+    ("Problem", "axes, reference,", "inputs, check"),
+    ("definition", "TE or TIR,", "no threads"),
+    ("template", "a space of", "decisions"),
+    ("candidate", "one point", "of the space"),
+    ("trial", "checked,", "then timed"),
+    ("record", "the best,", "kept"),
+    ("library", ".so and", "manifest"),
+    ("call", "zero copy,", "current stream"),
+)
+
+
+def flow_chart() -> str:
+    """The one-way flow: what each stage is, and which part of the package makes it."""
+    wide, gap, high, top = 108, 22, 62, 48
+    total = len(STAGES) * (wide + gap) - gap + 40
+    rooms = (
+        (0, 2, "operators/", "what is computed"),
+        (2, 4, "schedules/", "how it is mapped to machines"),
+        (4, 6, "tuning/, records/", "search, measure, keep"),
+        (6, 8, "shipping/, runtime/", "no compiler in a call"),
+    )
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {total} 164' {FONT} font-size='13'>",
+        f"<rect width='{total}' height='164' rx='8' fill='white'/>",
+        f"<defs><marker id='head' markerWidth='8' markerHeight='8' refX='6' refY='3' orient='auto'>"
+        f"<path d='M0,0 L6,3 L0,6 z' fill='{INK}'/></marker></defs>",
+    ]
+    for number, (name, *about) in enumerate(STAGES):
+        x = 20 + number * (wide + gap)
+        lines.append(
+            f"<rect x='{x}' y='{top}' width='{wide}' height='{high}' rx='6' fill='#f6f8fa' stroke='{BAR}'"
+            " stroke-width='1.5'/>"
+        )
+        middle = x + wide / 2
+        lines.append(
+            f"<text x='{middle:g}' y='{top + 20}' text-anchor='middle' font-weight='bold' fill='{INK}'>{name}</text>"
+        )
+        lines += [
+            f"<text x='{middle:g}' y='{top + 37 + 14 * i}' text-anchor='middle' font-size='11.5' fill='{INK}'>"
+            f"{escape(words)}</text>"
+            for i, words in enumerate(about)
+        ]
+        if number:
+            y = top + high / 2
+            lines.append(
+                f"<line x1='{x - gap}' y1='{y:g}' x2='{x - 3}' y2='{y:g}' stroke='{INK}' stroke-width='1.5'"
+                " marker-end='url(#head)'/>"
+            )
+    for first, last, name, role in rooms:
+        start, end = 20 + first * (wide + gap), 20 + last * (wide + gap) - gap
+        middle, y = (start + end) / 2, top + high + 12
+        lines += [
+            f"<path d='M{start},{y} v6 H{end} v-6' fill='none' stroke='{OURS}'/>",
+            f"<text x='{middle:g}' y='{y + 22}' text-anchor='middle' fill='{BAR}' font-weight='bold'>{name}</text>",
+            f"<text x='{middle:g}' y='{y + 36}' text-anchor='middle' font-size='11.5' fill='{OURS}'>{role}</text>",
+        ]
+    lines.append(
+        f"<text x='20' y='28' font-size='15' font-weight='bold' fill='{INK}'>One declaration, one direction: nothing on"
+        " the right is imported by anything on the left</text>"
+    )
+    return "\n".join([*lines, "</svg>", ""])
+
+
+CHARTS = {"headline.svg": headline_chart, "flow.svg": flow_chart}
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+def filled(text: str, where: Path) -> str:
+    """`text` with its generated parts as they are now, each a block of Markdown of its own."""
+
+    def fill(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in PARTS:
+            near = difflib.get_close_matches(name, PARTS, n=3)
+            raise SystemExit(f"{where}: no generated part {name!r}; nearest: {', '.join(near) or ', '.join(PARTS)}")
+        return f"{begin}\n\n{PARTS[name]()}\n\n{end}"
+
+    return PART.sub(fill, text)
+
+
+def generated() -> dict[Path, str]:
+    """Every file that has generated parts, as it should be."""
+    wanted = {IMAGES / name: chart() for name, chart in CHARTS.items()}
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        wanted[path] = filled(path.read_text(), path.relative_to(ROOT))
+    return wanted
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if anything changed.")] = False,
+) -> None:
+    changed = []
+    for path, text in generated().items():
+        if not path.exists() or path.read_text() != text:
+            changed.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+    if changed:
+        print(f"{'not as generated' if check else 'written'}: {', '.join(changed)}")
+    if check and changed:
+        sys.exit("run: python scripts/figures.py")
+
+
+if __name__ == "__main__":
+    typer.run(main)
