@@ -20,7 +20,6 @@ import typer
 from reproduction import has_plot, timing_rows, write_csv
 
 from tvm_sparse.artifacts import manifest
-from tvm_sparse.artifacts.manifest import Entry, digest
 from tvm_sparse.bench.compare import NAME, Comparison, compare
 from tvm_sparse.bench.contenders import Call, Peer
 from tvm_sparse.core import machine, registry, spaces
@@ -89,26 +88,14 @@ class Libraries:
         with Pool(builders, [sys.executable, "-m", "tvm_sparse.workers.building"], name="build") as pool:
             self._built = dict(zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         # A folder like an exported one: the public functions look into it before they compile anything.
-        entries = [self._entry(job, how) for job, how in public.items() if self._built[job].ok]
+        entries = [
+            building.described(*job, self._where, how, self._built[job].value, figures={})
+            for job, how in public.items()
+            if self._built[job].ok
+        ]
         if entries:
             manifest.write(self._folder, entries)
             dispatcher.add(self._folder)
-
-    def _entry(self, job: Job, how: str) -> Entry:
-        (problem, candidate), value = job, self._built[job].value
-        path = Path(value["path"])
-        return Entry(
-            problem=problem.key,
-            arch=self._where.arch,
-            kind=self._where.kind,
-            candidate=candidate,
-            chosen=how,
-            library=path.name,
-            sha256=digest(path),
-            workspaces=tuple(value["workspaces"]),
-            figures={},
-            resources=value["resources"],
-        )
 
     def peer(self, one: Named, operator: str) -> Peer:
         """The named template as a contender of `compare`."""
@@ -138,10 +125,7 @@ def call_of(function: Any, problem: Problem, inputs: Sequence[Any], device: str)
     On a GPU it allocates its outputs, as the public function's does, which costs nothing in a graph. On the CPU it
     writes into the same ones every time: pages of new arrays cost more than a softmax of long rows.
     """
-    specs = [
-        (tuple(problem.axes[e] if isinstance(e, str) else e for e in a.shape), problem.axes.get(a.dtype, a.dtype))
-        for a in problem.kernel_outputs
-    ]
+    specs = problem.output_layouts()
     if device == "cuda":
         import torch
 

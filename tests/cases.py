@@ -11,7 +11,7 @@ import pytest
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu
-from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.problem import Problem, Settings
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.core.spaces import points
 from tvm_sparse.core.template import Template
@@ -39,6 +39,11 @@ def sampled(template: Template, problem: Problem, machine: Machine, count: int) 
     return [default, *random.Random(f"{template.name} {problem}").sample(others, min(count, len(others)))]
 
 
+def settings_of(problem: Problem, number: int) -> Settings:
+    """The problem's settings in turn."""
+    return problem.settings[number % len(problem.settings)]
+
+
 def case_id(value: Any) -> str | None:
     """For `pytest.mark.parametrize(ids=)`: the template's name, the problem's axes without what is default."""
     if isinstance(value, Template):
@@ -59,4 +64,4 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
     patch.setattr(dispatch, "dispatcher", own)
 
 
-__all__ = ["AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled", "use_dispatcher"]
+__all__ = ["AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled", "settings_of", "use_dispatcher"]

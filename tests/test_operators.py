@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse
 import tvm
-from cases import AWKWARD, case_id
+from cases import AWKWARD, case_id, settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tvm_sparse.core import registry
-from tvm_sparse.core.problem import FLOATS, Mismatch, Problem, ProblemError
+from tvm_sparse.core.problem import FLOATS, Mismatch, Problem, ProblemError, Settings
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.formats.bsr import check_structure, fullest_first, random_pattern, skew
 from tvm_sparse.formats.compressed import check_compressed
@@ -81,7 +82,9 @@ def test_keys_are_stable() -> None:
 def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
     problem = make(operator, registry.find(operator).problem.example)
     axes = {field.name for field in dataclasses.fields(problem)}
-    assert problem.batch_axis in axes and problem.source and problem.structures
+    assert problem.batch_axis in axes and problem.source
+    assert problem.tuned in problem.verified and set(problem.verified) <= set(problem.structures)
+    assert len({frozenset(settings) for settings in problem.settings}) == 1  # the same names in each
     assert len(problem.generate(0)) == len(problem.kernel_inputs)
     assert [a.shape for a in problem.empty_outputs()] == [r.shape for r in problem.reference(problem.generate(0))]
     assert problem.cost().bytes > 0 and problem.cost(problem.generate(0)).operations > 0
@@ -184,9 +187,10 @@ def test_typical_rows_are_counted_roughly() -> None:
 def test_logits_are_what_the_structure_says(problem: SoftmaxTopk) -> None:
     shape = (problem.batch, problem.vocab)
     for seed, structure in enumerate(problem.structures):
-        logits, scale, log, *_ = problem.generate(seed, structure)
-        assert (logits.shape, str(logits.dtype), log) == (shape, problem.dtype, seed % 2)
-        assert scale == (1.0, 1.0, 0.625, 1.7)[seed % 4]
+        settings = settings_of(problem, seed)
+        logits, scale, log, *_ = problem.generate(seed, structure, settings)
+        assert (logits.shape, str(logits.dtype)) == (shape, problem.dtype)
+        assert {"scale": scale, "log": log} == settings
         assert logits.tobytes() == problem.generate(seed, structure)[0].tobytes()
         x = logits.astype(np.float64)
         if structure == "ascending":
@@ -198,7 +202,7 @@ def test_logits_are_what_the_structure_says(problem: SoftmaxTopk) -> None:
         elif structure == "masked":
             assert np.isneginf(x).all(axis=1).any()
         assert np.isfinite(x).all() or structure in ("masked", "special")
-    assert problem.generate(0)[0].tobytes() == problem.generate(0, problem.structures[0])[0].tobytes()
+    assert problem.generate(0)[0].tobytes() == problem.generate(0, problem.tuned)[0].tobytes()
 
 
 def test_special_logits_are_special() -> None:
@@ -312,6 +316,23 @@ def test_unknown_structure(operator: str) -> None:
         make(operator, registry.find(operator).problem.example).generate(0, "strange")
 
 
+@pytest.mark.parametrize("operator", registry.operators())
+def test_unknown_setting(operator: str) -> None:
+    with pytest.raises(ProblemError, match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|none)"):
+        make(operator, registry.find(operator).problem.example).generate(0, settings={"logs": 1})
+
+
+@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+def test_data_depend_on_seed_and_structure_and_not_on_settings(problem: Problem) -> None:
+    first = problem.generate(5)
+    for settings in problem.settings:
+        inputs = problem.generate(5, settings=settings)
+        same = [np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f") for a, b in zip(first, inputs)]
+        changed = {spec.name for spec, equal in zip(problem.kernel_inputs, same) if not equal}
+        assert changed <= {"scale", "log", "order", "long", "constant"}
+    assert [*map(str, problem.generate(5, problem.tuned, problem.settings[0]))] == [*map(str, first)]
+
+
 # ---- references ----------------------------------------------------------------------------------
 
 
@@ -376,9 +397,11 @@ def test_nhot_lookup_reference_against_scipy(problem: NhotLookup) -> None:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def right(problem: Problem, structure: str, seed: int) -> tuple[list[Any], list[np.ndarray], list[np.ndarray]]:
+def right(
+    problem: Problem, structure: str, seed: int, settings: Settings | None = None
+) -> tuple[list[Any], list[np.ndarray], list[np.ndarray]]:
     """Inputs, the reference's outputs, and those in the dtypes that a kernel writes."""
-    inputs = problem.generate(seed, structure)
+    inputs = problem.generate(seed, structure, settings)
     expected = problem.reference(inputs)
     outputs = problem.empty_outputs()
     for output, value in zip(outputs, expected, strict=True):
@@ -386,11 +409,10 @@ def right(problem: Problem, structure: str, seed: int) -> tuple[list[Any], list[
     return inputs, expected, outputs
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
-def test_check_accepts_the_rounded_reference_and_rejects_poison(problem: Problem, seed: int) -> None:
-    for structure in problem.structures:
-        inputs, expected, outputs = right(problem, structure, seed)
+def test_check_accepts_the_rounded_reference_and_rejects_poison(problem: Problem) -> None:
+    for seed, (structure, settings) in enumerate(itertools.product(problem.structures, problem.settings)):
+        inputs, expected, outputs = right(problem, structure, seed, settings)
         problem.check(inputs, expected, outputs)
         for number, poison in enumerate(problem.empty_outputs()):
             left = [*outputs]
@@ -404,8 +426,8 @@ def test_check_accepts_the_rounded_reference_and_rejects_poison(problem: Problem
 @pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
 def test_check_rejects_one_wrong_value_anywhere(problem: Problem) -> None:
     rng = np.random.default_rng(0)
-    for seed in (0, 1):
-        inputs, expected, outputs = right(problem, "random", seed)
+    for seed, settings in enumerate(problem.settings):
+        inputs, expected, outputs = right(problem, "random", seed, settings)
         for number in range(len(outputs)):
             place = tuple(rng.integers(outputs[number].shape))
             broken = [o.copy() for o in outputs]
@@ -428,14 +450,14 @@ def test_check_rejects_swapped_indices_missing_nan_and_wrong_infinities() -> Non
     with pytest.raises(Mismatch, match=rf"indices\[{equal}, 0\] is .*2 of 160 differ"):
         problem.check(inputs, expected, outputs)
 
-    for seed in (0, 1):
-        inputs, expected, outputs = right(problem, "special", seed)
+    for log in (0, 1):
+        inputs, expected, outputs = right(problem, "special", log, {"log": log})
         assert np.isnan(expected[0]).any()
         for value in (0.0, np.inf):
             broken = [np.where(np.isnan(outputs[0]), value, outputs[0]), outputs[1]]
             with pytest.raises(Mismatch, match="expected nan"):
                 problem.check(inputs, expected, broken)
-    inputs, expected, outputs = right(problem, "masked", 1)
+    inputs, expected, outputs = right(problem, "masked", 1, {"log": 1})
     assert np.isneginf(expected[0]).any()
     with pytest.raises(Mismatch, match="expected -inf"):
         problem.check(inputs, expected, [np.where(np.isneginf(outputs[0]), -1e30, outputs[0]), outputs[1]])
@@ -456,7 +478,7 @@ def test_definition_agrees_with_the_reference(problem: Problem) -> None:
     function = tvm.compile(tvm.IRModule({"main": problem.definition()}), target="llvm")["main"]
     for seed, structure in enumerate(problem.structures):
         for case in (problem, problem.with_batch(problem.batch_extent + 1 + seed)):
-            inputs = case.generate(seed, structure)
+            inputs = case.generate(seed, structure, settings_of(case, seed))
             arrays = [*inputs, *case.empty_outputs()]
             arguments = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
             function(*arguments)

@@ -97,7 +97,7 @@ def test_run_records_trials_and_a_best_and_a_second_run_resumes(log: Log) -> Non
     assert all(t.seconds and math.isfinite(t.median) and t.build_seconds for t in contents.trials)
     (this,) = contents.sessions
     assert {t.session for t in contents.trials} == {this.id} == {best.session}
-    assert this.inputs == {"seed": 0, "structure": PROBLEM.structures[0]}
+    assert this.inputs == {"seed": 0, "structure": PROBLEM.tuned, **PROBLEM.settings[0]}
     assert {"apache-tvm", "numpy", "python"} <= set(this.versions)
     assert log.best() == {PROBLEM.key: best}
     assert best.fallback == FALLBACK and best.seconds <= best.fallback_seconds and best.rounds == 2

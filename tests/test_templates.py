@@ -5,6 +5,7 @@ Driven by `spaces.templates()`: a new template is covered by being in it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, sampled
+from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, sampled, settings_of
 from tvm import tirx
 from tvm.ir import Call
 
@@ -23,11 +24,12 @@ from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
+from tvm_sparse.core.problem import Mismatch, Problem, Settings
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
 from tvm_sparse.core.template import Program, Template
 from tvm_sparse.emulation import EmulationError, run_on_cpu, serialise
+from tvm_sparse.runtime import loading
 
 HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
 needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
@@ -271,20 +273,22 @@ def test_what_is_no_point_is_not_compiled(template: Template, tmp_path: Path) ->
 
 
 def workspaces(program: Program, problem: Problem) -> list[np.ndarray]:
-    arrays = []
-    for workspace in program.workspaces:
-        shape = [problem.axes[extent] if isinstance(extent, str) else extent for extent in workspace.shape]
-        dtype = numpy_dtype(workspace.dtype)
-        size = int(np.prod(shape)) * dtype.itemsize
-        arrays.append(np.full(size, workspace.fill, np.uint8).view(dtype).reshape(shape))
-    return arrays
+    return loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
 
 
 def verify(
-    problem: Problem, structure: str, seed: int, call: Callable[[Sequence[Any]], None], extra: Sequence[Any] = ()
+    problem: Problem,
+    structure: str,
+    seed: int,
+    call: Callable[[Sequence[Any]], None],
+    extra: Sequence[Any] = (),
+    settings: Settings | None = None,
 ) -> None:
-    """Call on fresh inputs and poisoned outputs; the outputs agree with the reference and the inputs are as before."""
-    inputs = problem.generate(seed, structure)
+    """Call on fresh inputs and poisoned outputs; the outputs agree with the reference and the inputs are as before.
+
+    Without settings: with those of the problem in turn, by the seed.
+    """
+    inputs = problem.generate(seed, structure, settings_of(problem, seed) if settings is None else settings)
     kept = [np.copy(a) for a in inputs]
     outputs = problem.empty_outputs()
     call([*inputs, *outputs, *extra])

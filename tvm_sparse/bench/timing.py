@@ -1,26 +1,36 @@
-"""Time of calls: contenders in turn, by CUDA graphs on a GPU and by the wall clock on the CPU.
+"""Time of calls: contenders in turn, or a kernel alone; by CUDA graphs on a GPU and by the wall clock on the CPU.
 
-On CUDA every contender is captured in a CUDA graph, so that no Python time is counted; what cannot be captured is timed
-eagerly and says so. On the CPU a call is timed from Python, allocation of the result included, as its user sees it.
+On CUDA calls are captured in a CUDA graph, so that no Python time is counted; a contender that cannot be captured is
+timed eagerly and says so. On the CPU a call is timed from Python, allocation of the result included, as its user sees
+it. Inputs are the same in every call: what fits into a cache is read from there.
+
+Graphs are recorded by PyTorch for contenders, whose arrays are its own, and through the driver for a kernel alone: a
+GPU is tuned on machines without PyTorch too.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Call = Callable[[], Any]
+Replay = Callable[[], float]  # of a graph: seconds
 
 ROUNDS = {"cpu": 15, "cuda": 30}
-# On the CPU one round of a contender lasts about this long: many calls of a short one, one of a long one.
+# Of a kernel alone: enough for a median, as many candidates wait.
+ALONE_ROUNDS = {"llvm": 5, "cuda": 10}
+# On the CPU a round lasts about this long: many calls of a short one, one of a long one.
 ROUND_SECONDS = 0.02
 REST_SECONDS = 0.06
-# Calls in one CUDA graph: about this long together, within the bounds.
-GRAPH_SECONDS = 0.001
+# Calls in one CUDA graph: about this long together, within the bounds. A kernel alone allocates nothing in its graph,
+# and can have more of them in a shorter one.
+GRAPH_SECONDS, ALONE_GRAPH_SECONDS = 0.001, 0.0005
 FEWEST_CALLS, MOST_CALLS = 10, 50
+ALONE_MOST_CALLS = 200
 Times = dict[str, tuple[str, Any]]  # by name: how, and seconds or why there are none
 
 
@@ -31,15 +41,30 @@ def clock(call: Call, calls: int) -> float:
     return time.perf_counter() - started
 
 
+def _calls_of_a_round(call: Call) -> int:
+    """How many calls last `ROUND_SECONDS`; finding out warms up."""
+    calls, spent = 1, clock(call, 1)
+    while spent < ROUND_SECONDS and calls < 1 << 20:
+        calls = max(calls * 2, int(calls * ROUND_SECONDS / max(spent, 1e-7)))
+        spent = clock(call, calls)
+    return calls
+
+
+def time_kernel(kind: str, function: Any, arguments: Sequence[Any]) -> list[float]:
+    """Seconds a call of a kernel alone, one figure a round."""
+    call = functools.partial(function, *arguments)
+    if kind == "cuda":
+        replay, calls = _graph(_driver_recorder(call), ALONE_GRAPH_SECONDS, 1, ALONE_MOST_CALLS)
+        for _ in range(3):
+            replay()
+        return [replay() / calls for _ in range(ALONE_ROUNDS[kind])]
+    calls = _calls_of_a_round(call)
+    return [clock(call, calls) / calls for _ in range(ALONE_ROUNDS[kind])]
+
+
 def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Times:
     """Seconds a call by wall clock, in rounds that every contender takes part in."""
-    counts = {}
-    for name, call in contenders.items():
-        calls, spent = 1, clock(call, 1)
-        while spent < ROUND_SECONDS and calls < 1 << 20:
-            calls = max(calls * 2, int(calls * ROUND_SECONDS / max(spent, 1e-7)))
-            spent = clock(call, calls)
-        counts[name] = calls
+    counts = {name: _calls_of_a_round(call) for name, call in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     collecting = gc.isenabled()
     gc.disable()
@@ -64,44 +89,56 @@ def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> T
     torch.cuda.synchronize()  # what was prepared on the default stream
     stream = torch.cuda.Stream()
     result: Times = {}
-    runs: dict[str, tuple[Call, int]] = {}
+    runs: dict[str, tuple[Replay, int]] = {}
     for name, call in contenders.items():
         with torch.cuda.stream(stream):
             for _ in range(3):
                 call()
         stream.synchronize()
         try:
-            single, _kept = _captured(call, 1, stream)
-            once = min(_replay(single.replay, stream) for _ in range(5))
-            calls = max(FEWEST_CALLS, min(MOST_CALLS, int(GRAPH_SECONDS / max(once, 1e-7))))
-            graph, _kept = _captured(call, calls, stream)
-            result[name], runs[name] = ("graph", []), (graph.replay, calls)
+            runs[name] = _graph(_torch_recorder(call, stream), GRAPH_SECONDS, FEWEST_CALLS, MOST_CALLS)
+            result[name] = ("graph", [])
         except Exception:  # a library that synchronises or allocates by itself cannot be captured
             torch.cuda.synchronize()
-
-            def eager(call: Call = call) -> None:
-                for _ in range(FEWEST_CALLS):
-                    call()
-
-            result[name], runs[name] = ("eager", []), (eager, FEWEST_CALLS)
+            runs[name] = _torch_eager(call, FEWEST_CALLS, stream), FEWEST_CALLS
+            result[name] = ("eager", [])
     for _ in range(rounds):
-        for name, (run, calls) in runs.items():
-            _replay(run, stream)
-            result[name][1].append(_replay(run, stream) / calls)
+        for name, (replay, calls) in runs.items():
+            replay()
+            result[name][1].append(replay() / calls)
     return result
 
 
-def _captured(call: Call, calls: int, stream: Any) -> tuple[Any, list[Any]]:
-    """A graph of `calls` calls, and their results: memory of the graph's own that must outlive it."""
+def _graph(record: Callable[[int], Replay], seconds: float, fewest: int, most: int) -> tuple[Replay, int]:
+    """A graph of as many calls as take about this long, and how many they are."""
+    single = record(1)
+    once = min(single() for _ in range(5))
+    calls = max(fewest, min(most, int(seconds / max(once, 1e-7))))
+    return record(calls), calls
+
+
+def _torch_recorder(call: Call, stream: Any) -> Callable[[int], Replay]:
     import torch
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = [call() for _ in range(calls)]
-    return graph, kept
+    def record(calls: int) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            results = [call() for _ in range(calls)]  # at once, so that each call has memory of its own to write
+        del results
+        return functools.partial(_torch_seconds, graph.replay, stream)
+
+    return record
 
 
-def _replay(run: Call, stream: Any) -> float:
+def _torch_eager(call: Call, calls: int, stream: Any) -> Replay:
+    def run() -> None:
+        for _ in range(calls):
+            call()
+
+    return functools.partial(_torch_seconds, run, stream)
+
+
+def _torch_seconds(run: Call, stream: Any) -> float:
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -111,3 +148,37 @@ def _replay(run: Call, stream: Any) -> float:
         end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def _driver_recorder(call: Call) -> Callable[[int], Replay]:
+    import tvm
+    import tvm_ffi
+    from cuda.bindings import driver
+
+    def checked(result: tuple) -> Any:
+        if result[0] != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(str(result[0]))
+        return result[1] if len(result) == 2 else result[1:]
+
+    stream = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    begin, end = (checked(driver.cuEventCreate(0)) for _ in range(2))
+    tvm.cuda(0).sync()  # what was prepared on the default stream
+
+    def record(calls: int) -> Replay:
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver.cuStreamBeginCapture(stream, mode))
+        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), int(stream)):
+            for _ in range(calls):
+                call()
+        graph = checked(driver.cuGraphInstantiate(checked(driver.cuStreamEndCapture(stream)), 0))
+
+        def replay() -> float:
+            checked(driver.cuEventRecord(begin, stream))
+            checked(driver.cuGraphLaunch(graph, stream))
+            checked(driver.cuEventRecord(end, stream))
+            checked(driver.cuEventSynchronize(end))
+            return checked(driver.cuEventElapsedTime(begin, end)) / 1e3
+
+        return replay
+
+    return record

@@ -5,6 +5,11 @@ fields are the axes; the text key (`softmax_topk/batch=10,vocab=25000,k=5,dtype=
 them and read back by `tvm_sparse.core.registry.parse`. No thread, block or memory scope appears in an operator:
 how it is mapped to a machine is a template's affair (`schedules/`).
 
+A problem also says with which inputs its kernels are tuned and checked. How the data lie is a `structure`; what else a
+caller chooses, such as `log`, is one of its `settings`. Both are named, none follows from a seed: `tuned` and the first
+of the settings are what is tuned and timed, and a candidate's time counts once it has been right on every structure in
+`verified` with every one of the settings (`bench.verification`).
+
 A kernel of a problem is one host function `main(inputs..., outputs..., workspaces...)`. It may launch
 several device kernels (candidate generation, product, merge) and may be cooperative (a recurrent layer):
 neither shows in its interface, because buffers between its kernels are workspaces that the template declares
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 FLOATS = ("float32", "float16", "bfloat16")
+
+# What a caller chooses beside shape and data, by name: `{"scale": 1.0, "log": 0}`.
+Settings = Mapping[str, float]
 
 # For fields of extras that most problems do without: `field(default=0, metadata=OPTIONAL)` keeps them out of the key.
 OPTIONAL = {"optional": True}
@@ -70,7 +78,10 @@ class Problem(ABC):
     data_axes: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one
     outputs: ClassVar[tuple[Argument, ...]]
-    structures: ClassVar[tuple[str, ...]]  # what `generate` can make; the first is what is tuned and timed
+    structures: ClassVar[tuple[str, ...]]  # how the data may lie: what `generate` can make
+    tuned: ClassVar[str]  # the structure that is tuned and timed
+    verified: ClassVar[tuple[str, ...]]  # the structures on which a kernel has to be right before it is timed
+    settings: ClassVar[tuple[Settings, ...]] = ({},)  # with each a kernel has to be right; the first is tuned and timed
     example: ClassVar[Mapping[str, Any]]  # a small shape, for the quickstart and the listing
     source: ClassVar[str]  # paper and algorithm
 
@@ -113,6 +124,13 @@ class Problem(ABC):
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
 
+    def smaller(self, extent: int) -> Problem:
+        """A problem with this batch that the same program computes, and that is cheap to check.
+
+        What programs read when they run (`data_axes`) may be cut down too.
+        """
+        return self.with_batch(extent)
+
     def distance(self, other: Problem) -> float | None:
         """How far another problem's decisions are from suiting this one, in octaves; None if they cannot.
 
@@ -137,22 +155,41 @@ class Problem(ABC):
         """The operator in TE or TVMScript, unscheduled: runs on `llvm` as it is, and is right for every input."""
 
     @abstractmethod
-    def generate(self, seed: int, structure: str | None = None) -> list[Any]:
-        """Valid inputs in calling order, as NumPy arrays and Python scalars (bfloat16 through ml_dtypes)."""
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """Valid inputs in calling order, as NumPy arrays and Python scalars (bfloat16 through ml_dtypes).
+
+        Without a structure or settings, or where these lack a name: as `tuned` and the first of `settings` are. The
+        data depend on seed and structure alone.
+        """
+
+    def chosen(self, structure: str | None, settings: Settings | None) -> tuple[str, dict[str, float]]:
+        """For `generate`: what it was asked for, completed by what is tuned.
+
+        Raises
+        ------
+        ProblemError
+            For a structure or a setting that the operator does not have.
+        """
+        structure = self.tuned if structure is None else structure
+        if structure not in self.structures:
+            raise ProblemError(f"structure: got {structure!r}; expected one of {', '.join(self.structures)}")
+        known = dict(self.settings[0])
+        for name in settings or ():
+            if name not in known:
+                raise ProblemError(f"settings: got {name!r}; {self.operator} has {', '.join(known) or 'none'}")
+        return structure, {**known, **(settings or {})}
 
     @abstractmethod
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         """The outputs by the plainest NumPy or SciPy, in float64."""
 
     @abstractmethod
-    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-        """Compare a kernel's outputs with the reference's.
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """How far each output may be from the reference's, element by element; None where they must be equal."""
 
-        Raises
-        ------
-        Mismatch
-            Naming the first output and position that is wrong.
-        """
+    def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Compare a kernel's outputs with the reference's, see `compare`."""
+        compare(self.kernel_outputs, expected, self.tolerance(inputs, expected), outputs)
 
     @abstractmethod
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
@@ -173,12 +210,75 @@ class Problem(ABC):
         import numpy as np
 
         arrays = []
-        for argument in self.kernel_outputs:
-            shape = tuple(self.axes[axis] if isinstance(axis, str) else axis for axis in argument.shape)
-            dtype = numpy_dtype(self.axes["dtype"] if argument.dtype == "dtype" else argument.dtype)
-            poison = np.iinfo(dtype).min if dtype.kind == "i" else np.nan
-            arrays.append(np.full(shape, poison, dtype))
+        for shape, dtype in self.output_layouts():
+            kind = numpy_dtype(dtype)
+            arrays.append(np.full(shape, np.iinfo(kind).min if kind.kind == "i" else np.nan, kind))
         return arrays
+
+    def output_layouts(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each output."""
+        return [
+            (
+                tuple(self.axes[extent] if isinstance(extent, str) else extent for extent in argument.shape),
+                self.axes.get(argument.dtype, argument.dtype),
+            )
+            for argument in self.kernel_outputs
+        ]
+
+
+def compare(
+    arguments: Sequence[Argument],
+    expected: Sequence[np.ndarray],
+    tolerance: Sequence[np.ndarray | None],
+    outputs: Sequence[np.ndarray],
+) -> None:
+    """Compare outputs with those expected: within the tolerance, NaN and infinities at the same places.
+
+    Raises
+    ------
+    Mismatch
+        Naming the first output and position that is wrong.
+    """
+    import numpy as np
+
+    for argument, wanted, bound, output in zip(arguments, expected, tolerance, outputs, strict=True):
+        found = np.asarray(output)
+        count, first = 0, None
+        # Some rows at a time: the intermediate arrays stay in the cache.
+        step = max(1, _AT_ONCE * len(wanted) // max(1, wanted.size))
+        for start in range(0, len(wanted), step):
+            rows = slice(start, start + step)
+            wrong = ~_agree(found[rows], wanted[rows], None if bound is None else bound[rows])
+            if wrong.any():
+                count += np.count_nonzero(wrong)
+                if first is None:
+                    row, *rest = (int(i) for i in np.argwhere(wrong)[0])
+                    first = (start + row, *rest)
+        if first is not None:
+            form = ".9g" if bound is not None else "d"
+            have, want = (format(a[first].item(), form) for a in (found, wanted))
+            raise Mismatch(
+                f"{argument.name}[{', '.join(map(str, first))}] is {have}, expected {want}"
+                f" ({count} of {found.size} differ)"
+            )
+
+
+# Elements.
+_AT_ONCE = 1 << 18
+
+
+def _agree(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray | None) -> np.ndarray:
+    import numpy as np
+
+    if bound is None:
+        return found == wanted
+    found = found.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        # Where an infinity is wanted the bound is infinite too, and says nothing.
+        close = np.isfinite(wanted) & (np.abs(found - wanted) <= bound)
+        if close.all():
+            return close
+        return close | (found == wanted) | (np.isnan(found) & np.isnan(wanted))
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -178,7 +178,7 @@ class Session:
     timer : str
         How times were taken.
     inputs : mapping
-        Seed and structure of the inputs.
+        Seed, structure and settings of the inputs.
     """
 
     kind: ClassVar[str] = "session"

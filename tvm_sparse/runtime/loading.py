@@ -9,16 +9,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import math
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..artifacts.manifest import digest
 from ..core import machine
 from ..core.problem import Problem, numpy_dtype
+from . import arrays
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class LoadError(RuntimeError):
@@ -102,26 +107,44 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
             owner = 0, threading.get_ident()
         buffers = held.get(owner)
         if buffers is None:
-            buffers = held[owner] = tuple(_workspace(workspace, problem, kind, owner[0]) for workspace in workspaces)
+            allocate = functools.partial(_on_gpu, index=owner[0]) if kind == "cuda" else _on_cpu
+            buffers = held[owner] = tuple(allocated(workspaces, problem, allocate))
         function(*arguments, *buffers)
 
     return call
 
 
-def _workspace(workspace: Mapping[str, Any], problem: Problem, kind: str, index: int) -> Any:
-    import math
+def allocated(
+    workspaces: Iterable[Mapping[str, Any]], problem: Problem, allocate: Callable[[tuple[int, ...], str, int], Any]
+) -> list[Any]:
+    """A library's workspaces for calls of one problem, each by `allocate(shape, dtype, the byte that fills it)`."""
+    return [
+        allocate(
+            tuple(problem.axes[extent] if isinstance(extent, str) else extent for extent in workspace["shape"]),
+            workspace["dtype"],
+            workspace["fill"],
+        )
+        for workspace in workspaces
+    ]
 
+
+def on_host(shape: tuple[int, ...], dtype: str, fill: int) -> np.ndarray:
+    """A new array all of whose bytes are `fill`."""
     import numpy as np
-    import tvm_ffi
 
-    shape = [problem.axes[extent] if isinstance(extent, str) else extent for extent in workspace["shape"]]
-    dtype = numpy_dtype(workspace["dtype"])
-    size = math.prod(shape) * dtype.itemsize
-    if kind == "cuda":
-        torch = sys.modules["torch"]
-        filled = torch.full((size,), workspace["fill"], dtype=torch.uint8, device=f"cuda:{index}")
-        return filled.view(getattr(torch, workspace["dtype"])).view(shape)
-    return tvm_ffi.from_dlpack(np.full(size, workspace["fill"], np.uint8).view(dtype).reshape(shape))
+    kind = numpy_dtype(dtype)
+    return np.full(math.prod(shape) * kind.itemsize, fill, np.uint8).view(kind).reshape(shape)
+
+
+def _on_cpu(shape: tuple[int, ...], dtype: str, fill: int) -> Any:
+    return arrays.argument(on_host(shape, dtype, fill))
+
+
+def _on_gpu(shape: tuple[int, ...], dtype: str, fill: int, index: int) -> Any:
+    torch = sys.modules["torch"]
+    kind = getattr(torch, dtype)
+    filled = torch.full((math.prod(shape) * kind.itemsize,), fill, dtype=torch.uint8, device=f"cuda:{index}")
+    return filled.view(kind).view(shape)
 
 
 # Modules are never unloaded: a kernel may be running on a stream when Python drops its last reference.

@@ -48,6 +48,8 @@ BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.workers.building")
 MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.bench.measure")
 BUILD_TIMEOUT = 120.0
 MEASURE_TIMEOUT = 30.0
+# To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
+PREPARE_TIMEOUT = 600.0
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
 TYPICAL = {"llvm": (0.5, 0.4), "cuda": (0.5, 0.3)}
 
@@ -304,6 +306,7 @@ class _Bench:
         self._problem, self._machine, self._fallback, self._seed = problem, machine, fallback, seed
         self._pool, self._runner = pool, runner
         self._built: dict[Candidate, Reply] = {}
+        self._prepared: int | None = None  # the process that has this problem's references
         self._names = (folder / f"{number}.so" for number in itertools.count())
 
     def forget(self, candidate: Candidate) -> None:
@@ -342,11 +345,16 @@ class _Bench:
         message = {
             "problem": self._problem.key,
             "kind": self._machine.kind,
-            "library": built.value["path"],
-            "workspaces": built.value["workspaces"],
             "seed": self._seed,
             "plugins": plugins(),
         }
+        self._runner.start()
+        if self._runner.pid != self._prepared:
+            reply = self._runner.call(message, timeout=PREPARE_TIMEOUT)
+            if not reply.ok:
+                raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {reply.message}")
+            self._prepared = self._runner.pid
+        message |= {"library": built.value["path"], "workspaces": built.value["workspaces"]}
         reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
@@ -375,7 +383,7 @@ def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
         machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **_device_state(machine)},
         versions=versions,
         timer=timer,
-        inputs={"seed": seed, "structure": problem.structures[0]},
+        inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
     )
 
 

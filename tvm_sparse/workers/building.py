@@ -51,6 +51,30 @@ def library_name(problem: Problem, candidate: Candidate, arch: str) -> str:
     return f"{problem.operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
 
 
+def described(
+    problem: Problem,
+    candidate: Candidate,
+    machine: Machine,
+    chosen: str,
+    compiled: Mapping[str, Any],
+    figures: Mapping[str, Any],
+) -> Entry:
+    """The manifest's entry of a library, of which a build replied `compiled`."""
+    path = Path(compiled["path"])
+    return Entry(
+        problem=problem.key,
+        arch=machine.arch,
+        kind=machine.kind,
+        candidate=candidate,
+        chosen=chosen,
+        library=path.name,
+        sha256=digest(path),
+        workspaces=tuple(compiled["workspaces"]),
+        figures=dict(figures),
+        resources=compiled["resources"],
+    )
+
+
 def build(
     jobs: Sequence[tuple[Problem, Candidate, str, Mapping[str, Any]]],
     machine: Machine,
@@ -79,19 +103,7 @@ def build(
         ):
             if not reply.ok:
                 raise CompileError(f"{problem} with {candidate}: {reply.message}")
-            path = Path(reply.value["path"])
-            entry = Entry(
-                problem=problem.key,
-                arch=machine.arch,
-                kind=machine.kind,
-                candidate=candidate,
-                chosen=chosen,
-                library=path.name,
-                sha256=digest(path),
-                workspaces=tuple(reply.value["workspaces"]),
-                figures=dict(figures),
-                resources=reply.value["resources"],
-            )
+            entry = described(problem, candidate, machine, chosen, reply.value, figures)
             entries.append(entry)
             show(entry)
     return entries

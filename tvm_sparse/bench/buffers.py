@@ -1,0 +1,123 @@
+"""Arguments of kernels on a device, each array in the midst of guard bytes that have to stay as they are.
+
+On every kind of machine an array is a part of a larger buffer, written and read whole: what a kernel writes beside its
+outputs is found, and an array can begin where a public call's may, which is not where an allocator puts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..core.problem import Mismatch, numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Before and after every array: a wide store beyond its end meets them, and allocators align to no more.
+GUARD_BYTES = 256
+# A float of these bytes is NaN, so that results show what was read beyond the end of an input.
+GUARD = 0xFF
+
+
+class Fatal(RuntimeError):
+    """The device may be spoilt: the parent must not use this process again."""
+
+    fatal = True
+
+
+def device_of(kind: str) -> Any:
+    import tvm
+
+    return tvm.cuda(0) if kind == "cuda" else tvm.cpu(0)
+
+
+class Guarded:
+    """Room for one array at a time, of at most `size` bytes, `offset` bytes after where an allocator would put it."""
+
+    def __init__(self, kind: str, size: int, offset: int) -> None:
+        import tvm
+
+        self._begin = GUARD_BYTES + offset
+        self._buffer = tvm.runtime.empty((self._begin + size + GUARD_BYTES,), "uint8", device_of(kind))
+
+    def place(self, shape: Sequence[int], dtype: str) -> Any:
+        """The tensor of this shape and dtype that lies here, as kernels take it."""
+        self._shape, self._dtype = tuple(shape), numpy_dtype(dtype)
+        self._end = self._begin + math.prod(shape) * self._dtype.itemsize
+        return _addressed(self._buffer._create_view(self._shape, dtype, self._begin))
+
+    def write(self, content: np.ndarray | int) -> None:
+        """Give the tensor these contents, or the same byte everywhere, and renew the bytes around it."""
+        import numpy as np
+
+        image = np.full(self._buffer.shape, GUARD, np.uint8)
+        image[self._begin : self._end] = content if isinstance(content, int) else bytes_of(content)
+        self._buffer.copyfrom(image)
+
+    def read(self) -> np.ndarray:
+        """The tensor's contents as they are now.
+
+        Raises
+        ------
+        Mismatch
+            If a byte beside it has been written.
+        Fatal
+            If the device does not give it back.
+        """
+        try:
+            image = self._buffer.numpy()
+        except Exception as error:
+            raise Fatal(str(error)) from error
+        for beside, where in ((image[: self._begin][::-1], "before"), (image[self._end :], "behind")):
+            changed = (beside != GUARD).nonzero()[0]
+            if len(changed):
+                raise Mismatch(f"up to {changed[-1] + 1} bytes {where} it were written")
+        return image[self._begin : self._end].view(self._dtype).reshape(self._shape)
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of what a DLPack capsule points to."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Export:
+    """A part of a tensor through DLPack, its offset added to its address."""
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._view.__dlpack_device__()
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self._view._to_dlpack()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+        tensor.data, tensor.byte_offset = tensor.data + tensor.byte_offset, 0
+        return capsule
+
+
+def _addressed(view: Any) -> Any:
+    """A part of a tensor as public calls pass arrays, by its own address: kernels refuse an offset beside it."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(_Export(view))

@@ -1,0 +1,255 @@
+"""What a kernel has to get right before its time counts.
+
+`cases` are the inputs. Every structure that the problem declares for verification comes with every one of its settings
+at a few rows, and at one row; then there are an odd number of rows above 64, and the whole batch as it is timed. Every
+row is compared with the operator's own reference in float64, which is made once and kept for all candidates.
+
+`verify` calls a kernel with the small ones, one call after the other and nothing awaited in between, and all of it
+again:
+
+- Arrays are aligned to no more than a public call guarantees, in the midst of guard bytes (`buffers`). These have to
+  stay, and so have the inputs.
+- Outputs hold one poison in the first round and another in the second, and have to come out the same: what was not
+  written shows even where NaN is right.
+- In the second round a case lies where another one lay in the first, so that a kernel cannot live on what it remembers
+  of an address. Its workspaces are the same in all calls of one shape, as they are for the public calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..core.problem import Argument, Mismatch, Problem, Settings, compare, numpy_dtype
+from ..runtime import loading
+from ..runtime.arrays import CUDA_ALIGNMENT
+from .buffers import Fatal, Guarded, bytes_of, device_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Rows of a structure, over all settings: enough for every kind of row that it draws at random.
+STRUCTURE_ROWS = 33
+# More than 64, for which a grid or a tile may be made, and a multiple of nothing.
+ODD_ROWS = 67
+# Of inputs and outputs that go through the reference at a time: its intermediate arrays are in float64.
+REFERENCE_ELEMENTS = 1 << 22
+# What the bytes of outputs are before a call: NaN, then a number.
+POISONS = (0xFF, 0x5A)
+# So often is a kernel called at least: it may be wrong once in a while, or from some call on.
+CALLS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One argument of a kernel."""
+
+    name: str
+    layout: tuple[tuple[int, ...], str] | None  # shape and dtype; None for a scalar
+    content: Any  # None for an output
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Inputs of a problem, and what a kernel has to make of them."""
+
+    problem: Problem
+    name: str
+    inputs: list[Any]
+    expected: list[np.ndarray]
+    tolerance: list[np.ndarray | None]
+
+    def check(self, outputs: Sequence[np.ndarray]) -> None:
+        """Raise `Mismatch` unless these are its outputs."""
+        compare(self.problem.kernel_outputs, self.expected, self.tolerance, outputs)
+
+    @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of a kernel, in calling order and without workspaces."""
+        outputs = zip(self.problem.kernel_outputs, self.problem.output_layouts(), strict=True)
+        return (
+            *(
+                Slot(spec.name, (given.shape, given.dtype.name) if hasattr(given, "dtype") else None, given)
+                for spec, given in zip(self.problem.kernel_inputs, self.inputs, strict=True)
+            ),
+            *(Slot(spec.name, layout, None) for spec, layout in outputs),
+        )
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """A `Mismatch` from within says that it was this case."""
+        try:
+            yield
+        except Mismatch as error:
+            raise Mismatch(f"{self.name}: {error}") from None
+
+
+def make_case(problem: Problem, seed: int, structure: str | None = None, settings: Settings | None = None) -> Case:
+    structure, chosen = problem.chosen(structure, settings)
+    said = "".join(f", {name} {value:g}" for name, value in chosen.items())
+    inputs = problem.generate(seed, structure, chosen)
+    expected, tolerance = reference(problem, inputs)
+    return Case(problem, f"{structure}{said}, {problem.batch_axis} {problem.batch_extent}", inputs, expected, tolerance)
+
+
+def reference(problem: Problem, inputs: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+    """The problem's reference and tolerance, some rows at a time."""
+    import numpy as np
+
+    def elements(argument: Argument) -> int:
+        if argument.shape[:1] != (problem.batch_axis,):
+            return 0
+        return math.prod(problem.axes[extent] if isinstance(extent, str) else extent for extent in argument.shape[1:])
+
+    step = max(1, REFERENCE_ELEMENTS // sum(map(elements, (*problem.kernel_inputs, *problem.kernel_outputs))))
+    if step >= problem.batch_extent:
+        expected = problem.reference(inputs)
+        return expected, problem.tolerance(inputs, expected)
+    parts = []
+    for start in range(0, problem.batch_extent, step):
+        rows = np.arange(start, min(start + step, problem.batch_extent))
+        part, some = problem.with_batch(len(rows)), problem.sample(inputs, rows)
+        expected = part.reference(some)
+        parts.append((expected, part.tolerance(some, expected)))
+    expected, tolerance = (
+        [None if arrays[0] is None else np.concatenate(arrays) for arrays in zip(*halves, strict=True)]
+        for halves in zip(*parts, strict=True)
+    )
+    return expected, tolerance
+
+
+@functools.lru_cache(maxsize=1)
+def cases(problem: Problem, seed: int) -> tuple[tuple[Case, ...], Case]:
+    """The small cases, and the whole batch as it is timed; kept for the candidates of one problem."""
+    seeds = itertools.count(seed)  # each case has data of its own
+    few = problem.smaller(max(1, STRUCTURE_ROWS // len(problem.settings)))
+    pairs = [
+        *((few, *pair) for pair in itertools.product(problem.verified, problem.settings)),
+        *((problem.smaller(1), *pair) for pair in zip(problem.verified, itertools.cycle(problem.settings))),
+        (problem.smaller(ODD_ROWS), problem.tuned, problem.settings[0]),
+    ]
+    whole = make_case(problem, next(seeds))
+    return tuple(make_case(small, next(seeds), structure, settings) for small, structure, settings in pairs), whole
+
+
+class Arguments:
+    """A kernel's arguments on the device, for one case or for several in turn.
+
+    With `offset` arrays are aligned as little as those of a public call may be (`runtime.arrays`), else as an allocator
+    gives them.
+    """
+
+    def __init__(self, kind: str, cases: Sequence[Case], workspaces: Sequence[Any], *, offset: bool) -> None:
+        self._workspaces = workspaces
+        self._rooms: list[Guarded | None] = []  # None for a scalar
+        for slots in zip(*(case.slots for case in cases), strict=True):
+            layouts = [slot.layout for slot in slots if slot.layout]
+            if not layouts:
+                self._rooms.append(None)
+                continue
+            size = max(math.prod(shape) * numpy_dtype(dtype).itemsize for shape, dtype in layouts)
+            least = CUDA_ALIGNMENT if kind == "cuda" else numpy_dtype(layouts[0][1]).itemsize
+            self._rooms.append(Guarded(kind, size, least if offset else 0))
+
+    def load(self, case: Case, poison: int) -> list[Any]:
+        """Put a case's inputs in place and poison into its outputs; returns what a kernel is called with."""
+        self._case = case
+        arguments = [
+            room.place(*slot.layout) if room and slot.layout else slot.content
+            for slot, room in zip(case.slots, self._rooms, strict=True)
+        ]
+        for slot, room in self._arrays(outputs=False):
+            room.write(slot.content)
+        self.poison(poison)
+        return [*arguments, *self._workspaces]
+
+    def poison(self, byte: int) -> None:
+        """Put poison into the outputs."""
+        for _, room in self._arrays(outputs=True):
+            room.write(byte)
+
+    def outputs(self) -> list[np.ndarray]:
+        """What the outputs are now. Raises `Mismatch` if a byte beside one of them was written."""
+        return [_read(slot, room) for slot, room in self._arrays(outputs=True)]
+
+    def check_inputs(self) -> None:
+        """Raise `Mismatch` if an input, or a byte beside one, was written."""
+        for slot, room in self._arrays(outputs=False):
+            if not _same_bits(_read(slot, room), slot.content):
+                raise Mismatch(f"the input {slot.name} was changed")
+
+    def _arrays(self, *, outputs: bool) -> list[tuple[Slot, Guarded]]:
+        pairs = zip(self._case.slots, self._rooms, strict=True)
+        return [(slot, room) for slot, room in pairs if room and outputs == (slot.content is None)]
+
+
+def _read(slot: Slot, room: Guarded) -> np.ndarray:
+    try:
+        return room.read()
+    except Mismatch as error:
+        raise Mismatch(f"{slot.name}: {error}") from None
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    import numpy as np
+
+    return np.array_equal(bytes_of(one), bytes_of(other))
+
+
+def workspaces_on(kind: str, declared: Sequence[Mapping[str, Any]], problem: Problem) -> list[Any]:
+    """A library's workspaces on the device, for calls of one problem."""
+    import tvm
+
+    def allocate(*layout: Any) -> Any:
+        return tvm.runtime.tensor(loading.on_host(*layout), device_of(kind))
+
+    return loading.allocated(declared, problem, allocate)
+
+
+def call(function: Any, arguments: Sequence[Any]) -> None:
+    """Call a kernel. Raises `Fatal` for any error of its own."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        raise Fatal(str(error)) from error
+
+
+def check_again(case: Case, first: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    """Raise `Mismatch` unless outputs are those of an earlier run to the last bit."""
+    if not all(map(_same_bits, first, outputs)):
+        case.check(outputs)
+        raise Mismatch("two runs on the same inputs differ")
+
+
+def verify(function: Any, kind: str, cases: Sequence[Case], workspaces: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `Mismatch` unless a kernel is right on all of these cases, as the module's docstring says it."""
+    alike: dict[Problem, list[Case]] = {}
+    for case in cases:
+        alike.setdefault(case.problem, []).append(case)
+    places = []
+    for problem, group in alike.items():
+        shared = workspaces_on(kind, workspaces, problem)
+        places.append((group, [Arguments(kind, group, shared, offset=True) for _ in group]))
+    first: dict[Case, list[np.ndarray]] = {}
+    for number in range(max(2, -(-CALLS // len(cases)))):
+        calls = []
+        for group, held in places:
+            for at, arguments in enumerate(held):
+                case = group[(at + number) % len(group)]
+                calls.append((case, arguments, arguments.load(case, POISONS[number % 2])))
+        for _, _, given in calls:
+            call(function, given)
+        for case, arguments, _ in calls:
+            with case.named():
+                outputs = arguments.outputs()
+                if case in first:
+                    check_again(case, first[case], outputs)
+                else:
+                    case.check(outputs)
+                    first[case] = outputs
+                arguments.check_inputs()
