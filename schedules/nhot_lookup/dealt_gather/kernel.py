@@ -61,10 +61,10 @@ class State:
     small: tirx.Buffer  # a load of 2 bytes
     # The row's entries are those from `ends[0]` to before `ends[1]`; `next` is the first that the thread adds next.
     ends: tirx.Buffer
-    next: tirx.Buffer
-    count: tirx.Buffer  # entries of these loads
-    done: tirx.Buffer  # shares of `loads` entries that are added already
-    term: tirx.Buffer
+    next: Any
+    count: Any  # entries of these loads
+    done: Any  # shares of `loads` entries that are added already
+    term: Any
     acc: tirx.Buffer  # the thread's sums
     total: tirx.Buffer  # sums over the groups
     result: tirx.Buffer  # what is stored, in the output's dtype
@@ -80,10 +80,10 @@ class State:
                 raw_values=T.alloc_local([e.loads // e.ids_together * e.value_words], "uint32"),
                 small=T.alloc_local([1], "uint16"),
                 ends=T.alloc_local([2], e.index),
-                next=T.alloc_local([1], e.index),
-                count=T.alloc_local([1], "int32"),
-                done=T.alloc_local([1], "int32"),
-                term=T.alloc_local([1], "float32"),
+                next=register(e.index),
+                count=register("int32"),
+                done=register("int32"),
+                term=register("float32"),
                 acc=T.alloc_local([e.vec], "float32"),
                 total=T.alloc_local([e.summed_together], "float32"),
                 result=T.alloc_local([e.summed_together], e.dtype),
@@ -122,7 +122,7 @@ def kernel_body(e: Extents) -> Callable[[Io], None]:
         if e.overlap == 2:
             wait_for_producer()
         if at.slot < at.have and (not e.spare_threads or at.group < e.groups):
-            s.done[0] = 0
+            s.done = 0
             if each == e.nonzeros:
                 gather_guessed(s, io, at)
             else:
@@ -179,12 +179,12 @@ def add_rows(e: Extents) -> Phase:
     @T.inline
     def phase(s, every):
         for u in T.unroll(e.loads):
-            if every or u < s.count[0]:
+            if every or u < s.count:
                 for v in T.unroll(e.vec):
-                    s.term[0] = value_at(e.dtype, s.raw, u * e.words, v)
+                    s.term = value_at(e.dtype, s.raw, u * e.words, v)
                     if e.weighted:
-                        s.term[0] = s.weight[u] * s.term[0]
-                    s.acc[v] = s.acc[v] + s.term[0]
+                        s.term = s.weight[u] * s.term
+                    s.acc[v] = s.acc[v] + s.term
     # fmt: on
     return phase
 
@@ -254,9 +254,9 @@ def gather_where_guessed(e: Extents) -> Phase:
                 for u in T.unroll(e.loads):
                     s.weight[u] = value_at(
                         e.dtype, s.raw_values, u // e.ids_together * e.value_words, u % e.ids_together)
-            s.count[0] = e.nonzeros - at.group * e.loads
+            s.count = e.nonzeros - at.group * e.loads
             add(s, e.even_loads)
-            s.done[0] = 1
+            s.done = 1
     # fmt: on
     return phase
 
@@ -281,15 +281,15 @@ def gather_entries(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, at):
-        s.next[0] = s.ends[0] + T.Cast(e.index, (s.done[0] * e.groups + at.group) * e.loads)
-        while s.next[0] < s.ends[1]:
+        s.next = s.ends[0] + T.Cast(e.index, (s.done * e.groups + at.group) * e.loads)
+        while s.next < s.ends[1]:
             for u in T.unroll(e.loads):
                 # Where there are fewer the last one is loaded in their place: a branch would delay the loads.
-                load_entry(s, io, u, T.min(s.next[0] + T.Cast(e.index, u), s.ends[1] - T.Cast(e.index, 1)))
+                load_entry(s, io, u, T.min(s.next + T.Cast(e.index, u), s.ends[1] - T.Cast(e.index, 1)))
             rows(s, io, at.column)
-            s.count[0] = T.Cast("int32", T.min(s.ends[1] - s.next[0], T.Cast(e.index, e.loads)))
+            s.count = T.Cast("int32", T.min(s.ends[1] - s.next, T.Cast(e.index, e.loads)))
             add(s, False)
-            s.next[0] = s.next[0] + T.Cast(e.index, e.groups * e.loads)
+            s.next = s.next + T.Cast(e.index, e.groups * e.loads)
     # fmt: on
     return phase
 

@@ -53,29 +53,29 @@ class State:
 
     parts: tirx.Buffer  # (tiles, warps - 1, lanes, vec), shared
     # Where the row's entries lie in `indices`: as `indptr` says, and as they are guessed to (start and stop).
-    start: tirx.Buffer
-    stop: tirx.Buffer
+    start: Any
+    stop: Any
     guessed: tirx.Buffer
     # The warp's own entries are those from `first` to before `last`; `first` moves on as they are added.
-    first: tirx.Buffer
-    last: tirx.Buffer
+    first: Any
+    last: Any
     # The window at `first`: column id and value of the lane's entry. And the window behind it.
-    column: tirx.Buffer
-    value: tirx.Buffer
-    next_column: tirx.Buffer
-    next_value: tirx.Buffer
-    count: tirx.Buffer  # entries of the window
-    guessed_column: tirx.Buffer  # the id that was read before the wait for the producer kernel
-    done: tirx.Buffer  # batches of the window that are added already
+    column: Any
+    value: Any
+    next_column: Any
+    next_value: Any
+    count: Any  # entries of the window
+    guessed_column: Any  # the id that was read before the wait for the producer kernel
+    done: Any  # batches of the window that are added already
     # A batch, an element each load: entry within the window, table row, value, and the elements as words.
     entry: tirx.Buffer
     table_row: tirx.Buffer
     weight: tirx.Buffer
-    id: tirx.Buffer  # an id as it is stored
+    id: Any  # an id as it is stored
     small: tirx.Buffer  # a load of 2 bytes
     raw: tirx.Buffer
     result: tirx.Buffer  # what is stored, in the output's dtype
-    term: tirx.Buffer
+    term: Any
     acc: tirx.Buffer  # the lane's sums
 
     @classmethod
@@ -83,26 +83,26 @@ class State:
         return name_attributes(
             cls(
                 parts=T.alloc_shared([max(e.partial_sums, 1)], "float32"),
-                start=T.alloc_local([1], e.index),
-                stop=T.alloc_local([1], e.index),
+                start=register(e.index),
+                stop=register(e.index),
                 guessed=T.alloc_local([2], e.index),
-                first=T.alloc_local([1], e.index),
-                last=T.alloc_local([1], e.index),
-                column=T.alloc_local([1], "int32"),
-                value=T.alloc_local([1], "float32"),
-                next_column=T.alloc_local([1], "int32"),
-                next_value=T.alloc_local([1], "float32"),
-                count=T.alloc_local([1], "int32"),
-                guessed_column=T.alloc_local([1], "int32"),
-                done=T.alloc_local([1], "int32"),
+                first=register(e.index),
+                last=register(e.index),
+                column=register("int32"),
+                value=register("float32"),
+                next_column=register("int32"),
+                next_value=register("float32"),
+                count=register("int32"),
+                guessed_column=register("int32"),
+                done=register("int32"),
                 entry=T.alloc_local([e.loads], "int32"),
                 table_row=T.alloc_local([e.loads], "int32"),
                 weight=T.alloc_local([e.loads], "float32"),
-                id=T.alloc_local([1], e.index),
+                id=register(e.index),
                 small=T.alloc_local([1], "uint16"),
                 raw=T.alloc_local([e.loads * e.words], "uint32"),
                 result=T.alloc_local([e.vec], e.dtype),
-                term=T.alloc_local([1], "float32"),
+                term=register("float32"),
                 acc=T.alloc_local([e.vec], "float32"),
             )
         )
@@ -168,15 +168,15 @@ def share_out(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, start, stop, part):
-        s.last[0] = (stop - start + T.Cast(e.index, e.warps - 1)) >> T.Cast(e.index, bits)
-        s.first[0] = start + T.Cast(e.index, part) * s.last[0]
-        s.last[0] = T.min(stop, s.first[0] + s.last[0])
+        s.last = (stop - start + T.Cast(e.index, e.warps - 1)) >> T.Cast(e.index, bits)
+        s.first = start + T.Cast(e.index, part) * s.last
+        s.last = T.min(stop, s.first + s.last)
     # fmt: on
     return phase
 
 
 def load_window(e: Extents) -> Phase:
-    """Ids and values of the 32 entries from `begin` on, one a lane, into `column` and `value`.
+    """Ids and values of the 32 entries from `begin` on, one a lane, into the registers `column` and `value`.
 
     Lanes beyond the warp's last entry get id 0 and value 0.
     """
@@ -187,13 +187,13 @@ def load_window(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, begin, lane, column, value):
-        column[0] = 0
-        value[0] = T.float32(0)
-        if begin + T.Cast(e.index, lane) < s.last[0]:
-            read(s.id[0], io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
-            column[0] = T.Cast("int32", s.id[0])
+        column = 0
+        value = T.float32(0)
+        if begin + T.Cast(e.index, lane) < s.last:
+            read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
+            column = T.Cast("int32", s.id)
             if e.weighted:
-                value[0] = read_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
+                value = read_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
     # fmt: on
     return phase
 
@@ -204,7 +204,7 @@ def held_by(s: State, u: Any, whole: bool) -> Any:
     Where the window has fewer entries than the batch (not `whole`), its last one takes the place of those that are
     missing: a branch would delay the loads. Sums leave it out.
     """
-    return s.entry[u] if whole else T.min(s.entry[u], s.count[0] - 1)
+    return s.entry[u] if whole else T.min(s.entry[u], s.count - 1)
 
 
 def choose_row(e: Extents) -> Phase:
@@ -214,7 +214,7 @@ def choose_row(e: Extents) -> Phase:
     @T.inline
     def phase(s, u, b, lane, column, whole):
         s.entry[u] = b * e.batch + u * e.groups + lane // e.lanes
-        s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column[0], held_by(s, u, whole), 32, 32)
+        s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column, held_by(s, u, whole), 32, 32)
     # fmt: on
     return phase
 
@@ -226,7 +226,7 @@ def choose_weight(e: Extents) -> Phase:
     @T.inline
     def phase(s, u, whole):
         if e.weighted:
-            s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.value[0], held_by(s, u, whole), 32, 32)
+            s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.value, held_by(s, u, whole), 32, 32)
     # fmt: on
     return phase
 
@@ -260,14 +260,14 @@ def add_batch(e: Extents) -> Phase:
     @T.inline
     def phase(s, whole):
         for u in T.unroll(e.loads):
-            if whole or not e.reads_ahead or s.entry[u] < s.count[0]:
+            if whole or not e.reads_ahead or s.entry[u] < s.count:
                 for v in T.unroll(e.vec):
-                    s.term[0] = value_at(e.dtype, s.raw, u * e.words, v)
+                    s.term = value_at(e.dtype, s.raw, u * e.words, v)
                     if e.weighted:
-                        s.term[0] = s.weight[u] * s.term[0]
+                        s.term = s.weight[u] * s.term
                     s.acc[v] = s.acc[v] + (
-                        s.term[0] if whole or e.reads_ahead
-                        else T.Select(s.entry[u] < s.count[0], s.term[0], T.float32(0)))
+                        s.term if whole or e.reads_ahead
+                        else T.Select(s.entry[u] < s.count, s.term, T.float32(0)))
     # fmt: on
     return phase
 
@@ -341,12 +341,12 @@ def read_ids_ahead(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        s.guessed_column[0] = 0
-        if s.first[0] + T.Cast(e.index, at.lane) < s.last[0]:
-            read(s.id[0], io.indices.ptr_to([s.first[0] + T.Cast(e.index, at.lane)]))
-            s.guessed_column[0] = T.Cast(
-                "int32", T.max(T.min(s.id[0], T.Cast(e.index, io.vocab - 1)), T.Cast(e.index, 0)))
-        s.count[0] = T.Cast("int32", T.min(s.last[0] - s.first[0], T.Cast(e.index, WARP)))
+        s.guessed_column = 0
+        if s.first + T.Cast(e.index, at.lane) < s.last:
+            read(s.id, io.indices.ptr_to([s.first + T.Cast(e.index, at.lane)]))
+            s.guessed_column = T.Cast(
+                "int32", T.max(T.min(s.id, T.Cast(e.index, io.vocab - 1)), T.Cast(e.index, 0)))
+        s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
         for u in T.unroll(e.loads):
             choose(s, u, 0, at.lane, s.guessed_column, e.batch == 1)
     # fmt: on
@@ -400,8 +400,8 @@ def read_row_ends(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        read(s.start[0], io.indptr.ptr_to([at.row]))
-        read(s.stop[0], io.indptr.ptr_to([at.row + 1]))
+        read(s.start, io.indptr.ptr_to([at.row]))
+        read(s.stop, io.indptr.ptr_to([at.row + 1]))
     # fmt: on
     return phase
 
@@ -417,8 +417,8 @@ def load_own_ids(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        share(s, s.start[0], s.stop[0], at.part)
-        window(s, io, s.first[0], at.lane, s.column, s.value)
+        share(s, s.start, s.stop, at.part)
+        window(s, io, s.first, at.lane, s.column, s.value)
     # fmt: on
     return phase
 
@@ -435,9 +435,9 @@ def check_guessed_ids(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        window(s, io, s.first[0], at.lane, s.column, s.value)
+        window(s, io, s.first, at.lane, s.column, s.value)
         # One branch for both ends: it waits for the row's ends, after the ids were asked for.
-        if (s.start[0] ^ s.guessed[0]) | (s.stop[0] ^ s.guessed[1]) != T.Cast(e.index, 0):
+        if (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0):
             load_ids(s, io, at)
     # fmt: on
     return phase
@@ -456,18 +456,18 @@ def check_what_was_read_ahead(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        window(s, io, s.first[0], at.lane, s.column, s.value)
+        window(s, io, s.first, at.lane, s.column, s.value)
         # A vote, because all lanes take part in the shuffles that follow, also if only some of them were wrong. A warp
         # that was to have no entry has loaded no row of its own.
-        if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count[0] <= 0) | (s.column[0] != s.guessed_column[0]) | (
-                (s.start[0] ^ s.guessed[0]) | (s.stop[0] ^ s.guessed[1]) != T.Cast(e.index, 0))) != 0:
+        if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count <= 0) | (s.column != s.guessed_column) | (
+                (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0))) != 0:
             load_ids(s, io, at)
-            s.done[0] = 0
+            s.done = 0
         else:
             for u in T.unroll(e.loads):
                 weigh(s, u, e.batch == 1)
             add(s, e.batch == 1)
-            s.done[0] = 1
+            s.done = 1
     # fmt: on
     return phase
 
@@ -485,19 +485,19 @@ def gather_entries(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        while s.first[0] + T.Cast(e.index, s.done[0] * e.batch if ahead else 0) < s.last[0]:
-            window(s, io, s.first[0] + T.Cast(e.index, WARP), at.lane, s.next_column, s.next_value)
-            s.count[0] = T.Cast("int32", T.min(s.last[0] - s.first[0], T.Cast(e.index, WARP)))
-            batches = s.count[0] // e.batch
-            for b in T.serial(s.done[0] if ahead else 0, batches, unroll=False if ahead else None):
+        while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
+            window(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_column, s.next_value)
+            s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
+            batches = s.count // e.batch
+            for b in T.serial(s.done if ahead else 0, batches, unroll=False if ahead else None):
                 gather(s, io, at, b, True)
-            if s.count[0] % e.batch != 0:
+            if s.count % e.batch != 0:
                 gather(s, io, at, batches, False)
             if ahead:
-                s.done[0] = 0
-            s.first[0] = s.first[0] + T.Cast(e.index, WARP)
-            s.column[0] = s.next_column[0]
-            s.value[0] = s.next_value[0]
+                s.done = 0
+            s.first = s.first + T.Cast(e.index, WARP)
+            s.column = s.next_column
+            s.value = s.next_value
     # fmt: on
     return phase
 
