@@ -8,7 +8,7 @@ or must be checked afterwards. `wait_for_producer` returns when the producer has
 What the producer may write has to be read by `ld.global` (`T.ptx.ld.global_`, `words.load_words`), and not by indexing
 a parameter's buffer: TVM marks parameters that a kernel only reads as such, and the compiler then uses the read-only
 path (`ld.global.nc`), which is defined only for memory that nobody writes while the kernel runs. Here the producer
-writes it while the kernel runs. What was read before the wait and is read again after it needs a load that passes by
+writes it while the kernel runs. What was read before the wait and is read again after it needs a load that bypasses
 the L1 cache, which is not kept up to date: `T.ptx.ld.relaxed.gpu.global_`.
 """
 

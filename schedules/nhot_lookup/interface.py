@@ -64,7 +64,9 @@ def register(dtype: str) -> Any:
 def name_attributes(state: Any) -> Any:
     """Give the buffers and registers that an object holds the names of its attributes, for the generated source."""
     for name, value in vars(state).items():
-        IRBuilder.name(name, getattr(value, "source", value))
+        held = getattr(value, "source", value)  # a register's own buffer
+        if isinstance(held, tirx.Var):
+            IRBuilder.name(name, held)
     return state
 
 

@@ -48,6 +48,18 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What a lane holds of up to 32 entries, one a lane: registers."""
+
+    column: Any  # the entry's id
+    value: Any
+
+    @classmethod
+    def alloc(cls) -> Window:
+        return name_attributes(cls(column=register("int32"), value=register("float32")))
+
+
+@dataclass(frozen=True)
 class State:
     """What the phases share: registers of a thread, and in shared memory the sums that warps of a tile exchange."""
 
@@ -59,11 +71,8 @@ class State:
     # The warp's own entries are those from `first` to before `last`; `first` moves on as they are added.
     first: Any
     last: Any
-    # The window at `first`: column id and value of the lane's entry. And the window behind it.
-    column: Any
-    value: Any
-    next_column: Any
-    next_value: Any
+    window: Window  # the one at `first`
+    next_window: Window  # the one behind it
     count: Any  # entries of the window
     guessed_column: Any  # the id that was read before the wait for the producer kernel
     done: Any  # batches of the window that are added already
@@ -88,10 +97,8 @@ class State:
                 guessed=T.alloc_local([2], e.index),
                 first=register(e.index),
                 last=register(e.index),
-                column=register("int32"),
-                value=register("float32"),
-                next_column=register("int32"),
-                next_value=register("float32"),
+                window=Window.alloc(),
+                next_window=Window.alloc(),
                 count=register("int32"),
                 guessed_column=register("int32"),
                 done=register("int32"),
@@ -176,24 +183,24 @@ def share_out(e: Extents) -> Phase:
 
 
 def load_window(e: Extents) -> Phase:
-    """Ids and values of the 32 entries from `begin` on, one a lane, into the registers `column` and `value`.
+    """A window: ids and values of the 32 entries from `begin` on, one a lane.
 
     Lanes beyond the warp's last entry get id 0 and value 0.
     """
-    # What was read ahead of the wait is read again by a load that passes by the multiprocessor's own cache: there it
+    # What was read ahead of the wait is read again by a load that bypasses the multiprocessor's own cache: there it
     # may still be as it was before the producer kernel wrote it.
     read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, INDEX_KINDS[e.index])
 
     # fmt: off
     @T.inline
-    def phase(s, io, begin, lane, column, value):
-        column = 0
-        value = T.float32(0)
+    def phase(s, io, begin, lane, window):
+        window.column = 0
+        window.value = T.float32(0)
         if begin + T.Cast(e.index, lane) < s.last:
             read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
-            column = T.Cast("int32", s.id)
+            window.column = T.Cast("int32", s.id)
             if e.weighted:
-                value = read_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
+                window.value = read_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
     # fmt: on
     return phase
 
@@ -226,7 +233,7 @@ def choose_weight(e: Extents) -> Phase:
     @T.inline
     def phase(s, u, whole):
         if e.weighted:
-            s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.value, held_by(s, u, whole), 32, 32)
+            s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.window.value, held_by(s, u, whole), 32, 32)
     # fmt: on
     return phase
 
@@ -280,7 +287,7 @@ def gather_batch(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, at, b, whole):
         for u in T.unroll(e.loads):
-            choose(s, u, b, at.lane, s.column, whole)
+            choose(s, u, b, at.lane, s.window.column, whole)
             weigh(s, u, whole)
             load(s, u, io, at)
         add(s, whole)
@@ -409,16 +416,16 @@ def read_row_ends(e: Extents) -> Phase:
 def load_own_ids(e: Extents) -> Phase:
     """The warp's entries, and the first window of them.
 
-    Reads: `start`, `stop`, `indices`, `values`. Writes: `first`, `last`, `column`, `value`. Barriers: none.
+    Reads: `start`, `stop`, `indices`, `values`. Writes: `first`, `last`, `window`. Barriers: none.
     After: the window at `first` is in the lanes.
     """
-    share, window = share_out(e), load_window(e)
+    share, load = share_out(e), load_window(e)
 
     # fmt: off
     @T.inline
     def phase(s, io, at):
         share(s, s.start, s.stop, at.part)
-        window(s, io, s.first, at.lane, s.column, s.value)
+        load(s, io, s.first, at.lane, s.window)
     # fmt: on
     return phase
 
@@ -427,15 +434,15 @@ def check_guessed_ids(e: Extents) -> Phase:
     """The first window, from where it is guessed to be; if the row's ends tell otherwise, from where it is.
 
     Reads: `guessed`, `first`, `last`, `start`, `stop`, `indices`, `values`.
-    Writes: `column`, `value`; and `first` and `last` if they were wrong. Barriers: none.
+    Writes: `window`; and `first` and `last` if they were wrong. Barriers: none.
     After: as after `load_own_ids`.
     """
-    window, load_ids = load_window(e), load_own_ids(e)
+    load, load_ids = load_window(e), load_own_ids(e)
 
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        window(s, io, s.first, at.lane, s.column, s.value)
+        load(s, io, s.first, at.lane, s.window)
         # One branch for both ends: it waits for the row's ends, after the ids were asked for.
         if (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0):
             load_ids(s, io, at)
@@ -447,19 +454,19 @@ def check_what_was_read_ahead(e: Extents) -> Phase:
     """Add the batch that was loaded ahead if ends and ids are what they were taken to be; else begin anew.
 
     Reads: `guessed`, `guessed_column`, `raw`, `start`, `stop`, `indices`, `values`.
-    Writes: `column`, `value`, `done`, `acc`; and `first` and `last` if they were wrong.
+    Writes: `window`, `done`, `acc`; and `first` and `last` if they were wrong.
     Barriers: a vote of the warp, and shuffles.
     After: the window at `first` is in the lanes, and the first `done` (0 or 1) of its batches in `acc`.
     """
-    window, load_ids, weigh, add = load_window(e), load_own_ids(e), choose_weight(e), add_batch(e)
+    load, load_ids, weigh, add = load_window(e), load_own_ids(e), choose_weight(e), add_batch(e)
 
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        window(s, io, s.first, at.lane, s.column, s.value)
+        load(s, io, s.first, at.lane, s.window)
         # A vote, because all lanes take part in the shuffles that follow, also if only some of them were wrong. A warp
         # that was to have no entry has loaded no row of its own.
-        if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count <= 0) | (s.column != s.guessed_column) | (
+        if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count <= 0) | (s.window.column != s.guessed_column) | (
                 (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0))) != 0:
             load_ids(s, io, at)
             s.done = 0
@@ -475,18 +482,18 @@ def check_what_was_read_ahead(e: Extents) -> Phase:
 def gather_entries(e: Extents) -> Phase:
     """Add all entries of the warp that are not added yet, window by window.
 
-    Reads: `first`, `last`, `column`, `value`, `done` (if ids are read ahead), and through them `indices`, `values` and
+    Reads: `first`, `last`, `window`, `done` (if ids are read ahead), and through them `indices`, `values` and
     the table. Writes: `acc`. Barriers: shuffles of the whole warp, which has one `first` and one `last`.
     After: `acc` of a lane has the sums of its columns over the entries of its group.
     """
-    gather, window = gather_batch(e), load_window(e)
+    gather, load = gather_batch(e), load_window(e)
     ahead = e.reads_ahead
 
     # fmt: off
     @T.inline
     def phase(s, io, at):
         while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
-            window(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_column, s.next_value)
+            load(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_window)
             s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
             batches = s.count // e.batch
             for b in T.serial(s.done if ahead else 0, batches, unroll=False if ahead else None):
@@ -496,8 +503,8 @@ def gather_entries(e: Extents) -> Phase:
             if ahead:
                 s.done = 0
             s.first = s.first + T.Cast(e.index, WARP)
-            s.column = s.next_column
-            s.value = s.next_value
+            s.window.column = s.next_window.column
+            s.window.value = s.next_window.value
     # fmt: on
     return phase
 
