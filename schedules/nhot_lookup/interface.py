@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -17,6 +16,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..device.overlap import overlapping
+from ..device.state import named
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Io:
         index, dtype, width = problem.index, problem.dtype, T.int64(problem.width)
         rows, nnz, vocab = (T.int64() for _ in range(3))
         of_index, of_element = (-1, -1) if aligned else (numpy_dtype(index).itemsize, 2)
+        for name, extent in (("rows", rows), ("nnz", nnz), ("vocab", vocab)):
+            IRBuilder.name(name, extent)
         indptr, indices, values, table, out = handles
         io = cls(
             indptr=T.match_buffer(indptr, (rows + T.int64(1),), index, align=of_index),
@@ -53,21 +55,7 @@ class Io:
             nnz=nnz,
             vocab=vocab,
         )
-        return name_attributes(io)
-
-
-def register(dtype: str) -> Any:
-    """A variable of one thread, that is read and assigned by its name."""
-    return T.local_scalar(dtype).scalar
-
-
-def name_attributes(state: Any) -> Any:
-    """Give the buffers and registers that an object holds the names of its attributes, for the generated source."""
-    for name, value in vars(state).items():
-        held = getattr(value, "source", value)  # a register's own buffer
-        if isinstance(held, tirx.Var):
-            IRBuilder.name(name, held)
-    return state
+        return named(io)
 
 
 def gpu_kernel(problem: NhotLookup, body: Callable[[Io], None], overlap: bool) -> tirx.PrimFunc:

@@ -16,8 +16,9 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...device.state import named, register
 from ...device.words import INDEX_KINDS, load_words, read_element, value_at
-from ..interface import Io, name_attributes, register
+from ..interface import Io
 from .space import Extents
 
 Phase = Callable[..., Any]
@@ -36,7 +37,7 @@ class Place:
 
     @classmethod
     def alloc(cls) -> Place:
-        return name_attributes(
+        return named(
             cls(
                 first=register("int64"),
                 have=register("int32"),
@@ -71,7 +72,7 @@ class State:
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
-        return name_attributes(
+        return named(
             cls(
                 parts=T.alloc_shared([e.partial_sums], "float32"),
                 id=T.alloc_local([e.loads], e.index),

@@ -17,8 +17,9 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
+from ...device.state import named, register
 from ...device.words import INDEX_KINDS, load_words, read_element, value_at
-from ..interface import Io, name_attributes, register
+from ..interface import Io
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -36,7 +37,7 @@ class Place:
 
     @classmethod
     def alloc(cls) -> Place:
-        return name_attributes(
+        return named(
             cls(
                 lane=register("int32"),
                 part=register("int32"),
@@ -56,7 +57,7 @@ class Window:
 
     @classmethod
     def alloc(cls) -> Window:
-        return name_attributes(cls(column=register("int32"), value=register("float32")))
+        return named(cls(column=register("int32"), value=register("float32")))
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class State:
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
-        return name_attributes(
+        return named(
             cls(
                 parts=T.alloc_shared([max(e.partial_sums, 1)], "float32"),
                 start=register(e.index),
