@@ -1,48 +1,213 @@
-"""How the block rows of a weight are dealt out to clusters of blocks of threads.
+"""How the block rows of a weight are dealt out to the thread blocks of a grid, so that no heavy row ends last.
 
-The rows come in the order of `formats.bsr.fullest_first`, or as they are where nobody has looked at the pattern. A
-block row is `slices` units of work beside each other. A unit of a long row belongs to a whole cluster; of the others
-each block of a cluster takes one. The long rows are the first clusters' work: what takes longest must not begin last.
+A *strip* is the rows of x that a thread block multiplies, and a *unit* the rows of the weight: a slice of one block
+row, or all of it. Units are numbered in the order in which the host lists the block rows, the fullest first
+(`formats.bsr.fullest_first`), or as they lie where the host has not looked at the pattern.
+
+In a skewed pattern a few block rows are *long*: one thread block reads such a row for longer than the rest of the grid
+takes for all others. A unit of a long row is shared by all thread blocks of a cluster, which add up their sums through
+distributed shared memory. A unit of another row belongs to one thread block, and a cluster takes several of them. With
+clusters of 4 thread blocks, 10 units, and 2 long rows of one unit each:
+
+    cluster          0    1    2    3
+    thread block 0   0    1    2    6
+    thread block 1   0    1    3    7
+    thread block 2   0    1    4    8
+    thread block 3   0    1    5    9
+
+All strips of a long unit come before those of the next unit, and long units come first, because thread blocks start
+in this order and what takes longest must not start last.
+
+The stored blocks of a shared unit are dealt out in *chunks* of as much as a thread block has in flight at once: chunk 0
+to rank 0, chunk 1 to rank 1, and so on in turn. Ranks for which there is no chunk leave at once; rank 0 adds up what
+the others put into its shared memory, in the order of their ranks, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
+from .state import named, register
+
+put_sum = peer_write("put_sum", "float")
+
 
 @dataclass(frozen=True)
 class Deal:
-    """Of `units` in all; `long` is the number of long rows, which the launch knows, or -1 if nobody has looked."""
+    """Which unit a thread block takes, and with how many others.
+
+    Attributes
+    ----------
+    units
+        Of the weight, in all.
+    slices
+        Units of a block row.
+    cluster
+        Thread blocks of a cluster; 1 where nothing is shared.
+
+    The methods take `long`, the number of long block rows as the launch knows it, or -1 if nobody has looked.
+    """
 
     units: int
     slices: int
-    spread: int  # blocks of a cluster
+    cluster: int
 
     def clusters(self, long: tirx.PrimExpr) -> tirx.PrimExpr | int:
-        """Clusters for one strip of x; blocks, if a cluster has one."""
-        if self.spread == 1:
+        """Clusters that one strip needs; thread blocks, where a cluster is one."""
+        if self.cluster == 1:
             return self.units
         shared = self.shared(long)
-        return shared + (self.units - shared + (self.spread - 1)) // self.spread
+        return shared + (self.units - shared + (self.cluster - 1)) // self.cluster
 
     def shared(self, long: tirx.PrimExpr) -> tirx.PrimExpr:
         """Units that a cluster shares."""
         return T.max(long, 0) * self.slices
 
     def unit(self, cluster: tirx.PrimExpr, place: tirx.PrimExpr | int, long: tirx.PrimExpr) -> tirx.PrimExpr:
-        """The unit of a cluster's block at `place`; `units` or more, if there is none left for it."""
-        if self.spread == 1:
+        """The unit of a cluster's thread block at `place`; `units` or more, if none is left for it."""
+        if self.cluster == 1:
             return cluster
         shared = self.shared(long)
-        return T.Select(cluster < shared, cluster, shared + (cluster - shared) * self.spread + place)
+        return T.Select(cluster < shared, cluster, shared + (cluster - shared) * self.cluster + place)
 
     def ranks(self, cluster: tirx.PrimExpr, long: tirx.PrimExpr) -> tirx.PrimExpr | int:
-        """Blocks that share this cluster's unit."""
-        return 1 if self.spread == 1 else T.Select(cluster < self.shared(long), self.spread, 1)
+        """Thread blocks that share this cluster's unit."""
+        return 1 if self.cluster == 1 else T.Select(cluster < self.shared(long), self.cluster, 1)
 
     def rank(self, cluster: tirx.PrimExpr, place: tirx.PrimExpr | int, long: tirx.PrimExpr) -> tirx.PrimExpr | int:
-        """Which of those that share the unit the block at `place` is."""
-        return 0 if self.spread == 1 else T.Select(cluster < self.shared(long), place, 0)
+        """Which of those that share the unit the thread block at `place` is."""
+        return 0 if self.cluster == 1 else T.Select(cluster < self.shared(long), place, 0)
+
+
+@dataclass
+class Work:
+    """What a thread block is to do: `strip` of x times `unit` of the weight, as number `rank` of `ranks`."""
+
+    strip: Any
+    unit: Any
+    rank: Any
+    ranks: Any
+
+    @classmethod
+    def alloc(cls) -> Work:
+        return named(cls(register(), register(), register(), register()))
+
+
+def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..., Any]:
+    """Reads: the place in the grid. Writes: the work, all of it. Barriers: none. After: who has no unit has left.
+
+    Sets the extents of the grid. `strip_rows`: rows of x of a strip. `two_axes`: strips and units along an axis each,
+    which saves a division by a number that is known only at run time, 0.1 us at the kernel's start. That is for
+    thread blocks without clusters, which TVM launches along one axis, and for up to 65535 units.
+    """
+
+    def strips(m):
+        return (m + (strip_rows - 1)) // strip_rows
+
+    # fmt: off
+    @T.inline
+    def phase(w, m, long):
+        if two_axes and deal.cluster == 1:
+            strip, unit = T.cta_id([strips(m), deal.units])
+            w.strip = strip
+            w.unit = unit
+            w.rank = 0
+            w.ranks = 1
+        else:
+            if deal.cluster > 1:
+                block = T.cluster_id([strips(m) * deal.clusters(long)])
+                place = T.cta_id_in_cluster([deal.cluster])
+            else:
+                block = T.cta_id([strips(m) * deal.units])
+                place = 0
+            many: T.int32 = strips(m)
+            w.strip = block % many
+            cluster: T.int32 = block // many
+            w.unit = deal.unit(cluster, place, long)
+            w.rank = deal.rank(cluster, place, long)
+            w.ranks = deal.ranks(cluster, long)
+        if deal.cluster > 1:
+            if w.unit >= deal.units:
+                T.thread_return()
+    # fmt: on
+    return phase
+
+
+def join(cluster: int, chunk: int) -> Callable[..., Any]:
+    """Reads: the work, and `count`, what its row holds. Writes: nothing. Barriers: arrives at the first of the cluster.
+
+    After: every thread block that is left has a chunk of `chunk` to do, or is rank 0. `meet` must follow.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(w, count):
+        if cluster > 1:
+            if w.rank > 0 and w.rank * chunk >= count:
+                T.thread_return()
+            if w.ranks > 1 and count > chunk:
+                cluster_arrive()
+    # fmt: on
+    return phase
+
+
+def meet(cluster: int, chunk: int) -> Callable[..., Any]:
+    """Reads: as `join`. Writes: nothing. Barriers: waits at the cluster's first; rank 0 also arrives and waits at its
+    second, where the others arrive in `hand_in`.
+
+    After, in a shared unit: rank 0 runs, so that the others may write into its shared memory; and for rank 0, they have.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(w, count):
+        if cluster > 1:
+            if w.ranks > 1 and count > chunk:
+                cluster_wait()
+                if w.rank == 0:
+                    cluster_barrier()
+    # fmt: on
+    return phase
+
+
+def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
+    """Reads: `width` sums of a thread, and of rank 0 what others have put into `others`. Writes: `sums` of rank 0,
+    `others` of it by the other ranks. Barriers: none. After: `sums` of rank 0 are those of all ranks.
+
+    `others` is a buffer in shared memory of shape (cluster - 1, sums of a thread block / width, width); `at` is where
+    the thread's sums lie along its second axis.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(w, count, sums, others, at):
+        if cluster > 1:
+            if w.rank > 0:
+                for e in T.unroll(width):
+                    T.evaluate(put_sum(others.ptr_to([w.rank - 1, at, e]), 0, sums[e]))
+            else:
+                for r in T.unroll(cluster - 1):
+                    if r + 1 < w.ranks and (r + 1) * chunk < count:
+                        for e in T.unroll(width):
+                            sums[e] = sums[e] + others[r, at, e]
+    # fmt: on
+    return phase
+
+
+def hand_in(cluster: int) -> Callable[..., Any]:
+    """Reads: the work. Writes: nothing. Barriers: the cluster's second, of ranks but 0. After: rank 0 has their sums."""
+
+    # fmt: off
+    @T.inline
+    def phase(w):
+        if cluster > 1:
+            if w.rank > 0:
+                cluster_barrier()
+    # fmt: on
+    return phase

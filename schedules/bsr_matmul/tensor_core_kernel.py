@@ -1,0 +1,470 @@
+"""The kernel of `tensor_core`, in phases; what it does and why is told there.
+
+    deal_out        the strip of x and the slice of a block row that this thread block multiplies
+    take_places     the rows and octets of each lane
+    listed_row, unlisted_row, within_arrays
+                    where the block row begins and ends
+    load_columns    the column ids of the steps in hand
+    start_ahead     the wait for the producer kernel, the first operands, and whether the guesses were right
+    load_weight, load_x
+                    the operands of the steps in hand
+    multiply        their products
+    store_tile      y, where one warp has the whole sum; else
+    write_parts     each warp's sums to shared memory
+    add_parts       their sum, also over the cluster, to y
+
+*In hand* are the `depth` steps of a warp whose operands are loaded together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.template import Program, ceildiv
+
+from ..device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
+from ..device.overlap import await_previous
+from ..device.state import named, register
+from .block_row import listed_row, load_int, unlisted_row
+from .interface import gpu_program, output
+from .tensor_core import Extents
+
+# Barriers of a warp part the loads of the weight, those of x, and the products. The assembler would move each load next
+# to its use, so that one waits for another; loads that are not declared read-only stay on their side of a barrier.
+load_vector = T.ptx.ld.global_.v4.u32
+# What one warp alone reads, once, need not push x out of the L1 cache.
+load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
+# Passes by what this multiprocessor has cached: that may be from before the producer kernel was done.
+load_int_anew = T.ptx.ld.relaxed.gpu.global_.s32
+ALL_LANES = 0xFFFFFFFF
+
+
+@dataclass
+class TileState:
+    """What a thread has of its warp's tile.
+
+    Attributes
+    ----------
+    sums
+        Of all pairs of fragments, four a pair: rows `group` and `group + 8` of operand A, two columns of each.
+    weight, x
+        Operands of the steps in hand: for each step and each 8 rows of the tile the four words of one octet.
+    a, b
+        The same two, by what they are to the instruction.
+    columns
+        Block columns of the octets in hand.
+    x_rows
+        The rows of x that this lane loads.
+    group, member
+        A lane loads row `group` of every 8 rows of a tile, and of every step the octet `member`, of four.
+    top
+        The tile's first row of x, and of y.
+    row, first, count
+        The block row, its first block, and its octets.
+    octet
+        This lane's octet of the first step in hand, counted from the block row's begin.
+    loaded
+        1 if the operands of the steps in hand are loaded already.
+    """
+
+    sums: Any
+    weight: Any
+    x: Any
+    a: Any
+    b: Any
+    columns: Any
+    x_rows: Any
+    group: Any
+    member: Any
+    top: Any
+    row: Any
+    first: Any
+    count: Any
+    octet: Any
+    loaded: Any
+
+    @classmethod
+    def alloc(cls, e: Extents) -> TileState:
+        sums = T.alloc_local([e.a_fragments * e.b_fragments * 4], "float32")
+        a = T.alloc_local([e.depth * e.a_fragments * 8], "uint32")
+        b = T.alloc_local([e.depth * e.b_fragments * 4], "uint32")
+        weight, x = (a, b) if e.weight_is_a else (b, a)
+        columns = T.alloc_local([e.depth], "int32")
+        x_rows = T.alloc_local([e.tile_m // 8], "int32")
+        count, first, row, loaded = (register() for _ in range(4))
+        group, member, top, octet = (register() for _ in range(4))
+        return named(cls(sums, weight, x, a, b, columns, x_rows, group, member, top, row, first, count, octet, loaded))
+
+
+@dataclass
+class SharedSums:
+    """Sums in shared memory. `parts`: a tile a warp. `others`: what rank 0 of a cluster gets from the other ranks."""
+
+    parts: Any
+    others: Any
+
+    @classmethod
+    def alloc(cls, e: Extents) -> SharedSums:
+        parts = T.alloc_shared([e.warps_m * e.reduce_warps, e.tile_m, e.pitch], "float32")
+        others = T.alloc_shared([e.cluster - 1, e.warps_m * e.pairs, 2], "float32") if e.cluster > 1 else None
+        return named(cls(parts, others))
+
+
+def x_row(e: Extents, s: TileState, f: Any, g: Any, i: Any) -> Any:
+    """The row in the tile, of x and of y, of the i-th sum of A's fragment f and B's fragment g."""
+    return g * 8 + s.member * 2 + i % 2 if e.weight_is_a else f * 16 + i // 2 * 8 + s.group
+
+
+def weight_row(e: Extents, s: TileState, f: Any, g: Any, i: Any) -> Any:
+    """The row of the weight in the tile, which is the column of y, of the same sum."""
+    return f * 16 + i // 2 * 8 + s.group if e.weight_is_a else g * 8 + s.member * 2 + i % 2
+
+
+def first_column(e: Extents, s: TileState, w: Work) -> Any:
+    """The tile's first column of y."""
+    return s.row * (e.slices * e.tile_n) + w.unit % e.slices * e.tile_n
+
+
+def take_places(e: Extents) -> Callable[..., Any]:
+    """Reads: the work. Writes: `group`, `member`, `top`, `octet`, `x_rows` and zeros to `sums`. Barriers: none."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, w, t, m):
+        s.group = t % 32 // 4
+        s.member = t % 4
+        s.top = (w.strip * e.warps_m + t // e.tile_threads) * e.tile_m
+        s.octet = w.rank * e.chunk + t // 32 % e.reduce_warps * 4 + s.member
+        for f in T.unroll(e.tile_m // 8):
+            # Rows beyond m repeat the last one and are not stored.
+            s.x_rows[f] = T.min(s.top + f * 8 + s.group, m - 1)
+        for i in T.unroll(e.a_fragments * e.b_fragments * 4):
+            s.sums[i] = T.float32(0)
+    # fmt: on
+    return phase
+
+
+def within_arrays(e: Extents) -> Callable[..., Any]:
+    """Reads and writes: `first` and `count`. Barriers: none.
+
+    After: they lead to no place outside of the arrays, even if they were read while the producer kernel wrote them.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, nnzb):
+        s.first = T.max(T.min(s.first, nnzb), 0)
+        s.count = T.max(T.min(s.count, (nnzb - s.first) * e.octets), 0)
+    # fmt: on
+    return phase
+
+
+def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..., Any]:
+    """Reads: `indices` for the steps in hand. Writes: `columns`, but for octets beyond the row. Barriers: none."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, columns):
+        for d in T.unroll(e.depth):
+            if s.octet + d * e.stride < s.count:
+                load(columns[d], io.indices.ptr_to([s.first + (s.octet + d * e.stride) // e.octets]))
+    # fmt: on
+    return phase
+
+
+def load_weight(e: Extents) -> Callable[..., Any]:
+    """Reads: the weight's octets in hand. Writes: `weight`, zeros beyond the row's last octet.
+
+    Barriers: of the warp, at the end. After: these loads are issued before any that follow.
+    """
+    load = load_once if e.warps_m == 1 else load_vector
+    fragments = e.tile_n // 8
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, w):
+        for d in T.unroll(e.depth):
+            if s.octet + d * e.stride < s.count:
+                for f in T.unroll(fragments):
+                    at = (d * fragments + f) * 4
+                    load(
+                        s.weight[at], s.weight[at + 1], s.weight[at + 2], s.weight[at + 3],
+                        io.data.ptr_to([
+                            s.first + (s.octet + d * e.stride) // e.octets,
+                            w.unit % e.slices * e.tile_n + s.group + f * 8,
+                            (s.octet + d * e.stride) % e.octets * 8]))
+            else:
+                for i in T.unroll(fragments * 4):
+                    s.weight[d * (fragments * 4) + i] = T.uint32(0)
+        T.cuda.warp_sync()
+    # fmt: on
+    return phase
+
+
+def load_x(e: Extents) -> Callable[..., Any]:
+    """Reads: x in the columns in hand. Writes: `x`, zeros beyond the row's last octet, where x might hold NaN.
+
+    Barriers: none. The weight there is zero too, but zero times NaN is not.
+    """
+    fragments = e.tile_m // 8
+
+    # fmt: off
+    @T.inline
+    def phase(s, io):
+        for d in T.unroll(e.depth):
+            if s.octet + d * e.stride < s.count:
+                for f in T.unroll(fragments):
+                    at = (d * fragments + f) * 4
+                    load_vector(
+                        s.x[at], s.x[at + 1], s.x[at + 2], s.x[at + 3],
+                        io.x.ptr_to([
+                            s.x_rows[f], s.columns[d] * e.cols + (s.octet + d * e.stride) % e.octets * 8]))
+            else:
+                for i in T.unroll(fragments * 4):
+                    s.x[d * (fragments * 4) + i] = T.uint32(0)
+    # fmt: on
+    return phase
+
+
+def multiply(e: Extents) -> Callable[..., Any]:
+    """Reads: `a` and `b`. Writes: adds their products to `sums`. Barriers: of the warp, at the begin.
+
+    Two instructions for each step and pair of fragments, one for each half of the octets. All lanes of a warp take part.
+    """
+    kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
+    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
+
+    # fmt: off
+    @T.inline
+    def phase(s):
+        T.cuda.warp_sync()
+        for d in T.unroll(e.depth):
+            for half in T.unroll(2):
+                for f in T.unroll(e.a_fragments):
+                    for g in T.unroll(e.b_fragments):
+                        at = (f * e.b_fragments + g) * 4
+                        # A fragment of A is two of 8 rows: its words are of row `group`, of row `group + 8`, and so
+                        # again for the other columns.
+                        a = (d * e.a_fragments + f) * 8 + half * 2
+                        b = (d * e.b_fragments + g) * 4 + half * 2
+                        mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                            s.a[a], s.a[a + 4], s.a[a + 1], s.a[a + 5],
+                            s.b[b], s.b[b + 1],
+                            s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+    # fmt: on
+    return phase
+
+
+def verify_guesses(e: Extents) -> Callable[..., Any]:
+    """Reads: the row's ends and the column ids once more, now that the producer kernel is done.
+
+    Writes: `first`, `count` and `columns` as they are; `loaded` is 0 in all lanes of a warp if they were guessed wrong
+    in any. Barriers: the lanes of a warp vote.
+    """
+    load_columns_anew = load_columns(e, load_int_anew)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, w):
+        ends = T.alloc_local([2], "int32")
+        columns = T.alloc_local([e.depth], "int32")
+        load_int_anew(ends[0], io.indptr.ptr_to([w.unit // e.slices]))
+        load_int_anew(ends[1], io.indptr.ptr_to([w.unit // e.slices + 1]))
+        ends[1] = (ends[1] - ends[0]) * e.octets
+        load_columns_anew(s, io, columns)
+        if ends[0] != s.first or ends[1] != s.count:
+            s.loaded = 0
+        for d in T.unroll(e.depth):
+            if s.octet + d * e.stride < s.count and columns[d] != s.columns[d]:
+                s.loaded = 0
+        s.first = ends[0]
+        s.count = ends[1]
+        if T.cuda.any_sync(T.uint32(ALL_LANES), s.loaded == 0) != 0:
+            s.loaded = 0
+            load_columns_anew(s, io, s.columns)
+    # fmt: on
+    return phase
+
+
+def start_ahead(e: Extents) -> Callable[..., Any]:
+    """Reads: `columns`, which may be guesses; then x and the weight in hand. Writes: `columns`, `weight`, `x`, `loaded`.
+
+    Barriers: waits for the producer kernel; those of `load_weight` and `verify_guesses`.
+    After: `loaded` says whether the operands are those of the steps in hand; `first`, `count` and `columns` are right.
+    """
+    weight_loads, x_loads, verified = load_weight(e), load_x(e), verify_guesses(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, w):
+        for d in T.unroll(e.depth):
+            s.columns[d] = T.max(T.min(s.columns[d], e.block_cols - 1), 0)
+        if e.overlap == 2:
+            T.ptx.griddepcontrol.wait()  # the consumer kernel may start already
+        else:
+            await_previous()
+        # By all lanes, also where the row is taken to end before: they may have read different ends.
+        weight_loads(s, io, w)
+        x_loads(s, io)
+        if io.long < 0:
+            verified(s, io, w)
+    # fmt: on
+    return phase
+
+
+def store_tile(e: Extents) -> Callable[..., Any]:
+    """Reads: `sums`, whole in one warp. Writes: the tile of y, but for rows beyond m. Barriers: none."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, left):
+        for f in T.unroll(e.a_fragments):
+            for g in T.unroll(e.b_fragments):
+                if e.weight_is_a:
+                    for i in T.unroll(4):
+                        if s.top + x_row(e, s, f, g, i) < io.m:
+                            io.y[s.top + x_row(e, s, f, g, i), left + weight_row(e, s, f, g, i)] = output(
+                                io, left + weight_row(e, s, f, g, i), s.sums[(f * e.b_fragments + g) * 4 + i])
+                else:
+                    # Two neighbouring columns are stored at once.
+                    for i in T.unroll(2):
+                        if s.top + x_row(e, s, f, g, i * 2) < io.m:
+                            for v in T.vectorized(2):
+                                io.y[
+                                    s.top + x_row(e, s, f, g, i * 2), left + weight_row(e, s, f, g, i * 2 + v)
+                                ] = output(
+                                    io, left + weight_row(e, s, f, g, i * 2 + v),
+                                    s.sums[(f * e.b_fragments + g) * 4 + i * 2 + v])
+    # fmt: on
+    return phase
+
+
+def write_parts(e: Extents) -> Callable[..., Any]:
+    """Reads: `sums`. Writes: `parts`. Barriers: of the thread block, at the end. After: all warps' tiles are there."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, shared, t):
+        for f in T.unroll(e.a_fragments):
+            for g in T.unroll(e.b_fragments):
+                for i in T.unroll(4):
+                    shared.parts[t // 32, x_row(e, s, f, g, i), weight_row(e, s, f, g, i)] = (
+                        s.sums[(f * e.b_fragments + g) * 4 + i])
+        T.cuda.cta_sync()
+    # fmt: on
+    return phase
+
+
+def add_parts(e: Extents) -> Callable[..., Any]:
+    """Reads: `parts`, and `others` of rank 0. Writes: y, but for rows beyond m, by rank 0; `others` by other ranks.
+
+    Barriers: `write_parts` and `balance.meet` come before. The threads of a tile take its pairs of columns in turn, and
+    add up in the order of the warps, then of the ranks.
+    """
+    add_cluster = add_ranks(e.cluster, e.chunk, 2)
+    half = e.tile_n // 2  # pairs of a row of the tile
+
+    # fmt: off
+    @T.inline
+    def phase(s, shared, io, w, t, left):
+        # Launches that read ahead have few pairs; the compiler would make much of a loop that mostly runs once.
+        for i in (
+            T.unroll(ceildiv(e.pairs, e.tile_threads)) if e.overlap == 2
+            else T.serial((e.pairs - t % e.tile_threads + (e.tile_threads - 1)) // e.tile_threads)
+        ):
+            pair = i * e.tile_threads + t % e.tile_threads
+            if (e.overlap < 2 or pair < e.pairs) and s.top + pair // half < io.m:
+                for v in T.unroll(2):
+                    s.sums[v] = T.float32(0)
+                    for warp in T.unroll(e.reduce_warps):
+                        s.sums[v] = s.sums[v] + shared.parts[
+                            t // e.tile_threads * e.reduce_warps + warp, pair // half, pair % half * 2 + v]
+                add_cluster(w, s.count, s.sums, shared.others, t // e.tile_threads * e.pairs + pair)
+                if w.rank == 0:
+                    for v in T.vectorized(2):
+                        io.y[s.top + pair // half, left + pair % half * 2 + v] = output(
+                            io, left + pair % half * 2 + v, s.sums[v])
+    # fmt: on
+    return phase
+
+
+def kernel(problem: Problem, e: Extents) -> Program:
+    """The program of one point of the space."""
+    two_axes = e.overlap == 2
+    dealt = deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes)
+    placed, listed, unlisted, bounded = (
+        take_places(e), listed_row(e.slices, e.octets), unlisted_row(e.slices, e.octets), within_arrays(e),
+    )  # fmt: skip
+    columns, next_columns = load_columns(e), load_columns(e, load_int_anew if e.overlap else load_int)
+    weight_loads, x_loads, multiplied, started = load_weight(e), load_x(e), multiply(e), start_ahead(e)
+    joined, met, handed_in = join(e.cluster, e.chunk), meet(e.cluster, e.chunk), hand_in(e.cluster)
+    stored, written, added = store_tile(e), write_parts(e), add_parts(e)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        T.device_entry()
+        if e.overlap == 2:
+            # The consumer kernel may start whenever there is room: it waits until this one is done.
+            T.ptx.griddepcontrol.launch_dependents()
+        w = T.meta_var(Work.alloc())
+        dealt(w, io.m, io.long)
+        t = T.thread_id([e.threads])
+        s = T.meta_var(TileState.alloc(e))
+        placed(s, w, t, io.m)
+
+        if e.overlap == 2 and (io.constant != 0 and io.long >= 0):
+            # Nobody writes the weight: only x is waited for.
+            listed(s, io, w)
+            columns(s, io, s.columns)
+            weight_loads(s, io, w)
+            T.ptx.griddepcontrol.wait()
+            x_loads(s, io)
+            joined(w, s.count)
+            multiplied(s)
+            s.octet = s.octet + e.chunk * w.ranks
+            # Most rows end here: to read the column ids of the next round ahead would delay the first.
+            while s.octet - s.member < s.count:
+                columns(s, io, s.columns)
+                weight_loads(s, io, w)
+                x_loads(s, io)
+                multiplied(s)
+                s.octet = s.octet + e.chunk * w.ranks
+        else:
+            s.loaded = int(e.overlap > 0)
+            if io.long >= 0:
+                listed(s, io, w)
+            else:
+                unlisted(s, io, w)
+            if e.overlap > 0:
+                bounded(s, io.nnzb)
+            columns(s, io, s.columns)
+            if e.overlap > 0:
+                started(s, io, w)
+            joined(w, s.count)
+            # The first lane's octet decides for the warp: an instruction needs all of its lanes.
+            while s.octet - s.member < s.count:
+                if s.loaded == 0:
+                    weight_loads(s, io, w)
+                    x_loads(s, io)
+                s.loaded = 0
+                s.octet = s.octet + e.chunk * w.ranks
+                next_columns(s, io, s.columns)
+                multiplied(s)
+
+        left: T.int32 = first_column(e, s, w)
+        if e.reduce_warps == 1:
+            stored(s, io, left)
+        else:
+            shared = T.meta_var(SharedSums.alloc(e))
+            written(s, shared, t)
+            met(w, s.count)
+            added(s, shared, io, w, t, left)
+            handed_in(w)
+    # fmt: on
+    return gpu_program(problem, body, overlapped=e.overlap > 0)
