@@ -1,0 +1,94 @@
+"""README.md and docs/: their snippets run, and their generated parts are as generated.
+
+The snippets of a page run in their order and share names, in a folder of their own in which `examples/` is: blocks of
+Python, blocks of `sh`, and TOML with a title, which is written to the file of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tvm_sparse.cli import shapes
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r'^```(\w+)(?: title="([\w.-]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+# Pages that run in the folder that README's snippets leave behind: theirs begin with what those have exported.
+AFTER_README = ("docs/shipping.md",)
+PAGES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]
+WITH_PYTHON = [page for page in PAGES if "```python" in (ROOT / page).read_text() and page not in AFTER_README]
+
+
+def blocks(page: str) -> Iterator[tuple[str, str, str]]:
+    """Language, title and text of a page's fenced blocks."""
+    for found in FENCE.finditer((ROOT / page).read_text()):
+        yield found[1], found[2] or "", found[3]
+
+
+def run(pages: tuple[str, ...], folder: Path) -> None:
+    (folder / "examples").symlink_to(ROOT / "examples")
+    own = {name: str(folder / name.lower()) for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME")}
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, **own, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+
+    def spawn(command: list[str]) -> None:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+
+    for page in pages:
+        python = "from __future__ import annotations\n"
+        for language, title, text in blocks(page):
+            if language == "python":
+                python += text
+            elif language == "sh":
+                spawn(["bash", "-euc", text])
+            elif title:
+                (folder / title).write_text(text)
+        spawn([sys.executable, "-c", python])
+
+
+@pytest.mark.timeout(280)
+def test_readme_and_the_pages_on_what_it_exports(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run(("README.md", *AFTER_README), tmp_path)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_snippets_run(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run((page,), tmp_path)
+
+
+def test_shapes_in_pages_are_shapes(tmp_path: Path) -> None:
+    tables = [text for page in ("README.md", *PAGES) for kind, _, text in blocks(page) if text.startswith("[[")]
+    assert len(tables) >= 2
+    for text in tables:
+        path = tmp_path / "shapes.toml"
+        path.write_text(text)
+        assert shapes.read(path)
+
+
+def test_readme_is_one_page_and_its_links_lead_somewhere() -> None:
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"):
+        text = (ROOT / name).read_text()
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 130
+    # What .ci/run installs is what README says the tests need.
+    [tested] = re.findall(r"pip install -e (\S+) && .venv/bin/pytest", readme)
+    assert f"install -q -e {tested}\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_generated_parts_are_as_generated() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

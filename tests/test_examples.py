@@ -1,0 +1,142 @@
+"""examples/: each runs as its users run it, on a machine without a GPU.
+
+In processes of their own: what they register and load stays there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tvm_sparse.core import machine
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PLUGIN = EXAMPLES / "row_norm"
+SHAPE = ("row_norm", "rows=5", "width=96")
+
+
+def spawn(folder: Path, *command: str | Path) -> str:
+    """What a command prints, with a cache and records of its own in `folder`."""
+    scripts = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "COLUMNS": "200",
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_DATA_HOME": str(folder / "data"),
+    }
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def cli(folder: Path, *words: str | Path) -> str:
+    return spawn(folder, sys.executable, "-m", "tvm_sparse.cli.app", "--plugin", PLUGIN, *words)
+
+
+@pytest.mark.timeout(280)
+def test_shapes_are_tuned_exported_and_served(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    printed = spawn(tmp_path, "bash", EXAMPLES / "tune_and_export.sh", tmp_path / "out", "2")
+    assert "2 libraries of" in printed and "exact: tuned for this very problem" in printed
+    assert f"library: {tmp_path / 'out' / 'kernels'}" in printed and "log-probabilities" in printed
+
+
+def test_spaces_are_studied(tmp_path: Path) -> None:
+    study = (sys.executable, EXAMPLES / "template_study.py")
+    printed = spawn(tmp_path, *study, "softmax_topk", "batch=10", "vocab=25000", "k=5")
+    assert "warp_rows does not apply: vocab=25000" in printed and "threads: 256, 512, 1024" in printed
+    printed = spawn(tmp_path, *study, *SHAPE, "--plugin", PLUGIN, "--show", "cuda")
+    assert "norm_block: " in printed and "__global__" in printed
+    printed = spawn(tmp_path, *study, *SHAPE, "--plugin", PLUGIN, "--show", "tir", "--arch", machine.cpu().arch)
+    assert "norm_rows: " in printed and "T.parallel" in printed and "T.vectorized" in printed
+
+
+@pytest.mark.timeout(280)
+def test_every_command_takes_the_operator_from_outside(tmp_path: Path) -> None:
+    records, kernels = tmp_path / "records", tmp_path / "kernels"
+    here = ("--target", "cpu")
+    listed = cli(tmp_path, "list")
+    assert "norm_rows" in listed and "norm_block" in listed and "softmax_topk" in listed
+    tuned = cli(tmp_path, "tune", *SHAPE, *here, "--trials", "3", "--builders", "1", "--logs", records)
+    assert "norm_rows" in tuned and f"Recorded in {records}" in tuned
+    assert "1 library" in cli(tmp_path, "export", *here, "--logs", records, "-o", kernels, "--builders", "1")
+    assert json.loads((kernels / "manifest.json").read_text())["kernels"][0]["problem"].startswith("row_norm/")
+    assert "norm_block@1" in cli(tmp_path, "explain", *SHAPE, "--target", "sm_90a")
+    compared = json.loads(cli(tmp_path, "bench", *SHAPE, *here, "--json"))["timings"]
+    assert {"tvm_sparse", "NumPy"} <= {t["name"] for t in compared if t["correct"] and t["seconds"]}
+
+    called = """
+import sys
+import numpy as np
+import tvm_sparse
+from tvm_sparse.core import registry
+
+registry.add_plugin(sys.argv[1])
+assert tvm_sparse.load(sys.argv[2]) == 1
+x = np.random.default_rng(0).standard_normal((5, 96), dtype=np.float32)
+y = tvm_sparse.row_norm(x)
+assert np.allclose(y, x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + 1e-6), rtol=1e-5)
+explanation = tvm_sparse.explain("row_norm", rows=5, width=96, target="cpu")
+assert explanation.how == "exact" and explanation.library.startswith(sys.argv[2]), explanation
+assert tvm_sparse.row_norm(x[:0]).shape == (0, 96) and tvm_sparse.row_norm(x, out=y) is y
+for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: tvm_sparse.row_norm(x[0]), "x: ")):
+    try:
+        bad()
+    except ValueError as error:
+        assert message in str(error)
+    else:
+        raise AssertionError(message)
+"""
+    spawn(tmp_path, sys.executable, "-c", called, PLUGIN, kernels)
+
+
+CHECKED = """
+import random
+import sys
+
+import numpy as np
+import tvm
+
+from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.emulation import run_on_cpu
+
+operator = registry.add_plugin(sys.argv[1])
+for key in operator.shapes.AWKWARD:
+    problem = registry.parse(key)
+    for where in (machine.cpu(), machine.resolve("sm_90a")):
+        tables, reasons = spaces.applicable(problem, where)
+        assert not reasons
+        [template] = map(spaces.find, tables)
+        default = template.default(problem, where)
+        assert template.point(problem, where, default) is None
+        points = list(spaces.points(problem, where, tables))
+        for candidate in {template.candidate(default), random.Random(key).choice(points)}:
+            program = template.build(problem, candidate.values)
+            if where.kind == "llvm":
+                compiled = tvm.compile(program.module, target=target_of(where))["main"]
+            for seed, structure in enumerate(problem.structures):
+                inputs, outputs = problem.generate(seed, structure), problem.empty_outputs()
+                if where.kind == "llvm":
+                    tensors = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs)]
+                    compiled(*tensors)
+                    outputs = [tensors[-1].numpy()]
+                else:
+                    arguments = [*inputs, *outputs]
+                    run_on_cpu(program.module, target_of(where), arguments, pipeline=program.pipeline, seed=seed)
+                problem.check(inputs, problem.reference(inputs), outputs)
+        print(key, template.name)
+"""
+
+
+@pytest.mark.timeout(280)
+def test_the_templates_of_the_operator_from_outside_are_right(tmp_path: Path) -> None:
+    """On every structure of inputs: the CPU's as machine code, the GPU's thread by thread."""
+    assert spawn(tmp_path, sys.executable, "-c", CHECKED, PLUGIN).count("norm_block") == 4
