@@ -5,8 +5,8 @@
 The kernels do nothing but read, add up and store: a vector of x a thread and, with a weight, that too, once and in
 order, without indices, with rows of equal length. The last ones gather x instead as a product of 8 rows of x with
 blocks of 16 x 16 does, two halves of a row of each block, from columns at random that are known before; with and
-without the blocks, which are read before the kernel before is done (`BsrWeight(constant=True)`). They overlap the
-launch before as ours do. Each is timed hot and with inputs in turn that exceed the L2 cache, in CUDA graphs, and
+without the blocks, which are read before the producer kernel is done (`BsrWeight(constant=True)`). They are
+started by programmatic dependent launch as ours are. Each is timed hot and with inputs in turn that exceed the L2 cache, in CUDA graphs, and
 compared with the time in which memory brings its bytes. Writes a CSV with GPU, versions and date into scripts/results/.
 """
 
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     threads: int
     vectors: int  # of 16 bytes of the weight, a thread
     gathers: int = 0  # vectors of x a thread from columns that are given, else one in order
-    ahead: bool = False  # the weight before the kernel before is done
+    ahead: bool = False  # the weight before the producer kernel is done
 
 
 # Five vectors of 256 x 256 threads are 5.2 MB: the stored blocks of a half-precision weight of 4096 x 4096 of which

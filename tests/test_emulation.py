@@ -547,7 +547,7 @@ def test_prefetch_is_of_something(place):
             run_tirx(func, [x, y])
 
 
-# ---- launches that overlap the kernel before ---------------------------------------------------
+# ---- launches that overlap their producer kernel -----------------------------------------------
 
 
 def overlapping(early, blocks=6, attributes=("tirx.use_programtic_dependent_launch",)):

@@ -470,7 +470,7 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
 def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict[str, int]) -> None:
     """Among rows that are not shared, and to the same bits in whichever order the blocks run.
 
-    The kernel before may still write x, the weight and the bias, but not the structure.
+    The producer kernel may still write x, the weight and the bias, but not the structure.
     """
     problem, template = parse(f"bsr_matmul/{key},sparsity=0.5,pattern=skewed"), spaces.find(name)
     point = {**template.default(problem, SM90), "depth": 1, **decisions, "overlap": 1}
@@ -493,7 +493,7 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
     assert results[0] == results[1]
 
 
-# Problems for each operator whose templates have launches that overlap the kernel before; the first that fits is taken.
+# Problems for each operator whose templates overlap their producer kernel; the first that fits is taken.
 OVERLAPPED = {
     "softmax_topk": (
         "softmax_topk/batch=2,vocab=6001,k=20,dtype=float16,bias=1,ids=3",

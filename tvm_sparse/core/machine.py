@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def has_clusters(self) -> bool:
-        """Clusters of thread blocks, and launches that overlap the kernel before: from compute capability 9.0 on."""
+        """Thread block clusters and programmatic dependent launch: from compute capability 9.0 on."""
         return self.capability >= 90
 
     @property

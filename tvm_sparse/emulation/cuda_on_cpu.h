@@ -126,7 +126,7 @@ struct Region {
   Block* owner;  // of shared memory
 };
 
-// An array that the kernel before writes: what it holds until that is done, and then.
+// An array that the producer kernel writes: what it holds until that is done, and then.
 struct Stale {
   char* array;
   std::vector<char> before, after;
@@ -160,7 +160,7 @@ struct Machine {
   std::vector<Region> regions;
   PendingWrite pending;
   std::vector<Stale> stale;
-  size_t unfinished = 0;  // how often threads still find the kernel before at work; 0 when it is done
+  size_t unfinished = 0;  // how often threads still find the producer kernel at work; 0 when it is done
 };
 extern Machine machine;
 
@@ -300,7 +300,7 @@ void copy_async(void* dst, const void* src, int size, int filled) {
   check_address(dst, size);
   if (filled) check_address(src, filled);
   Thread::Copy copy{dst, src, size_t(size), size_t(filled), self().group};
-  if (machine.unfinished) return finish_copy(copy);  // may well be done before the kernel before is
+  if (machine.unfinished) return finish_copy(copy);  // may well be done before the producer kernel is
   self().copies.push_back(copy);
 }
 
@@ -318,7 +318,7 @@ void wait_copies(int pending_groups) {
   t->copies.resize(kept);
 }
 
-// ---- the kernel before, which an overlapping launch does not wait for ------------------------
+// ---- the producer kernel, which an overlapping launch does not wait for ----------------------
 
 // Every set of resident blocks starts while it runs, as if all blocks of the grid had started at
 // once. In half of the cases it is done when all of their threads have come to the wait, else when
@@ -811,7 +811,7 @@ void cuda_on_cpu_region(void* begin, size_t size, const char* name) {
   cuda_on_cpu::add_region((char*)begin, size, name);
 }
 
-// Until the kernel before is done, `array` holds the bytes at `before`.
+// Until the producer kernel is done, `array` holds the bytes at `before`.
 void cuda_on_cpu_stale(char* array, const char* before, size_t size) {
   cuda_on_cpu::machine.stale.push_back({array, {before, before + size}, {array, array + size}});
 }

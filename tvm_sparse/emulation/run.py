@@ -12,7 +12,7 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
 * blocks which exit while others of their cluster may access their shared memory;
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1);
-* in a launch that overlaps the kernel before, use of what was read ahead of `griddepcontrol.wait`
+* in a launch that overlaps its producer kernel, use of what was read ahead of `griddepcontrol.wait`
   (`stale` contents of arrays, which some threads find and others no longer).
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
@@ -105,7 +105,7 @@ def run_on_cpu(
     timeout : seconds for the run, the build not counted.
     check_races : also report races which did no harm in this order. Switch it off only for code
         that synchronises threads of a block by other means than barriers and warp collectives.
-    stale : what arrays hold while the kernel before still runs, by their place in `args`; it then
+    stale : what arrays hold while the producer kernel still runs, by their place in `args`; it then
         writes what they hold in `args`, outputs included. It is done at a moment drawn from `seed`,
         before any `griddepcontrol.wait` returns. Only for the first kernel, and only if that is
         launched to overlap (programmatic dependent launch).

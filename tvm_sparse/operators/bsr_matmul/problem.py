@@ -60,8 +60,8 @@ class BsrMatmul(Problem):
 
     `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
     `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels also take what the host has found out about
-    the pattern, `formats.bsr.fullest_first`; with it they may read the structure before the kernel before is done, as
-    nobody writes it any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, 0 if not.
+    the pattern, `formats.bsr.fullest_first`; with it they may read the structure before their producer kernel is done,
+    as nobody writes it any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, 0 if not.
     """
 
     m: int
