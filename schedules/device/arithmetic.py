@@ -1,4 +1,8 @@
-"""Expressions that several templates share: a vectorisable exponential, and keys that order like floats."""
+"""Expressions on float32 that templates share: an exponential for SIMD code, a test for NaN, and CPU sort keys.
+
+A sort key is an int64, the value's bits above its index's, made so that comparing two keys as integers compares
+(value, index). GPU templates have keys of their own, in `selection`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ from tvm.script import tirx as T
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-# 2^r for r in [-0.5, 0.5], interpolated at the Chebyshev nodes of degree 6 (relative error 2.5e-9); constant first.
+# The polynomial of degree 6 that interpolates 2^r at Chebyshev nodes of [-0.5, 0.5], with a relative error of 2.5e-9.
+# The constant stands first.
 EXP2 = (1.0, 0.6931472067, 0.2402265092, 0.0555032723, 0.0096180567, 0.0013400428, 0.0001546144)
 
 
 def exp_nonpositive(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """e^x for x <= 0 in float32, from instructions that every vector unit has; NaN stays NaN, below e^-87 is 0.
+    """e^x for x <= 0 in float32, from instructions that every SIMD unit has.
 
-    LLVM turns a vector of `llvm.exp` into calls of the scalar library function, which are 20 times slower.
+    e^x = 2^n * 2^r, n a whole number and r in [-0.5, 0.5]: 2^r is a polynomial, and n is added to its exponent's bits.
+    NaN stays NaN; results below 2^-126, the smallest normal float32, are 0. LLVM turns a vector of `llvm.exp` into
+    calls of the scalar library function, which are 20 times slower.
     """
     f32 = lambda value: tirx.const(value, "float32")  # noqa: E731
     scaled = x * f32(LOG2_E)
@@ -29,17 +36,20 @@ def exp_nonpositive(x: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def exp_any(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """e^x in float32, as `exp_nonpositive`; infinite where e^x exceeds the largest float32."""
+    """e^x in float32, computed as `exp_nonpositive` does; infinite where it exceeds the largest float32."""
     return T.Select(x > tirx.const(88.7228, "float32"), T.infinity("float32"), exp_nonpositive(x))
 
 
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Whether a float32 is NaN, by its bits: the simplifier takes `x != x` for false."""
+    """Whether a float32 is NaN, by its bits: TVM's simplifier folds `x != x` to false."""
     return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
 
 
 def order_key(x: tirx.PrimExpr, index: tirx.PrimExpr) -> tirx.PrimExpr:
-    """An int64 that orders as (x descending, index ascending) does under `>`; NaN above all, -0.0 equal to 0.0."""
+    """The sort key of a float32 at an index: larger keys come first in the order (x descending, index ascending).
+
+    NaN comes before all other values, and -0.0 equals 0.0.
+    """
     bits = T.reinterpret("int32", x)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ordered = T.Select(x == T.float32(0), T.int32(0), T.Select(is_nan(x), T.int32(0x7FFFFFFF), ordered))
@@ -47,11 +57,11 @@ def order_key(x: tirx.PrimExpr, index: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def key_value(key: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The float32 of a key of `order_key`."""
+    """The float32 that `order_key` was given; of -0.0 it is 0.0, and of any NaN one of them."""
     ordered = T.Cast("int32", key >> T.int64(32))
     return T.reinterpret("float32", ordered ^ ((ordered >> 31) & 0x7FFFFFFF))
 
 
 def key_index(key: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The int64 index of a key of `order_key`."""
+    """The index that `order_key` was given, as an int64."""
     return T.int64(0xFFFFFFFF) - (key & T.int64(0xFFFFFFFF))

@@ -1,4 +1,13 @@
-"""What blocks of a thread-block cluster share: barriers, and the shared memory of their peers."""
+"""Thread block clusters (compute capability 9.0 on): barriers, and stores to the shared memory of other thread blocks.
+
+The thread blocks of a cluster run at the same time, on neighbouring multiprocessors, and reach each other's shared
+memory, which is then called distributed shared memory. Two rules hold for every exchange:
+
+* a thread block must have begun before others store to its shared memory: a barrier comes before the first store;
+* it must not end while others may still do so: a barrier, or what implies one, comes after the last.
+
+A barrier has two halves, so that work that needs nothing of the other thread blocks can stand between them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +16,11 @@ from typing import Any
 from tvm.script import tirx as T
 
 
-def peer_write(name: str, kind: str) -> Any:
-    """A function (shared address, rank, value) that writes a `kind` there in the rank-th block of the cluster.
+def peer_store(name: str, kind: str) -> Any:
+    """A function (shared address, rank, value) that stores a `kind` there in the rank-th thread block of the cluster.
 
-    A few words of CUDA, because no TIR intrinsic maps a shared address to a peer's and writes it.
+    `name` and `kind` are the C++ function's. A few words of CUDA, because no TIR intrinsic maps an address of shared
+    memory to another thread block's and stores to it.
     """
     source = (
         f"__device__ __forceinline__ void {name}(void* p, int r, {kind} v)"
@@ -23,24 +33,28 @@ def peer_write(name: str, kind: str) -> Any:
 
 @T.inline
 def cluster_arrive():
-    """The first half of `cluster_barrier`: what this thread wrote before is visible to who waits."""
+    """The first half of `cluster_barrier`: releases what this thread wrote before, for those that wait."""
     T.evaluate(T.call_extern("void", "__cluster_barrier_arrive"))
 
 
 @T.inline
-def cluster_arrive_silent():
-    """As `cluster_arrive`, where nothing was written that others read: only tells them that this block is here."""
+def cluster_arrive_relaxed():
+    """As `cluster_arrive`, but releases nothing, which is faster: it tells only that this thread has come so far."""
     T.ptx.barrier.cluster.arrive.relaxed()
 
 
 @T.inline
 def cluster_wait():
-    """The second half: until all threads of all blocks have arrived."""
+    """The second half: waits until all threads of the cluster have arrived, and acquires what they released."""
     T.evaluate(T.call_extern("void", "__cluster_barrier_wait"))
 
 
 @T.inline
 def cluster_barrier():
-    """All threads of all blocks arrive; what they wrote to shared memory before is visible after."""
+    """All threads of all thread blocks arrive; what they wrote to shared memory before is visible after."""
     cluster_arrive()
     cluster_wait()
+
+
+# The names of before, until all kernels have the new ones.
+peer_write, cluster_arrive_silent = peer_store, cluster_arrive_relaxed

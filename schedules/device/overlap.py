@@ -17,7 +17,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-LINE = 128  # bytes of a cache line, which is what one prefetch brings
+CACHE_LINE = 128  # bytes, which is what one prefetch brings
 COUNT = """
 __device__ __forceinline__ int multiprocessors() {
   unsigned int count;
@@ -54,11 +54,11 @@ def wait_then_start_consumer():
     start_consumer()
 
 
-# The name of before, while kernels are being rewritten.
-await_previous = wait_then_start_consumer
-
-
 def overlapping(main: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function, its kernel launched so that it may start before the producer kernel has ended."""
     # The attribute's spelling is TVM's.
     return main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+
+
+# The names of before, until all kernels have the new ones.
+await_previous, LINE = wait_then_start_consumer, CACHE_LINE

@@ -1,6 +1,12 @@
-"""Rows as 16-byte vectors of 32-bit words: how elements lie in them, whatever the dtype.
+"""Elements in registers as 32-bit words: how they are loaded from global memory, and read as float32, in any dtype.
 
-Loads by words need no alignment of the row to a vector, and no vector type of the dtype.
+A word holds one float32, or two float16 or bfloat16, the first in its low half. Loads are PTX instructions of 2 to 16
+bytes at any address that is a multiple of their size. TVM's own vector loads ask for more: an index that it can prove
+to be a multiple of the vector, and a vector type of the dtype; and casts of 8 halves to 8 floats miscompile.
+
+All loads are `ld.global`, and none is marked as read-only (`ld.global.nc`): a kernel whose launch overlaps its producer
+kernel reads what that writes meanwhile (see `overlap`). They are volatile, so the compiler leaves them in the order in
+which they are written; the assembler may still move a load that depends on less before another one.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ HALF = (
     "__device__ __forceinline__ float half_of_word(unsigned int w)"
     " { return __half2float(__ushort_as_half((unsigned short)w)); }"
 )
-# An address that is computed once: the compiler would compute it anew at each use, from what it is made of.
+# The volatile move hides from the compiler what the address is made of.
 FIXED = {
     kind: f"""
 __device__ __forceinline__ {held} fixed_{kind}({given} place) {{
@@ -26,8 +32,8 @@ __device__ __forceinline__ {held} fixed_{kind}({given} place) {{
         ("u64", "unsigned long long", "const void*", "l"),
     )
 }
-# What instructions call the dtypes of indices.
-INDEX_KINDS = {"int32": "s32", "int64": "s64"}
+# PTX's types of the dtypes that indices have.
+PTX_INDEX = {"int32": "s32", "int64": "s64"}
 
 
 def per_word(dtype: str) -> int:
@@ -46,16 +52,15 @@ def value_in(dtype: str, word: tirx.PrimExpr, part: tirx.PrimExpr | int) -> tirx
 
 
 def value_at(dtype: str, words: tirx.Buffer, at: tirx.PrimExpr | int, e: tirx.PrimExpr | int) -> tirx.PrimExpr:
-    """The float32 of the `e`-th element of a vector that begins at word `at`."""
+    """The float32 of the `e`-th element of a vector whose first word is `words[at]`."""
     return value_in(dtype, words[at + e // per_word(dtype)], e % per_word(dtype))
 
 
 @T.inline
 def load_words(size, w, at, small, place):
-    """`size` bytes of global memory, 2 to 16, into words; `small` is room for an uint16.
+    """Load `size` bytes (2, 4, 8 or 16) from the address `place` of global memory into the words from `w[at]` on.
 
-    Not declared read-only: a kernel whose launch overlapped the one before may read what that has written, and the
-    assembler does not move one of these loads behind another.
+    `small`: a buffer of one uint16, through which a load of 2 bytes goes.
     """
     if size == 16:
         T.ptx.ld.global_.v4.u32(w[at], w[at + 1], w[at + 2], w[at + 3], place)
@@ -68,8 +73,8 @@ def load_words(size, w, at, small, place):
         w[at] = T.Cast("uint32", small[0])
 
 
-def read_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The float32 of the element at an address of global memory, not declared read-only, as `load_words`."""
+def load_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The float32 of the element at the address `place` of global memory, loaded as `load_words` does."""
     name, kind, register = ("word_at", "u32", "=r") if dtype == "float32" else ("half_word_at", "u16", "=h")
     held = {"u32": "unsigned int", "u16": "unsigned short"}[kind]
     source = (
@@ -79,7 +84,14 @@ def read_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
     return value_in(dtype, T.cuda.func_call(name, place, source_code=source, return_type="uint32"), 0)
 
 
-def fixed(kind: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
-    """An address as an integer that is not computed anew at each use: of global memory ("u64") or shared ("u32")."""
+def held_address(kind: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
+    """An address as an integer that is computed once and held: of global memory ("u64") or shared memory ("u32").
+
+    Left to itself the compiler computes an address anew at each use, from what it is made of, to save a register.
+    """
     held_in = {"u32": "uint32", "u64": "uint64"}[kind]
     return T.cuda.func_call("fixed_" + kind, place, source_code=FIXED[kind], return_type=held_in)
+
+
+# The names of before, until all kernels have the new ones.
+INDEX_KINDS, read_element, fixed = PTX_INDEX, load_element, held_address

@@ -17,7 +17,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.state import named, register
-from ...device.words import INDEX_KINDS, load_words, read_element, value_at
+from ...device.words import PTX_INDEX, load_element, load_words, value_at
 from ..interface import Io
 from .space import Extents
 
@@ -144,7 +144,7 @@ def load_guessed_entries(e: Extents) -> Phase:
 
     Where shares are not even, the last group has its last ids again in the place of those beyond the row.
     """
-    together, kind = e.ids_together, INDEX_KINDS[e.index]
+    together, kind = e.ids_together, PTX_INDEX[e.index]
     read = getattr(T.ptx.ld.global_ if together == 1 else getattr(T.ptx.ld.global_, f"v{together}"), kind)
 
     # fmt: off
@@ -221,7 +221,7 @@ def load_row_ends(e: Extents) -> Phase:
 
     Reads: `indptr`. Writes: `ends`. Barriers: none.
     """
-    read = getattr(T.ptx.ld.global_, INDEX_KINDS[e.index])
+    read = getattr(T.ptx.ld.global_, PTX_INDEX[e.index])
 
     # fmt: off
     @T.inline
@@ -271,14 +271,14 @@ def gather_entries(e: Extents) -> Phase:
     After: `acc` has the vector's sums over the entries of the thread's group.
     """
     rows, add = load_rows(e), add_rows(e)
-    read = getattr(T.ptx.ld.global_, INDEX_KINDS[e.index])
+    read = getattr(T.ptx.ld.global_, PTX_INDEX[e.index])
 
     # fmt: off
     @T.inline
     def load_entry(s, io, u, entry):
         read(s.id[u], io.indices.ptr_to([entry]))
         if e.weighted:
-            s.weight[u] = read_element(e.dtype, io.values.ptr_to([entry]))
+            s.weight[u] = load_element(e.dtype, io.values.ptr_to([entry]))
 
     @T.inline
     def phase(s, io, at):

@@ -15,10 +15,10 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.overlap import LINE, start_consumer, wait_for_producer, wait_then_start_consumer
+from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
-from ...device.words import INDEX_KINDS, load_words, read_element, value_at
+from ...device.words import PTX_INDEX, load_element, load_words, value_at
 from ..interface import Io
 from .space import WARP, Extents
 
@@ -190,7 +190,7 @@ def load_window(e: Extents) -> Phase:
     """
     # What was read ahead of the wait is read again by a load that bypasses the multiprocessor's own cache: there it
     # may still be as it was before the producer kernel wrote it.
-    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, INDEX_KINDS[e.index])
+    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index])
 
     # fmt: off
     @T.inline
@@ -201,7 +201,7 @@ def load_window(e: Extents) -> Phase:
             read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
             window.column = T.Cast("int32", s.id)
             if e.weighted:
-                window.value = read_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
+                window.value = load_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
     # fmt: on
     return phase
 
@@ -344,7 +344,7 @@ def read_ids_ahead(e: Extents) -> Phase:
     After: `table_row` has ids of the first batch, which may be wrong but are rows of the table.
     """
     choose = choose_row(e)
-    read = getattr(T.ptx.ld.global_, INDEX_KINDS[e.index])
+    read = getattr(T.ptx.ld.global_, PTX_INDEX[e.index])
 
     # fmt: off
     @T.inline
@@ -367,7 +367,7 @@ def prefetch_guessed_rows(e: Extents) -> Phase:
     Reads: `table_row`. Writes: nothing. Barriers: none.
     After: no value of the table has been read, so the producer kernel may still write it.
     """
-    lanes_per_line = ceildiv(min(e.lanes * e.load_bytes, LINE), e.load_bytes)
+    lanes_per_line = ceildiv(min(e.lanes * e.load_bytes, CACHE_LINE), e.load_bytes)
 
     # fmt: off
     @T.inline
@@ -403,7 +403,7 @@ def read_row_ends(e: Extents) -> Phase:
 
     Reads: `indptr`. Writes: `start`, `stop`. Barriers: none.
     """
-    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, INDEX_KINDS[e.index])
+    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index])
 
     # fmt: off
     @T.inline
