@@ -13,7 +13,7 @@ from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.core import spaces
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
-from tvm_sparse.schedules.softmax_topk.warp_rows import COUNTED, Layout
+from tvm_sparse.schedules.softmax_topk.warp_rows.space import COUNTED, Layout
 
 TEMPLATE = spaces.find("warp_rows")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -47,7 +47,7 @@ def test_every_size(problem: SoftmaxTopk) -> None:
     rows = TEMPLATE.space(problem, SM90)["rows"][(problem.k + problem.vocab) % 4]
     program = TEMPLATE.build(problem, point(rows))
     for seed, structure in enumerate(problem.structures[problem.k % 3 :: 3]):
-        # In every other case arrays hold garbage until the kernel before is done.
+        # In every other case arrays hold garbage until the producer kernel is done.
         stale = all_garbage(seed) if seed % 2 else None
         verify(problem, structure, seed, emulated(program, seed, stale))
 
@@ -99,13 +99,13 @@ def test_same_bits_in_any_order_of_threads(k: int) -> None:
 
 
 def test_registers_hold_the_row_and_shared_memory_what_survives() -> None:
-    layout = Layout(SoftmaxTopk(4000, 1000, 400))
+    layout = Layout.of(SoftmaxTopk(4000, 1000, 400), point(4))
     assert (layout.held, layout.groups, layout.bins) == (32, 16, 512)
     # A multiprocessor holds all the rows that it gets of 4000, with a KB that each block of four takes for itself.
     assert 32 * layout.bytes + 8 * 1024 <= 227 * 1024
-    assert Layout(SoftmaxTopk(1, 2048, 1024)).bytes * 8 <= 112 * 1024
+    assert Layout.of(SoftmaxTopk(1, 2048, 1024), point(8)).bytes * 8 <= 112 * 1024
     for k in (1, 16, 17, 400, 1000):
-        layout = Layout(SoftmaxTopk(1, 1001, k))
+        layout = Layout.of(SoftmaxTopk(1, 1001, k), point(1))
         assert layout.groups * 32 >= k and layout.held % layout.groups == 0
         assert layout.bytes % 8 == 0 and layout.keys >= layout.room + 2
 

@@ -17,7 +17,7 @@ from .counting import count_larger, pad_keys
 from .results import write_key
 from .row import mark_reached, take_marked
 from .space import CROWD, Layout
-from .state import added, any_lane, column_of, count_lanes, folded, lanes_with
+from .state import State, added, any_lane, column_of, count_lanes, folded, lanes_with
 
 # 2^23: float32 numbers from here to 2^24 are whole. Adding it to a smaller number rounds that to a whole number, which
 # is what the sum's bits exceed MAGIC_BITS by.
@@ -26,8 +26,8 @@ MAGIC_BITS = 0x4B000000
 # Beyond this the range is so small that what is computed from its inverse may be below the smallest normal float32.
 MAX_FINE = 1e30
 
-# Words of CUDA for one instruction each, of which the compiler would make several: a bin's address, `first + 4 * bin`,
-# is an addition of its own, and the sum of numbers that were left out of `first` to spare it.
+# Accesses to a bin's count, each one instruction behind the address `first + 4 * bin`. `first` has the offset of
+# MAGIC_BITS in it, so that the number which `find_bin` gives needs no subtraction.
 COUNT_IN_BIN = """
 __device__ __forceinline__ void count_in_bin(unsigned int first, unsigned int bin) {
   asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(first + 4 * bin) : "memory");
@@ -50,21 +50,22 @@ __device__ __forceinline__ int {name}(unsigned int first, unsigned int bin) {{
 }
 
 
-def count_in_bin(s: Any, bin: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Add 1 to a bin's count."""
+def count_in_bin(s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Add 1 to the count of a bin, by its number plus MAGIC_BITS."""
     return T.cuda.func_call("count_in_bin", s.first[0], bin, source_code=COUNT_IN_BIN, return_type="void")
 
 
-def of_bin(name: str, s: Any, bin: tirx.PrimExpr) -> tirx.PrimExpr:
-    """What the function of `OF_BIN` gives of a bin."""
+def of_bin(name: str, s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
+    """What a function of `OF_BIN` gives of a bin, by the bin's number plus MAGIC_BITS."""
     return T.cuda.func_call(name, s.first[0], bin, source_code=OF_BIN[name], return_type="int32")
 
 
 # fmt: off
 def find_bin(layout: Layout) -> Callable[..., Any]:
-    """Reads: `top`, `fine`. Writes: `bin`, the number of the bin of a value, plus MAGIC_BITS.
+    """Reads: `top`, `fine`. Writes: `bin`, `value`. After: `bin` is the number of x's bin, plus MAGIC_BITS.
 
-    A larger value's bin is never a later one, whatever `top` and `fine` are. What is NaN here goes to bin 0.
+    A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. What
+    is NaN on the way (a difference of infinities) goes to bin 0.
     """
 
     @T.inline
@@ -132,7 +133,7 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, at, s):
-        above, other = T.meta_var(s.rank), T.meta_var(s.slot)
+        above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in bins before; scratch
         s.settled[0] = 1
         s.size[0] = 0
         for b in T.unroll(lane_bins // 4):
@@ -140,12 +141,12 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
             s.size[0] = s.size[0] + folded(added, s.own, 4)
         above[0] = s.size[0]
         scan_lanes(at.lane, above, other)
-        # The first lane up to whose last bin there are k elements.
+        # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
         s.lanes[0] = lanes_with(above[0] < k)
         s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
         above[0] = above[0] - s.size[0]
         s.crowd[0] = 0
-        # Loaded again, because registers are short here.
+        # Loaded again: there are not enough registers to keep them.
         for b in T.unroll(lane_bins // 4):
             load_counts(at, s, b)
             for v in T.unroll(4):
@@ -172,10 +173,10 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
 
 
 def read_back(layout: Layout) -> Callable[..., Any]:
-    """Reads: the free word of `counts`. Writes: `top`, as it is already.
+    """Reads: the free word of `counts`. Writes: `top`, which does not change.
 
-    But the assembler does not know that. It would keep the bins of all elements since they were counted, for which
-    there are not enough registers; of an unknown maximum it has to find them again.
+    The assembler does not know that it does not. It would keep the bins of all elements since they were counted, and
+    there are not enough registers for that; with a `top` that may be another one it has to find them again.
     """
 
     @T.inline
@@ -188,13 +189,14 @@ def read_back(layout: Layout) -> Callable[..., Any]:
 def fill_bins(layout: Layout) -> Callable[..., Any]:
     """Reads: `x`, `top`, `fine`, `cut`. Writes: `keys`, `counts`, `gate`, `marks`. Barriers: none.
 
-    After: keys of the bins up to the cut are in their bins, in no order within a bin. A bin's count is where it ends.
+    After: the keys of the bins up to the cut are there bin after bin, in no order within a bin. A bin's count is where
+    its keys end.
     """
     mark, take, find, again = mark_reached(layout), take_marked(layout), find_bin(layout), read_back(layout)
 
     @T.inline
     def fill_by_marks(io, at, s):
-        # Not above any element of the bins up to the cut; a few others that reach it are told apart one by one.
+        # A little below the cut's bin, whose elements all reach it. Others that do are told apart one by one.
         s.gate[0] = s.top[0] - (T.Cast("float32", s.cut[0]) + T.float32(0.75)) / (
             s.fine[0] * T.float32(layout.bins - 1))
         mark(s)
@@ -208,8 +210,8 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def fill_with_all(io, at, s):
-        # Four at a time, so that one does not wait for the place of another.
         again(at, s)
+        # Four at a time, so that their places are on their way together.
         for u in T.unroll(layout.held // 4):
             for v in T.unroll(4):
                 find(s, s.x[u * 4 + v])
@@ -232,19 +234,20 @@ def rank_in_bins(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, at, s):
+        pair, end = T.meta_var(s.slot), T.meta_var(s.cut)  # pairs of keys: the next one, and behind the bin's last one
         pad_keys(at, s)
         T.cuda.warp_sync()
         for i in T.serial((s.size[0] - at.lane + 31) // 32):
             s.key[0] = s.keys[at.keys + i * 32 + at.lane]
             find(s, key_value(s.key[0]))
-            # The first pair may begin with a key of the bin before, which is larger: it is counted either way.
-            s.slot[0] = of_bin("start_of_bin", s, s.bin[0]) // 2
-            s.rank[0] = s.slot[0] * 2
-            s.cut[0] = (of_bin("end_of_bin", s, s.bin[0]) + 1) // 2
+            # The first pair may begin with a key of the bin before. It is larger, and so is counted as one of those.
+            pair[0] = of_bin("start_of_bin", s, s.bin[0]) // 2
+            s.rank[0] = pair[0] * 2
+            end[0] = (of_bin("end_of_bin", s, s.bin[0]) + 1) // 2
             while True:
-                count(at, s, s.slot[0])
-                s.slot[0] = s.slot[0] + 1
-                if s.slot[0] >= s.cut[0]:
+                count(at, s, pair[0])
+                pair[0] = pair[0] + 1
+                if pair[0] >= end[0]:
                     break
             if s.rank[0] < layout.k:
                 write_key(io, s, s.rank[0], s.key[0])

@@ -18,9 +18,8 @@ from .state import count_lanes, lanes_max, lanes_min, lanes_sum, lanes_with
 
 # fmt: off
 def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
-    """For small k. Reads, writes: `lower`. Barriers: none. After: `lower` is that of minus infinity at least.
-
-    `upper` is the row's maximum, as `row.bound_by_lanes` left it.
+    """For small k. Reads: `lower`, `top_bits`. Writes: `lower`, `upper`. Barriers: none.
+    After: the interval from `lower` to `upper` encloses the k-th largest, unless that is a NaN.
     """
 
     @T.inline
@@ -32,7 +31,7 @@ def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
 
 
 def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
-    """For larger k. Reads: `x`, `cut`, `fine`, `top`. Writes: `lower`, `upper`, `gate`. Barriers: none.
+    """For larger k. Reads: `x`, `cut`, `fine`, `top`. Writes: `lower`, `upper`. Barriers: none.
 
     After: `lower` and `upper` are the least and the largest element of the bin at the cut, which has the k-th largest.
     """
@@ -40,17 +39,18 @@ def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, at, s):
+        least, largest = T.meta_var(s.gate), T.meta_var(s.high)
         again(at, s)
-        s.gate[0] = T.infinity("float32")
-        s.high[0] = -T.infinity("float32")
+        least[0] = T.infinity("float32")
+        largest[0] = -T.infinity("float32")
         for e in T.unroll(layout.held):
             find(s, s.x[e])
             if s.bin[0] == s.cut[0] + MAGIC_BITS:
-                T.ptx.min.f32(s.gate[0], s.gate[0], s.x[e])
-                T.ptx.max.f32(s.high[0], s.high[0], s.x[e])
-        order(s.gate[0], s.value, s.ordered)
+                T.ptx.min.f32(least[0], least[0], s.x[e])
+                T.ptx.max.f32(largest[0], largest[0], s.x[e])
+        order(least[0], s.value, s.ordered)
         s.lower[0] = lanes_min(s.ordered[0])
-        order(s.high[0], s.value, s.ordered)
+        order(largest[0], s.value, s.ordered)
         s.upper[0] = lanes_max(s.ordered[0])
 
     return phase
@@ -60,8 +60,8 @@ def bisect(layout: Layout) -> Callable[..., Any]:
     """Reads: `x`, `d`, `lower`, `upper`. Writes: `lower`, `upper`, `equals`. Barriers: none.
 
     Before: at least k elements are no less than `lower`, and fewer than k that are no NaN are above `upper`. After: at
-    most `selected` elements are above `lower`. If fewer than k are, it is the k-th largest, and `equals` of the
-    elements that equal it are wanted; else `equals` is 0.
+    most `selected` elements are above `lower`. If these are fewer than k, `lower` is the k-th largest, and `equals` of
+    the elements that equal it complete the k; else `equals` is 0.
     """
     k, selected = layout.k, layout.selected
 
@@ -75,78 +75,80 @@ def bisect(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, at, s):
+        above = T.meta_var(s.rank)  # how many elements are above `lower`
         middle = T.alloc_local([1], "uint32")
         reached = T.alloc_local([1], "int32")
         # As integers, because comparing floats takes subnormal numbers for 0.
         for e in T.unroll(layout.held):
             order(s.x[e], s.value, s.ordered)
             s.ordered_row[e] = s.ordered[0]
-        s.rank[0] = 0
+        above[0] = 0
         # A NaN shows in the sum (as does an infinity, which does no harm here).
         if is_nan(s.d[0]):
             s.upper[0] = T.uint32(PLUS_INFINITY)
-            count_above(s, s.upper[0], s.rank)
-        if s.rank[0] >= k:
+            count_above(s, s.upper[0], above)
+        if above[0] >= k:
             # All of the k are NaN.
             s.lower[0] = T.uint32(FULL_WARP)
             s.equals[0] = k
         else:
-            count_above(s, s.lower[0], s.rank)
-            s.equals[0] = k - s.rank[0]
+            count_above(s, s.lower[0], above)
+            s.equals[0] = k - above[0]
             if s.equals[0] <= 0:
                 s.equals[0] = 0
-                while s.rank[0] > selected and s.upper[0] - s.lower[0] > T.uint32(1):
+                while above[0] > selected and s.upper[0] - s.lower[0] > T.uint32(1):
                     middle[0] = s.lower[0] + ((s.upper[0] - s.lower[0]) >> T.uint32(1))
                     count_above(s, middle[0], reached)
                     if reached[0] >= k:
                         s.lower[0] = middle[0]
-                        s.rank[0] = reached[0]
+                        above[0] = reached[0]
                     else:
                         s.upper[0] = middle[0]
-                if s.rank[0] > selected:
+                if above[0] > selected:
                     s.lower[0] = s.upper[0]
-                    count_above(s, s.lower[0], s.rank)
-                    s.equals[0] = k - s.rank[0]
+                    count_above(s, s.lower[0], above)
+                    s.equals[0] = k - above[0]
 
     return phase
 
 
 def collect_selected(layout: Layout) -> Callable[..., Any]:
-    """Reads: the logits again, `lower`, `equals`. Writes: `keys`, `size`, `pushed`. Barriers: none.
+    """Reads: the logits again, `lower`, `equals`. Writes: `keys`, `size`, `cut`. Barriers: none.
 
-    After: the keys are those of all elements above `lower`, `pushed` in number, and behind them of the first `equals`
-    that equal it.
+    After: `keys` has those of all elements above `lower`, of which there are `cut`, and behind them those of the first
+    `equals` that equal it, by their columns.
     """
     k, vocab = layout.k, layout.vocab
 
     @T.inline
     def phase(io, at, s):
-        s.cut[0] = 0
+        above = T.meta_var(s.cut)
+        above[0] = 0
         s.size[0] = k - s.equals[0]
         i: T.int32 = 0
-        while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or s.cut[0] < k - s.equals[0]):
+        while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
             s.ordered[0] = T.uint32(0)
             if i * 32 + at.lane < vocab:
                 order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
             s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
             if s.ordered[0] > s.lower[0]:
-                s.keys[at.keys + s.cut[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
-            s.cut[0] = s.cut[0] + count_lanes(s.lanes[0])
+                s.keys[at.keys + above[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
+            above[0] = above[0] + count_lanes(s.lanes[0])
             s.lanes[0] = lanes_with(s.ordered[0] == s.lower[0])
             s.slot[0] = s.size[0] + below(at.lane, s.lanes[0])
             if s.ordered[0] == s.lower[0] and s.slot[0] < k:
                 s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], i * 32 + at.lane)
             s.size[0] = s.size[0] + count_lanes(s.lanes[0])
             i = i + 1
-        s.size[0] = T.Select(s.equals[0] > 0, k, s.cut[0])
+        s.size[0] = T.Select(s.equals[0] > 0, k, above[0])
 
     return phase
 
 
 def sort_keys(layout: Layout) -> Callable[..., Any]:
-    """For larger k. Reads, writes: `keys`, of which `size` are given. Barriers: one, and one for each step of the sort.
+    """For larger k. Reads: `keys`, `size`, `cut`. Writes: `keys`. Barriers: one, and one for each step of the sort.
 
-    After: the first k keys are the largest, in descending order.
+    After: `keys` are in descending order, with zeros behind the last.
     """
     rounded = layout.sorted_keys
 
@@ -170,7 +172,7 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
         for i in T.serial((rounded - s.size[0] - at.lane + 31) // 32):
             s.keys[at.keys + s.size[0] + i * 32 + at.lane] = T.uint64(0)
         T.cuda.warp_sync()
-        # Elements that are all equal are in order already.
+        # Keys of elements that are all equal are in order already.
         if s.cut[0] > 0:
             bitonic_sort(at, s)
 

@@ -31,8 +31,7 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
             while s.lanes[0] != T.uint32(0):
                 if s.marks[w] != T.uint32(0):
                     take(io, at, s, w)
-                    s.keys[at.keys + s.size[0] + below(at.lane, s.lanes[0])] = join_key(
-                        s.ordered[0], s.column[0])
+                    s.keys[at.keys + s.size[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], s.column[0])
                 s.size[0] = s.size[0] + count_lanes(s.lanes[0])
                 s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
 
@@ -45,7 +44,7 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
         for w in T.unroll(layout.mark_words):
             s.size[0] = s.size[0] + T.Cast("int32", T.popcount(s.marks[w]))
         s.size[0] = lanes_sum(s.size[0])
-        # Fewer if some are NaN or minus infinity.
+        # Fewer than k if there are not k above minus infinity; more than there is room for if many are equal.
         if s.size[0] < layout.k or s.size[0] > layout.room:
             s.settled[0] = 0
         else:
@@ -69,7 +68,8 @@ def count_larger(layout: Layout) -> Callable[..., Any]:
         for v in T.vectorized(2):
             s.pair[v] = s.keys[at.warp * layout.keys + j * 2 + v]
         s.rank[0] = s.rank[0] + (
-            T.Select(s.pair[0] > s.key[0], T.int32(1), T.int32(0)) + T.Select(s.pair[1] > s.key[0], T.int32(1), T.int32(0)))
+            T.Select(s.pair[0] > s.key[0], T.int32(1), T.int32(0))
+            + T.Select(s.pair[1] > s.key[0], T.int32(1), T.int32(0)))
 
     return count
 

@@ -1,4 +1,4 @@
-"""The kernel of `warp_rows`, as a sequence of phases; the package's docstring tells what they do together."""
+"""The kernel of `warp_rows`: its phases in their order. The package's docstring tells what they do together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import Place, State
 
 
 def kernel(layout: Layout) -> Callable[..., Any]:
-    """The body over the operator's arguments."""
+    """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     find_topk = small_k(layout) if layout.counted else larger_k(layout)
     clear_bins = bins.clear_bins(layout)
     load_row = row.load_row(layout)
@@ -33,6 +33,8 @@ def kernel(layout: Layout) -> Callable[..., Any]:
         block = T.cta_id([(io.batch + (layout.rows - 1)) // layout.rows])
         t = T.thread_id([layout.threads])
         s = T.meta_var(State.alloc(layout))
+
+        # Which row the warp has, and where it lies.
         lane: T.int32 = t % 32
         warp: T.int32 = t // 32
         row: T.int64 = T.Cast("int64", block) * T.int64(layout.rows) + T.Cast("int64", warp)
@@ -41,11 +43,14 @@ def kernel(layout: Layout) -> Callable[..., Any]:
             "int32", T.min(T.Cast("int64", io.batch) - row, T.int64(layout.width + 1))) * layout.vocab
         key_base: T.int32 = warp * layout.keys
         at = T.meta_var(Place(lane, warp, row, lead, key_base, left))
+
+        # What needs nothing of a producer kernel.
         s.factor[0] = io.scale * T.float32(LOG2_E)
         if layout.bins > 0:
             clear_bins(io, at, s)
         if layout.overlapped:
             await_previous()
+
         if row >= T.Cast("int64", io.batch):
             T.thread_return()
         load_row(io, at, s)

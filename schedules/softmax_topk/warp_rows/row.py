@@ -84,10 +84,9 @@ def find_maxima(layout: Layout) -> Callable[..., Any]:
 
 
 def bound_by_lanes(layout: Layout) -> Callable[..., Any]:
-    """For small k. Reads: `top`. Writes: `top`, `lower`, `upper`. Barriers: none.
+    """For small k. Reads: `top`. Writes: `top`, `top_bits`, `lower`. Barriers: none.
 
-    After: `top` is the row's maximum, `upper` its order bits, and `lower` those of the k-th largest of the lanes'
-    maxima.
+    After: `top` is the row's maximum, and `lower` the k-th largest of the lanes' maxima.
     """
     maxima_of_warp = device_functions(32, layout.k, place=Rank(layout.k, 1, sure=True, most=0)).maxima_of_warp
 
@@ -101,10 +100,10 @@ def bound_by_lanes(layout: Layout) -> Callable[..., Any]:
 
 
 def bound_by_groups(layout: Layout) -> Callable[..., Any]:
-    """For larger k. Reads: `x`, `maxima`, `top`. Writes: `top`, `lower`, `upper`. Barriers: none.
+    """For larger k. Reads: `x`, `maxima`, `top`. Writes: `top`, `top_bits`, `lower`. Barriers: none.
 
-    After: `top` is the row's maximum, `upper` its order bits, and `lower` those of the least of all groups' maxima, or
-    of the row's least element above minus infinity if that is larger.
+    After: `top` is the row's maximum. `lower` is the least of all groups' maxima, which at least k elements reach; but
+    if that is minus infinity, the row's least element above it.
     """
 
     @T.inline
@@ -174,10 +173,10 @@ def mark_reached(layout: Layout) -> Callable[..., Any]:
 
 
 def take_marked(layout: Layout) -> Callable[..., Any]:
-    """Reads: the w-th word of `marks`, which is not 0, and the logits. Writes: that word, `element`.
+    """Reads: the w-th word of `marks`, which is not 0, and the logits. Writes: that word; `column`, `value`, `ordered`.
 
-    After: one bit is gone, and `element` is what it stood for. It is read again, from the cache: registers cannot be
-    indexed at run time.
+    After: the word has lost one bit, and the registers have the element that it stood for. The element is read again,
+    from the cache, because registers cannot be indexed at run time.
     """
     width, dtype = layout.width, layout.dtype
 
@@ -185,10 +184,9 @@ def take_marked(layout: Layout) -> Callable[..., Any]:
     def take(io, at, s, w):
         s.column[0] = 31 - T.clz(T.reinterpret("int32", s.marks[w]))
         s.marks[w] = s.marks[w] ^ (T.uint32(1) << T.Cast("uint32", s.column[0]))
-        # Columns from the lane's element 0 to element w * 32 + i, which is i % width within its vector.
+        # Columns from the lane's element 0 to element w * 32 + i: 32 an element in whole vectors, 1 within a vector.
         s.column[0] = w * 1024 + s.column[0] * 32 - s.column[0] % width * 31
-        s.value[0] = read_element(
-            dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
+        s.value[0] = read_element(dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
         s.column[0] = s.column[0] + at.lane * width - at.lead
         if layout.biased:
             s.value[0] = s.value[0] + read_element("float32", io.bias.ptr_to([s.column[0]]))

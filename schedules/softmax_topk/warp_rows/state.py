@@ -1,12 +1,12 @@
-"""What the phases of `warp_rows` share: a thread's place, its warp's registers and shared memory, and where things lie.
+"""What the phases of `warp_rows` share: a thread's place, its warp's registers and shared memory, and small helpers.
 
-A phase is made for a `Layout` and is called with (io, at, s): the kernel's arguments, the thread's `Place` and `State`.
-All threads of a warp go through a phase together, and no phase waits for another warp. "Barriers" are `warp_sync`, which
-make what lanes wrote to shared memory known to each other.
+A phase is made for a `Layout` and called with (io, at, s): the kernel's arguments, the thread's `Place` and `State`.
+All threads of a warp take part in a phase, and no phase waits for another warp. Its head says what it reads and writes;
+its "barriers" are those of a warp (`warp_sync`), which let lanes see what others wrote to shared memory.
 
-Elements are compared as unsigned integers that order as they do ("order bits", see `selection.order_bits`), NaN above
-all. A key has an element's order bits above the complement of its column, so that keys of a row are never equal, and of
-equal elements the one in the lower column has the larger key.
+Elements are compared by their order bits: an unsigned integer that orders as the float does, NaN above all (see
+`selection.order_bits`). A key has an element's order bits above the complement of its column, so that no two keys of a
+row are equal, and of equal elements the one in the lower column has the larger key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Place:
     lane: Any  # of the thread in its warp
     warp: Any  # of the thread in its thread block
     row: Any  # of the logits; int64, as offsets into these pass 2^31
-    lead: Any  # elements of the row before that are in this row's first vector; 0 where rows are aligned
-    keys: Any  # where the warp's keys begin in shared memory
-    left: Any  # elements from this row's first one to the array's end, or as many as are more than a vector
+    lead: Any  # elements of the row before in this row's first vector; 0 where rows are aligned
+    keys: Any  # where the warp's keys begin in `State.keys`
+    left: Any  # elements from the row's first to the end of the logits, or any number beyond the row's last vector
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class State:
     size: tirx.Buffer  # keys in shared memory
     settled: tirx.Buffer  # 1 if these include the k largest and are not too many to be ranked; 0 for a bisection
     # Bins.
-    first: tirx.Buffer | None  # the address of bin -MAGIC_BITS, so that of a number of `bins.find_bin` is 4 times that on
+    first: tirx.Buffer | None  # the address that the count of bin -MAGIC_BITS would have (see `bins.find_bin`)
     fine: tirx.Buffer  # the share of all bins that a unit of value covers
     cut: tirx.Buffer  # the bin of the k-th largest; after a bisection, keys of elements above `lower`
     # Bisection, on order bits.
@@ -70,17 +70,17 @@ class State:
     equals: tirx.Buffer  # how many of the elements that equal `lower` are among the k
     # Outputs: addresses of the row's first value and first index.
     outputs_at: tirx.Buffer
-    # Scratch, free at the begin of each phase. First what is of one element: its column, value, order bits, bin and key.
-    column: tirx.Buffer
+    # Scratch: free when a phase begins, whatever a phase before has left there.
+    column: tirx.Buffer  # of one element; and so the next four
     value: tirx.Buffer
-    ordered: tirx.Buffer
+    ordered: tirx.Buffer  # order bits
     bin: tirx.Buffer
     key: tirx.Buffer
     rank: tirx.Buffer  # how many keys are larger
-    slot: tirx.Buffer  # a place among the keys, or the number of two keys
+    slot: tirx.Buffer  # a place among the keys
     pair: tirx.Buffer  # two keys
-    own: tirx.Buffer | None  # of four elements or four bins
-    places: tirx.Buffer | None  # of four elements among the keys
+    own: tirx.Buffer | None  # counts of four bins, or bins of four elements
+    places: tirx.Buffer | None  # places of four elements among the keys
     power: tirx.Buffer  # an exponent or an exponential
     partial: tirx.Buffer  # sums of exponentials
     high: tirx.Buffer  # a value
@@ -103,8 +103,8 @@ class State:
             return T.alloc_local([number], dtype)
 
         binned = layout.bins > 0
-        # The compiler numbers a thread's registers by the order of their declarations: another one would be other
-        # machine code.
+        # The compiler numbers registers by the order of these declarations: another order, or scratch declared where
+        # it is used, gives other machine code (neither better nor worse).
         state = cls(
             keys=shared(layout.rows * layout.keys, "uint64", 0),
             counts=shared(layout.rows * layout.counts, "int32", key_words) if binned else None,
