@@ -1,12 +1,12 @@
-"""Templates of logsumexp: those of softmax without their second pass, and so in its files."""
+"""Templates of logsumexp: each is one of softmax that stops at the normaliser, so its code is in `..softmax`."""
 
 from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
-from ..softmax.softmax_ladder import logsumexp_block, logsumexp_thread, logsumexp_warp
-from ..softmax.softmax_rows import logsumexp_rows
-from ..softmax.softmax_vectors import logsumexp_streamed
+from ..softmax.ladder import logsumexp_block, logsumexp_thread, logsumexp_warp
+from ..softmax.rows import logsumexp_rows
+from ..softmax.vectors import logsumexp_streamed
 
 TEMPLATES: tuple[Template, ...] = (
     logsumexp_rows,

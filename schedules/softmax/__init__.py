@@ -1,12 +1,12 @@
-"""Templates of softmax."""
+"""Templates of softmax; those of logsumexp are made of the same code (`tvm_sparse.schedules.logsumexp` lists them)."""
 
 from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
-from .softmax_ladder import softmax_block, softmax_thread, softmax_warp
-from .softmax_rows import softmax_rows
-from .softmax_vectors import softmax_held, softmax_staged, softmax_streamed
+from .ladder import softmax_block, softmax_thread, softmax_warp
+from .rows import softmax_rows
+from .vectors import softmax_held, softmax_staged, softmax_streamed
 
 TEMPLATES: tuple[Template, ...] = (
     softmax_rows,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .candidate import Candidate
 from .machine import Machine
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Decisions = Mapping[str, int]
 Table = Mapping[str, tuple[int, ...]]
+P = TypeVar("P", bound=Problem)  # the problems of a template's operator
 
 
 class NotApplicable(Exception):
@@ -56,7 +57,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Template:
+class Template(Generic[P]):
     """A named strategy for one operator on one kind of machine.
 
     Attributes
@@ -81,14 +82,14 @@ class Template:
     operator: str
     kind: str  # of machine: "llvm" or "cuda"
     summary: str
-    space: Callable[[Problem, Machine], Table]
-    default: Callable[[Problem, Machine], Decisions]
-    program: Callable[[Problem, Decisions], Program]
-    allowed: Callable[[Problem, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
+    space: Callable[[P, Machine], Table]
+    default: Callable[[P, Machine], Decisions]
+    program: Callable[[P, Decisions], Program]
+    allowed: Callable[[P, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
     explicit_threads: bool = False
     comparison: bool = False
 
-    def build(self, problem: Problem, decisions: Decisions) -> Program:
+    def build(self, problem: P, decisions: Decisions) -> Program:
         """The program of a point, ready to compile. Loads the compiler."""
         quicken_parser()
         return self.program(problem, decisions)
@@ -96,7 +97,7 @@ class Template:
     def candidate(self, decisions: Decisions) -> Candidate:
         return Candidate(self.name, self.version, tuple((name, int(value)) for name, value in decisions.items()))
 
-    def point(self, problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+    def point(self, problem: P, machine: Machine, decisions: Decisions) -> str | None:
         """None if `decisions` is a point of this template's space for the problem, else why it is not."""
         try:
             table = self.space(problem, machine)

@@ -1,0 +1,42 @@
+"""The decisions of the templates made by schedule primitives."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+
+from ..problems import RowProblem
+
+WARP = 32
+
+
+def thread_space(problem: RowProblem, machine: Machine) -> Table:
+    """`threads`: of a block, each with a row of its own."""
+    return {"threads": powers(32, 256)}
+
+
+def thread_default(problem: RowProblem, machine: Machine) -> Decisions:
+    return {"threads": 64}
+
+
+def block_space(problem: RowProblem, machine: Machine) -> Table:
+    """`reduce_threads`: of a block, which share a row."""
+    counts = tuple(count for count in powers(64, 1024) if count <= min(problem.vocab, machine.max_threads))
+    if not counts:
+        raise NotApplicable(f"a row of vocab={problem.vocab} has no work for 64 threads")
+    return {"reduce_threads": counts}
+
+
+def block_default(problem: RowProblem, machine: Machine) -> Decisions:
+    return {"reduce_threads": max(count for count in block_space(problem, machine)["reduce_threads"] if count <= 256)}
+
+
+def warp_space(problem: RowProblem, machine: Machine) -> Table:
+    """`rows`: of a block, each with a warp."""
+    if problem.vocab < WARP:
+        raise NotApplicable(f"a row of vocab={problem.vocab} has no work for {WARP} threads")
+    return {"rows": powers(1, 16)}
+
+
+def warp_default(problem: RowProblem, machine: Machine) -> Decisions:
+    return {"rows": 4}

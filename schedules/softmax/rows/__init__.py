@@ -1,0 +1,49 @@
+"""Softmax and logsumexp on a CPU: a thread a row, in vector loops over chunks of the row that stay in L1.
+
+Algorithm 3 of Milakov & Gimelshein, with one rescaling a chunk instead of one an element: the chunk's maximum, then,
+from L1, the sum of its exponentials. The second pass over the row finds it in L2 unless it is longer than that.
+Algorithms 1 and 2 are here too, in whole passes, as the paper compares them.
+
+This module holds the decisions and loads no compiler; `kernel` does, and is imported when a program is built.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template
+
+from ..problems import RowProblem, algorithm
+
+# Elements between two looks at the maximum: a float32 chunk of 4096 is 16 KB of the 32 KB or more of L1.
+CHUNK = (64, 256, 1024, 4096)
+# Elements that a vector loop steps by; those beyond the register width are independent accumulators.
+SIMD = (8, 16, 32, 64)
+
+
+def space(problem: RowProblem, machine: Machine) -> Table:
+    return {"chunk": CHUNK, "simd": SIMD} if algorithm(problem) == "online" else {"simd": SIMD}
+
+
+def default(problem: RowProblem, machine: Machine) -> Decisions:
+    return {"chunk": 1024, "simd": 32} if algorithm(problem) == "online" else {"simd": 32}
+
+
+def build(problem: RowProblem, decisions: Decisions) -> Program:
+    from . import kernel
+
+    return kernel.build(problem, decisions)
+
+
+softmax_rows, logsumexp_rows = (
+    Template(
+        name=f"{operator}_rows",
+        version=1,
+        operator=operator,
+        kind="llvm",
+        summary=f"a thread a row, vector loops, {passes}",
+        space=space,
+        default=default,
+        program=build,
+    )
+    for operator, passes in (("softmax", "the paper's passes"), ("logsumexp", "one pass in chunks"))
+)

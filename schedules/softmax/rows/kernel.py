@@ -1,0 +1,258 @@
+"""The CPU kernel of softmax and logsumexp, in phases.
+
+A phase is a factory that takes the kernel's `Extents` and returns an inline over the row's `RowState`. In all of them
+(m, d) is the paper's pair: the maximum, and the sum of the exponentials of the elements less the maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.softmax.problem import Softmax
+
+from ...device.arithmetic import exp_any, exp_nonpositive
+from ..interface import cpu_program
+from ..problems import RowProblem, algorithm
+
+Phase = Callable[..., Any]
+
+LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What a kernel is generated from.
+
+    Attributes
+    ----------
+    softmax
+        Whether the kernel writes probabilities; else it is logsumexp's.
+    algorithm
+        The paper's: "online", "safe" or "naive".
+    dtype, vocab
+        The logits' dtype and how many a row has.
+    simd
+        Elements of a vector.
+    chunk
+        Vectors between two rescalings.
+    """
+
+    softmax: bool
+    algorithm: str
+    dtype: str
+    vocab: int
+    simd: int
+    chunk: int
+
+    @classmethod
+    def of(cls, problem: RowProblem, decisions: Decisions) -> Extents:
+        simd, vocab = decisions["simd"], problem.vocab
+        chunk = max(decisions.get("chunk", vocab) // simd, 1)
+        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, vocab, simd, chunk)
+
+    @property
+    def vectors(self) -> int:
+        """Whole vectors of a row."""
+        return self.vocab // self.simd
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row; the last one may be shorter."""
+        return ceildiv(self.vectors, self.chunk)
+
+    @property
+    def tail(self) -> int:
+        """The first element that no vector covers."""
+        return self.vectors * self.simd
+
+    @property
+    def halvings(self) -> int:
+        """Steps in which the elements of a vector are reduced to one."""
+        return self.simd.bit_length() - 1
+
+    def exp(self, difference: Any) -> Any:
+        """e to an element less the maximum, for vector loops.
+
+        The difference is at most 0, but for the naive algorithm, which subtracts nothing, and for logsumexp, whose
+        maximum is finite where an element is infinite.
+        """
+        return exp_nonpositive(difference) if self.softmax and self.algorithm != "naive" else exp_any(difference)
+
+
+@T.meta_class
+class RowState:
+    """What the phases of a row share.
+
+    Attributes
+    ----------
+    row
+        The row's number.
+    m, d
+        The row's pair so far; m is 0 for the naive algorithm. In the end d is what results are made with.
+    top, fold
+        Per place in a vector: the maxima of the vectors gone through, and the steps of their reduction to `fold[0]`.
+    part
+        Per place in a vector: the sum of exponentials relative to m.
+    """
+
+    def __init__(self, ext: Extents, row: Any) -> None:
+        self.row = row
+        self.m = T.sblock_alloc_buffer((1,), "float32")
+        self.d = T.sblock_alloc_buffer((1,), "float32")
+        self.top = T.sblock_alloc_buffer((ext.simd,), "float32")
+        self.part = T.sblock_alloc_buffer((ext.simd,), "float32")
+        self.fold = T.sblock_alloc_buffer((ext.simd,), "float32")
+
+
+# fmt: off
+def vector_maximum(ext: Extents) -> Phase:
+    """Reads: the row. Writes: `top`, `fold`. After: `fold[0]` is the maximum of vectors first to first + count."""
+    simd = ext.simd
+
+    @T.inline
+    def phase(s, X, first, count):
+        for lane in T.vectorized(simd):
+            s.top[lane] = LOWEST
+        for u in range(count):
+            for lane in T.vectorized(simd):
+                s.top[lane] = T.max(s.top[lane], T.Cast("float32", X[s.row, (first + u) * simd + lane]))
+        # By halving, in vectors; lanes past the half only repeat a comparison.
+        for lane in T.vectorized(simd):
+            s.fold[lane] = s.top[lane]
+        for h in T.unroll(ext.halvings):
+            for lane in T.vectorized(simd // 2):
+                s.fold[lane] = T.max(s.fold[lane], s.fold[lane + (simd >> (h + 1))])
+
+    return phase
+
+
+def tail_maximum(ext: Extents) -> Phase:
+    """Reads: the elements that no vector covers. Writes: `m`. After: `m` covers them too."""
+
+    @T.inline
+    def phase(s, X):
+        for i in range(ext.vocab - ext.tail):
+            s.m[0] = T.max(s.m[0], T.Cast("float32", X[s.row, ext.tail + i]))
+
+    return phase
+
+
+def add_exponentials(ext: Extents) -> Phase:
+    """Reads: the row, `m`. Writes: `part`. After: `part` covers vectors first to first + count."""
+
+    @T.inline
+    def phase(s, X, first, count):
+        for u in range(count):
+            for lane in T.vectorized(ext.simd):
+                s.part[lane] = s.part[lane] + ext.exp(
+                    T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
+
+    return phase
+
+
+def accumulate(ext: Extents) -> Phase:
+    """Reads: the row. Writes: `m`, `part`, `top`, `fold`. After: `m` is the row's, `part` covers all vectors."""
+    of_vectors, of_tail, added = vector_maximum(ext), tail_maximum(ext), add_exponentials(ext)
+
+    @T.inline
+    def phase(s, X):
+        for lane in T.vectorized(ext.simd):
+            s.part[lane] = T.float32(0)
+        if ext.algorithm == "naive":
+            s.m[0] = T.float32(0)
+            added(s, X, 0, ext.vectors)
+        elif ext.algorithm == "safe":
+            of_vectors(s, X, 0, ext.vectors)
+            s.m[0] = s.fold[0]
+            of_tail(s, X)
+            added(s, X, 0, ext.vectors)
+        else:
+            # What no vector covers comes first: its maximum needs no rescaling.
+            s.m[0] = LOWEST
+            of_tail(s, X)
+            if not ext.softmax:
+                s.m[0] = T.min(s.m[0], HIGHEST)
+            for c in range(ext.chunks):
+                of_vectors(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+                if not ext.softmax:
+                    # Finite, so that plus infinity makes the sum infinite and not NaN.
+                    s.fold[0] = T.min(s.fold[0], HIGHEST)
+                if s.fold[0] > s.m[0]:
+                    for lane in T.vectorized(ext.simd):
+                        s.part[lane] = s.part[lane] * T.exp(s.m[0] - s.fold[0])
+                    s.m[0] = s.fold[0]
+                added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+
+    return phase
+
+
+def join_lanes(ext: Extents) -> Phase:
+    """Reads: the elements that no vector covers, `m`, `part`. Writes: `d`. After: (m, d) is the row's pair."""
+
+    @T.inline
+    def phase(s, X):
+        s.d[0] = T.float32(0)
+        for i in range(ext.vocab - ext.tail):
+            s.d[0] = s.d[0] + T.exp(T.Cast("float32", X[s.row, ext.tail + i]) - s.m[0])
+        for lane in range(ext.simd):
+            s.d[0] = s.d[0] + s.part[lane]
+
+    return phase
+
+
+def write(ext: Extents) -> Phase:
+    """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
+    simd, tail, dtype = ext.simd, ext.tail, ext.dtype
+
+    @T.inline
+    def phase(s, X, log, Y):
+        if log != 0:
+            s.d[0] = T.log(s.d[0])
+            for u in range(ext.vectors):
+                for lane in T.vectorized(simd):
+                    Y[s.row, u * simd + lane] = T.Cast(
+                        dtype, T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0] - s.d[0])
+            for i in range(ext.vocab - tail):
+                Y[s.row, tail + i] = T.Cast(dtype, T.Cast("float32", X[s.row, tail + i]) - s.m[0] - s.d[0])
+        else:
+            s.d[0] = T.float32(1) / s.d[0]
+            for u in range(ext.vectors):
+                for lane in T.vectorized(simd):
+                    Y[s.row, u * simd + lane] = T.Cast(
+                        dtype, ext.exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
+            for i in range(ext.vocab - tail):
+                Y[s.row, tail + i] = T.Cast(
+                    dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])
+
+    return phase
+
+
+def build(problem: RowProblem, decisions: Decisions) -> Program:
+    ext = Extents.of(problem, decisions)
+    accumulated, joined, written = accumulate(ext), join_lanes(ext), write(ext)
+
+    @T.inline
+    def body(io):
+        for b in T.parallel(io.batch):
+            with T.sblock("row"):
+                row = T.axis.spatial(io.batch, b)
+                T.reads(io.logits[row, 0:ext.vocab])
+                if ext.softmax:
+                    T.writes(io.out[row, 0:ext.vocab])
+                else:
+                    T.writes(io.out[row])
+                s = RowState(ext, row)
+                accumulated(s, io.logits)
+                joined(s, io.logits)
+                if ext.softmax:
+                    written(s, io.logits, io.log, io.out)
+                else:
+                    io.out[row] = s.m[0] + T.log(s.d[0])
+
+    return cpu_program(problem, body)
+# fmt: on

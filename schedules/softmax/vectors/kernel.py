@@ -1,0 +1,89 @@
+"""The vector kernels: how threads are placed, and the phases that each row goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Decisions, Program
+
+from ...device.cluster import cluster_arrive
+from ..interface import gpu_program
+from ..problems import RowProblem
+from . import phases
+from .extents import Extents, Keep
+from .state import BlockState, RowState, Views
+
+
+def build(problem: RowProblem, decisions: Decisions, keep: Keep) -> Program:
+    return gpu_program(problem, main(Extents.of(problem, decisions, keep)))
+
+
+# fmt: off
+def main(ext: Extents) -> Callable[..., Any]:
+    """The body of a kernel: its threads, and the row that each of them has."""
+    one_row = row_of_threads(ext)
+    threads, rows = ext.threads, ext.rows
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        if ext.keep == "registers":
+            # Else the compiler takes what one block may have, to have more of the arithmetic in hand at once.
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": ext.resident})
+        if ext.cluster > 1:
+            group = T.cluster_id([io.batch])
+            part = T.cta_id_in_cluster([ext.cluster])
+        else:
+            group = T.cta_id([(io.batch + (rows - 1)) // rows])
+            part = 0
+        thread = T.thread_id([threads * rows])
+        block = BlockState(ext)
+        if ext.cluster > 1:
+            # Every block has to have begun before another one writes to it (`phases.join_cluster` waits).
+            cluster_arrive()
+        if rows > 1:
+            if group * rows + thread // threads < io.batch:
+                row = T.meta_var(T.Cast("int64", group) * rows + T.Cast("int64", thread // threads))
+                one_row(io, block, row, part, thread % threads)
+        else:
+            one_row(io, block, T.Cast("int64", group), part, thread)
+
+    return body
+
+
+def row_of_threads(ext: Extents) -> Callable[..., Any]:
+    """What the threads of one row do, phase by phase."""
+    locate, begin_pair, accumulate = phases.locate(ext), phases.begin_pair(ext), phases.accumulate(ext)
+    add_edge = phases.add_edge(ext)
+    join_warp, join_block, join_cluster = phases.join_warp(), phases.join_block(ext), phases.join_cluster(ext)
+    normalise, write, write_edge = phases.normalise(ext), phases.write(ext), phases.write_edge(ext)
+    write_value = phases.write_value()
+
+    @T.inline
+    def one_row(io, block, row, part, t):
+        views = Views(ext, io)
+        s = RowState(ext, row, part, t)
+        locate(s, io.logits)
+
+        begin_pair(s)
+        accumulate(s, views.words, block, io.log)
+        add_edge(s)
+
+        join_warp(s)
+        if ext.cluster > 1:
+            join_cluster(s, block)
+        elif ext.warps > 1:
+            join_block(s, block)
+
+        if ext.softmax:
+            normalise(s, io.log)
+            write(s, views, block, io.log)
+            write_edge(s, io.out, io.log)
+        else:
+            write_value(s, io.out)
+
+    return one_row
+# fmt: on

@@ -1,0 +1,158 @@
+"""The decisions of the vector templates: their values, the points that are left out, and the defaults."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+
+from ..problems import RowProblem, algorithm
+from .extents import Extents, vector_width
+
+# Threads of a block that share a row, or its part. Not only powers of two: how many blocks fit onto a multiprocessor,
+# with the row in their registers, is what counts.
+THREADS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+# Blocks that share a row. A cluster of more than 8 is not portable, but every Hopper allows 16.
+CLUSTERS = powers(1, 16)
+# Rows of a block, where each has a warp.
+ROWS = powers(1, 16)
+# Vectors that a thread loads before it uses the first of them.
+VECTORS = (1, 2, 4, 8)
+# Kilobytes of shared memory that a block may have, less a reserve for the pairs of (m, d).
+SHARED = {"sm_80": 160, "sm_90": 222, "sm_90a": 222, "sm_100a": 222}
+SHARED_ELSEWHERE = 94
+# Vectors of a row that a warp takes alone by default.
+WARP_ROW = 512
+
+Allowed = Callable[[RowProblem, Machine, Decisions], str | None]
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def base_space(problem: RowProblem, machine: Machine) -> Table:
+    return {"threads": THREADS, "cluster": CLUSTERS if machine.has_clusters else (1,)}
+
+
+def held_space(problem: RowProblem, machine: Machine) -> Table:
+    _require_online(problem)
+    return _with_points(problem, machine, {**base_space(problem, machine), "rows": ROWS}, held_allowed)
+
+
+def staged_space(problem: RowProblem, machine: Machine) -> Table:
+    _require_online(problem)
+    return _with_points(problem, machine, base_space(problem, machine), staged_allowed)
+
+
+def streamed_space(problem: RowProblem, machine: Machine) -> Table:
+    return {**base_space(problem, machine), "rows": ROWS, "vectors": VECTORS}
+
+
+def _require_online(problem: RowProblem) -> None:
+    if algorithm(problem) != "online":
+        raise NotApplicable(f"the {algorithm(problem)} algorithm reads a row more than once, by definition")
+
+
+def _with_points(problem: RowProblem, machine: Machine, table: Table, allowed: Allowed) -> Table:
+    """The table, if it has a point that is allowed."""
+    if all(allowed(problem, machine, decisions) for decisions in _points(table)):
+        raise NotApplicable(f"a cluster does not hold a row of vocab={problem.vocab}, or it is too short to share")
+    return table
+
+
+def _points(table: Table) -> Iterable[Decisions]:
+    return (dict(zip(table, values, strict=True)) for values in itertools.product(*table.values()))
+
+
+# ---- points that are left out --------------------------------------------------------------------
+
+
+def held_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) -> str | None:
+    ext = Extents.of(problem, decisions, "registers")
+    if reason := _idle(ext):
+        return reason
+    limit = ext.available(1)
+    return f"{ext.registers} registers a thread exceed {limit}" if ext.registers > limit else None
+
+
+def staged_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) -> str | None:
+    ext = Extents.of(problem, decisions, "shared")
+    if reason := _idle(ext):
+        return reason
+    if ext.threads < 64 or not ext.fewest:
+        return "one warp holds its rows in registers"
+    size, limit = ext.part * 16, SHARED.get(machine.arch, SHARED_ELSEWHERE) * 1024
+    return f"{size} bytes of shared memory exceed {limit}" if size > limit else None
+
+
+def streamed_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) -> str | None:
+    ext = Extents.of(problem, decisions, "nowhere")
+    if reason := _idle(ext):
+        return reason
+    if ext.vectors > 1 and ext.tile >= 2 * ext.part:
+        return f"half of a tile of {ext.vectors} vectors a thread lies beyond a part"
+    if ext.vectors * ext.width > 32 and ext.threads * ext.rows > 512:
+        return "more than 32 elements in registers of more than 512 threads"
+    return None
+
+
+def _idle(ext: Extents) -> str | None:
+    """Why a division of the row leaves threads without work, if it does."""
+    if ext.rows > 1 and (ext.threads > 32 or ext.cluster > 1):
+        return "a block has several rows only where each has one warp"
+    if ext.cluster > 1 and ext.part_fewest == 0:
+        return f"the last of {ext.cluster} parts of vocab={ext.vocab} has no vector"
+    if ext.threads > 32 and ext.threads >= 2 * ext.part:
+        return f"half of {ext.threads} threads have no vector of a part"
+    return None
+
+
+# ---- defaults ------------------------------------------------------------------------------------
+
+
+def held_default(problem: RowProblem, machine: Machine) -> Decisions:
+    """A warp a row if it is short, else a block of few threads; clusters for what one block does not hold."""
+    wanted = [{"threads": 32, "cluster": 1, "rows": rows} for rows in (4, 1) if _short(problem)]
+    wanted += [
+        {"threads": threads, "cluster": cluster, "rows": 1}
+        for cluster in _clusters_to_fill(problem, machine)
+        for threads in (256, 128, 512, 64, 384, 32, 1024)
+    ]
+    return _first(problem, machine, held_allowed, (*wanted, *_points(held_space(problem, machine))))
+
+
+def staged_default(problem: RowProblem, machine: Machine) -> Decisions:
+    wanted = [
+        {"threads": threads, "cluster": cluster}
+        for cluster in _clusters_to_fill(problem, machine)
+        for threads in (512, 256, 128, 64)
+    ]
+    return _first(problem, machine, staged_allowed, (*wanted, *_points(staged_space(problem, machine))))
+
+
+def streamed_default(problem: RowProblem, machine: Machine) -> Decisions:
+    wanted = [{"threads": 32, "cluster": 1, "rows": 4, "vectors": vectors} for vectors in (4, 1) if _short(problem)]
+    wanted += [
+        {"threads": threads, "cluster": cluster, "rows": 1, "vectors": vectors}
+        for cluster in _clusters_to_fill(problem, machine)
+        for threads in (512, 256, 128, 64, 32)
+        for vectors in (4, 2, 1)
+    ]
+    return _first(problem, machine, streamed_allowed, wanted)
+
+
+def _first(problem: RowProblem, machine: Machine, allowed: Allowed, wanted: Iterable[Decisions]) -> Decisions:
+    return next(decisions for decisions in wanted if allowed(problem, machine, decisions) is None)
+
+
+def _short(problem: RowProblem) -> bool:
+    return problem.vocab // vector_width(problem.dtype) <= WARP_ROW
+
+
+def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
+    """Sizes of clusters: the least that gives every multiprocessor a block, then smaller ones, then larger ones."""
+    sizes = base_space(problem, machine)["cluster"]
+    enough = next((size for size in sizes if size * problem.batch >= machine.cores), sizes[-1])
+    return sorted((size for size in sizes if size <= enough), reverse=True) + [s for s in sizes if s > enough]
