@@ -64,4 +64,7 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
     patch.setattr(dispatch, "dispatcher", own)
 
 
-__all__ = ["AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled", "settings_of", "use_dispatcher"]
+__all__ = [
+    "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled", "settings_of",
+    "use_dispatcher",
+]  # fmt: skip

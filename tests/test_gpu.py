@@ -12,6 +12,8 @@ from cases import AWKWARD, case_id, sampled
 
 from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.bench import measure
+from tvm_sparse.bench.timing import ALONE_ROUNDS
+from tvm_sparse.bench.verification import make_case, verify
 from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
@@ -54,26 +56,22 @@ def test_candidates_agree_with_the_reference(template: Template, problem: Proble
         pytest.skip(reason)
     for number, candidate in enumerate(sampled(template, problem, gpu, 2)):
         compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{number}.so")
-        function = measure.load(compiled.path, "cuda")
-        workspaces = list(compiled.workspaces)
-        # A seed that is even asks for probabilities, an odd one for logarithms.
-        message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": workspaces}
-        for seed in (0, 1):
-            assert measure.handle({**message, "seed": seed, "check_only": True}) == {"seconds": []}
-        small = problem.with_batch(min(problem.batch_extent, measure.CHECKED_ROWS))
-        for seed, structure in enumerate(problem.structures, start=2):
-            measure.verify(function, small, "cuda", structure, seed, workspaces)
-        # One library serves every batch.
-        for seed, batch in enumerate((1, 3, small.batch_extent + 5)):
-            case = problem.with_batch(batch)
-            measure.verify(function, case, "cuda", problem.structures[1], seed, workspaces)
+        message = {
+            "problem": problem.key,
+            "kind": "cuda",
+            "library": compiled.path,
+            "workspaces": list(compiled.workspaces),
+            "seed": number,
+            "check_only": True,
+        }
+        assert measure.handle(message) == {"seconds": []}
 
 
 def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
-    """4000 x 25000, of which the tuner compares 64 rows: here all of them, through each template's default and all ways
-    in which its launches overlap."""
+    """4000 x 25000 through each template's default and all ways in which its launches overlap."""
     gpu, problem = machine.gpu(), LARGE[0]
     assert gpu is not None
+    large = make_case(problem, 0)
     for name in spaces.applicable(problem, gpu)[0]:
         template = spaces.find(name)
         table, default = template.space(problem, gpu), template.default(problem, gpu)
@@ -85,7 +83,7 @@ def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
             library = tmp_path / f"{name}_{'_'.join(map(str, values))}.so"
             compiled = compile_candidate(problem, template.candidate(point), gpu, library)
             function = measure.load(compiled.path, "cuda")
-            measure.verify(function, problem, "cuda", "random", 0, list(compiled.workspaces))
+            verify(function, "cuda", [large], compiled.workspaces)
 
 
 def test_a_candidate_is_timed(tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
     compiled = compile_candidate(problem, candidate, gpu, tmp_path / "kernel.so")
     message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": [], "seed": 0}
     seconds = measure.handle(message)["seconds"]
-    assert len(seconds) == 2 * measure.REPEATS
+    assert len(seconds) == ALONE_ROUNDS["cuda"]
     # Not faster than the memory, not slower than a launch and a hundred times the memory.
     fastest = problem.cost().bytes / 20e12
     assert all(fastest < s < 1e-3 for s in seconds)

@@ -160,7 +160,7 @@ def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: p
     trials = {t.candidate: t for t in log.read().trials}
     assert len(trials) == len(log.read().trials) == 20
     expected = {
-        "wrong": ("wrong", "indices[0, 0] is -9223372036854775808"),
+        "wrong": ("wrong", "values[0, 0] is nan"),
         "crash": ("crash", "SIGSEGV"),
         "hang": ("timeout", "did not reply within 6 s"),
         "compile": ("build-error", "the compiler does not like this one"),
@@ -173,6 +173,20 @@ def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: p
     assert sum(t.outcome == "ok" for t in trials.values()) == 15
     assert shown[-1].outcomes == {"ok": 15, "wrong": 1, "crash": 1, "timeout": 1, "build-error": 2}
     assert trials[best.candidate].outcome == "ok"
+
+
+def test_a_kernel_that_computes_only_its_first_rows_does_not_win(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch of 256 it computes 64, in a quarter of the time."""
+    problem = PROBLEM.with_batch(256)
+    fallback = spaces.fallback(problem, cpu())
+    tables = spaces.applicable(problem, cpu())[0]
+    faulty, *others = (candidate for candidate in points(problem, cpu(), tables) if candidate != fallback)
+    spoil(monkeypatch, {faulty: "first_rows"})
+    best, _ = run(log, 100, problem)
+    trials = {trial.candidate: trial for trial in log.read().trials}
+    assert trials[faulty].outcome == "wrong" and f"{problem.batch_axis} 67: values[64, 0] is" in trials[faulty].reason
+    assert {trials[candidate].outcome for candidate in (fallback, *others)} == {"ok"}
+    assert best.candidate != faulty
 
 
 @pytest.mark.parametrize("fault", ["compile", "wrong"])

@@ -121,8 +121,8 @@ def test_references_against_torch(structure: str, log: int) -> None:
 
 
 def test_checks_reject_what_is_wrong_where_infinities_or_nan_are_right() -> None:
-    for problem, settings in ((Softmax(40, 61), {"log": 1}), (LogSumExp(40, 61), {})):
-        inputs = problem.generate(0, "masked", settings)
+    for problem, chosen in ((Softmax(40, 61), {"log": 1}), (LogSumExp(40, 61), {})):
+        inputs = problem.generate(0, "masked", chosen)
         expected = problem.reference(inputs)
         problem.check(inputs, expected, [expected[0].astype(np.float32)])
         assert np.isneginf(expected[0]).any()

@@ -300,14 +300,8 @@ def verify(
         assert before.tobytes() == np.asarray(after, before.dtype).tobytes(), "an input was changed"
 
 
-def unlooked(call: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
-    """A product with a weight that nobody has looked at, called with the arguments of one that is known."""
-    return lambda arguments: call([*arguments[:4], np.full_like(arguments[4], 1 << 30), -1, *arguments[6:]])
-
-
-def written(call: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
-    """A product with a weight whose blocks somebody may write, called with the arguments of one that is constant."""
-    return lambda arguments: call([*arguments[:6], 0, *arguments[7:]])
+# Of products: a weight that the host has looked at and that is constant; one of these alone.
+KNOWN, UNKNOWN, WRITTEN = {"balance": 1, "constant": 1}, {"balance": 0, "constant": 1}, {"balance": 1, "constant": 0}
 
 
 def shared(call: Callable[[Sequence[Any]], None], rows: int) -> Callable[[Sequence[Any]], None]:
@@ -439,7 +433,7 @@ def with_threads() -> list[tuple[Template, Problem]]:
 def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
     default, *others = sampled(template, problem, SM90, 1)
     program = template.build(problem, default.values)
-    # The seed draws the inputs and the order of the threads; an odd one asks for logarithms.
+    # The seed draws the inputs and the order of the threads.
     for seed, structure in enumerate(problem.structures):
         # One of them at another batch than the one that the kernel was built for.
         case = problem.with_batch(problem.batch_extent + (seed == 1))
@@ -483,8 +477,8 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
 
     for seed, structure in enumerate(problem.structures):
         for rows in (1, problem.grid[0] // 2, problem.grid[0]):
-            verify(problem, structure, seed, shared(emulated(program, seed, written), rows))
-        verify(problem, structure, seed, unlooked(emulated(program, seed)))
+            verify(problem, structure, seed, shared(emulated(program, seed, written), rows), settings=KNOWN)
+        verify(problem, structure, seed, emulated(program, seed), settings=UNKNOWN)
     inputs, results = problem.generate(0, "one_row"), []
     for seed in (1, 2):
         outputs = problem.empty_outputs()
@@ -553,10 +547,16 @@ def test_overlapping_launches_use_nothing_that_the_producer_kernel_still_writes(
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for seed, structure in enumerate(problem.structures):
-        call = emulated(program, seed, all_garbage(seed))
-        if problem.operator == "bsr_matmul":
-            call = unlooked(call)  # else it is told that nobody writes the structure
-        verify(problem, structure, seed, call, workspaces(program, problem))
+        # A product would else be told that nobody writes the structure.
+        settings = UNKNOWN if problem.operator == "bsr_matmul" else None
+        verify(
+            problem,
+            structure,
+            seed,
+            emulated(program, seed, all_garbage(seed)),
+            workspaces(program, problem),
+            settings,
+        )
 
 
 def with_one_other(array: np.ndarray, place: int) -> np.ndarray:
@@ -594,7 +594,7 @@ def test_wrong_guesses_of_a_row_are_found_out(key: str, decisions: dict[str, int
     program = template.build(problem, point)
     for (seed, wrong), structure in itertools.product(enumerate(WRONG.values()), problem.structures):
         call = emulated(program, seed, lambda arguments, wrong=wrong: wrong(*arguments[2:4]))
-        verify(problem, structure, seed, unlooked(call))
+        verify(problem, structure, seed, call, settings=UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -613,11 +613,11 @@ def test_blocks_are_loaded_ahead_only_if_they_are_constant(key: str, decisions: 
     program = template.build(problem, point)
     for seed, structure in enumerate(problem.structures):
         x, x_and_data = (emulated(program, seed, all_garbage(seed, first)) for first in (1, 2))
-        verify(problem, structure, seed, x)
-        verify(problem, structure, seed, written(x_and_data))
+        verify(problem, structure, seed, x, settings=KNOWN)
+        verify(problem, structure, seed, x_and_data, settings=WRITTEN)
         if structure == "random":
             with pytest.raises(Mismatch):
-                verify(problem, structure, seed, x_and_data)
+                verify(problem, structure, seed, x_and_data, settings=KNOWN)
 
 
 # What the ids (argument 1) are taken to be. Row starts are not read ahead: by structure their guess is right or wrong.

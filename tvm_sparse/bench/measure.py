@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.registry import add_plugins, parse
+from ..runtime.loading import load_function, prepare
 from ..workers.processes import serve
-from .buffers import Fatal
+from .buffers import Fatal, device_of
 from .timing import time_kernel
 from .verification import POISONS, Arguments, call, cases, check_again, verify, workspaces_on
 
@@ -19,12 +20,14 @@ from .verification import POISONS, Arguments, call, cases, check_again, verify, 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
     """Measure one library; `check_only` leaves the timing out.
 
-    A message without a library only makes the problem's references, which belong to no candidate's time.
+    A message without a library makes the problem's references and loads the runtime, which is to no candidate's charge.
     """
     add_plugins(message.get("plugins", ()))
     problem, kind = parse(message["problem"]), message["kind"]
     small, whole = cases(problem, message["seed"])
     if "library" not in message:
+        prepare(kind)
+        device_of(kind)
         return {}
     function, workspaces = load(message["library"], kind), message["workspaces"]
     verify(function, kind, small, workspaces)
@@ -54,8 +57,6 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(library: str, kind: str) -> Any:
-    from ..runtime.loading import load_function
-
     return load_function(Path(library), kind, None)
 
 

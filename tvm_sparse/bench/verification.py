@@ -97,16 +97,18 @@ def make_case(problem: Problem, seed: int, structure: str | None = None, setting
     return Case(problem, f"{structure}{said}, {problem.batch_axis} {problem.batch_extent}", inputs, expected, tolerance)
 
 
-def reference(problem: Problem, inputs: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
-    """The problem's reference and tolerance, some rows at a time."""
+def reference(
+    problem: Problem, inputs: Sequence[Any], elements: int = REFERENCE_ELEMENTS
+) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+    """The problem's reference and tolerance, by as many rows at a time as have so many elements in and out."""
     import numpy as np
 
-    def elements(argument: Argument) -> int:
+    def of_a_row(argument: Argument) -> int:
         if argument.shape[:1] != (problem.batch_axis,):
             return 0
         return math.prod(problem.axes[extent] if isinstance(extent, str) else extent for extent in argument.shape[1:])
 
-    step = max(1, REFERENCE_ELEMENTS // sum(map(elements, (*problem.kernel_inputs, *problem.kernel_outputs))))
+    step = max(1, elements // sum(map(of_a_row, (*problem.kernel_inputs, *problem.kernel_outputs))))
     if step >= problem.batch_extent:
         expected = problem.reference(inputs)
         return expected, problem.tolerance(inputs, expected)
