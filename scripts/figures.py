@@ -564,8 +564,8 @@ def axes_part(operator: registry.Operator) -> str:
         names.append(code(f"{field.name}{default}"))
     data = f" Kernels read {listed([code(a) for a in problem.data_axes])} when they run." if problem.data_axes else ""
     return (
-        f"Axes: {', '.join(names)}. One library serves every {code(problem.batch_axis)}.{data} Inputs are generated in"
-        f" these structures, the first of which is timed: {', '.join(map(code, problem.structures))}."
+        f"Axes: {', '.join(names)}. One library serves every {code(problem.batch_axis)}.{data} Structures of inputs:"
+        f" {', '.join(map(code, problem.structures))}; tuned and timed is {code(problem.tuned)}."
     )
 
 

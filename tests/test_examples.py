@@ -123,7 +123,8 @@ for key in operator.shapes.AWKWARD:
             if where.kind == "llvm":
                 compiled = tvm.compile(program.module, target=target_of(where))["main"]
             for seed, structure in enumerate(problem.structures):
-                inputs, outputs = problem.generate(seed, structure), problem.empty_outputs()
+                settings = problem.settings[seed % len(problem.settings)]
+                inputs, outputs = problem.generate(seed, structure, settings), problem.empty_outputs()
                 if where.kind == "llvm":
                     tensors = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs)]
                     compiled(*tensors)
