@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tvm_sparse.workers import processes
+from tvm_sparse.workers.building import Kept
 from tvm_sparse.workers.processes import Pool, StartError, Worker
 
 PACKAGE_ROOT = Path(processes.__file__).parents[2]
@@ -442,3 +443,52 @@ def test_pool_that_does_not_start():
         with pytest.raises(StartError, match="no tvm here"):
             list(pool.map([{}, {}, {}], timeout=10))
         assert all(worker.pid is None for worker in pool.workers)
+
+
+# ------------------------------------------------------------------------------------------ the build worker kept warm
+
+
+def started_pid(keeper: Kept) -> int:
+    """The id of the build worker that a request would get."""
+    with keeper.pool() as pool:
+        [worker] = pool.workers
+        worker.start()
+        assert worker.pid is not None
+        return worker.pid
+
+
+def test_a_build_worker_is_kept_for_its_thread_and_ends_after_a_while() -> None:
+    keeper = Kept(seconds=1.5)
+    first = started_pid(keeper)
+    assert started_pid(keeper) == first
+    others: list[int] = []
+    thread = threading.Thread(target=lambda: others.append(started_pid(keeper)))
+    thread.start()
+    thread.join()
+    assert others and others[0] != first and is_gone(first)  # a worker ends with the thread that started it
+    last = started_pid(keeper)
+    assert last not in (first, *others)
+    assert is_gone(last, seconds=20)
+    assert started_pid(keeper) != last
+    keeper.close()
+
+
+def test_a_build_worker_is_not_kept_after_an_error() -> None:
+    keeper = Kept()
+    with pytest.raises(KeyboardInterrupt), keeper.pool() as pool:
+        pool.workers[0].start()
+        raise KeyboardInterrupt
+    assert pool.workers[0].pid is None
+
+
+def test_a_forked_process_leaves_the_kept_build_worker_alone() -> None:
+    keeper = Kept()
+    pid = started_pid(keeper)
+    forked = os.fork()
+    if not forked:
+        keeper.close()  # has nothing to close here
+        os._exit(0)
+    assert os.waitpid(forked, 0)[1] == 0
+    assert is_alive(pid) and started_pid(keeper) == pid
+    keeper.close()
+    assert is_gone(pid)

@@ -233,7 +233,7 @@ class Dispatcher:
         """Compile into the user's cache; two processes that need the same library wait for each other."""
         import filelock
 
-        from ..workers.building import build
+        from ..workers import building
 
         folder = self._cache_folder(machine)
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,7 +247,9 @@ class Dispatcher:
             located = self._find(choice, machine, [_Source("cache", folder, present)])
             if located is not None and _intact(*located):
                 return located
-            [entry] = build([(choice.compiled_for, choice.candidate, choice.how, choice.figures)], machine, folder)
+            job = (choice.compiled_for, choice.candidate, choice.how, choice.figures)
+            with building.kept.pool() as pool:
+                [entry] = building.build([job], machine, folder, using=pool)
             manifest.write(folder, [*(e for e in present if e.library != entry.library), entry])
             return folder, entry
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from ..core.registry import add_plugins, parse, plugins
 from .processes import Pool, serve
 
 BUILD_TIMEOUT = 300.0
+KEEP_SECONDS = 60.0
+BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.workers.building")
 
 
 def request(problem: Any, candidate: Candidate, machine: Machine, path: Path) -> dict[str, Any]:
@@ -82,10 +87,12 @@ def build(
     *,
     builders: int = 1,
     show: Callable[[Entry], None] = lambda entry: None,
+    using: Pool | None = None,
 ) -> list[Entry]:
     """Compile (problem, candidate, chosen, figures) jobs into `folder` and describe the libraries.
 
-    Compilation happens in child processes: the caller's process imports no compiler and survives its crashes.
+    Compilation happens in child processes, `builders` of its own or those of `using`: the caller's process imports no
+    compiler and survives its crashes.
 
     Raises
     ------
@@ -97,7 +104,8 @@ def build(
         request(problem, candidate, machine, folder / library_name(problem, candidate, machine.arch))
         for problem, candidate, _, _ in jobs
     ]
-    with Pool(builders, [sys.executable, "-m", "tvm_sparse.workers.building"], name="build") as pool:
+    with contextlib.ExitStack() as stack:
+        pool = using or stack.enter_context(Pool(builders, BUILD_WORKER, name="build"))
         for (problem, candidate, chosen, figures), reply in zip(
             jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True
         ):
@@ -109,5 +117,58 @@ def build(
     return entries
 
 
+class Kept:
+    """One build worker that stays for a while after a request: the next one finds the compiler imported.
+
+    Thread-safe. The worker ends `seconds` after its last request, and with this process.
+    """
+
+    def __init__(self, seconds: float = KEEP_SECONDS) -> None:
+        self._seconds = seconds
+        self._pool: Pool | None = None
+        self._owner = 0  # the thread that started the worker: the worker ends when that does
+        self._timer: threading.Timer | None = None
+        self._lock = threading.RLock()
+        self._watches_forks = False
+
+    @contextlib.contextmanager
+    def pool(self) -> Iterator[Pool]:
+        """The worker, as a pool of one, for the time of the block."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            if not self._watches_forks:
+                os.register_at_fork(after_in_child=self._forget)
+                self._watches_forks = True
+            if self._pool is None or self._owner != threading.get_ident():
+                self.close()
+                self._pool, self._owner = Pool(1, BUILD_WORKER, name="build"), threading.get_ident()
+            try:
+                yield self._pool
+            except BaseException:
+                self.close()
+                raise
+            self._timer = threading.Timer(self._seconds, self.close)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def close(self) -> None:
+        """End the worker. The next request starts another one."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.close()
+
+    def _forget(self) -> None:
+        """After a fork: the worker is the other process's, and so are the timer and whoever holds the lock."""
+        self._pool = self._timer = None
+        self._lock = threading.RLock()
+
+
+# The process's own, for what is compiled at a first call.
+kept = Kept()
+
 if __name__ == "__main__":
+    # Compiling needs no PyTorch, and tvm_ffi imports it where it is installed: half of what this process would import.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     serve(handle)
