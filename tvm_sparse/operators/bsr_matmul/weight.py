@@ -28,7 +28,7 @@ class BsrWeight:
         Also check indices and indptr that lie on a GPU; those on the host are always checked.
     balance
         Look at indptr, which of tensors on a GPU costs a synchronisation. Kernels then begin with the block rows that
-        hold most blocks, share out those that hold far more than others, and read the structure before their producer
+        hold most blocks, share out those that hold far more than others, and read the structure before the producer
         kernel is done. Arrays of other libraries on a GPU are taken as they are.
     constant
         A promise that `data` is not written any more, as at inference: kernels may then load blocks before their
