@@ -56,3 +56,23 @@ def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
         write_value(G, row, i, exponent, inverse, logarithm, log)
     else:
         G[row, i] = T.float32("nan")
+
+
+# fmt: off
+def write_wanted(vocab: int, ids: int, threads: int) -> Callable[..., Any]:
+    """The last phase of a kernel whose thread blocks have a row each, called with (io, row, t, s). Barriers: none.
+
+    Reads: `ids`, the row's elements in these columns, the row's maximum `s.top` and its sum of exponentials `s.d`.
+    Writes: `given`.
+    """
+
+    @T.inline
+    def phase(io, row, t, s):
+        for i in T.serial((ids - t + (threads - 1)) // threads):
+            write_given(
+                io.given, row, i * threads + t, io.ids[row, i * threads + t], vocab,
+                (element(io, row, io.ids[row, i * threads + t]) - s.top[0]) * io.scale,
+                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
+
+    return phase
+# fmt: on

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from ..device.arithmetic import LOG2_E, is_nan
 from ..device.selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, make_key
 from ..device.state import named
-from .elements import element, write_given, write_value
+from .elements import element, write_value, write_wanted
 from .insertion import Layout
 
 # Probabilities a > b are those of elements in the same order if a - b exceeds APART * |a| + VANISHING: exponentials and
@@ -153,7 +153,7 @@ def fused(layout: Layout) -> Callable[..., Any]:
     find_maximum = row_maximum(layout)
     scan_elements = scan(layout, element, sums=True)
     combine, join = combine_sums(layout), join_lists(layout)
-    write_topk, write_asked = compute_topk(layout), compute_asked(layout)
+    write_topk, write_asked = compute_topk(layout), write_wanted(layout.vocab, layout.ids, layout.threads)
 
     # fmt: off
     @T.inline
@@ -173,7 +173,7 @@ def fused(layout: Layout) -> Callable[..., Any]:
         join(io, at, s)
         write_topk(io, at, s)
         if layout.ids > 0:
-            write_asked(io, at, s)
+            write_asked(io, at.row, at.t, s)
     # fmt: on
 
     return body
@@ -435,21 +435,6 @@ def compute_topk(layout: Layout) -> Callable[..., Any]:
             io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
             write_value(
                 io.values, at.row, at.t, (key_value(s.joined[at.t]) - s.top[0]) * io.scale,
-                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
-
-    return phase
-
-
-def compute_asked(layout: Layout) -> Callable[..., Any]:
-    """Reads: `ids`, elements of the row, `top`, `d`. Writes: `given`. Barriers: none."""
-    threads = layout.threads
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((layout.ids - at.t + (threads - 1)) // threads):
-            write_given(
-                io.given, at.row, i * threads + at.t, io.ids[at.row, i * threads + at.t], layout.vocab,
-                (element(io, at.row, io.ids[at.row, i * threads + at.t]) - s.top[0]) * io.scale,
                 T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 
     return phase

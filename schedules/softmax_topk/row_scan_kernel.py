@@ -1,0 +1,301 @@
+"""The function of `row_scan`, in phases.
+
+A phase is called with (io, row, s), and a chunk's number where it is about one: the function's arguments, the thread's
+row and what it keeps of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ..device.arithmetic import exp_nonpositive, is_nan, key_index, key_value, order_key
+from ..device.state import named
+from .elements import element, write_given, write_value
+from .row_scan import Extents
+
+
+@dataclass(frozen=True)
+class State:
+    """What a thread keeps of its row."""
+
+    top: tirx.Buffer  # a chunk's largest element of each lane
+    part: tirx.Buffer  # each lane's sum of exponentials
+    m: tirx.Buffer  # the largest element so far
+    d: tirx.Buffer  # the sum of exponentials
+    tau: tirx.Buffer  # the k-th largest element so far
+    heap: tirx.Buffer  # the keys of the k best so far, the least one first
+    key: tirx.Buffer  # a key that is on its way into the heap
+    node: tirx.Buffer  # the hole in the heap that it may fill
+    child: tirx.Buffer  # the lesser of the hole's children
+    fold: tirx.Buffer  # scratch: fold[0] becomes the chunk's maximum
+    j: tirx.Buffer  # a column
+
+    @classmethod
+    def alloc(cls, extents: Extents) -> State:
+        return named(
+            cls(
+                top=T.sblock_alloc_buffer((extents.lanes,), "float32"),
+                part=T.sblock_alloc_buffer((extents.lanes,), "float32"),
+                m=T.sblock_alloc_buffer((1,), "float32"),
+                d=T.sblock_alloc_buffer((1,), "float32"),
+                tau=T.sblock_alloc_buffer((1,), "float32"),
+                heap=T.sblock_alloc_buffer((extents.k,), "int64"),
+                key=T.sblock_alloc_buffer((1,), "int64"),
+                node=T.sblock_alloc_buffer((1,), "int32"),
+                child=T.sblock_alloc_buffer((1,), "int32"),
+                fold=T.sblock_alloc_buffer((extents.lanes,), "float32"),
+                j=T.sblock_alloc_buffer((1,), "int32"),
+            )
+        )
+
+
+def function(extents: Extents) -> Callable[..., Any]:
+    """The function's body, over the operator's arguments (see `interface.cpu_program`)."""
+    begin, take_maxima, rescale = begin_row(extents), chunk_maximum(extents), rescale_sums(extents)
+    offer_chunk, add_chunk, finish = offer_from_chunk(extents), add_exponentials(extents), finish_row(extents)
+    start_over, sort, write = refill_heap(extents), sort_heap(extents), write_outputs(extents)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        for b in T.parallel(io.batch):
+            with T.sblock("row"):
+                row = T.axis.spatial(io.batch, b)
+                T.reads(io.logits[row, 0:extents.vocab])
+                T.writes(io.values[row, 0:extents.k], io.indices[row, 0:extents.k])
+                s = T.meta_var(State.alloc(extents))
+                begin(io, row, s)
+                for c in range(extents.chunks):
+                    take_maxima(io, row, s, c)
+                    if s.fold[0] > s.m[0]:
+                        rescale(io, row, s)
+                    if s.fold[0] > s.tau[0]:
+                        offer_chunk(io, row, s, c)
+                    add_chunk(io, row, s, c)
+                finish(io, row, s)
+                # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
+                if is_nan(s.d[0]):
+                    start_over(io, row, s)
+                sort(io, row, s)
+                write(io, row, s)
+    # fmt: on
+
+    return body
+
+
+def vectors_of(extents: Extents, c: Any) -> tirx.PrimExpr:
+    """Vectors of chunk c: the last one has what is left."""
+    return T.min(extents.step, extents.whole - c * extents.step)
+
+
+# fmt: off
+@T.inline
+def sift_down(s, size):
+    """Reads: `key`, `node`. Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size."""
+    s.child[0] = s.node[0] * 2 + 1
+    while s.child[0] < size:
+        if s.child[0] + 1 < size:
+            if s.heap[s.child[0] + 1] < s.heap[s.child[0]]:
+                s.child[0] = s.child[0] + 1
+        if s.heap[s.child[0]] < s.key[0]:
+            s.heap[s.node[0]] = s.heap[s.child[0]]
+            s.node[0] = s.child[0]
+            s.child[0] = s.node[0] * 2 + 1
+        else:
+            s.child[0] = size
+    s.heap[s.node[0]] = s.key[0]
+
+
+def fill_heap(k: int) -> Callable[..., Any]:
+    """Reads: the first k elements. Writes: `heap`. After: it holds them as a heap."""
+
+    @T.inline
+    def fill(io, row, s):
+        for j in range(k):
+            s.heap[j] = order_key(element(io, row, j), j)
+        for j in range(k // 2):
+            s.node[0] = k // 2 - 1 - j
+            s.key[0] = s.heap[s.node[0]]
+            sift_down(s, k)
+
+    return fill
+
+
+def offer(k: int) -> Callable[..., Any]:
+    """Reads: the element in column j. Writes: `heap`, if the element is better than the k-th best."""
+
+    @T.inline
+    def offer_one(io, row, s, j):
+        s.key[0] = order_key(element(io, row, j), j)
+        if s.key[0] > s.heap[0]:
+            s.node[0] = 0
+            sift_down(s, k)
+
+    return offer_one
+
+
+def begin_row(extents: Extents) -> Callable[..., Any]:
+    """Reads: the first k elements. Writes: `m`, `part`, `heap`, `tau`. After: the heap holds the first k elements."""
+    fill = fill_heap(extents.k)
+    lowest = T.min_value("float32")
+
+    @T.inline
+    def phase(io, row, s):
+        s.m[0] = lowest
+        for lane in T.vectorized(extents.lanes):
+            s.part[lane] = T.float32(0)
+        fill(io, row, s)
+        s.tau[0] = key_value(s.heap[0])
+
+    return phase
+
+
+def chunk_maximum(extents: Extents) -> Callable[..., Any]:
+    """Reads: chunk c. Writes: `top`, `fold`. After: `top` has each lane's largest element, `fold[0]` the chunk's."""
+    lanes, step = extents.lanes, extents.step
+    lowest = T.min_value("float32")
+
+    @T.inline
+    def phase(io, row, s, c):
+        for lane in T.vectorized(lanes):
+            s.top[lane] = lowest
+        for u in range(vectors_of(extents, c)):
+            for lane in T.vectorized(lanes):
+                s.top[lane] = T.max(s.top[lane], element(io, row, (c * step + u) * lanes + lane))
+        # By halving, in vectors; lanes past the half only repeat a comparison.
+        for lane in T.vectorized(lanes):
+            s.fold[lane] = s.top[lane]
+        for h in T.unroll(lanes.bit_length() - 1):
+            for lane in T.vectorized(lanes // 2):
+                s.fold[lane] = T.max(s.fold[lane], s.fold[lane + (lanes >> (h + 1))])
+
+    return phase
+
+
+def rescale_sums(extents: Extents) -> Callable[..., Any]:
+    """Reads: `fold[0]`, a new maximum of the row. Writes: `part`, `m`. After: the sums are relative to it."""
+
+    @T.inline
+    def phase(io, row, s):
+        for lane in T.vectorized(extents.lanes):
+            s.part[lane] = s.part[lane] * T.exp((s.m[0] - s.fold[0]) * io.scale)
+        s.m[0] = s.fold[0]
+
+    return phase
+
+
+def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
+    """Reads: chunk c, `top`, `tau`. Writes: `heap`, `tau`. After: the heap holds the k best of all up to this chunk.
+
+    Few lanes have the elements that made the chunk exceed the threshold. A lane's elements are every so many columns,
+    so they are not offered in the order of columns, and equals of the threshold must be offered too: keys decide.
+    """
+    lanes, step, k = extents.lanes, extents.step, extents.k
+    offer_one = offer(k)
+
+    @T.inline
+    def phase(io, row, s, c):
+        for lane in range(lanes):
+            if s.top[lane] >= s.tau[0]:
+                for u in range(vectors_of(extents, c)):
+                    s.j[0] = (c * step + u) * lanes + lane
+                    if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= k:
+                        offer_one(io, row, s, s.j[0])
+                        s.tau[0] = key_value(s.heap[0])
+
+    return phase
+
+
+def add_exponentials(extents: Extents) -> Callable[..., Any]:
+    """Reads: chunk c, `m`. Writes: `part`."""
+    lanes, step = extents.lanes, extents.step
+
+    @T.inline
+    def phase(io, row, s, c):
+        for u in range(vectors_of(extents, c)):
+            for lane in T.vectorized(lanes):
+                s.part[lane] = s.part[lane] + exp_nonpositive(
+                    (element(io, row, (c * step + u) * lanes + lane) - s.m[0]) * io.scale
+                )
+
+    return phase
+
+
+def finish_row(extents: Extents) -> Callable[..., Any]:
+    """Reads: `part`, the elements behind the last vector. Writes: `d`, `m`, `heap`, `tau`.
+
+    After: `d` is the sum of exp(scale * (element - m)) over the row, and the heap holds the k best, but for NaN.
+    """
+    k, scalars = extents.k, extents.whole * extents.lanes
+    offer_one = offer(k)
+
+    @T.inline
+    def phase(io, row, s):
+        s.d[0] = T.float32(0)
+        for lane in range(extents.lanes):
+            s.d[0] = s.d[0] + s.part[lane]
+        for i in range(extents.vocab - scalars):
+            s.top[0] = element(io, row, scalars + i)
+            if s.top[0] > s.m[0]:
+                s.d[0] = s.d[0] * T.exp((s.m[0] - s.top[0]) * io.scale)
+                s.m[0] = s.top[0]
+            s.d[0] = s.d[0] + T.exp((s.top[0] - s.m[0]) * io.scale)
+            if s.top[0] > s.tau[0] and scalars + i >= k:
+                offer_one(io, row, s, scalars + i)
+                s.tau[0] = key_value(s.heap[0])
+
+    return phase
+
+
+def refill_heap(extents: Extents) -> Callable[..., Any]:
+    """Reads: the row. Writes: `heap`. After: it holds the k best, NaN first."""
+    fill, offer_one = fill_heap(extents.k), offer(extents.k)
+
+    @T.inline
+    def phase(io, row, s):
+        fill(io, row, s)
+        for i in range(extents.vocab - extents.k):
+            offer_one(io, row, s, extents.k + i)
+
+    return phase
+
+
+def sort_heap(extents: Extents) -> Callable[..., Any]:
+    """Reads, writes: `heap`. After: its keys are in descending order (heapsort: the least goes to the end)."""
+    k = extents.k
+
+    @T.inline
+    def phase(io, row, s):
+        for i in range(k - 1):
+            s.key[0] = s.heap[k - 1 - i]
+            s.heap[k - 1 - i] = s.heap[0]
+            s.node[0] = 0
+            sift_down(s, k - 1 - i)
+
+    return phase
+
+
+def write_outputs(extents: Extents) -> Callable[..., Any]:
+    """Reads: `heap`, `m`, `d`, `ids` and the elements in these columns. Writes: all outputs."""
+
+    @T.inline
+    def phase(io, row, s):
+        for i in range(extents.k):
+            io.indices[row, i] = key_index(s.heap[i])
+            write_value(
+                io.values, row, i, (key_value(s.heap[i]) - s.m[0]) * io.scale,
+                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
+        if extents.ids > 0:
+            for i in range(extents.ids):
+                write_given(
+                    io.given, row, i, io.ids[row, i], extents.vocab,
+                    (element(io, row, io.ids[row, i]) - s.m[0]) * io.scale,
+                    T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
+
+    return phase
+# fmt: on
