@@ -1,0 +1,206 @@
+"""The kernel of `radix_select`, in phases.
+
+A phase is called with (io, row, t, s): the kernel's arguments, the thread block's row, the thread and its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from ..device.arithmetic import LOG2_E
+from ..device.selection import RADIX_BINS, device_functions, key_index, key_value, make_key
+from ..device.state import named
+from .elements import element, write_value, write_wanted
+
+
+@dataclass(frozen=True)
+class State:
+    """What a thread block has in shared memory, and a thread in registers."""
+
+    histogram: tirx.Buffer  # shared: elements by one digit of their keys
+    found: tirx.Buffer  # shared: scratch of the selection
+    count: tirx.Buffer  # shared: keys collected
+    group: tirx.Buffer  # shared: room for a reduction over the thread block
+    group_sum: tirx.Buffer  # shared: for another one
+    x: tirx.Buffer  # an element
+    m: tirx.Buffer  # the largest of the thread's elements
+    d: tirx.Buffer  # the sum of exponentials: the thread's part, then the row's
+    top: tirx.Buffer  # the row's maximum
+    factor: tirx.Buffer  # scale * log2(e)
+    key: tirx.Buffer  # a key
+    other: tirx.Buffer  # another one
+    pivot: tirx.Buffer  # the k-th largest key, or a smaller number that no other key reaches
+    mask: tirx.Buffer  # scratch of the selection
+    need: tirx.Buffer  # scratch of the selection
+    slot: tirx.Buffer  # a place for a key
+
+    @classmethod
+    def alloc(cls) -> State:
+        return named(
+            cls(
+                histogram=T.alloc_shared([RADIX_BINS], "int32"),
+                found=T.alloc_shared([4], "int32"),
+                count=T.alloc_shared([1], "int32"),
+                group=T.alloc_shared([32], "float32"),
+                group_sum=T.alloc_shared([32], "float32"),
+                x=T.alloc_local([1], "float32"),
+                m=T.alloc_local([1], "float32"),
+                d=T.alloc_local([1], "float32"),
+                top=T.alloc_local([1], "float32"),
+                factor=T.alloc_local([1], "float32"),
+                key=T.alloc_local([1], "uint64"),
+                other=T.alloc_local([1], "uint64"),
+                pivot=T.alloc_local([1], "uint64"),
+                mask=T.alloc_local([1], "uint64"),
+                need=T.alloc_local([1], "int32"),
+                slot=T.alloc_local([1], "int32"),
+            )
+        )
+
+
+def kernel(problem: SoftmaxTopk, threads: int) -> Callable[..., Any]:
+    """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
+    vocab, k = problem.vocab, problem.k
+    sum_up, select, collect = sum_row(vocab, threads), select_pivot(vocab, k, threads), collect_keys(vocab, threads)
+    sort, write = merge_exchange(k, threads), write_keys(k, threads)
+    write_given = write_wanted(vocab, problem.ids, threads)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        T.device_entry()
+        block = T.cta_id([io.batch])
+        t = T.thread_id([threads])
+        s = T.meta_var(State.alloc())
+        # Offsets into the logits pass 2^31.
+        row: T.int64 = T.Cast("int64", block)
+        sum_up(io, row, t, s)
+        select(io, row, t, s)
+        collect(io, row, t, s)
+        sort(io, row, t, s)
+        write(io, row, t, s)
+        if problem.ids > 0:
+            write_given(io, row, t, s)
+    # fmt: on
+
+    return body
+
+
+# fmt: off
+def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
+    """Reads: the row. Writes: `factor`, `x`, `m`, `top`, `d`. Barriers: those of two reductions.
+
+    After: `top` is the row's maximum and `d` the sum of exp(scale * (element - top)) over it, in all threads.
+    """
+    lowest = T.min_value("float32")
+
+    @T.inline
+    def phase(io, row, t, s):
+        s.factor[0] = io.scale * T.float32(LOG2_E)
+        s.m[0] = lowest
+        s.d[0] = T.float32(0)
+        for i in T.serial((vocab - t + (threads - 1)) // threads):
+            s.x[0] = element(io, row, i * threads + t)
+            if s.x[0] > s.m[0]:
+                s.d[0] = s.d[0] * T.exp2((s.m[0] - s.x[0]) * s.factor[0])
+                s.m[0] = s.x[0]
+            s.d[0] = s.d[0] + T.exp2((s.x[0] - s.m[0]) * s.factor[0])
+        s.top[0] = T.cuda.cta_max(s.m[0], threads // 32, s.group.data)
+        s.d[0] = T.cuda.cta_sum(s.d[0] * T.exp2((s.m[0] - s.top[0]) * s.factor[0]), threads // 32, s.group_sum.data)
+
+    return phase
+
+
+def key_of(io: Any, _: Any, row: Any, i: Any) -> tirx.PrimExpr:
+    """The key of the element in column i."""
+    return make_key(element(io, row, i), i)
+
+
+def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
+    """Reads: the row. Writes: `pivot`, `histogram`, `found`, `mask`, `need`. Barriers: some each digit.
+
+    After: k keys are no less than `pivot`.
+    """
+    select = device_functions(threads, k).select_pivot
+
+    @T.inline
+    def phase(io, row, t, s):
+        select(t, key_of, io, None, row, vocab, s.histogram, s.found, s.pivot, s.mask, s.need)
+
+    return phase
+
+
+def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
+    """Reads: the row, `pivot`. Writes: `indices`, `count`, `key`, `slot`. Barriers: one at the start, one at the end.
+
+    After: the row of `indices` holds the k largest keys, in no order.
+    """
+
+    @T.inline
+    def phase(io, row, t, s):
+        if t == 0:
+            s.count[0] = 0
+        T.cuda.cta_sync()
+        for i in T.serial((vocab - t + (threads - 1)) // threads):
+            s.key[0] = key_of(io, None, row, i * threads + t)
+            if s.key[0] >= s.pivot[0]:
+                s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))
+                io.indices[row, s.slot[0]] = T.Cast("int64", s.key[0])
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def merge_exchange(k: int, threads: int) -> Callable[..., Any]:
+    """Reads, writes: `indices`; `key`, `other`. Barriers: one each step. After: the row's keys are in descending order.
+
+    The comparators (i, i + distance) of one step touch no key twice.
+    """
+    half = 1 << max((k - 1).bit_length() - 1, 0)  # half of k rounded up to a power of two
+
+    @T.inline
+    def phase(io, row, t, s):
+        p: T.int32 = half
+        while p > 0:
+            q: T.int32 = half
+            remainder: T.int32 = 0
+            distance: T.int32 = p
+            while distance > 0:
+                for i in T.serial((k - t + (threads - 1)) // threads):
+                    if i * threads + t + distance < k:
+                        if ((i * threads + t) & p) == remainder:
+                            s.key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
+                            s.other[0] = T.Cast("uint64", io.indices[row, i * threads + t + distance])
+                            if s.key[0] < s.other[0]:
+                                io.indices[row, i * threads + t] = T.Cast("int64", s.other[0])
+                                io.indices[row, i * threads + t + distance] = T.Cast("int64", s.key[0])
+                T.cuda.cta_sync()
+                distance = q - p
+                q = q >> 1
+                remainder = p
+            p = p >> 1
+
+    return phase
+
+
+def write_keys(k: int, threads: int) -> Callable[..., Any]:
+    """Reads: keys in `indices`, `top`, `d`. Writes: `indices` in the place of the keys, values. Barriers: none."""
+
+    @T.inline
+    def phase(io, row, t, s):
+        for i in T.serial((k - t + (threads - 1)) // threads):
+            s.key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
+            io.indices[row, i * threads + t] = T.Cast("int64", key_index(s.key[0]))
+            write_value(
+                io.values, row, i * threads + t, (key_value(s.key[0]) - s.top[0]) * io.scale,
+                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
+
+    return phase
+# fmt: on
