@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, Workspace, ceildiv, powers
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 THREADS = powers(128, 512)
 # Elements that a thread loads before it looks at the first.
@@ -64,17 +64,17 @@ class Layout:
         return min(self.k + 1, self.vocab) if self.form == "unfused" else self.k
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: every thread keeps k keys in registers")
     return {"threads": THREADS, "loads": LOADS}
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     return {"threads": 256, "loads": 4}
 
 
-def build(problem: Problem, decisions: Decisions, form: str) -> Program:
+def build(problem: SoftmaxTopk, decisions: Decisions, form: str) -> Program:
     from .insertion_kernel import fused, unfused
     from .interface import gpu_program
 

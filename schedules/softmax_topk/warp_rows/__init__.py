@@ -26,13 +26,13 @@ The files: `space` has the decisions and the extents that follow from them; `ker
 
 from __future__ import annotations
 
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from .space import Layout, default, space
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     from ..interface import gpu_program
     from .kernel import kernel
 

@@ -8,7 +8,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
-from ...device.overlap import await_previous
+from ...device.overlap import wait_then_start_consumer
 from ...device.words import fixed
 from . import bins, bisection, counting, results, row
 from .space import Layout
@@ -49,7 +49,7 @@ def kernel(layout: Layout) -> Callable[..., Any]:
         if layout.bins > 0:
             clear_bins(io, at, s)
         if layout.overlapped:
-            await_previous()
+            wait_then_start_consumer()
 
         if row >= T.Cast("int64", io.batch):
             T.thread_return()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 WARP = 32  # lanes
 # Rows, and so warps, of a thread block.
@@ -46,7 +47,7 @@ class Layout:
     overlapped: bool  # whether the kernel is started by programmatic dependent launch
 
     @classmethod
-    def of(cls, problem: Problem, decisions: Decisions) -> Layout:
+    def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
         return cls(
             vocab=problem.vocab,
             k=problem.k,
@@ -176,7 +177,7 @@ class Layout:
         return 8 * self.keys + 4 * self.counts
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if problem.vocab > MAX_VOCAB:
         raise NotApplicable(f"vocab={problem.vocab} exceeds {MAX_VOCAB}: a warp would not hold the row in registers")
     if problem.k > MAX_K:
@@ -184,5 +185,5 @@ def space(problem: Problem, machine: Machine) -> Table:
     return {"rows": ROWS, "overlap": (int(machine.has_clusters),)}
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     return {"rows": 4, "overlap": int(machine.has_clusters)}

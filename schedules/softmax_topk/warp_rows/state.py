@@ -19,6 +19,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from ...device.selection import FULL_WARP
+from ...device.state import named
 from .space import WARP, Layout
 
 
@@ -38,12 +39,13 @@ class Place:
 class State:
     """What a thread has in registers, and its thread block in shared memory.
 
-    Registers have the same value in all lanes of a warp, but for those of one lane's elements.
+    Registers have the same value in all lanes of a warp, but for those of one lane's elements. Without bins, what is
+    for bins alone is None.
     """
 
     # Shared memory of the thread block.
     keys: tirx.Buffer  # `layout.keys` for each warp
-    counts: tirx.Buffer | None  # of bins, `layout.counts` words for each warp; first how many elements, then where
+    counts: tirx.Buffer  # of bins, `layout.counts` words for each warp; first how many elements, then where
     # The row, and the sum of its exponentials.
     x: tirx.Buffer  # the lane's elements; minus infinity for what is not of the row
     maxima: tirx.Buffer  # maxima[g]: of the lane's elements g, g + groups, g + 2 * groups and so on
@@ -60,7 +62,7 @@ class State:
     size: tirx.Buffer  # keys in shared memory
     settled: tirx.Buffer  # 1 if these include the k largest and are not too many to be ranked; 0 for a bisection
     # Bins.
-    first: tirx.Buffer | None  # the address that the count of bin -MAGIC_BITS would have (see `bins.find_bin`)
+    first: tirx.Buffer  # the address that the count of bin -MAGIC_BITS would have (see `bins.find_bin`)
     fine: tirx.Buffer  # the share of all bins that a unit of value covers
     cut: tirx.Buffer  # the bin of the k-th largest; after a bisection, keys of elements above `lower`
     # Bisection, on order bits.
@@ -79,8 +81,8 @@ class State:
     rank: tirx.Buffer  # how many keys are larger
     slot: tirx.Buffer  # a place among the keys
     pair: tirx.Buffer  # two keys
-    own: tirx.Buffer | None  # counts of four bins, or bins of four elements
-    places: tirx.Buffer | None  # places of four elements among the keys
+    own: tirx.Buffer  # counts of four bins, or bins of four elements
+    places: tirx.Buffer  # places of four elements among the keys
     power: tirx.Buffer  # an exponent or an exponential
     partial: tirx.Buffer  # sums of exponentials
     high: tirx.Buffer  # a value
@@ -105,53 +107,51 @@ class State:
         binned = layout.bins > 0
         # The compiler numbers registers by the order of these declarations: another order, or scratch declared where
         # it is used, gives other machine code (neither better nor worse).
-        state = cls(
-            keys=shared(layout.rows * layout.keys, "uint64", 0),
-            counts=shared(layout.rows * layout.counts, "int32", key_words) if binned else None,
-            own=register("int32", 4) if binned else None,
-            first=register("uint32") if binned else None,
-            places=register("int32", 4) if binned else None,
-            raw=register("uint32", 4 * layout.vectors),
-            small=register("uint16"),
-            x=register("float32", layout.held),
-            ordered_row=register("uint32", layout.held),
-            partial=register("float32", layout.sums),
-            d=register("float32"),
-            power=register("float32"),
-            value=register("float32"),
-            factor=register("float32"),
-            top=register("float32"),
-            reference=register("float32"),
-            gate=register("float32"),
-            fine=register("float32"),
-            high=register("float32"),
-            inverse=register("float32"),
-            logarithm=register("float32"),
-            maxima=register("float32", layout.tops),
-            marks=register("uint32", layout.mark_words),
-            ordered=register("uint32"),
-            top_bits=register("uint32"),
-            lower=register("uint32"),
-            upper=register("uint32"),
-            lanes=register("uint32"),
-            column=register("int32"),
-            size=register("int32"),
-            slot=register("int32"),
-            cut=register("int32"),
-            bin=register("int32"),
-            crowd=register("int32"),
-            rank=register("int32"),
-            equals=register("int32"),
-            key=register("uint64"),
-            pair=register("uint64", 2),
-            settled=register("int32"),
-            outputs_at=register("uint64", 2),
-            wanted=register("int64"),
+        return named(
+            cls(
+                keys=shared(layout.rows * layout.keys, "uint64", 0),
+                counts=shared(layout.rows * layout.counts, "int32", key_words) if binned else None,
+                own=register("int32", 4) if binned else None,
+                first=register("uint32") if binned else None,
+                places=register("int32", 4) if binned else None,
+                raw=register("uint32", 4 * layout.vectors),
+                small=register("uint16"),
+                x=register("float32", layout.held),
+                ordered_row=register("uint32", layout.held),
+                partial=register("float32", layout.sums),
+                d=register("float32"),
+                power=register("float32"),
+                value=register("float32"),
+                factor=register("float32"),
+                top=register("float32"),
+                reference=register("float32"),
+                gate=register("float32"),
+                fine=register("float32"),
+                high=register("float32"),
+                inverse=register("float32"),
+                logarithm=register("float32"),
+                maxima=register("float32", layout.tops),
+                marks=register("uint32", layout.mark_words),
+                ordered=register("uint32"),
+                top_bits=register("uint32"),
+                lower=register("uint32"),
+                upper=register("uint32"),
+                lanes=register("uint32"),
+                column=register("int32"),
+                size=register("int32"),
+                slot=register("int32"),
+                cut=register("int32"),
+                bin=register("int32"),
+                crowd=register("int32"),
+                rank=register("int32"),
+                equals=register("int32"),
+                key=register("uint64"),
+                pair=register("uint64", 2),
+                settled=register("int32"),
+                outputs_at=register("uint64", 2),
+                wanted=register("int64"),
+            )
         )
-        for name, buffer in vars(state).items():
-            if buffer is not None:
-                IRBuilder.name(name, buffer)
-        return state
 
 
 def column_of(layout: Layout, at: Place, e: Any) -> Any:
