@@ -7,6 +7,8 @@ which are compared with torch's here.
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,6 +135,21 @@ def test_checks_reject_what_is_wrong_where_infinities_or_nan_are_right() -> None
     expected = problem.reference(inputs)
     with pytest.raises(AssertionError, match="expected nan"):
         problem.check(inputs, expected, [np.nan_to_num(expected[0])])
+
+
+def test_spaces_load_no_compiler() -> None:
+    """Look-up asks for them where no compiler is installed."""
+    code = """
+import sys
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.registry import parse
+for key in sys.argv[1:]:
+    for target in ("cpu", "sm_90a"):
+        spaces.fallback(parse(key), machine.resolve(target))
+        spaces.applicable(parse(key), machine.resolve(target))
+assert not {"tvm", "tvm_ffi"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, *KEYS], check=True)
 
 
 # ---- results -------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ Algorithm 3 of Milakov & Gimelshein, with one rescaling a chunk instead of one a
 from L1, the sum of its exponentials. The second pass over the row finds it in L2 unless it is longer than that.
 Algorithms 1 and 2 are here too, in whole passes, as the paper compares them.
 
-This module holds the decisions and loads no compiler; `kernel` does, and is imported when a program is built.
+This module holds the decisions and `extents` a point's numbers; neither loads the compiler. `kernel` does, and is
+imported when a program is built.
 """
 
 from __future__ import annotations

@@ -7,81 +7,25 @@ A phase is a factory that takes the kernel's `Extents` and returns an inline ove
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Decisions, Program, ceildiv
-from tvm_sparse.operators.softmax.problem import Softmax
+from tvm_sparse.core.template import Decisions, Program
 
 from ...device.arithmetic import exp_any, exp_nonpositive
 from ..interface import cpu_program
-from ..problems import RowProblem, algorithm
+from ..problems import RowProblem
+from .extents import Extents
 
 Phase = Callable[..., Any]
 
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
 
 
-@dataclass(frozen=True)
-class Extents:
-    """What a kernel is generated from.
-
-    Attributes
-    ----------
-    softmax
-        Whether the kernel writes probabilities; else it is logsumexp's.
-    algorithm
-        The paper's: "online", "safe" or "naive".
-    dtype, vocab
-        The logits' dtype and how many a row has.
-    simd
-        Elements of a vector.
-    chunk
-        Vectors between two rescalings.
-    """
-
-    softmax: bool
-    algorithm: str
-    dtype: str
-    vocab: int
-    simd: int
-    chunk: int
-
-    @classmethod
-    def of(cls, problem: RowProblem, decisions: Decisions) -> Extents:
-        simd, vocab = decisions["simd"], problem.vocab
-        chunk = max(decisions.get("chunk", vocab) // simd, 1)
-        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, vocab, simd, chunk)
-
-    @property
-    def vectors(self) -> int:
-        """Whole vectors of a row."""
-        return self.vocab // self.simd
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a row; the last one may be shorter."""
-        return ceildiv(self.vectors, self.chunk)
-
-    @property
-    def tail(self) -> int:
-        """The first element that no vector covers."""
-        return self.vectors * self.simd
-
-    @property
-    def halvings(self) -> int:
-        """Steps in which the elements of a vector are reduced to one."""
-        return self.simd.bit_length() - 1
-
-    def exp(self, difference: Any) -> Any:
-        """e to an element less the maximum, for vector loops.
-
-        The difference is at most 0, but for the naive algorithm, which subtracts nothing, and for logsumexp, whose
-        maximum is finite where an element is infinite.
-        """
-        return exp_nonpositive(difference) if self.softmax and self.algorithm != "naive" else exp_any(difference)
+def exponential(ext: Extents) -> Callable[[Any], Any]:
+    """e to an element less the maximum, for vector loops."""
+    return exp_any if ext.exceeds else exp_nonpositive
 
 
 @T.meta_class
@@ -144,12 +88,13 @@ def tail_maximum(ext: Extents) -> Phase:
 
 def add_exponentials(ext: Extents) -> Phase:
     """Reads: the row, `m`. Writes: `part`. After: `part` covers vectors first to first + count."""
+    exp = exponential(ext)
 
     @T.inline
     def phase(s, X, first, count):
         for u in range(count):
             for lane in T.vectorized(ext.simd):
-                s.part[lane] = s.part[lane] + ext.exp(
+                s.part[lane] = s.part[lane] + exp(
                     T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
 
     return phase
@@ -207,7 +152,7 @@ def join_lanes(ext: Extents) -> Phase:
 
 def write(ext: Extents) -> Phase:
     """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
-    simd, tail, dtype = ext.simd, ext.tail, ext.dtype
+    simd, tail, dtype, exp = ext.simd, ext.tail, ext.dtype, exponential(ext)
 
     @T.inline
     def phase(s, X, log, Y):
@@ -224,7 +169,7 @@ def write(ext: Extents) -> Phase:
             for u in range(ext.vectors):
                 for lane in T.vectorized(simd):
                     Y[s.row, u * simd + lane] = T.Cast(
-                        dtype, ext.exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
+                        dtype, exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
             for i in range(ext.vocab - tail):
                 Y[s.row, tail + i] = T.Cast(
                     dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])

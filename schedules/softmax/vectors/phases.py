@@ -21,7 +21,8 @@ from .tiles import copy_part, fence_tile, load_tile, result, store_tile, take_ti
 
 Phase = Callable[..., Any]
 
-# Numbers below it are no maxima: pairs begin here instead of at minus infinity, whose differences are NaN.
+# Maxima begin with the least finite number: with minus infinity, the first difference of a masked row would be NaN.
+# Those of logsumexp are kept at most at the largest one, so that plus infinity makes the sum infinite and not NaN.
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
 
 
@@ -98,7 +99,6 @@ def raise_maximum(ext: Extents) -> Phase:
         for e in T.unroll(ext.vectors * ext.width):
             s.top = T.max(s.top, value(ext, s.raw, e))
         if not ext.softmax:
-            # Finite, so that plus infinity makes the sum infinite and not NaN.
             s.top = T.min(s.top, HIGHEST)
         if s.top > s.m:
             s.d = s.d * T.exp2(scaled(s.m - s.top))

@@ -57,7 +57,7 @@ def _require_online(problem: RowProblem) -> None:
 
 def _with_points(problem: RowProblem, machine: Machine, table: Table, allowed: Allowed) -> Table:
     """The table, if it has a point that is allowed."""
-    if all(allowed(problem, machine, decisions) for decisions in _points(table)):
+    if all(allowed(problem, machine, decisions) is not None for decisions in _points(table)):
         raise NotApplicable(f"a cluster does not hold a row of vocab={problem.vocab}, or it is too short to share")
     return table
 

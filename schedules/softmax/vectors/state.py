@@ -57,7 +57,8 @@ class BlockState:
     Attributes
     ----------
     stage
-        The words of a part's vectors, in a kernel that keeps the row in shared memory; else one vector, not used.
+        The words of a part's vectors, in a kernel that keeps the row in shared memory. In others it is one vector that
+        nobody uses: it is launched with, so it belongs to what was measured.
     pair_m, pair_d
         The pairs of all warps of the row; those of a cluster's other blocks are put here by these blocks.
     """

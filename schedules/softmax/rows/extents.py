@@ -1,0 +1,70 @@
+"""The numbers of one point of the CPU templates; no compiler is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.template import Decisions, ceildiv
+from tvm_sparse.operators.softmax.problem import Softmax
+
+from ..problems import RowProblem, algorithm
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What a kernel is generated from.
+
+    Attributes
+    ----------
+    softmax
+        Whether the kernel writes probabilities; else it is logsumexp's.
+    algorithm
+        The paper's: "online", "safe" or "naive".
+    dtype, vocab
+        The logits' dtype and how many a row has.
+    simd
+        Elements of a vector.
+    chunk
+        Vectors between two rescalings.
+    """
+
+    softmax: bool
+    algorithm: str
+    dtype: str
+    vocab: int
+    simd: int
+    chunk: int
+
+    @classmethod
+    def of(cls, problem: RowProblem, decisions: Decisions) -> Extents:
+        simd, vocab = decisions["simd"], problem.vocab
+        chunk = max(decisions.get("chunk", vocab) // simd, 1)
+        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, vocab, simd, chunk)
+
+    @property
+    def vectors(self) -> int:
+        """Whole vectors of a row."""
+        return self.vocab // self.simd
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row; the last one may be shorter."""
+        return ceildiv(self.vectors, self.chunk)
+
+    @property
+    def tail(self) -> int:
+        """The first element that no vector covers."""
+        return self.vectors * self.simd
+
+    @property
+    def halvings(self) -> int:
+        """Steps in which the elements of a vector are reduced to one."""
+        return self.simd.bit_length() - 1
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether an element may exceed what is subtracted from it before its exponential is taken.
+
+        The naive algorithm subtracts nothing; logsumexp's maximum is finite where an element is infinite.
+        """
+        return not self.softmax or self.algorithm == "naive"
