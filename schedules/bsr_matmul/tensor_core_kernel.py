@@ -149,6 +149,18 @@ def take_places(e: Extents) -> Callable[..., Any]:
     return phase
 
 
+def count_octets(e: Extents, find_row: Callable[..., Any]) -> Callable[..., Any]:
+    """Reads: as `find_row`. Writes: `row`, `first` and `count`. Barriers: none."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, w):
+        find_row(io, w, s.row, s.first, s.count)
+        s.count = (s.count - s.first) * e.octets
+    # fmt: on
+    return phase
+
+
 def within_arrays(e: Extents) -> Callable[..., Any]:
     """Reads and writes: `first` and `count`. Barriers: none.
 
@@ -397,9 +409,8 @@ def kernel(problem: Problem, e: Extents) -> Program:
     """The program of one point of the space."""
     two_axes = e.overlap == 2
     dealt = deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes)
-    placed, listed, unlisted, bounded = (
-        take_places(e), listed_row(e.slices, e.octets), unlisted_row(e.slices, e.octets), within_arrays(e),
-    )  # fmt: skip
+    placed, bounded = take_places(e), within_arrays(e)
+    listed, unlisted = count_octets(e, listed_row(e.slices)), count_octets(e, unlisted_row(e.slices))
     columns, next_columns = load_columns(e), load_columns(e, load_int_anew if e.overlap else load_int)
     weight_loads, x_loads, multiplied, started = load_weight(e), load_x(e), multiply(e), start_ahead(e)
     joined, met, handed_in = join(e.cluster, e.chunk), meet(e.cluster, e.chunk), hand_in(e.cluster)
