@@ -1,32 +1,13 @@
-"""Block-sparse matmul through shared memory: x where the block row asks for it (Gu 2020, section 4.3). The space.
-
-The paper gave this approach up, because TVM then cached what it knew at compile time, whole rows of x. Here a thread
-block takes a block row and `tile_m` rows of x, and goes through the stored blocks in *chunks*: it reads which columns
-the chunk's blocks stand in, copies those parts of x into shared memory (`cp.async`), and multiplies. Every staged part
-of x serves all rows of its block.
-
-The weight goes straight to registers, and is read once, as one stream. A *vector* is `vec` neighbouring elements in a
-row of a block. Thread t takes the vectors t, t + threads, ... of the chunk, which always lie in the same columns and
-the same rows of their blocks: its sums stay in registers, `tile_m` for each of its rows. Threads that share a row add
-up at the end, by shuffles within a warp and through shared memory between warps.
-
-The weight is asked for before x, whose address depends on the column ids; these are read one chunk ahead. A row of one
-chunk costs three trips to memory, whatever its length: where it begins and ends, the column ids, x.
-
-Of a skewed pattern the chunks of a long row can be dealt out to a `cluster` of thread blocks (`device.balance`). With
-`overlap` the launch overlaps the producer kernel (programmatic dependent launch): where the host has looked at the
-pattern nobody writes the structure any more, and it is read before the wait.
-
-The kernel, phase by phase, is `staged_x_kernel`.
-"""
+"""The space of `staged_x`, and the extents that its kernel is built from. Loads no compiler."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem, numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 # Whole warps; beyond 512 a thread would have too few registers for its sums.
 THREADS = powers(32, 512)
@@ -45,7 +26,7 @@ MAX_HELD, MAX_COPIES = 96, 16
 MAX_SHARED = 48 * 1024
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: BsrMatmul, machine: Machine) -> Table:
     rows, cols = problem.block_shape
     itemsize = numpy_dtype(problem.dtype).itemsize
     if machine.capability < 80:
@@ -70,7 +51,7 @@ def space(problem: Problem, machine: Machine) -> Table:
     return table
 
 
-def fitting(problem: Problem, machine: Machine, table: Table) -> list[Decisions]:
+def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decisions]:
     """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
     vec, overlap = table["vec"][-1], int(machine.has_clusters)
     # With one strip of x a long row is shared; with several there is enough to do beside it.
@@ -140,7 +121,7 @@ class Extents:
     words: int
 
     @classmethod
-    def of(cls, problem: Problem, decisions: Decisions) -> Extents:
+    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Extents:
         rows, cols = problem.block_shape
         threads, vec, depth = decisions["threads"], decisions["vec"], decisions["depth"]
         itemsize = numpy_dtype(problem.dtype).itemsize
@@ -190,7 +171,7 @@ class Extents:
         return staged + (self.groups + self.cluster - 1) * self.outputs * 4
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
     e, block_cols = Extents.of(problem, decisions), problem.grid[1]
     if e.held > MAX_HELD:
         return f"{e.held} sums and elements in registers exceed {MAX_HELD}"
@@ -206,25 +187,5 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
     return None
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     return fitting(problem, machine, space(problem, machine))[0]
-
-
-def build(problem: Problem, decisions: Decisions) -> Program:
-    from .staged_x_kernel import kernel
-
-    return kernel(problem, Extents.of(problem, decisions))
-
-
-staged_x = Template(
-    name="staged_x",
-    version=3,
-    operator="bsr_matmul",
-    kind="cuda",
-    summary="a block row a block of threads, its parts of x in shared memory (Gu 2020, 4.3)",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
-)

@@ -10,6 +10,8 @@
     fold_lanes      the sums of a warp's lanes
     write_parts     those of each warp to shared memory
     add_parts       their sum, also over the cluster, to y
+
+The phases from `load_columns` to `multiply` are repeated for every chunk; the chunk *in hand* begins at block `begin`.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Program
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from ..device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
-from ..device.overlap import await_previous
-from ..device.state import named, register
-from ..device.words import load_words, value_in
-from .block_row import listed_row, load_int, unlisted_row
-from .interface import gpu_program, output
-from .staged_x import Extents
+from ...device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
+from ...device.overlap import wait_then_start_consumer
+from ...device.state import named, register
+from ...device.words import load_words, value_in
+from ..block_row import listed_row, load_int, unlisted_row
+from ..interface import gpu_program, output
+from .space import Extents
 
 ALL_LANES = 0xFFFFFFFF
 
@@ -103,7 +105,12 @@ class SharedState:
 
 
 def load_columns(e: Extents) -> Callable[..., Any]:
-    """Reads: `indices` for the chunk that begins at block `begin`. Writes: `columns`. Barriers: none."""
+    """Load the column ids of the chunk that begins at block `begin`.
+
+    Reads: `indices` for the chunk that begins at block `begin`.
+    Writes: `columns`.
+    Barriers: none.
+    """
 
     # fmt: off
     @T.inline
@@ -120,10 +127,13 @@ def load_columns(e: Extents) -> Callable[..., Any]:
 
 
 def load_weight(e: Extents) -> Callable[..., Any]:
-    """Reads: the weight's chunk in hand. Writes: `weight`, but for blocks beyond the row.
+    """Load the weight's chunk in hand into registers.
 
-    Barriers: of the warp, at the end. After: these loads are issued before the copies of x: the assembler would move
-    them behind those, which wait for the column ids.
+    Reads: the weight's chunk in hand.
+    Writes: `weight`, but for blocks beyond the row.
+    Barriers: of the warp, at the end.
+    After: these loads are issued before the copies of x. Without the barrier the assembler would move them behind
+    those, which wait for the column ids.
     """
 
     # fmt: off
@@ -144,9 +154,12 @@ def load_weight(e: Extents) -> Callable[..., Any]:
 
 
 def stage_x(e: Extents) -> Callable[..., Any]:
-    """Reads: x in `columns`. Writes: `staged`, asynchronously, but for blocks beyond the row.
+    """Start to copy x's chunk in hand into shared memory.
 
-    Barriers: none, one group of copies. After: the copies are on their way; rows beyond m repeat the last one.
+    Reads: x in `columns`.
+    Writes: `staged`, asynchronously, but for blocks beyond the row.
+    Barriers: none, one group of copies.
+    After: the copies are on their way; rows beyond m repeat the last one.
     """
     size = e.words * 4
     copy = T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_
@@ -172,9 +185,12 @@ def stage_x(e: Extents) -> Callable[..., Any]:
 
 
 def multiply(e: Extents) -> Callable[..., Any]:
-    """Reads: `weight` and `staged`. Writes: adds their products to `sums`.
+    """Multiply the chunk in hand, once its copies are there.
 
-    Barriers: of the thread block, at the begin, with a wait for the copies, and at the end. After: `staged` is free.
+    Reads: `weight` and `staged`.
+    Writes: adds their products to `sums`.
+    Barriers: of the thread block, at the begin, with a wait for the copies, and at the end.
+    After: `staged` is free.
     """
     per_word = e.vec // e.words
 
@@ -199,10 +215,12 @@ def multiply(e: Extents) -> Callable[..., Any]:
 
 
 def fold_lanes(e: Extents) -> Callable[..., Any]:
-    """Reads and writes: `sums`. Barriers: the lanes of a warp shuffle.
+    """Add up the sums of lanes that share a row.
 
-    After: they are those of all lanes that share a row of a block: neighbours, which have other columns of it, and lanes
-    that are `block_vectors` apart, which have other blocks.
+    Reads and writes: `sums`.
+    Barriers: the lanes of a warp shuffle.
+    After: they are those of all lanes that share a row: neighbours, which have other columns of a block, and lanes that
+    are `block_vectors` apart, which have other blocks.
     """
     columns, blocks = e.across.bit_length() - 1, e.warp_blocks.bit_length() - 1
 
@@ -220,9 +238,12 @@ def fold_lanes(e: Extents) -> Callable[..., Any]:
 
 
 def write_parts(e: Extents) -> Callable[..., Any]:
-    """Reads: `sums`. Writes: `parts`, by one lane of those that share a row of a block.
+    """Put the sums of each set into shared memory.
 
-    Barriers: of the thread block, at the end. After: `parts` holds the sums of all sets.
+    Reads: `sums`.
+    Writes: `parts`, by one lane of those that share a row of a block.
+    Barriers: of the thread block, at the end.
+    After: `parts` holds the sums of all sets.
     """
 
     # fmt: off
@@ -240,9 +261,12 @@ def write_parts(e: Extents) -> Callable[..., Any]:
 
 
 def add_parts(e: Extents) -> Callable[..., Any]:
-    """Reads: `parts`, and `others` of rank 0. Writes: y, but for rows beyond m, by rank 0; `others` by other ranks.
+    """Add up what the sets have, and the ranks of a cluster, and store the tile.
 
-    Barriers: `write_parts` and `balance.meet` come before. The sets are added up in their order, then the ranks.
+    Reads: `parts`, and `others` of rank 0.
+    Writes: y, but for rows beyond m, by rank 0; `others` by other ranks.
+    Barriers: none; `write_parts` and `balance.meet` come before.
+    After: sums were added up in the order of the sets, then of the ranks, so that equal inputs give equal bits.
     """
     add_cluster = add_ranks(e.cluster, e.chunk, 1)
 
@@ -263,7 +287,7 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def kernel(problem: Problem, e: Extents) -> Program:
+def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of one point of the space."""
     dealt, listed, unlisted = deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m), listed_row(1), unlisted_row(1)
     columns, weight_loads, staged, multiplied = load_columns(e), load_weight(e), stage_x(e), multiply(e)
@@ -283,17 +307,17 @@ def kernel(problem: Problem, e: Extents) -> Program:
         # The structure is read before the wait if nobody writes it any more.
         s.begin = w.rank * e.chunk
         if io.long >= 0:
-            listed(io, w, s.row, s.ends[0], s.ends[1])
+            listed(s, io, w, s.ends[0], s.ends[1])
         else:
             if e.overlap > 0:
-                await_previous()
-            unlisted(io, w, s.row, s.ends[0], s.ends[1])
+                wait_then_start_consumer()
+            unlisted(s, io, w, s.ends[0], s.ends[1])
         s.first = s.ends[0]
         s.count = s.ends[1] - s.ends[0]
         columns(s, io, t, s.begin)
         if e.overlap > 0:
             if io.long >= 0:
-                await_previous()
+                wait_then_start_consumer()
         joined(w, s.count)
 
         for i in T.unroll(e.passes * e.tile_m):
