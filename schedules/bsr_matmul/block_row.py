@@ -1,7 +1,7 @@
 """Where the blocks of a block row begin and end: the first phase of kernels with explicit threads.
 
-The state `s` of these phases has three registers: `row`, the block row; `first`, its first stored block; `count`, what
-it holds, in blocks or in parts of them. `w` is the thread block's work (`device.balance`).
+The phases fill `row`, a register of the state `s`, with the block row, and two registers that they are given: `first`
+with its first stored block, `stop` with the block after its last. `w` is the thread block's work (`device.balance`).
 
 Loads are `ld.global`, not declared read-only: a kernel whose launch overlaps its producer kernel may read what that
 has written, and the assembler keeps these loads in their order.
@@ -17,34 +17,35 @@ from tvm.script import tirx as T
 load_int = T.ptx.ld.global_.s32
 
 
-def listed_row(slices: int, parts: int) -> Callable[..., Any]:
-    """Reads: `order`. Writes: `row`, `first` and `count`. Barriers: none.
+def listed_row(slices: int) -> Callable[..., Any]:
+    """Find the block row of the work's unit by the list that the host made when it looked at the pattern.
 
-    After: they are those of the work's unit, of `slices` units a block row, by the list that the host made when it
-    looked at the pattern; `count` in parts, `parts` a block. Nobody writes that list or the structure any more, so that
-    both may be read before the producer kernel is done.
+    Reads: `order`.
+    Writes: `row`, `first` and `stop`.
+    Barriers: none.
+    After: nobody writes that list or the structure any more: both may be read before the producer kernel is done.
+
+    `slices`: units of a block row.
     """
 
     # fmt: off
     @T.inline
-    def phase(s, io, w):
+    def phase(s, io, w, first, stop):
         load_int(s.row, io.order.ptr_to([w.unit // slices, 0]))
-        load_int(s.first, io.order.ptr_to([w.unit // slices, 1]))
-        load_int(s.count, io.order.ptr_to([w.unit // slices, 2]))
-        s.count = (s.count - s.first) * parts
+        load_int(first, io.order.ptr_to([w.unit // slices, 1]))
+        load_int(stop, io.order.ptr_to([w.unit // slices, 2]))
     # fmt: on
     return phase
 
 
-def unlisted_row(slices: int, parts: int) -> Callable[..., Any]:
-    """As `listed_row`, of a pattern that nobody has looked at: reads `indptr`, which a producer kernel may write."""
+def unlisted_row(slices: int) -> Callable[..., Any]:
+    """As `listed_row`, of a pattern that nobody has looked at. Reads: `indptr`, which a producer kernel may write."""
 
     # fmt: off
     @T.inline
-    def phase(s, io, w):
+    def phase(s, io, w, first, stop):
         s.row = w.unit // slices
-        load_int(s.first, io.indptr.ptr_to([w.unit // slices]))
-        load_int(s.count, io.indptr.ptr_to([w.unit // slices + 1]))
-        s.count = (s.count - s.first) * parts
+        load_int(first, io.indptr.ptr_to([w.unit // slices]))
+        load_int(stop, io.indptr.ptr_to([w.unit // slices + 1]))
     # fmt: on
     return phase

@@ -9,8 +9,8 @@ the end of the block row.
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 # Rows of x and rows of a block that are computed together.
 TILE_M = powers(1, 16)
@@ -23,7 +23,7 @@ SIMD = powers(1, 64)
 REGISTER = 16
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: BsrMatmul, machine: Machine) -> Table:
     rows, cols = problem.block_shape
     fitting = tuple(tile for tile in TILE_M if tile < 2 * problem.m)
     return {
@@ -33,12 +33,12 @@ def space(problem: Problem, machine: Machine) -> Table:
     }
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
     registers = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["simd"] // REGISTER)
     return f"{registers} accumulators exceed {MAX_ACCUMULATORS}" if registers > MAX_ACCUMULATORS else None
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     table = space(problem, machine)
     return {
         "tile_m": max(tile for tile in table["tile_m"] if tile <= 8),
@@ -47,7 +47,7 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     }
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: BsrMatmul, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, powers
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 # Rows of x and rows of the weight of a thread's partial sums.
 TILE_M = powers(1, 16)
@@ -33,7 +33,7 @@ VECTOR = powers(1, 8)
 MAX_HELD, MAX_HELD_SHARED = 96, 64
 
 
-def space(threads: tuple[int, ...], problem: Problem) -> Table:
+def space(threads: tuple[int, ...], problem: BsrMatmul) -> Table:
     rows, cols = problem.block_shape
     itemsize = 4 if problem.dtype == "float32" else 2
     return {
@@ -45,7 +45,7 @@ def space(threads: tuple[int, ...], problem: Problem) -> Table:
     }
 
 
-def blocks_space(problem: Problem, machine: Machine) -> Table:
+def blocks_space(problem: BsrMatmul, machine: Machine) -> Table:
     _, block_cols = problem.grid
     # More threads than a row could have blocks would never have work.
     threads = tuple(count for count in powers(2, 256) if count < 2 * block_cols)
@@ -54,17 +54,17 @@ def blocks_space(problem: Problem, machine: Machine) -> Table:
     return space(threads, problem)
 
 
-def shuffle_space(problem: Problem, machine: Machine) -> Table:
+def shuffle_space(problem: BsrMatmul, machine: Machine) -> Table:
     return space(powers(2, 32), problem)
 
 
-def shared_space(problem: Problem, machine: Machine) -> Table:
+def shared_space(problem: BsrMatmul, machine: Machine) -> Table:
     if problem.k < 64:
         raise NotApplicable(f"a dot product of k={problem.k} has no work for 64 threads")
     return space(tuple(count for count in powers(64, 256) if count <= problem.k), problem)
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions, most: int = MAX_HELD) -> str | None:
+def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions, most: int = MAX_HELD) -> str | None:
     threads = decisions["reduce_threads"] * decisions["rows"]
     if not 32 <= threads <= min(machine.max_threads, 512):
         return f"{threads} threads a block are not within 32 and 512"
@@ -74,15 +74,15 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions, most: int 
     return f"{held} sums and elements in registers exceed {most}" if held > most else None
 
 
-def shared_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def shared_allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
     return allowed(problem, machine, decisions, MAX_HELD_SHARED)
 
 
-def blocks_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def blocks_allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
     return allowed(problem, machine, decisions, MAX_HELD if decisions["reduce_threads"] <= 32 else MAX_HELD_SHARED)
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """The middle of the space: a warp a row (or two warps), four rows a thread block, all of a small m at once."""
     table = shuffle_space(problem, machine)
     rows = max((r for r in ROWS if r <= 4 and problem.n % r == 0), default=1)
@@ -90,11 +90,11 @@ def default(problem: Problem, machine: Machine) -> Decisions:
     return {"reduce_threads": 32, "rows": rows, "tile_m": tile_m, "tile_n": 1, "vec": 1}
 
 
-def shared_default(problem: Problem, machine: Machine) -> Decisions:
+def shared_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     return {**default(problem, machine), "reduce_threads": 64}
 
 
-def blocks_default(problem: Problem, machine: Machine) -> Decisions:
+def blocks_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Up to 32 threads, as many as a row can have blocks, and as many rows beside each other as make a warp of them."""
     threads = max(count for count in blocks_space(problem, machine)["reduce_threads"] if count <= 32)
     fitting = [rows for rows in ROWS if problem.n % rows == 0 and rows * threads >= 32]
@@ -150,9 +150,11 @@ class Sizes:
 
 
 def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
-    """Reads: x and the weight. Writes: `part`. After: every thread has its part of each sum, zero if that is nothing.
+    """The block `part` of a schedule: each thread's part of each sum.
 
-    The block `part` of a schedule.
+    Reads: x and the weight.
+    Writes: `part`.
+    After: every thread has its part of each sum, zero if that is nothing.
     """
     from tvm.script import tirx as T
 
@@ -201,7 +203,12 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
 
 
 def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
-    """Reads: `part`. Writes: `total`. After: each sum is whole. The block `total` of a schedule."""
+    """The block `total` of a schedule: the sum over the threads.
+
+    Reads: `part`.
+    Writes: `total`.
+    After: each sum is whole.
+    """
     from tvm.script import tirx as T
 
     tile_m, tile_n, threads = sizes.tile_m, sizes.tile_n, sizes.threads
@@ -220,7 +227,11 @@ def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
 
 
 def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
-    """Reads: `total` and the bias. Writes: y, but for rows beyond m. The block `y` of a schedule."""
+    """The block `y` of a schedule: bias, activation, and the store.
+
+    Reads: `total` and the bias.
+    Writes: y, but for rows beyond m.
+    """
     from tvm.script import tirx as T
 
     from .interface import output
@@ -245,7 +256,7 @@ def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
     return stage
 
 
-def definition(problem: Problem, tile_m: int, tile_n: int, threads: int, vec: int, whole_blocks: bool = False):
+def definition(problem: BsrMatmul, tile_m: int, tile_n: int, threads: int, vec: int, whole_blocks: bool = False):
     """The product in three stages: partial sums by thread, their sum, and the output in its dtype.
 
     Each stage is a block of its own so that a schedule can place it; the last axis of `part` is the thread that owns a
@@ -273,7 +284,7 @@ def definition(problem: Problem, tile_m: int, tile_n: int, threads: int, vec: in
     return scheduled(problem, body)
 
 
-def build(problem: Problem, decisions: Decisions, whole_blocks: bool = False) -> Program:
+def build(problem: BsrMatmul, decisions: Decisions, whole_blocks: bool = False) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
@@ -301,7 +312,7 @@ def build(problem: Problem, decisions: Decisions, whole_blocks: bool = False) ->
     return Program(schedule.mod)
 
 
-def blocks_build(problem: Problem, decisions: Decisions) -> Program:
+def blocks_build(problem: BsrMatmul, decisions: Decisions) -> Program:
     return build(problem, decisions, whole_blocks=True)
 
 

@@ -30,9 +30,9 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from ..device.overlap import overlapping
 from ..device.words import read_element
 
-# What a buffer is called in the code of a kernel with explicit threads, where not as the operator calls it. TVM puts a
-# kernel's parameters in the order of their names: under this one they stay in the order in which kernels were measured.
-KERNEL_NAMES = {"data": "weight"}
+# What `data` is called in the code of a kernel with explicit threads. TVM puts a kernel's parameters in the order of
+# their names: under this one they stay in the order in which kernels were measured.
+KERNEL_DATA = "weight"
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Arguments:
         parameters: tuple[tirx.Var, ...],
         ordered: bool = True,
         packed: bool = False,
-        **names: str,
+        data_name: str = "data",
     ) -> Arguments:
         """Buffers of the declared shapes and dtypes, for `extents` (m, nnzb) and the parameters in calling order.
 
         `ordered`: the kernel asks for `order`. `packed`: arrays are known to be aligned to their elements and no more.
-        `names`: what buffers are to be called, where not by their own names.
+        `data_name`: what `data` is called in the generated code.
         """
         m, nnzb = extents
         rows, cols = problem.block_shape
@@ -99,7 +99,7 @@ class Arguments:
             else:
                 align = numpy_dtype(dtype).itemsize if packed else -1
                 found[name] = T.match_buffer(parameter, shapes[name], dtype, align=align)
-                IRBuilder.name(names.get(name, name), found[name])
+                IRBuilder.name(data_name if name == "data" else name, found[name])
         return cls(problem, m, nnzb, **found)
 
 
@@ -130,7 +130,7 @@ def gpu_program(problem: BsrMatmul, body: Callable[..., Any], overlapped: bool =
         m = T.int32()
         nnzb = T.int32()
         body(Arguments.match(
-            problem, (m, nnzb), (x, data, indices, indptr, order, long, constant, bias, y), **KERNEL_NAMES))
+            problem, (m, nnzb), (x, data, indices, indptr, order, long, constant, bias, y), data_name=KERNEL_DATA))
     # fmt: on
     main = problem.trimmed(main).with_attr("global_symbol", "main")
     return Program(tvm.IRModule({"main": overlapping(main) if overlapped else main}), pipeline="tirx")

@@ -8,8 +8,8 @@ share nothing but the caches. The per-element form asks nothing of the shape, an
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, powers
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 # Threads of a thread block: whole warps.
 THREADS = powers(32, 512)
@@ -17,17 +17,17 @@ THREADS = powers(32, 512)
 TILES = powers(1, 8)
 
 
-def element_space(problem: Problem, machine: Machine) -> Table:
+def element_space(problem: BsrMatmul, machine: Machine) -> Table:
     return {"threads": THREADS}
 
 
-def tile_space(problem: Problem, machine: Machine) -> Table:
+def tile_space(problem: BsrMatmul, machine: Machine) -> Table:
     if problem.n % THREADS[0]:
         raise NotApplicable(f"n={problem.n} does not divide among {THREADS[0]} threads")
     return {"threads": THREADS, "tile_m": TILES, "tile_n": TILES}
 
 
-def tile_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def tile_allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
     rows, _ = problem.block_shape
     tile_m, tile_n, threads = decisions["tile_m"], decisions["tile_n"], decisions["threads"]
     if tile_m * tile_n == 1:
@@ -39,12 +39,12 @@ def tile_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> st
     return None
 
 
-def tile_default(problem: Problem, machine: Machine) -> Decisions:
+def tile_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Two rows of x a thread, on as many threads as divide the columns."""
     return {"threads": max(t for t in THREADS[:3] if problem.n % t == 0), "tile_m": 2, "tile_n": 1}
 
 
-def element_build(problem: Problem, decisions: Decisions) -> Program:
+def element_build(problem: BsrMatmul, decisions: Decisions) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
@@ -60,7 +60,7 @@ def element_build(problem: Problem, decisions: Decisions) -> Program:
     return Program(schedule.mod)
 
 
-def tile_build(problem: Problem, decisions: Decisions) -> Program:
+def tile_build(problem: BsrMatmul, decisions: Decisions) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 

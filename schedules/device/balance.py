@@ -100,11 +100,16 @@ class Work:
 
 
 def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..., Any]:
-    """Reads: the place in the grid. Writes: the work, all of it. Barriers: none. After: who has no unit has left.
+    """Lay out the grid, and tell each thread block its work.
 
-    Sets the extents of the grid. `strip_rows`: rows of x of a strip. `two_axes`: strips and units along an axis each,
-    which saves a division by a number that is known only at run time, 0.1 us at the kernel's start. That is for
-    thread blocks without clusters, which TVM launches along one axis, and for up to 65535 units.
+    Reads: the place in the grid.
+    Writes: the work, all of it.
+    Barriers: none.
+    After: thread blocks for which there is no unit have left.
+
+    `strip_rows`: rows of x of a strip. `two_axes`: strips and units get an axis of the grid each. That saves a division
+    by a number that is known only at run time, 0.1 us at the kernel's start. It serves up to 65535 units, and no
+    clusters: TVM launches those along one axis.
     """
 
     def strips(m):
@@ -140,9 +145,12 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
 
 
 def join(cluster: int, chunk: int) -> Callable[..., Any]:
-    """Reads: the work, and `count`, what its row holds. Writes: nothing. Barriers: arrives at the first of the cluster.
+    """Let those ranks leave that have no chunk, and tell the others that this one has started.
 
-    After: every thread block that is left has a chunk of `chunk` to do, or is rank 0. `meet` must follow.
+    Reads: the work, and `count`, what its row holds.
+    Writes: nothing.
+    Barriers: arrives at the first of the cluster.
+    After: every thread block that is left has a chunk of `chunk`, or is rank 0. `meet` must follow.
     """
 
     # fmt: off
@@ -158,10 +166,14 @@ def join(cluster: int, chunk: int) -> Callable[..., Any]:
 
 
 def meet(cluster: int, chunk: int) -> Callable[..., Any]:
-    """Reads: as `join`. Writes: nothing. Barriers: waits at the cluster's first; rank 0 also arrives and waits at its
-    second, where the others arrive in `hand_in`.
+    """Wait until the ranks that share a unit have started; rank 0 also until they have put in their sums.
 
-    After, in a shared unit: rank 0 runs, so that the others may write into its shared memory; and for rank 0, they have.
+    Reads: as `join`.
+    Writes: nothing.
+    Barriers: waits at the cluster's first; rank 0 also arrives and waits at its second, where the others arrive in
+    `hand_in`.
+    After: rank 0 of a shared unit has started, so that the others may write into its shared memory. Rank 0 itself gets
+    past it only when they have done so.
     """
 
     # fmt: off
@@ -177,8 +189,12 @@ def meet(cluster: int, chunk: int) -> Callable[..., Any]:
 
 
 def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
-    """Reads: `width` sums of a thread, and of rank 0 what others have put into `others`. Writes: `sums` of rank 0,
-    `others` of it by the other ranks. Barriers: none. After: `sums` of rank 0 are those of all ranks.
+    """Put a thread's sums into rank 0's shared memory, or, as rank 0, add up what is there.
+
+    Reads: `width` sums of a thread, and of rank 0 what others have put into `others`.
+    Writes: `sums` of rank 0, `others` of it by the other ranks.
+    Barriers: none.
+    After: `sums` of rank 0 are those of all ranks.
 
     `others` is a buffer in shared memory of shape (cluster - 1, sums of a thread block / width, width); `at` is where
     the thread's sums lie along its second axis.
@@ -201,7 +217,13 @@ def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
 
 
 def hand_in(cluster: int) -> Callable[..., Any]:
-    """Reads: the work. Writes: nothing. Barriers: the cluster's second, of ranks but 0. After: rank 0 has their sums."""
+    """Tell rank 0 that the sums are in its shared memory.
+
+    Reads: the work.
+    Writes: nothing.
+    Barriers: all ranks but 0 arrive and wait at the cluster's second.
+    After: rank 0 has their sums.
+    """
 
     # fmt: off
     @T.inline

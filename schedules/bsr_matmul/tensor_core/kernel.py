@@ -24,15 +24,15 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Program, ceildiv
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from ..device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
-from ..device.overlap import await_previous
-from ..device.state import named, register
-from .block_row import listed_row, load_int, unlisted_row
-from .interface import gpu_program, output
-from .tensor_core import Extents
+from ...device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
+from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...device.state import named, register
+from ..block_row import listed_row, load_int, unlisted_row
+from ..interface import gpu_program, output
+from .space import Extents
 
 # Barriers of a warp part the loads of the weight, those of x, and the products. The assembler would move each load next
 # to its use, so that one waits for another; loads that are not declared read-only stay on their side of a barrier.
@@ -131,7 +131,12 @@ def first_column(e: Extents, s: TileState, w: Work) -> Any:
 
 
 def take_places(e: Extents) -> Callable[..., Any]:
-    """Reads: the work. Writes: `group`, `member`, `top`, `octet`, `x_rows` and zeros to `sums`. Barriers: none."""
+    """Give each lane its rows and octets of its warp's tile.
+
+    Reads: the work.
+    Writes: `group`, `member`, `top`, `octet`, `x_rows` and zeros to `sums`.
+    Barriers: none.
+    """
 
     # fmt: off
     @T.inline
@@ -149,9 +154,28 @@ def take_places(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def within_arrays(e: Extents) -> Callable[..., Any]:
-    """Reads and writes: `first` and `count`. Barriers: none.
+def count_octets(e: Extents, find_row: Callable[..., Any]) -> Callable[..., Any]:
+    """Find the block row by `find_row`, and count its octets.
 
+    Reads: as `find_row`.
+    Writes: `row`, `first` and `count`.
+    Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, w):
+        find_row(s, io, w, s.first, s.count)
+        s.count = (s.count - s.first) * e.octets
+    # fmt: on
+    return phase
+
+
+def within_arrays(e: Extents) -> Callable[..., Any]:
+    """Clamp what may have been read while the producer kernel wrote it.
+
+    Reads and writes: `first` and `count`.
+    Barriers: none.
     After: they lead to no place outside of the arrays, even if they were read while the producer kernel wrote them.
     """
 
@@ -165,7 +189,12 @@ def within_arrays(e: Extents) -> Callable[..., Any]:
 
 
 def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..., Any]:
-    """Reads: `indices` for the steps in hand. Writes: `columns`, but for octets beyond the row. Barriers: none."""
+    """Load the column ids of the steps in hand.
+
+    Reads: `indices` for the steps in hand.
+    Writes: `columns`, but for octets beyond the row.
+    Barriers: none.
+    """
 
     # fmt: off
     @T.inline
@@ -178,9 +207,12 @@ def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..
 
 
 def load_weight(e: Extents) -> Callable[..., Any]:
-    """Reads: the weight's octets in hand. Writes: `weight`, zeros beyond the row's last octet.
+    """Load the weight's operand of the steps in hand.
 
-    Barriers: of the warp, at the end. After: these loads are issued before any that follow.
+    Reads: the weight's octets in hand.
+    Writes: `weight`, zeros beyond the row's last octet.
+    Barriers: of the warp, at the end.
+    After: these loads are issued before any that follow.
     """
     load = load_once if e.warps_m == 1 else load_vector
     fragments = e.tile_n // 8
@@ -207,9 +239,11 @@ def load_weight(e: Extents) -> Callable[..., Any]:
 
 
 def load_x(e: Extents) -> Callable[..., Any]:
-    """Reads: x in the columns in hand. Writes: `x`, zeros beyond the row's last octet, where x might hold NaN.
+    """Load x's operand of the steps in hand.
 
-    Barriers: none. The weight there is zero too, but zero times NaN is not.
+    Reads: x in the columns in hand.
+    Writes: `x`, zeros beyond the row's last octet: the weight is zero there too, but x might hold NaN.
+    Barriers: none.
     """
     fragments = e.tile_m // 8
 
@@ -232,9 +266,11 @@ def load_x(e: Extents) -> Callable[..., Any]:
 
 
 def multiply(e: Extents) -> Callable[..., Any]:
-    """Reads: `a` and `b`. Writes: adds their products to `sums`. Barriers: of the warp, at the begin.
+    """Multiply the operands in hand: two instructions for each step and pair of fragments.
 
-    Two instructions for each step and pair of fragments, one for each half of the octets. All lanes of a warp take part.
+    Reads: `a` and `b`.
+    Writes: adds their products to `sums`.
+    Barriers: of the warp, at the begin. All of its lanes take part.
     """
     kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
@@ -261,10 +297,12 @@ def multiply(e: Extents) -> Callable[..., Any]:
 
 
 def verify_guesses(e: Extents) -> Callable[..., Any]:
-    """Reads: the row's ends and the column ids once more, now that the producer kernel is done.
+    """Read once more what was read before the wait, and compare.
 
+    Reads: the row's ends and the column ids once more, now that the producer kernel is done.
     Writes: `first`, `count` and `columns` as they are; `loaded` is 0 in all lanes of a warp if they were guessed wrong
-    in any. Barriers: the lanes of a warp vote.
+    in any.
+    Barriers: the lanes of a warp vote.
     """
     load_columns_anew = load_columns(e, load_int_anew)
 
@@ -292,8 +330,10 @@ def verify_guesses(e: Extents) -> Callable[..., Any]:
 
 
 def start_ahead(e: Extents) -> Callable[..., Any]:
-    """Reads: `columns`, which may be guesses; then x and the weight in hand. Writes: `columns`, `weight`, `x`, `loaded`.
+    """Wait for the producer kernel and load the first operands at once, by column ids that may be guesses.
 
+    Reads: `columns`, which may be guesses; then x and the weight in hand.
+    Writes: `columns`, `weight`, `x` and `loaded`; `first` and `count` if they were guesses.
     Barriers: waits for the producer kernel; those of `load_weight` and `verify_guesses`.
     After: `loaded` says whether the operands are those of the steps in hand; `first`, `count` and `columns` are right.
     """
@@ -305,9 +345,9 @@ def start_ahead(e: Extents) -> Callable[..., Any]:
         for d in T.unroll(e.depth):
             s.columns[d] = T.max(T.min(s.columns[d], e.block_cols - 1), 0)
         if e.overlap == 2:
-            T.ptx.griddepcontrol.wait()  # the consumer kernel may start already
+            wait_for_producer()  # the consumer kernel may start already
         else:
-            await_previous()
+            wait_then_start_consumer()
         # By all lanes, also where the row is taken to end before: they may have read different ends.
         weight_loads(s, io, w)
         x_loads(s, io)
@@ -318,7 +358,12 @@ def start_ahead(e: Extents) -> Callable[..., Any]:
 
 
 def store_tile(e: Extents) -> Callable[..., Any]:
-    """Reads: `sums`, whole in one warp. Writes: the tile of y, but for rows beyond m. Barriers: none."""
+    """Store a tile of which one warp has the whole sum.
+
+    Reads: `sums`, whole in one warp.
+    Writes: the tile of y, but for rows beyond m.
+    Barriers: none.
+    """
 
     # fmt: off
     @T.inline
@@ -345,7 +390,13 @@ def store_tile(e: Extents) -> Callable[..., Any]:
 
 
 def write_parts(e: Extents) -> Callable[..., Any]:
-    """Reads: `sums`. Writes: `parts`. Barriers: of the thread block, at the end. After: all warps' tiles are there."""
+    """Put each warp's sums into shared memory.
+
+    Reads: `sums`.
+    Writes: `parts`.
+    Barriers: of the thread block, at the end.
+    After: all warps' tiles are there.
+    """
 
     # fmt: off
     @T.inline
@@ -361,10 +412,12 @@ def write_parts(e: Extents) -> Callable[..., Any]:
 
 
 def add_parts(e: Extents) -> Callable[..., Any]:
-    """Reads: `parts`, and `others` of rank 0. Writes: y, but for rows beyond m, by rank 0; `others` by other ranks.
+    """Add up what the warps have, and the ranks of a cluster, and store the tile.
 
-    Barriers: `write_parts` and `balance.meet` come before. The threads of a tile take its pairs of columns in turn, and
-    add up in the order of the warps, then of the ranks.
+    Reads: `parts`, and `others` of rank 0.
+    Writes: y, but for rows beyond m, by rank 0; `others` by other ranks.
+    Barriers: none; `write_parts` and `balance.meet` come before.
+    After: sums were added up in the order of the warps, then of the ranks, so that equal inputs give equal bits.
     """
     add_cluster = add_ranks(e.cluster, e.chunk, 2)
     half = e.tile_n // 2  # pairs of a row of the tile
@@ -393,13 +446,12 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def kernel(problem: Problem, e: Extents) -> Program:
+def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of one point of the space."""
     two_axes = e.overlap == 2
     dealt = deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes)
-    placed, listed, unlisted, bounded = (
-        take_places(e), listed_row(e.slices, e.octets), unlisted_row(e.slices, e.octets), within_arrays(e),
-    )  # fmt: skip
+    placed, bounded = take_places(e), within_arrays(e)
+    listed, unlisted = count_octets(e, listed_row(e.slices)), count_octets(e, unlisted_row(e.slices))
     columns, next_columns = load_columns(e), load_columns(e, load_int_anew if e.overlap else load_int)
     weight_loads, x_loads, multiplied, started = load_weight(e), load_x(e), multiply(e), start_ahead(e)
     joined, met, handed_in = join(e.cluster, e.chunk), meet(e.cluster, e.chunk), hand_in(e.cluster)
@@ -411,7 +463,7 @@ def kernel(problem: Problem, e: Extents) -> Program:
         T.device_entry()
         if e.overlap == 2:
             # The consumer kernel may start whenever there is room: it waits until this one is done.
-            T.ptx.griddepcontrol.launch_dependents()
+            start_consumer()
         w = T.meta_var(Work.alloc())
         dealt(w, io.m, io.long)
         t = T.thread_id([e.threads])
@@ -423,7 +475,7 @@ def kernel(problem: Problem, e: Extents) -> Program:
             listed(s, io, w)
             columns(s, io, s.columns)
             weight_loads(s, io, w)
-            T.ptx.griddepcontrol.wait()
+            wait_for_producer()
             x_loads(s, io)
             joined(w, s.count)
             multiplied(s)

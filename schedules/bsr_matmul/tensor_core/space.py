@@ -1,47 +1,12 @@
-"""Block-sparse matmul on tensor cores, for 16-bit inputs: `mma.m16n8k16`, fed from registers. The space.
-
-**The work of a warp** is a *tile* of y: `tile_m` rows of x times `tile_n` rows of a block row of the weight. The sum
-runs over the *octets* of the block row: an octet is eight neighbouring columns of a stored block, 16 bytes in each of
-its rows.
-
-**Operands.** In the instruction's operands four neighbouring lanes share a row, and lane t of the four holds columns
-2t, 2t + 1, 2t + 8 and 2t + 9 of 16. Tiles are usually brought to shared memory and put into this order by `ldmatrix`.
-Here lane t loads a whole octet of its row of the weight, and the same columns of its row of x, by one 16-byte load each,
-and passes the first half of both to one instruction and the second half to another, as the four columns that it is to
-hold. Which columns of the matrix these really are does not matter to the sum, as long as both operands agree. So
-nothing stands between the loads and the tensor cores, and the four octets of a *step* may be from different blocks:
-blocks of 8 columns fill an instruction like any others. A step is 32 columns, two instructions for each pair of
-*fragments*, which is what the instruction takes of an operand: 16 rows of operand A, 8 of operand B.
-
-Operand A is the weight where a tile has 8 rows of x, so that m = 8 wastes nothing. Else it is x, whose sums then lie in
-registers as y does in memory; blocks of 8 rows need this, too.
-
-**Loads in flight** are what a product of few rows lives on. `reduce_warps` warps share the steps of a tile and add up
-through shared memory, `depth` steps of a warp are in flight together, and column ids are read one round ahead, since
-the address of x depends on them. The weight is asked for before x, because its address does not.
-
-**Long rows.** One thread block takes long to read a heavy block row of a skewed pattern. With `cluster` such a row is
-shared by a cluster of thread blocks (`device.balance`).
-
-**Overlap** (programmatic dependent launch; `overlap` of 1 or 2). A thread block makes three trips to memory, each for
-the address of the next: where its block row begins and ends, the column ids, x. Two of them are made while the producer
-kernel is still running. If the host has looked at the pattern (`long` is not negative) nobody writes the structure any
-more, and what is read is right. Otherwise it is a guess: after the wait it is read once more, beside x, and compared; in
-most calls it was right, and no time is lost.
-With `overlap=2` the consumer kernel may start as soon as this one has, and a weight that is known to be `constant` takes
-a way of its own, without guesses: the first round of its blocks is loaded before the wait too. What is left to do after
-the wait is x, the products and the sum.
-
-The kernel, phase by phase, is `tensor_core_kernel`.
-"""
+"""The space of `tensor_core`, and the extents that its kernel is built from. Loads no compiler."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
-from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, ceildiv, powers
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 # Rows of the weight and of x of a warp's tile: from one fragment to what registers hold.
 TILE_N = powers(8, 64)
@@ -72,7 +37,7 @@ OCTET, STEP = 8, 32
 PAD = 4
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: BsrMatmul, machine: Machine) -> Table:
     if problem.dtype == "float32":
         raise NotApplicable("tensor cores would round float32 inputs to 10 bits")
     rows, cols = problem.block_shape
@@ -91,7 +56,7 @@ def space(problem: Problem, machine: Machine) -> Table:
     }
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
     tile_m, tile_n, warps_m = decisions["tile_m"], decisions["tile_n"], decisions["warps_m"]
     reduce_warps, depth, cluster = decisions["reduce_warps"], decisions["depth"], decisions["cluster"]
     if tile_m == 8 and tile_n % 16:
@@ -129,7 +94,7 @@ def shared_bytes(decisions: Decisions) -> int:
     return (parts + (decisions["cluster"] - 1) * warps_m * tile_m * tile_n) * 4
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Tiles of up to 64 rows of x and 32 of the weight, shared until each multiprocessor has some warps to work on.
 
     With one strip of x a long row is shared by four thread blocks; with several there is enough to do beside it.
@@ -218,7 +183,7 @@ class Extents:
     pairs: int
 
     @classmethod
-    def of(cls, problem: Problem, decisions: Decisions) -> Extents:
+    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Extents:
         rows, cols = problem.block_shape
         tile_m, tile_n, reduce_warps = decisions["tile_m"], decisions["tile_n"], decisions["reduce_warps"]
         weight_is_a = tile_m == 8
@@ -241,23 +206,3 @@ class Extents:
             pitch=tile_n + PAD,
             pairs=tile_m * tile_n // 2,
         )
-
-
-def build(problem: Problem, decisions: Decisions) -> Program:
-    from .tensor_core_kernel import kernel
-
-    return kernel(problem, Extents.of(problem, decisions))
-
-
-tensor_core = Template(
-    name="tensor_core",
-    version=4,
-    operator="bsr_matmul",
-    kind="cuda",
-    summary="16-bit blocks on tensor cores, operands straight from global memory, warps and clusters share rows",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
-)

@@ -1,0 +1,191 @@
+"""The space of `staged_x`, and the extents that its kernel is built from. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+# Whole warps; beyond 512 a thread would have too few registers for its sums.
+THREADS = powers(32, 512)
+# Rows of x of a tile.
+TILE_M = powers(1, 16)
+# Blocks that a thread has a vector of in a chunk: what is in flight at once.
+DEPTH = powers(1, 8)
+# Thread blocks that share a long row. 8 is the largest cluster that every GPU with clusters runs.
+CLUSTER = powers(1, 8)
+# Bytes that an asynchronous copy moves, and so those of a vector.
+COPY_BYTES = (4, 16)
+# Sums, and elements of the weight in flight, that a thread holds; copies of x that it issues for a chunk, each with an
+# address in a register.
+MAX_HELD, MAX_COPIES = 96, 16
+# Bytes of static shared memory of a thread block.
+MAX_SHARED = 48 * 1024
+
+
+def space(problem: BsrMatmul, machine: Machine) -> Table:
+    rows, cols = problem.block_shape
+    itemsize = numpy_dtype(problem.dtype).itemsize
+    if machine.capability < 80:
+        raise NotApplicable(f"{machine.arch} has no asynchronous copies")
+    if rows & (rows - 1) or cols & (cols - 1):
+        raise NotApplicable(f"blocks of {rows}x{cols} do not divide evenly among threads")
+    least, most = COPY_BYTES
+    # Threads that share a row of a block are lanes of one warp, which add up by shuffles.
+    vecs = tuple(v for v in powers(1, 8) if cols % v == 0 and least <= v * itemsize <= most and cols // v <= 32)
+    if not vecs:
+        raise NotApplicable(f"rows of {cols} elements are no copies of {least} to {most} bytes for up to 32 threads")
+    table = {
+        "threads": THREADS,
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.m),
+        "vec": vecs[-2:],
+        "depth": DEPTH,
+        "cluster": CLUSTER if machine.has_clusters and problem.pattern == "skewed" else (1,),
+        "overlap": (0, 1) if machine.has_clusters else (0,),
+    }
+    if not fitting(problem, machine, table):
+        raise NotApplicable(f"blocks of {rows}x{cols} exceed the registers of {THREADS[-1]} threads")
+    return table
+
+
+def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decisions]:
+    """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
+    vec, overlap = table["vec"][-1], int(machine.has_clusters)
+    # With one strip of x a long row is shared; with several there is enough to do beside it.
+    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
+    choices = [
+        {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "cluster": cluster, "overlap": overlap}
+        for tile_m in (8, 4, 2, 1)
+        if tile_m in table["tile_m"]
+        for threads in (128, 256, 64, 512, 32)
+        for depth in (4, 2, 1)
+        for cluster in clusters
+    ]
+    return [point for point in choices if allowed(problem, machine, point) is None]
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What a kernel's phases know before it runs.
+
+    Attributes
+    ----------
+    rows, cols
+        Of a block of the weight.
+    block_rows
+        Block rows of the weight: units of work.
+    threads, tile_m, vec, depth, cluster, overlap
+        The decisions of these names.
+    dtype, itemsize
+        Of x, the weight and y; bytes of an element.
+    across
+        Vectors in a row of a block.
+    block_vectors
+        Vectors of a block.
+    groups
+        Blocks that the threads have a vector of at once.
+    passes
+        Rows of a block that a thread has a vector of, `row_step` rows apart: 1, unless a block has more vectors than
+        there are threads.
+    row_step
+        See `passes`.
+    chunk
+        Blocks of a block row that a thread block has in flight at once, `depth` of each group.
+    copies
+        Copies of x that a thread issues for a chunk.
+    words
+        32-bit words of a vector.
+    """
+
+    rows: int
+    cols: int
+    block_rows: int
+    threads: int
+    tile_m: int
+    vec: int
+    depth: int
+    cluster: int
+    overlap: int
+    dtype: str
+    itemsize: int
+    across: int
+    block_vectors: int
+    groups: int
+    passes: int
+    row_step: int
+    chunk: int
+    copies: int
+    words: int
+
+    @classmethod
+    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Extents:
+        rows, cols = problem.block_shape
+        threads, vec, depth = decisions["threads"], decisions["vec"], decisions["depth"]
+        itemsize = numpy_dtype(problem.dtype).itemsize
+        across = cols // vec
+        groups = max(1, threads // (rows * across))
+        return cls(
+            **decisions,
+            rows=rows,
+            cols=cols,
+            block_rows=problem.grid[0],
+            dtype=problem.dtype,
+            itemsize=itemsize,
+            across=across,
+            block_vectors=rows * across,
+            groups=groups,
+            passes=max(1, rows * across // threads),
+            row_step=threads // across,
+            chunk=depth * groups,
+            copies=ceildiv(depth * groups * decisions["tile_m"] * across, threads),
+            words=vec * itemsize // 4,
+        )
+
+    @property
+    def warp_blocks(self) -> int:
+        """Blocks that the lanes of a warp have a vector of at once; 1 if a block is a warp's work or more."""
+        return max(1, 32 // self.block_vectors)
+
+    @property
+    def sets(self) -> int:
+        """Sets of sums that no shuffle joins: one for every warp, or warps, that work on blocks of their own."""
+        return self.groups // min(self.groups, self.warp_blocks)
+
+    @property
+    def outputs(self) -> int:
+        """Elements of y that a thread block computes."""
+        return self.rows * self.tile_m
+
+    @property
+    def held(self) -> int:
+        """Sums, and elements of the weight in flight, that a thread holds."""
+        return self.passes * (self.tile_m + self.depth * self.vec)
+
+    @property
+    def shared_bytes(self) -> int:
+        """At most: of x as it is staged, of the sums of all groups, and of what rank 0 gets from the other ranks."""
+        staged = self.chunk * (self.tile_m + 1) * self.cols * self.itemsize
+        return staged + (self.groups + self.cluster - 1) * self.outputs * 4
+
+
+def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
+    e, block_cols = Extents.of(problem, decisions), problem.grid[1]
+    if e.held > MAX_HELD:
+        return f"{e.held} sums and elements in registers exceed {MAX_HELD}"
+    if e.copies > MAX_COPIES:
+        return f"{e.copies} copies a thread and chunk exceed {MAX_COPIES}"
+    if e.shared_bytes > MAX_SHARED:
+        return f"{e.shared_bytes} bytes exceed shared memory of {MAX_SHARED}"
+    # The smallest point stays, so that every shape has one.
+    if e.chunk >= 2 * block_cols and (e.threads, e.depth) != (32, 1):
+        return f"half of a chunk of {e.chunk} blocks lies beyond the {block_cols} of a row"
+    if e.cluster > 1 and e.chunk * e.cluster >= 2 * block_cols:
+        return f"half of {e.cluster} blocks of threads have no part of a row of {block_cols} blocks"
+    return None
+
+
+def default(problem: BsrMatmul, machine: Machine) -> Decisions:
+    return fitting(problem, machine, space(problem, machine))[0]
