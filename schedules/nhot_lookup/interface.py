@@ -56,7 +56,7 @@ class Arguments:
         """
         index, dtype, width = problem.index, problem.dtype, T.int64(problem.width)
         rows, nnz, vocab = (T.int64() for _ in range(3))
-        of_index, of_element = (numpy_dtype(index).itemsize, 2) if packed else (-1, -1)
+        of_index, of_element = (numpy_dtype(index).itemsize, numpy_dtype(dtype).itemsize) if packed else (-1, -1)
         for name, extent in (("rows", rows), ("nnz", nnz), ("vocab", vocab)):
             IRBuilder.name(name, extent)
         indptr, indices, values, table, out = handles
