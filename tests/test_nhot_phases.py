@@ -16,7 +16,7 @@ from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from tvm_sparse.schedules.nhot_lookup.dealt_gather import kernel as dealt
 from tvm_sparse.schedules.nhot_lookup.dealt_gather.space import Extents as DealtExtents
-from tvm_sparse.schedules.nhot_lookup.interface import Io
+from tvm_sparse.schedules.nhot_lookup.interface import Arguments
 from tvm_sparse.schedules.nhot_lookup.warp_gather import kernel as warp
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import WARP, default
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import Extents as WarpExtents
@@ -43,7 +43,7 @@ def run(
         indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle,
         given_h: T.handle, seen_h: T.handle
     ):  # fmt: skip
-        io = T.meta_var(Io.match(problem, (indptr_h, indices_h, values_h, table_h, out_h), True))
+        io = T.meta_var(Arguments.match(problem, (indptr_h, indices_h, values_h, table_h, out_h)))
         given_buffer = T.match_buffer(given_h, given.shape, "int32")
         seen_buffer = T.match_buffer(seen_h, seen, "float32")
         body(io, given_buffer, seen_buffer)

@@ -1,6 +1,16 @@
-"""The signature of an N-hot lookup's programs and their buffers, written once; a body maps them to a machine.
+"""The arguments of every N-hot lookup kernel, written once: a template gives the body, this the function around it.
 
-A body is a `T.inline` that takes an `Io`. This module loads the compiler: templates import it when they build.
+A body is a `T.inline` of one argument, the kernel's `Arguments`:
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        ...
+        io.out[row, column] = ...
+
+    return gpu_program(problem, body)
+
+This module loads the compiler: templates import it when they build.
 """
 
 from __future__ import annotations
@@ -8,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Program
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..device.overlap import overlapping
@@ -20,11 +32,11 @@ from ..device.state import named
 
 
 @dataclass(frozen=True)
-class Io:
-    """The arguments of an N-hot lookup; see the operator's `problem.py` for what they hold.
+class Arguments:
+    """What a kernel is called with: buffers by the names under which the operator declares them, and their extents.
 
-    `rows`, `nnz` and `vocab` are known when the program runs. `values` must not be read where entries have none: the
-    parameter is taken away from the finished function.
+    `rows`, `nnz` and `vocab` are known only at run time: one kernel serves all. Without values `values` must not be
+    touched: the finished function does not have it.
     """
 
     indptr: tirx.Buffer  # (rows + 1,)
@@ -37,11 +49,14 @@ class Io:
     vocab: tirx.Var
 
     @classmethod
-    def match(cls, problem: NhotLookup, handles: Sequence[tirx.Var], aligned: bool) -> Io:
-        """Match the parameters of the function that is being built. `aligned`: to TVM's 64 bytes, else to elements."""
+    def match(cls, problem: NhotLookup, handles: Sequence[tirx.Var], packed: bool = False) -> Arguments:
+        """Buffers of the declared shapes and dtypes, for the parameters of the function that is being built.
+
+        `packed`: arrays are known to be aligned to their elements and no more; else as TVM aligns them.
+        """
         index, dtype, width = problem.index, problem.dtype, T.int64(problem.width)
         rows, nnz, vocab = (T.int64() for _ in range(3))
-        of_index, of_element = (-1, -1) if aligned else (numpy_dtype(index).itemsize, 2)
+        of_index, of_element = (numpy_dtype(index).itemsize, numpy_dtype(dtype).itemsize) if packed else (-1, -1)
         for name, extent in (("rows", rows), ("nnz", nnz), ("vocab", vocab)):
             IRBuilder.name(name, extent)
         indptr, indices, values, table, out = handles
@@ -58,23 +73,28 @@ class Io:
         return named(io)
 
 
-def gpu_kernel(problem: NhotLookup, body: Callable[[Io], None], overlap: bool) -> tirx.PrimFunc:
-    """The kernel of a body with explicit threads. `overlap`: launched by programmatic dependent launch."""
+def gpu_program(problem: NhotLookup, body: Callable[[Arguments], None], overlapped: bool = False) -> Program:
+    """The program of a CUDA kernel with explicit threads.
+
+    `overlapped`: it is started by programmatic dependent launch, and `body` waits for its producer kernel
+    (`overlap.wait_for_producer`) before it relies on what an argument holds.
+    """
 
     @T.prim_func
     def main(indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle):
-        body(Io.match(problem, (indptr_h, indices_h, values_h, table_h, out_h), True))
+        body(Arguments.match(problem, (indptr_h, indices_h, values_h, table_h, out_h)))
 
     kernel = problem.trimmed(main).with_attr("global_symbol", "main")
-    return overlapping(kernel) if overlap else kernel
+    return Program(tvm.IRModule({"main": overlapping(kernel) if overlapped else kernel}), pipeline="tirx")
 
 
-def cpu_function(problem: NhotLookup, body: Callable[[Io], None]) -> tirx.PrimFunc:
-    """The function of a body of blocks and loops. Arrays need no more alignment than their elements have."""
+def cpu_program(problem: NhotLookup, body: Callable[[Arguments], None]) -> Program:
+    """The program of a CPU kernel, whose body is made of blocks (`T.sblock`) that TVM lowers and vectorises."""
 
     @T.prim_func(s_tir=True)
     def main(indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle):
         T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        body(Io.match(problem, (indptr_h, indices_h, values_h, table_h, out_h), False))
+        # Arrays of other libraries are aligned to their elements, no more; unaligned vector loads cost nothing.
+        body(Arguments.match(problem, (indptr_h, indices_h, values_h, table_h, out_h), packed=True))
 
-    return problem.trimmed(main)
+    return Program(tvm.IRModule({"main": problem.trimmed(main)}))

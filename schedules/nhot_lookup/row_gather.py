@@ -23,10 +23,9 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
-    from .interface import cpu_function
+    from .interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
     chunk = decisions["chunk"]
@@ -63,7 +62,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                 if rest > 0:
                     sum_columns(io, acc, row, whole * chunk, rest)
     # fmt: on
-    return Program(tvm.IRModule({"main": cpu_function(problem, body)}))
+    return cpu_program(problem, body)
 
 
 row_gather = Template(

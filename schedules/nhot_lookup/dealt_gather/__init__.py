@@ -11,9 +11,10 @@ one more.
 
 **How a thread block works.** For each of its vectors there are `reduce_threads` threads, each with a share of the row's
 entries. A thread reads its own ids and values, several with a load, and has the table rows of its whole share in flight
-(up to MOST_LOADS) before it adds the first. Neighbouring threads have neighbouring vectors and the same share: a warp's
-loads of ids go to few addresses, and those of table rows to whole lines. No shuffle stands between ids and rows. What
-the threads of a vector have is left in shared memory, and all threads of the block add it up, in a fixed order.
+(up to `space.MOST_LOADS`) before it adds the first. Neighbouring threads have neighbouring vectors and the same share:
+a warp's loads of ids go to few addresses, and those of table rows to whole lines. No shuffle stands between ids and
+rows. What the threads of a vector have is left in shared memory, and all threads of the block add it up, in a fixed
+order.
 
 **Where ids are guessed to be.** If a call has as many entries a row as the problem says, nnz = rows * `nonzeros`, its
 rows mostly all have that number, and row r begins at entry r * `nonzeros`. Then ids are loaded from there at the same
@@ -34,14 +35,11 @@ from .space import Extents, allowed, default, space
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    import tvm
-
-    from ..interface import gpu_kernel
+    from ..interface import gpu_program
     from .kernel import kernel_body
 
     extents = Extents.of(problem, decisions)
-    kernel = gpu_kernel(problem, kernel_body(extents), overlap=extents.overlap > 0)
-    return Program(tvm.IRModule({"main": kernel}), pipeline="tirx")
+    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0)
 
 
 dealt_gather = Template(

@@ -18,7 +18,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
-from ..interface import Io
+from ..interface import Arguments
 from .space import Extents
 
 Phase = Callable[..., Any]
@@ -92,8 +92,8 @@ class State:
         )
 
 
-def kernel_body(e: Extents) -> Callable[[Io], None]:
-    """The kernel, as the body of `interface.gpu_kernel`."""
+def kernel_body(e: Extents) -> Callable[[Arguments], None]:
+    """The kernel, as the body of `interface.gpu_program`."""
     deal, load_ends = deal_out(e), load_row_ends(e)
     gather_guessed, gather_rest = gather_where_guessed(e), gather_entries(e)
     leave_sums, store = leave_partial_sums(e), sum_groups_and_store(e)

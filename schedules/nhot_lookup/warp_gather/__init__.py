@@ -33,14 +33,11 @@ from .space import Extents, allowed, default, space
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    import tvm
-
-    from ..interface import gpu_kernel
+    from ..interface import gpu_program
     from .kernel import kernel_body
 
     extents = Extents.of(problem, decisions)
-    kernel = gpu_kernel(problem, kernel_body(extents), overlap=extents.overlap > 0)
-    return Program(tvm.IRModule({"main": kernel}), pipeline="tirx")
+    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0)
 
 
 warp_gather = Template(

@@ -19,7 +19,7 @@ from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wai
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
-from ..interface import Io
+from ..interface import Arguments
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -116,8 +116,8 @@ class State:
         )
 
 
-def kernel_body(e: Extents) -> Callable[[Io], None]:
-    """The kernel, as the body of `interface.gpu_kernel`."""
+def kernel_body(e: Extents) -> Callable[[Arguments], None]:
+    """The kernel, as the body of `interface.gpu_program`."""
     place, guess_own_entries = place_warps(e), guess_entries(e)
     read_guessed_ids, prefetch_rows, load_guessed_rows = read_ids_ahead(e), prefetch_guessed_rows(e), load_rows_ahead(e)
     load_row_ends, load_ids = read_row_ends(e), load_own_ids(e)
@@ -239,7 +239,7 @@ def choose_weight(e: Extents) -> Phase:
     return phase
 
 
-def row_address(e: Extents, s: State, u: Any, io: Io, at: Place) -> Any:
+def row_address(e: Extents, s: State, u: Any, io: Arguments, at: Place) -> Any:
     """Where the table has this lane's columns in the row of load `u`."""
     column = (at.tile * e.lanes + at.lane % e.lanes) * e.vec
     # Lanes beyond the last column read it again, and store nothing.
