@@ -372,7 +372,7 @@ def test_schedules_with_threads_as_loops(template: Template, problem: Problem) -
         for seed, structure in enumerate(problem.structures):
             verify(problem, structure, seed, call, workspaces(program, problem))
         larger = problem.with_batch(problem.batch_extent + 3)
-        verify(larger, problem.structures[0], 9, call, workspaces(program, larger))
+        verify(larger, problem.tuned, 9, call, workspaces(program, larger))
 
 
 def without_initialisation(module: tvm.IRModule) -> tvm.IRModule:
@@ -659,7 +659,7 @@ def test_wrong_guesses_of_ids_are_found_out(key: str, decisions: dict[str, int])
     point = {**template.default(problem, SM90), "guess": 1, "overlap": 2, **decisions}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
-    even, *others = problem.structures
+    even, others = problem.tuned, [structure for structure in problem.structures if structure != problem.tuned]
     for seed, wrong in enumerate(WRONG_IDS.values()):
         for structure in (even, others[seed % len(others)]):
             call = emulated(program, seed, lambda arguments, wrong=wrong: {1: wrong(arguments[1])})

@@ -103,25 +103,33 @@ def reference(
     """The problem's reference and tolerance, by as many rows at a time as have so many elements in and out."""
     import numpy as np
 
+    expected: list[np.ndarray]
+    tolerance: list[np.ndarray | None]
+
     def of_a_row(argument: Argument) -> int:
         if argument.shape[:1] != (problem.batch_axis,):
             return 0
         return math.prod(problem.axes[extent] if isinstance(extent, str) else extent for extent in argument.shape[1:])
 
+    def with_all_rows(part: np.ndarray) -> np.ndarray:
+        return np.empty((problem.batch_extent, *part.shape[1:]), part.dtype)
+
     step = max(1, elements // sum(map(of_a_row, (*problem.kernel_inputs, *problem.kernel_outputs))))
     if step >= problem.batch_extent:
         expected = problem.reference(inputs)
         return expected, problem.tolerance(inputs, expected)
-    parts = []
+    expected, tolerance = [], []
     for start in range(0, problem.batch_extent, step):
         rows = np.arange(start, min(start + step, problem.batch_extent))
         part, some = problem.with_batch(len(rows)), problem.sample(inputs, rows)
-        expected = part.reference(some)
-        parts.append((expected, part.tolerance(some, expected)))
-    expected, tolerance = (
-        [None if arrays[0] is None else np.concatenate(arrays) for arrays in zip(*halves, strict=True)]
-        for halves in zip(*parts, strict=True)
-    )
+        outputs = part.reference(some)
+        bounds = part.tolerance(some, outputs)
+        if not expected:
+            expected = [with_all_rows(array) for array in outputs]
+            tolerance = [None if bound is None else with_all_rows(bound) for bound in bounds]
+        for whole, array in zip((*expected, *tolerance), (*outputs, *bounds), strict=True):
+            if whole is not None:
+                whole[rows] = array
     return expected, tolerance
 
 

@@ -250,7 +250,7 @@ def compare(
             rows = slice(start, start + step)
             wrong = ~_agree(found[rows], wanted[rows], None if bound is None else bound[rows])
             if wrong.any():
-                count += np.count_nonzero(wrong)
+                count += int(np.count_nonzero(wrong))
                 if first is None:
                     row, *rest = (int(i) for i in np.argwhere(wrong)[0])
                     first = (start + row, *rest)
