@@ -234,7 +234,18 @@ def softmax_topk_ratios() -> str:
 
 
 def limit() -> float:
-    return machine.READ_BANDWIDTH[0][1]
+    """Bytes a second that one kernel reads on the card that was measured."""
+    return dict(machine.READ_BANDWIDTH)["H200"]
+
+
+@part
+def limits_of_cards() -> str:
+    rates = [f"{rate / 1e12:.2f} TB/s for an {chip}" for chip, rate in machine.READ_BANDWIDTH]
+    return (
+        f"The share of the limit is of the bandwidth at which one kernel reads device memory: {listed(rates)}. That of"
+        " the H200 was measured on one card; that of the H100 is the data sheets' ratio applied to it. Where less than"
+        " the L2 cache holds is read again and again, the share may exceed 100 %."
+    )
 
 
 @part
