@@ -19,6 +19,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from tvm_sparse.schedules.vocabulary import DECISIONS
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 IMAGES = ROOT / "docs" / "images"
+WIDTH = 120  # of a line of prose
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->).*?(<!-- end -->)", re.DOTALL)
 
 PARTS: dict[str, Callable[[], str]] = {}
@@ -187,12 +189,13 @@ def headlines() -> tuple[Headline, ...]:
 @part
 def headline_sentence() -> str:
     topk = headlines()[0]
+    lost = [f"{h.what}, against {h.against} ({min(h.ratios):.2f})" for h in headlines() if min(h.ratios) < 1]
     return (
         f"Times of the fastest other library over ours: {provenance(*HEADLINE_FILES)}. Bars are geometric means, lines"
         f" reach from the least favourable shape to the most; `softmax_topk` is {times_as(min(topk.ratios))} to"
         f" {times_as(max(topk.ratios))} times as fast as PyTorch, {times_as(topk.mean)} in the mean of"
         f" {len(topk.ratios)} shapes."
-    )
+    ) + (f" The other is faster at some shapes of {listed(lost)}." if lost else "")
 
 
 # ------------------------------------------------------------------------------------------------- figures by operator
@@ -234,7 +237,18 @@ def softmax_topk_ratios() -> str:
 
 
 def limit() -> float:
-    return machine.READ_BANDWIDTH[0][1]
+    """Bytes a second that one kernel reads on the card that was measured."""
+    return dict(machine.READ_BANDWIDTH)["H200"]
+
+
+@part
+def limits_of_cards() -> str:
+    rates = [f"{rate / 1e12:.2f} TB/s for an {chip}" for chip, rate in machine.READ_BANDWIDTH]
+    return (
+        f"The share of the limit is of the bandwidth at which one kernel reads device memory: {listed(rates)}. That of"
+        " the H200 was measured on one card; that of the H100 is the data sheets' ratio applied to it. Where less than"
+        " the L2 cache holds is read again and again, the share may exceed 100 %."
+    )
 
 
 @part
@@ -493,8 +507,8 @@ def operators() -> str:
             function = getattr(operator.call, name)
             if inspect.isfunction(function):
                 page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
-                rows.append([page, first_sentence(function.__doc__)])
-    return table(["function", "what it computes"], rows)
+                rows.append([page, first_sentence(function.__doc__), operator.problem.source])
+    return table(["function", "what it computes", "source"], rows)
 
 
 @part
@@ -736,7 +750,10 @@ def filled(text: str, where: Path) -> str:
         if name not in PARTS:
             near = difflib.get_close_matches(name, PARTS, n=3)
             raise SystemExit(f"{where}: no generated part {name!r}; nearest: {', '.join(near) or ', '.join(PARTS)}")
-        return f"{begin}\n\n{PARTS[name]()}\n\n{end}"
+        content = PARTS[name]()
+        if not content.startswith(("|", "```")):
+            content = textwrap.fill(content, WIDTH, break_long_words=False, break_on_hyphens=False)
+        return f"{begin}\n\n{content}\n\n{end}"
 
     return PART.sub(fill, text)
 

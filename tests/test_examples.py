@@ -26,6 +26,8 @@ def spawn(folder: Path, *command: str | Path) -> str:
     environment = {
         **os.environ,
         "COLUMNS": "200",
+        # On a machine with more to do than cores, the threads of a kernel wait for each other for long.
+        "TVM_NUM_THREADS": "1",
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "XDG_DATA_HOME": str(folder / "data"),

@@ -66,7 +66,7 @@ class Machine:
 # the machine, and a record made on such a part must be a point of its template's space where it is exported.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_90a": 132, "sm_100a": 148, "sm_120a": 188}
 
-# Bytes a second one kernel reads from device memory. H200: measured on one card (README, "Figures");
+# Bytes a second one kernel reads from device memory. H200: measured on one card (docs/measuring.md);
 # H100: the data sheet's ratio to the H200 applied to that.
 READ_BANDWIDTH = (("H200", 4.47e12), ("H100", 4.47e12 * 3.35 / 4.8))
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv, powers
+
+from ..problem import RowNorm
 
 WARP = 32
 THREADS = powers(WARP, 1024)
@@ -20,19 +22,19 @@ THREADS = powers(WARP, 1024)
 LOAD_BYTES = 16
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: RowNorm, machine: Machine) -> Table:
     widest = LOAD_BYTES // numpy_dtype(problem.dtype).itemsize
     vec = tuple(vec for vec in powers(1, widest) if problem.width % vec == 0)
     return {"threads": tuple(t for t in THREADS if t <= machine.max_threads), "vec": vec}
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: RowNorm, machine: Machine, decisions: Decisions) -> str | None:
     if decisions["threads"] > WARP and decisions["threads"] // 2 * decisions["vec"] >= problem.width:
         return f"half of {decisions['threads']} threads have no work in a row of {problem.width}"
     return None
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: RowNorm, machine: Machine) -> Decisions:
     table = space(problem, machine)
     vec = table["vec"][-1]
     return {"threads": next((t for t in (32, 64, 128) if t * vec >= problem.width), 256), "vec": vec}
@@ -40,7 +42,10 @@ def default(problem: Problem, machine: Machine) -> Decisions:
 
 @dataclass
 class RowState:
-    """What the phases share. `x`: elements in hand; `total`: a thread's sum; `sums`: one a warp, in shared memory."""
+    """What the phases share.
+
+    `x`: a thread's elements in hand; `total`: a register, its sum; `sums`: one a warp, in shared memory.
+    """
 
     x: Any
     total: Any
@@ -49,12 +54,10 @@ class RowState:
     @classmethod
     def alloc(cls, dtype: str, vec: int, warps: int) -> RowState:
         from tvm.script import tirx as T
-        from tvm.script.ir_builder import IRBuilder
 
-        state = cls(T.alloc_local([vec], dtype), T.alloc_local([1], "float32"), T.alloc_shared([warps], "float32"))
-        for name, buffer in vars(state).items():
-            IRBuilder.name(name, buffer)
-        return state
+        from tvm_sparse.schedules.device.state import named, register
+
+        return named(cls(T.alloc_local([vec], dtype), register("float32"), T.alloc_shared([warps], "float32")))
 
 
 def sum_squares(width: int, threads: int, vec: int) -> Callable[..., Any]:
@@ -63,12 +66,12 @@ def sum_squares(width: int, threads: int, vec: int) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, X, row, t):
-        s.total[0] = T.float32(0)
+        s.total = T.float32(0)
         for i in T.serial((width // vec - t + (threads - 1)) // threads):
             for v in T.vectorized(vec):
                 s.x[v] = X[row, (i * threads + t) * vec + v]
             for v in T.unroll(vec):
-                s.total[0] = s.total[0] + T.Cast("float32", s.x[v]) * T.Cast("float32", s.x[v])
+                s.total = s.total + T.Cast("float32", s.x[v]) * T.Cast("float32", s.x[v])
 
     return phase
 
@@ -79,14 +82,14 @@ def join(warps: int) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, t):
-        s.total[0] = T.cuda.warp_sum(s.total[0])
+        s.total = T.cuda.warp_sum(s.total)
         if warps > 1:
             if t % WARP == 0:
-                s.sums[t // WARP] = s.total[0]
+                s.sums[t // WARP] = s.total
             T.cuda.cta_sync()
-            s.total[0] = T.float32(0)
+            s.total = T.float32(0)
             for w in T.serial(warps):
-                s.total[0] = s.total[0] + s.sums[w]
+                s.total = s.total + s.sums[w]
 
     return phase
 
@@ -97,19 +100,19 @@ def scale_row(dtype: str, width: int, threads: int, vec: int) -> Callable[..., A
 
     @T.inline
     def phase(s, X, Y, eps, row, t):
-        s.total[0] = T.sqrt(s.total[0] * T.float32(1.0 / width) + eps)
+        s.total = T.sqrt(s.total * T.float32(1.0 / width) + eps)
         for i in T.serial((width // vec - t + (threads - 1)) // threads):
             for v in T.vectorized(vec):
                 s.x[v] = X[row, (i * threads + t) * vec + v]
             for v in T.unroll(vec):
-                s.x[v] = T.Cast(dtype, T.Cast("float32", s.x[v]) / s.total[0])
+                s.x[v] = T.Cast(dtype, T.Cast("float32", s.x[v]) / s.total)
             for v in T.vectorized(vec):
                 Y[row, (i * threads + t) * vec + v] = s.x[v]
 
     return phase
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: RowNorm, decisions: Decisions) -> Program:
     import tvm
     from tvm.script import tirx as T
 

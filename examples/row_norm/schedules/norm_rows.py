@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
+
+from ..problem import RowNorm
 
 # Elements of a vector. Beyond the width of a register a vector is several, as `depth` says it too.
 SIMD = powers(1, 16)
@@ -12,21 +13,21 @@ SIMD = powers(1, 16)
 DEPTH = powers(1, 8)
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: RowNorm, machine: Machine) -> Table:
     return {"simd": SIMD, "depth": DEPTH}
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: RowNorm, machine: Machine, decisions: Decisions) -> str | None:
     parts = decisions["simd"] * decisions["depth"]
     return f"a row of {problem.width} is not dealt out evenly to {parts} sums" if problem.width % parts else None
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: RowNorm, machine: Machine) -> Decisions:
     simd = max(simd for simd in SIMD if problem.width % simd == 0)
     return {"simd": simd, "depth": max(depth for depth in (1, 2, 4) if problem.width % (simd * depth) == 0)}
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: RowNorm, decisions: Decisions) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
