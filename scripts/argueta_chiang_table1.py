@@ -34,9 +34,7 @@ PAPER = {
 COLUMNS = ("nonzeros", "values", "implementation", "microseconds", "peer_over_ours", "timed", "correct", "kernel",
            "note")  # fmt: skip
 # For lookups without values; the others compute the same with a value of 1 as with any other.
-FOR_ONES = tuple(
-    peer for peer in PEERS if peer.name in ("torch embedding_bag", "torch embedding")
-)
+FOR_ONES = tuple(peer for peer in PEERS if peer.name in ("torch embedding_bag", "torch embedding"))
 
 
 def main(

@@ -5,9 +5,10 @@
 The kernels do nothing but read, add up and store: a vector of x a thread and, with a weight, that too, once and in
 order, without indices, with rows of equal length. The last ones gather x instead as a product of 8 rows of x with
 blocks of 16 x 16 does, two halves of a row of each block, from columns at random that are known before; with and
-without the blocks, which are read before the producer kernel is done (`BsrWeight(constant=True)`). They are
-started by programmatic dependent launch as ours are. Each is timed hot and with inputs in turn that exceed the L2 cache, in CUDA graphs, and
-compared with the time in which memory brings its bytes. Writes a CSV with GPU, versions and date into scripts/results/.
+without the blocks, which are read before the producer kernel is done (`BsrWeight(constant=True)`). They are started by
+programmatic dependent launch, as ours are. Each is timed hot and with inputs in turn that exceed the L2 cache, in CUDA
+graphs, and compared with the time in which memory brings its bytes. Writes a CSV with GPU, versions and date into
+scripts/results/.
 """
 
 from __future__ import annotations

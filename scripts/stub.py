@@ -1,7 +1,7 @@
 """Writes `tvm_sparse/__init__.pyi`, so that editors and type checkers know the names that operators bring.
 
-    python scripts/stub.py            # write
-    python scripts/stub.py --check    # exit with 1 if it is not what the registry says
+python scripts/stub.py            # write
+python scripts/stub.py --check    # exit with 1 if it is not what the registry says
 """
 
 from __future__ import annotations

@@ -75,11 +75,11 @@ class Split:
 
 def one_build(problem: Problem, candidate: Candidate, folder: Path) -> dict[str, float]:
     """The parts of one build in this process."""
+    import tvm
     import tvm_ffi
     from tvm import compile as lower
     from tvm.support import cc
 
-    import tvm
     from tvm_sparse.artifacts import compile as building
     from tvm_sparse.artifacts import cuda
     from tvm_sparse.core.template import Template

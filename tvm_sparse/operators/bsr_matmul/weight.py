@@ -32,8 +32,8 @@ class BsrWeight:
         kernel is done. Arrays of other libraries on a GPU are taken as they are.
     constant
         A promise that `data` is not written any more, as at inference: kernels may then load blocks before their
-        producer kernel is done, which makes products of few rows faster. Only where `balance` has looked at indptr, which
-        waits for what the current stream has still to write.
+        producer kernel is done, which makes products of few rows faster. Only where `balance` has looked at indptr,
+        which waits for what the current stream has still to write.
 
     Attributes
     ----------

@@ -5,9 +5,5 @@ and irregular. REALISTIC: at which people run it, for what only shows there: reg
 """
 
 QUICKSTART: tuple[str, ...] = ()
-AWKWARD: tuple[str, ...] = (
-    "logsumexp/batch=3,vocab=1501,dtype=float16",
-)
-REALISTIC: tuple[str, ...] = (
-    "logsumexp/batch=10,vocab=25000",
-)
+AWKWARD: tuple[str, ...] = ("logsumexp/batch=3,vocab=1501,dtype=float16",)
+REALISTIC: tuple[str, ...] = ("logsumexp/batch=10,vocab=25000",)

@@ -12,6 +12,4 @@ AWKWARD: tuple[str, ...] = (
     "softmax/batch=2,vocab=2051",  # rows begin between two vectors
     "softmax/batch=1,vocab=2048,dtype=bfloat16",  # whole vectors
 )
-REALISTIC: tuple[str, ...] = (
-    "softmax/batch=512,vocab=50257,dtype=bfloat16",
-)
+REALISTIC: tuple[str, ...] = ("softmax/batch=512,vocab=50257,dtype=bfloat16",)
