@@ -34,9 +34,10 @@ import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tvm
@@ -129,7 +130,9 @@ def run_on_cpu(
         library = Path(folder) / "kernel.so"
         library.write_bytes(_compiled(source, tuple(kernels)))
         runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
-        placed = [_GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)]
+        placed: list[Any] = [
+            _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)
+        ]
         for i, before in (stale or {}).items():
             placed[i].hold_until_awaited(before)
         arrays = [a for a in args if isinstance(a, np.ndarray)]
@@ -363,7 +366,7 @@ def _asm_to_cpp(body: str) -> str:
     sections = _split(re.sub(r'(?<=["\s)])::(?=\s*")', ": :", body), ":")
     text = "".join(s.encode().decode("unicode_escape") for s in re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0]))
     operands = [
-        re.fullmatch(r'\s*"[^"]*"\s*\((.*)\)\s*', o, re.S).group(1)
+        _matched(r'\s*"[^"]*"\s*\((.*)\)\s*', o).group(1)
         for section in sections[1:3] for o in _split(section, ",") if o.strip()
     ]  # fmt: skip
     text = re.sub(r"%%", "%", text)
@@ -451,8 +454,16 @@ def _statement_to_cpp(statement: str) -> str:
     return code
 
 
+def _matched(pattern: str, text: str) -> re.Match[str]:
+    """The match of all of a text; NotImplementedError if it is of another form."""
+    match = re.fullmatch(pattern, text, re.S)
+    if match is None:
+        raise NotImplementedError(f"operand {text!r} of inline assembly is not emulated")
+    return match
+
+
 def _address(operand: str) -> str:
-    inner = re.fullmatch(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
+    inner = _matched(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
     return f"{inner.group(1)}, {inner.group(2) or 0}"
 
 
@@ -493,8 +504,10 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
             return None
         else:
             name = next((ATOMICS[p] for p in parts if p in ATOMICS), None)
-            call = name and f"atomic{name}({at}, {values[0]})"
-        return call and (f"{call};" if destination == "_" else _set(destination, call))
+            if name is None:
+                return None
+            call = f"atomic{name}({at}, {values[0]})"
+        return f"{call};" if destination == "_" else _set(destination, call)
     if re.fullmatch(r"shfl\.sync\.(up|down|bfly|idx)\.b32", opcode):
         d, _, p = ops[0].partition("|")
         flag = f"bool in_range; uint32_t got = cuda_on_cpu::ptx::shuffle(\"{parts[2]}\", " \
@@ -528,15 +541,15 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     if opcode == "bar.warp.sync":
         return f"__syncwarp({ops[0]});"
     if barrier := re.fullmatch(r"(bar|barrier)(\.cta)?\.(sync|arrive)(\.aligned)?", opcode):
-        count, wait = (ops[1] if len(ops) > 1 else "0"), str(barrier.group(3) == "sync").lower()
+        threads, wait = (ops[1] if len(ops) > 1 else "0"), str(barrier.group(3) == "sync").lower()
         return (f'cuda_on_cpu::block_barrier("bar.{barrier.group(3)}", __builtin_LINE(), {ops[0]}, '
-                f"{count}, false, {wait});")  # fmt: skip
+                f"{threads}, false, {wait});")  # fmt: skip
     if re.fullmatch(r"barrier\.cluster\.(arrive(?:\.release|\.relaxed)?|wait(?:\.acquire)?)(?:\.aligned)?", opcode):
         return f"cuda_on_cpu::cluster_{parts[2]}(__builtin_LINE());"
     if barrier := re.fullmatch(r"(bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", opcode):
-        count, p = (ops[2], ops[3]) if len(ops) == 4 else ("0", ops[2])
+        threads, p = (ops[2], ops[3]) if len(ops) == 4 else ("0", ops[2])
         negate, compare = {"popc": ("", ""), "and": ("!", " == 0"), "or": ("", " > 0")}[barrier.group(2)]
-        call = (f'cuda_on_cpu::block_barrier("bar.red", __builtin_LINE(), {ops[1]}, {count}, '
+        call = (f'cuda_on_cpu::block_barrier("bar.red", __builtin_LINE(), {ops[1]}, {threads}, '
                 f"{negate}({p}))")  # fmt: skip
         return f"{ops[0]} = {call}{compare};"
     if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global") or re.fullmatch(
@@ -626,7 +639,7 @@ class _GuardedArray:
         room = self._memory[self._start : self._start + max(self.nbytes, 16)]
         if not self.nbytes:
             room = self._memory[self._start - PAGE : self._start]
-        flat = tvm_ffi.from_dlpack(room, require_alignment=16)
+        flat: Any = tvm_ffi.from_dlpack(room, require_alignment=16)
         return flat._create_view(self.array.shape, str(self.array.dtype))
 
     def check_canary(self) -> None:
@@ -705,14 +718,14 @@ def _child(
     libc.fflush(None)  # what kernels have printed
 
 
-def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> object:
+def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> Callable[..., None]:
     """A packed function that takes what the CUDA runtime's kernel functions take."""
     formats = {"float32": "f", "float64": "d", "bool": "?", "handle": "Q"}
     formats |= {f"int{8 << i}": c for i, c in enumerate("bhiq")}
     formats |= {f"uint{8 << i}": c.upper() for i, c in enumerate("bhiq")}
     extents = [p for p in kernel.launch_params if p not in FLAGS]
 
-    def launch(*values: object) -> None:
+    def launch(*values: Any) -> None:
         count = len(kernel.dtypes)
         slots = (ctypes.c_char * (8 * max(count, 1)))()
         for i, (dtype, value) in enumerate(zip(kernel.dtypes, values[:count], strict=True)):
