@@ -45,6 +45,7 @@ def locate(ext: Extents) -> Phase:
 
     @T.inline
     def phase(s, logits):
+        # Of rows that begin with a whole vector, as all do where `vocab` is a multiple of `width`.
         before: T.int32 = 0
         s.first = s.row * T.int64(vocab // width) + s.part * ext.part
         s.edge_at = -1
