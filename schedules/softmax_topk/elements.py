@@ -65,7 +65,7 @@ def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
 
 
 # fmt: off
-def write_wanted(vocab: int, ids: int, threads: int) -> Any:
+def write_wanted(vocab: int, ids: int, threads: int) -> Callable[..., Any]:
     """The last phase of a kernel whose thread blocks have a row each, called with (io, row, t, s). Barriers: none.
 
     Reads: `ids`, the row's elements in these columns, the row's maximum `s.top` and its sum of exponentials `s.d`.
