@@ -45,13 +45,19 @@ def element_of(problem: SoftmaxTopk, overlapped: bool = False) -> Callable[..., 
 
 @T.inline
 def write_value(V, row, i, exponent, inverse, logarithm, log):
-    """V[row, i] of an element whose exponential is e^exponent, given 1 / d and ln(d) of the sum d of all of them."""
+    """Write to V[row, i] the probability of an element, e^exponent / d, or its logarithm.
+
+    d is the sum of all elements' exponentials; `inverse` is 1 / d and `logarithm` ln(d).
+    """
     V[row, i] = T.Select(log != 0, exponent - logarithm, T.exp(exponent) * inverse)
 
 
 @T.inline
 def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
-    """G[row, i] of the element in `column`, whose exponent is read only if there is such a column; else NaN."""
+    """As `write_value`, for the element in a column that was asked for; NaN if there is no such column.
+
+    `exponent` is an expression that reads the element, and is not evaluated then.
+    """
     if column >= T.int64(0) and column < T.int64(vocab):
         write_value(G, row, i, exponent, inverse, logarithm, log)
     else:

@@ -1,4 +1,4 @@
-"""Softmax + top-k on a GPU for short rows: a warp has a row, its registers hold it, and no two warps wait for another.
+"""Softmax + top-k on a GPU for short rows: a warp has a row, its registers hold it, and no warp waits for another.
 
 A warp loads its row at once, 16 bytes a lane and load; all that follows is between its own lanes. The maximum is known
 before the first exponential, so nothing is rescaled and no logit is streamed twice. Then the k largest are found in two
@@ -16,9 +16,9 @@ with the keys of their own bin.
 
 **When that fails.** Equal values, outliers and infinities can leave too many keys: too many elements at the threshold,
 or a crowded bin. Then the k-th largest is found by bisection. Values are compared as integers that order alike, and an
-interval that encloses the k-th largest is halved until at most a shared memory's worth of elements lies above its lower
-end. If it shrinks to one value, that is the k-th largest, and of the elements equal to it the first columns are taken.
-For larger k the keys are then put in order by a bitonic sort.
+interval that encloses the k-th largest is halved until no more elements lie above its lower end than there is room for.
+If it shrinks to one value, that is the k-th largest, and of the elements equal to it the first columns are taken. For
+larger k the keys are then put in order by a bitonic sort.
 
 The files: `space` has the decisions and the extents that follow from them; `kernel` the kernel as a sequence of phases;
 `row`, `counting`, `bins`, `bisection` and `results` these phases; `state` what they share.

@@ -18,7 +18,8 @@ from .state import count_lanes, lanes_sum, lanes_with
 def collect_reached(layout: Layout) -> Callable[..., Any]:
     """Reads: `x`, `lower`. Writes: `gate`, `marks`, `settled`, `size`, `keys`. Barriers: none.
 
-    After: if `settled`, the first `size` keys are those of all elements that reach `lower`, in no order.
+    After: `size` elements reach `lower` and are above minus infinity, NaN left out. If `settled`, their keys are there,
+    in no order.
     """
     mark, take = mark_reached(layout), take_marked(layout)
     lowest = T.min_value("float32")

@@ -16,18 +16,18 @@ ROWS = powers(1, 8)
 MAX_VOCAB = 2048
 # All keys are ranked by the 32 lanes of one warp.
 MAX_K = 1024
-# Largest k that takes its threshold from the lanes' maxima. There are only 32 of these: the k-th largest of them is the
-# lower, and reached by the more elements, the nearer k is to 32.
+# The largest k that takes its threshold from the lanes' maxima. There are only 32 of these: the nearer k is to 32, the
+# more elements reach the k-th largest of them, too many in the end to compare each with all others.
 COUNTED = 16
 # Keys for which that way has room in shared memory.
 COUNTED_ROOM = 128
 # The most keys of one bin: a key is compared with all keys of its bin.
 CROWD = 32
-# Share of the row that k may be for the elements of the bins up to the cut to be found by marks, one after another;
-# above it, it is cheaper to go through all elements once more.
+# Up to this share k of the row, elements of the bins up to the cut are marked, and the marked ones taken one by one.
+# For larger k it is cheaper to go through all elements once more.
 SPARSE = 0.16
-# (elements that a lane holds, threads that a multiprocessor is to hold): rows of at most so many elements a lane bound
-# the registers of a thread so that so many threads are resident: to 64, 96 and 128 registers.
+# How many threads a multiprocessor is to hold, by the most elements that a lane holds. That bounds a thread's registers
+# to 64, 96 and 128.
 RESIDENT = ((32, 1024), (64, 640), (MAX_VOCAB, 512))
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ..device.arithmetic import exp_nonpositive, is_nan, key_index, key_value, order_key
-from ..device.state import named
-from .elements import element, write_given, write_value
-from .row_scan import Extents
+from ...device.arithmetic import exp_nonpositive, is_nan, key_index, key_value, order_key
+from ...device.state import named
+from ..elements import element, write_given, write_value
+from .space import Extents
 
 
 @dataclass(frozen=True)

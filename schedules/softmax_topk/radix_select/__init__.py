@@ -9,24 +9,15 @@ Programming 3, 5.2.2, Algorithm M). Its comparators all point one way, so that k
 
 from __future__ import annotations
 
-from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template
+from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-THREADS = (256, 512, 1024)
-
-
-def space(problem: SoftmaxTopk, machine: Machine) -> Table:
-    return {"threads": THREADS}
-
-
-def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
-    return {"threads": 512}
+from .space import default, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from .interface import gpu_program
-    from .radix_select_kernel import kernel
+    from ..interface import gpu_program
+    from .kernel import kernel
 
     return gpu_program(problem, kernel(problem, decisions["threads"]))
 

@@ -1,0 +1,57 @@
+"""The space of `insertion`, and the extents of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+THREADS = powers(128, 512)
+# Elements that a thread loads before it looks at the first.
+LOADS = (1, 4)
+# A thread's list takes two registers a key.
+MAX_K = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The extents of one point's kernel or kernels."""
+
+    form: str  # "unfused", "safe" or "online"
+    vocab: int
+    k: int
+    ids: int  # given columns of a row
+    threads: int  # of a thread block
+    loads: int  # elements of a thread that are loaded together
+
+    @property
+    def warps(self) -> int:
+        """Warps of a thread block."""
+        return self.threads // 32
+
+    @property
+    def tile(self) -> int:
+        """Elements of a row that a thread block loads together."""
+        return self.threads * self.loads
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a row."""
+        return ceildiv(self.vocab, self.tile)
+
+    @property
+    def kept(self) -> int:
+        """Keys of a list. One more than k shows whether the k-th probability is above all that are left out."""
+        return min(self.k + 1, self.vocab) if self.form == "unfused" else self.k
+
+
+def space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    if problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: every thread keeps k keys in registers")
+    return {"threads": THREADS, "loads": LOADS}
+
+
+def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
+    return {"threads": 256, "loads": 4}
