@@ -120,7 +120,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "warp_shuffle",
             ODD,
             {"reduce_threads": (2, 4, 8, 16, 32), "rows": ROWS, "tile_m": (1, 2, 4), "tile_n": (1,), "vec": (1,)},
-            3,  # of 35 rows only one fits a block of threads, so all 32 threads are lanes
+            3,  # of 35 rows only one fits a thread block, so all 32 threads are lanes
         ),
         (
             "cross_thread",
@@ -305,7 +305,7 @@ KNOWN, UNKNOWN, WRITTEN = {"balance": 1, "constant": 1}, {"balance": 0, "constan
 
 
 def shared(call: Callable[[Sequence[Any]], None], rows: int) -> Callable[[Sequence[Any]], None]:
-    """A block-sparse product in which blocks of threads share so many rows, whether they are long or not."""
+    """A block-sparse product in which thread blocks share so many rows, whether they are long or not."""
     return lambda arguments: call([*arguments[:5], rows, *arguments[6:]])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from .compressed import check_compressed
 
-# Block rows are long with so many times the mean of blocks, and no fewer bytes than these: below, a block of threads
+# Block rows are long with so many times the mean of blocks, and no fewer bytes than these: below, a thread block
 # reads them in less time than several need to join their sums (measured on an H200, at means of 10 and 20 KB).
 LONG, LONG_BYTES = 1.5, 28 * 1024
 

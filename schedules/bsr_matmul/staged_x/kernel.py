@@ -1,8 +1,8 @@
 """The kernel of `staged_x`, in phases; what it does and why is told there.
 
-    deal_out        the strip of x and the block row that this thread block multiplies
+    deal_out        the strip of x and the block row that this thread block multiplies (`device.balance`)
     listed_row, unlisted_row
-                    where the block row begins and ends
+                    where the block row begins and ends (`block_row`)
     load_columns    the columns of x of a chunk's blocks
     load_weight     the chunk of the weight, to registers
     stage_x         the chunk of x, to shared memory
@@ -12,12 +12,14 @@
     add_parts       their sum, also over the cluster, to y
 
 The phases from `load_columns` to `multiply` are repeated for every chunk; the chunk *in hand* begins at block `begin`.
+The ranks of a cluster that share a long row come together in `join`, `meet` and `hand_in` (`device.balance`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -73,6 +75,7 @@ class RowState:
 
     @classmethod
     def alloc(cls, e: Extents) -> RowState:
+        # In the order in which measured kernels declare them: the compiler's choice of registers follows it.
         sums = T.alloc_local([e.passes * e.tile_m], "float32")
         weight = T.alloc_local([e.depth * e.passes * e.words], "uint32")
         x = T.alloc_local([e.vec], e.dtype)
@@ -289,17 +292,28 @@ def add_parts(e: Extents) -> Callable[..., Any]:
 
 def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of one point of the space."""
-    dealt, listed, unlisted = deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m), listed_row(1), unlisted_row(1)
-    columns, weight_loads, staged, multiplied = load_columns(e), load_weight(e), stage_x(e), multiply(e)
-    folded, written, added = fold_lanes(e), write_parts(e), add_parts(e)
-    joined, met, handed_in = join(e.cluster, e.chunk), meet(e.cluster, e.chunk), hand_in(e.cluster)
+    do = SimpleNamespace(
+        deal_out=deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m),
+        find_listed_row=listed_row(1),
+        find_unlisted_row=unlisted_row(1),
+        load_columns=load_columns(e),
+        load_weight=load_weight(e),
+        stage_x=stage_x(e),
+        multiply=multiply(e),
+        fold_lanes=fold_lanes(e),
+        write_parts=write_parts(e),
+        add_parts=add_parts(e),
+        join=join(e.cluster, e.chunk),
+        meet=meet(e.cluster, e.chunk),
+        hand_in=hand_in(e.cluster),
+    )
 
     # fmt: off
     @T.inline
     def body(io):
         T.device_entry()
         w = T.meta_var(Work.alloc())
-        dealt(w, io.m, io.long)
+        do.deal_out(w, io.m, io.long)
         t = T.thread_id([e.threads])
         shared = T.meta_var(SharedState.alloc(e))
         s = T.meta_var(RowState.alloc(e))
@@ -307,32 +321,32 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
         # The structure is read before the wait if nobody writes it any more.
         s.begin = w.rank * e.chunk
         if io.long >= 0:
-            listed(s, io, w, s.ends[0], s.ends[1])
+            do.find_listed_row(s, io, w, s.ends[0], s.ends[1])
         else:
             if e.overlap > 0:
                 wait_then_start_consumer()
-            unlisted(s, io, w, s.ends[0], s.ends[1])
+            do.find_unlisted_row(s, io, w, s.ends[0], s.ends[1])
         s.first = s.ends[0]
         s.count = s.ends[1] - s.ends[0]
-        columns(s, io, t, s.begin)
+        do.load_columns(s, io, t, s.begin)
         if e.overlap > 0:
             if io.long >= 0:
                 wait_then_start_consumer()
-        joined(w, s.count)
+        do.join(w, s.count)
 
         for i in T.unroll(e.passes * e.tile_m):
             s.sums[i] = T.float32(0)
         while s.begin < s.count:
-            weight_loads(s, io, t)
-            staged(s, shared, io, w, t)
-            columns(s, io, t, s.begin + e.chunk * w.ranks)
-            multiplied(s, shared, t)
+            do.load_weight(s, io, t)
+            do.stage_x(s, shared, io, w, t)
+            do.load_columns(s, io, t, s.begin + e.chunk * w.ranks)
+            do.multiply(s, shared, t)
             s.begin = s.begin + e.chunk * w.ranks
 
-        folded(s)
-        written(s, shared, t)
-        met(w, s.count)
-        added(s, shared, io, w, t)
-        handed_in(w)
+        do.fold_lanes(s)
+        do.write_parts(s, shared, t)
+        do.meet(w, s.count)
+        do.add_parts(s, shared, io, w, t)
+        do.hand_in(w)
     # fmt: on
     return gpu_program(problem, body, overlapped=e.overlap > 0)

@@ -9,7 +9,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-# Whole warps; beyond 512 a thread would have too few registers for its sums.
+# Whole warps, up to 512 threads, to each of which 128 registers are left.
 THREADS = powers(32, 512)
 # Rows of x of a tile.
 TILE_M = powers(1, 16)
@@ -183,7 +183,7 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
     if e.chunk >= 2 * block_cols and (e.threads, e.depth) != (32, 1):
         return f"half of a chunk of {e.chunk} blocks lies beyond the {block_cols} of a row"
     if e.cluster > 1 and e.chunk * e.cluster >= 2 * block_cols:
-        return f"half of {e.cluster} blocks of threads have no part of a row of {block_cols} blocks"
+        return f"half of {e.cluster} thread blocks have no part of a row of {block_cols} blocks"
     return None
 
 

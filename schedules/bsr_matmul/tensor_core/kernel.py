@@ -1,9 +1,9 @@
 """The kernel of `tensor_core`, in phases; what it does and why is told there.
 
-    deal_out        the strip of x and the slice of a block row that this thread block multiplies
+    deal_out        the strip of x and the slice of a block row that this thread block multiplies (`device.balance`)
     take_places     the rows and octets of each lane
-    listed_row, unlisted_row, within_arrays
-                    where the block row begins and ends
+    count_octets, within_arrays
+                    where the block row begins and how many octets it holds (`block_row`)
     load_columns    the column ids of the steps in hand
     start_ahead     the wait for the producer kernel, the first operands, and whether the guesses were right
     load_weight, load_x
@@ -13,13 +13,15 @@
     write_parts     each warp's sums to shared memory
     add_parts       their sum, also over the cluster, to y
 
-*In hand* are the `depth` steps of a warp whose operands are loaded together.
+*In hand* are the `depth` steps of a warp whose operands are loaded together. The ranks of a cluster that share a long
+row come together in `join`, `meet` and `hand_in` (`device.balance`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -90,6 +92,7 @@ class TileState:
 
     @classmethod
     def alloc(cls, e: Extents) -> TileState:
+        # In the order in which measured kernels declare them: the compiler's choice of registers follows it.
         sums = T.alloc_local([e.a_fragments * e.b_fragments * 4], "float32")
         a = T.alloc_local([e.depth * e.a_fragments * 8], "uint32")
         b = T.alloc_local([e.depth * e.b_fragments * 4], "uint32")
@@ -448,14 +451,25 @@ def add_parts(e: Extents) -> Callable[..., Any]:
 
 def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of one point of the space."""
-    two_axes = e.overlap == 2
-    dealt = deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes)
-    placed, bounded = take_places(e), within_arrays(e)
-    listed, unlisted = count_octets(e, listed_row(e.slices)), count_octets(e, unlisted_row(e.slices))
-    columns, next_columns = load_columns(e), load_columns(e, load_int_anew if e.overlap else load_int)
-    weight_loads, x_loads, multiplied, started = load_weight(e), load_x(e), multiply(e), start_ahead(e)
-    joined, met, handed_in = join(e.cluster, e.chunk), meet(e.cluster, e.chunk), hand_in(e.cluster)
-    stored, written, added = store_tile(e), write_parts(e), add_parts(e)
+    do = SimpleNamespace(
+        deal_out=deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes=e.overlap == 2),
+        take_places=take_places(e),
+        find_listed_row=count_octets(e, listed_row(e.slices)),
+        find_unlisted_row=count_octets(e, unlisted_row(e.slices)),
+        keep_within_arrays=within_arrays(e),
+        load_columns=load_columns(e),
+        load_next_columns=load_columns(e, load_int_anew if e.overlap else load_int),
+        start_ahead=start_ahead(e),
+        load_weight=load_weight(e),
+        load_x=load_x(e),
+        multiply=multiply(e),
+        store_tile=store_tile(e),
+        write_parts=write_parts(e),
+        add_parts=add_parts(e),
+        join=join(e.cluster, e.chunk),
+        meet=meet(e.cluster, e.chunk),
+        hand_in=hand_in(e.cluster),
+    )
 
     # fmt: off
     @T.inline
@@ -465,58 +479,58 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
             # The consumer kernel may start whenever there is room: it waits until this one is done.
             start_consumer()
         w = T.meta_var(Work.alloc())
-        dealt(w, io.m, io.long)
+        do.deal_out(w, io.m, io.long)
         t = T.thread_id([e.threads])
         s = T.meta_var(TileState.alloc(e))
-        placed(s, w, t, io.m)
+        do.take_places(s, w, t, io.m)
 
         if e.overlap == 2 and (io.constant != 0 and io.long >= 0):
             # Nobody writes the weight: only x is waited for.
-            listed(s, io, w)
-            columns(s, io, s.columns)
-            weight_loads(s, io, w)
+            do.find_listed_row(s, io, w)
+            do.load_columns(s, io, s.columns)
+            do.load_weight(s, io, w)
             wait_for_producer()
-            x_loads(s, io)
-            joined(w, s.count)
-            multiplied(s)
+            do.load_x(s, io)
+            do.join(w, s.count)
+            do.multiply(s)
             s.octet = s.octet + e.chunk * w.ranks
             # Most rows end here: to read the column ids of the next round ahead would delay the first.
             while s.octet - s.member < s.count:
-                columns(s, io, s.columns)
-                weight_loads(s, io, w)
-                x_loads(s, io)
-                multiplied(s)
+                do.load_columns(s, io, s.columns)
+                do.load_weight(s, io, w)
+                do.load_x(s, io)
+                do.multiply(s)
                 s.octet = s.octet + e.chunk * w.ranks
         else:
             s.loaded = int(e.overlap > 0)
             if io.long >= 0:
-                listed(s, io, w)
+                do.find_listed_row(s, io, w)
             else:
-                unlisted(s, io, w)
+                do.find_unlisted_row(s, io, w)
             if e.overlap > 0:
-                bounded(s, io.nnzb)
-            columns(s, io, s.columns)
+                do.keep_within_arrays(s, io.nnzb)
+            do.load_columns(s, io, s.columns)
             if e.overlap > 0:
-                started(s, io, w)
-            joined(w, s.count)
+                do.start_ahead(s, io, w)
+            do.join(w, s.count)
             # The first lane's octet decides for the warp: an instruction needs all of its lanes.
             while s.octet - s.member < s.count:
                 if s.loaded == 0:
-                    weight_loads(s, io, w)
-                    x_loads(s, io)
+                    do.load_weight(s, io, w)
+                    do.load_x(s, io)
                 s.loaded = 0
                 s.octet = s.octet + e.chunk * w.ranks
-                next_columns(s, io, s.columns)
-                multiplied(s)
+                do.load_next_columns(s, io, s.columns)
+                do.multiply(s)
 
         left: T.int32 = first_column(e, s, w)
         if e.reduce_warps == 1:
-            stored(s, io, left)
+            do.store_tile(s, io, left)
         else:
             shared = T.meta_var(SharedSums.alloc(e))
-            written(s, shared, t)
-            met(w, s.count)
-            added(s, shared, io, w, t, left)
-            handed_in(w)
+            do.write_parts(s, shared, t)
+            do.meet(w, s.count)
+            do.add_parts(s, shared, io, w, t, left)
+            do.hand_in(w)
     # fmt: on
     return gpu_program(problem, body, overlapped=e.overlap > 0)

@@ -18,7 +18,7 @@ WARPS_M = powers(1, 4)
 DEPTH = powers(1, 8)
 # Thread blocks that share a long row. 8 is the largest cluster that every GPU with clusters runs.
 CLUSTER = powers(1, 8)
-# Of a thread block: beyond 512 threads fewer registers are left to each than a tile of any use takes.
+# Of a thread block: 512 threads, to each of which 128 registers are left.
 MAX_WARPS = 16
 # Rows of x of a tile up to which the weight may be loaded before the wait: beyond, the products take so long that the
 # launch matters too little.
@@ -81,9 +81,9 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
     if reduce_warps * depth > max(steps, 1):
         return f"a row has at most {steps} steps of {STEP} columns to share"
     if cluster > 1 and reduce_warps == 1:
-        return "a row is shared by the warps of a block before it is by blocks"
+        return "a row is shared by the warps of a thread block before it is by a cluster"
     if cluster > 1 and reduce_warps * depth * cluster >= 2 * steps:
-        return f"half of {cluster} blocks of threads have no part of a row of {problem.k} elements"
+        return f"half of {cluster} thread blocks have no part of a row of {problem.k} elements"
     return None
 
 
