@@ -127,9 +127,7 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     return known
 
 
-def winners_nearby(
-    problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log
-) -> list[Candidate]:
+def winners_nearby(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
     """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
 
     Winners at an earlier version of a template count as well, those of the problem itself too: kernels change more
