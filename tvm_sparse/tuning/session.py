@@ -106,16 +106,16 @@ class Progress:
 
     @property
     def slowness(self) -> float:
-        """How many times as long as estimated the last two batches took, one of them as estimated until it is measured.
+        """How many times as long as estimated the last two batches took.
 
-        A batch is built before it is measured: over less than one the pace jumps. The first trial waits for the
-        processes to start, and tells nothing of the others.
+        What of them is not measured yet counts as estimated. A batch is built before it is measured: over one and less
+        the pace jumps. The first trial waits for the processes to start, and tells nothing of the others.
         """
         ends = self.ends[-2 * BATCH - 1 :]
         if not ends:
             return 1.0
         counted, planned = len(ends) - 1, self.plan.trial_seconds
-        assumed = max(BATCH - counted, 0)
+        assumed = 2 * BATCH - counted
         return (ends[-1] - ends[0] + assumed * planned) / ((counted + assumed) * planned)
 
     @property
