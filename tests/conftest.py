@@ -1,4 +1,8 @@
-"""What all tests share: Ctrl-C works, and GPU tests are skipped, with the reason, on a machine without one."""
+"""What all tests share: Ctrl-C works; GPU tests run one at a time, and where there is no GPU are skipped.
+
+pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
+two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and machine.gpu() is None:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none"))
+    if not marked:
+        return
+    absent = pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none")
+    mark = pytest.mark.xdist_group("gpu") if machine.gpu() else absent
+    for item in marked:
+        item.add_marker(mark)

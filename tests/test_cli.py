@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,15 +15,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tvm_sparse.artifacts import manifest
 from tvm_sparse.bench import compare as comparing
 from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
-from tvm_sparse.cli import doctor, shapes
+from tvm_sparse.cli import common, doctor, shapes
 from tvm_sparse.cli.app import app
-from tvm_sparse.core import machine, spaces
+from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
+from tvm_sparse.tuning import session
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
 HERE = machine.cpu()
@@ -36,7 +40,7 @@ def call(*words: str | Path, code: int = 0) -> str:
 
 
 def started(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tvm_sparse.cli.app", *map(str, words)]
+    command = [sys.executable, "-m", "tvm_sparse", *map(str, words)]
     environment = {**os.environ, "COLUMNS": "160", **environment}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -140,9 +144,59 @@ def test_export_without_a_record_says_what_to_do(tmp_path: Path) -> None:
     assert "did you mean bsr_matmul" in call("export", "-o", tmp_path / "out", "--operator", "bsr_matmu", code=2)
 
 
-def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tvm_sparse.cli import common
+def test_export_names_the_architectures_that_have_records(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    said = call("export", "-o", tmp_path / "out", "--logs", tuned[0], "--target", "x86-64-v2", code=1)
+    assert "no record for x86-64-v2" in said and f"There are records for {HERE.arch}" in said
 
+
+def test_a_folder_with_nothing_for_this_machine_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from tvm_sparse.runtime import dispatch
+
+    entry = manifest.Entry(
+        *("softmax_topk/batch=1,vocab=8,k=1", "sm_00", "cuda", Candidate("threshold_gate", 1, ()), "exact"),
+        *("a.so", "0" * 64, (), {}, None),
+    )
+    manifest.write(tmp_path, [entry])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "dispatcher", dispatch.Dispatcher())
+        assert dispatch.load(str(tmp_path)) == 0
+    assert f"{tmp_path} holds kernels for sm_00; this machine is" in caplog.text and HERE.arch in caplog.text
+
+
+def test_commands_in_messages_work_where_they_are_copied_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "some where" / "tvm-sparse"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(script), "list"])
+    assert common.program() == f"'{script}'"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert common.program() == "tvm-sparse"
+    monkeypatch.setattr(sys, "argv", ["/lib/tvm_sparse/__main__.py"])
+    assert common.program() == f"{sys.executable} -m tvm_sparse"
+
+
+def test_the_help_names_every_operator_of_the_package() -> None:
+    said = " ".join(call("--help").split())
+    assert all(operator.name in said for operator in registry.BUILTIN)
+
+
+def test_the_time_left_does_not_jump() -> None:
+    """A start of 20 s, then batches of 16 that are built for 8 s and measured for 0.1 s each."""
+    plan = session.Plan(parse("softmax_topk/batch=2,vocab=99,k=3"), HERE, {}, {}, 96, 0, 1, 0.0)
+    progress = session.Progress(plan)
+    first, now, estimates = plan.trials * plan.trial_seconds + plan.final_seconds, 20.0, []
+    for number in range(plan.trials):
+        now += 8.0 * (number % session.BATCH == 0) + 0.1
+        progress.ends.append(now)
+        progress.measured += 1
+        estimates.append(progress.seconds_left)
+    assert all(before / 2 < after < 2 * before for before, after in zip([first, *estimates], estimates, strict=False))
+    assert estimates[-1] == pytest.approx(plan.final_seconds * progress.slowness)
+    progress.phase, progress.final_share = "final", 1.0
+    assert progress.seconds_left == 0
+
+
+def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(common, "_installed", lambda module: module != "xgboost")
     said = call("tune", *TINY, "--target", "cpu", "--logs", tmp_path, code=1)
     assert 'xgboost missing; install with: pip install "tvm_sparse[tune]"' in said
@@ -213,11 +267,11 @@ def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(tmp_path: Pat
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, out + err
     assert "stopping after this batch" in out and "Recorded in" in out
-    resume = f"tvm-sparse tune {' '.join(tiny)} --trials 20 --logs {tmp_path} --builders 1"
-    assert f"resume with:\n  {resume}\n" in err
+    resume = f"-m tvm_sparse tune {' '.join(tiny)} --trials 20 --logs {tmp_path} --builders 1"
+    assert re.search(rf"resume with:\n  \S*python\S* {re.escape(resume)}\n", err)
     log = Log(tmp_path, HERE.arch, "softmax_topk")
     assert log.best() and 1 <= len(log.read().trials) < 20
-    assert call(*resume.split()[1:], "--dry-run")
+    assert call(*resume.split()[2:], "--dry-run")
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -230,7 +284,9 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130 and "Ended at once" in err and "tvm-sparse tune" in err and "Traceback" not in err
+    assert (
+        process.returncode == 130 and "Ended at once" in err and "-m tvm_sparse tune" in err and "Traceback" not in err
+    )
 
 
 def test_bench_checks_and_compares(tuned: tuple[Path, str], tmp_path: Path) -> None:
@@ -300,9 +356,12 @@ def test_doctor_survives_and_names_a_smoke_test_that_crashes(monkeypatch: pytest
 
 @pytest.mark.timeout(280)
 def test_the_quickstart_runs_the_whole_way(tmp_path: Path) -> None:
+    shapes = [key for operator in registry.operators().values() for key in operator.shapes.QUICKSTART]
     process = started("quickstart", "--trials", "2", "--keep", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
     out, err = process.communicate(timeout=270)
     assert process.returncode == 0, out + err
-    assert "correct" in out and out.count(" yes") == 4 and " NO" not in out
+    assert "correct" in out and out.count(" yes") == len(shapes) and " NO" not in out
     assert (tmp_path / "kernels" / "manifest.json").exists() and (tmp_path / "logs").is_dir()
-    assert "Next:" in out and "tvm-sparse tune" in out
+    assert "Next:" in out and "-m tvm_sparse tune" in out  # as it was started
+    if importlib.util.find_spec("torch") is None:
+        assert "PyTorch is not installed" in out

@@ -18,7 +18,7 @@ ARCH = machine.cpu().arch
 
 def run(*words: str | Path, code: int = 0, **environment: str) -> str:
     """A command in a process of its own: what is registered stays there. Its stdout; stderr where it is to fail."""
-    command = [sys.executable, "-m", "tvm_sparse.cli.app", *map(str, words)]
+    command = [sys.executable, "-m", "tvm_sparse", *map(str, words)]
     environment = {**os.environ, "COLUMNS": "160", **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == code, done.stdout + done.stderr

@@ -48,7 +48,8 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
     ------
     CompileError
         If the candidate's template has another version, its decisions are not a point of the template's space, the
-        compiler fails, or a CUDA library holds no cubin for the machine's architecture.
+        compiler fails, there is no C compiler to link with, or a CUDA library holds no cubin for the machine's
+        architecture.
     """
     started = time.perf_counter()
     template = spaces.find(candidate.template)
@@ -64,7 +65,12 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
 
         cuda.activate()
     import tvm
+    from tvm.support import cc
 
+    if cc.get_cc() is None:
+        raise CompileError(
+            "no C compiler, which links libraries: apt-get install g++ (or clang, or name one by the variable CXX)"
+        )
     target = target_of(machine)
     program = template.build(problem, candidate.values)
     if machine.kind == "llvm":

@@ -49,7 +49,7 @@ class Entry:
     workspaces
         Buffers that the runtime passes after the outputs (`core.template.Workspace` as dicts).
     figures
-        What was measured when it was tuned: seconds, fallback_seconds, session, gpu and date, or empty.
+        What was measured when it was tuned: seconds, fallback_seconds, session, machine and date, or empty.
     resources
         CUDA: registers, shared and local bytes and spills, the most of any kernel; else None.
     """

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..core.registry import BUILTIN
 from .bench import bench
-from .common import Plugins
+from .common import PROGRAM, Plugins
 from .doctor import doctor
 from .explain import explain
 from .export import export
@@ -18,26 +19,29 @@ from .quickstart import quickstart
 from .tune import tune
 
 # A plain traceback goes into a bug report as it is; typer's boxes do not.
-app = typer.Typer(name="tvm-sparse", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"tvm-sparse {importlib.metadata.version('tvm_sparse')}")
+        typer.echo(f"{PROGRAM} {importlib.metadata.version('tvm_sparse')}")
         raise typer.Exit
 
 
-@app.callback()
+def _help() -> str:
+    # The package's own: what plugins bring is looked for when a command runs, and may be broken.
+    names = ", ".join(operator.name for operator in BUILTIN)
+    return f"Tune, export and compare kernels on Apache TVM: {names}.\n\nBegin with doctor, then quickstart."
+
+
+@app.callback(help=_help())
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Tune, export and compare kernels for softmax + top-k and block-sparse products on Apache TVM.
-
-    Begin with: tvm-sparse doctor, then tvm-sparse quickstart.
-    """
+    pass
 
 
 app.command("quickstart")(quickstart)
@@ -52,7 +56,3 @@ app.command("migrate")(migrate)
 
 def main() -> None:
     app()
-
-
-if __name__ == "__main__":
-    main()

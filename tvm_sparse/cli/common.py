@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,12 +28,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+PROGRAM = "tvm-sparse"
 
 # Where output goes to a file or a pipe nobody's terminal sets a width.
 PLAIN_WIDTH = 120
 
 # The modules that an extra brings, by the name under which they are imported.
-EXTRAS = {"tune": ("xgboost", "psutil", "cloudpickle", "scipy"), "cuda": ("cuda.bindings",)}
+EXTRAS = {
+    "tune": ("xgboost", "psutil", "cloudpickle", "scipy"),
+    "cuda": ("cuda.bindings",),
+    "torch": ("torch",),
+    "plot": ("matplotlib",),
+}
 
 Operator = Annotated[
     str, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")
@@ -75,6 +83,18 @@ def default_builders() -> int:
     return min(machine.cpu().cores, 16)
 
 
+def program() -> str:
+    """How this program was started: a command in a message has to work where it is copied to."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py":
+        python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
+        return f"{python} -m tvm_sparse"
+    on_path = shutil.which(PROGRAM)
+    if started.name != PROGRAM or (on_path and Path(on_path).samefile(started)):
+        return PROGRAM
+    return shlex.quote(sys.argv[0])
+
+
 # ------------------------------------------------------------------------------------------- what was asked for
 
 
@@ -111,7 +131,11 @@ def require(*extras: str) -> None:
     for extra in extras:
         missing = [name for name in EXTRAS[extra] if not _installed(name)]
         if missing:
-            fail(f'{", ".join(missing)} missing; install with: pip install "tvm_sparse[{extra}]"')
+            fail(_lacking(missing, extra))
+
+
+def _lacking(modules: Sequence[str], extra: str) -> str:
+    return f'{", ".join(modules)} missing; install with: pip install "tvm_sparse[{extra}]"'
 
 
 def _installed(module: str) -> bool:
@@ -136,6 +160,12 @@ def errors() -> Iterator[None]:
         yield
     except (ProblemError, UnknownArch, PluginError) as error:
         fail(str(error), USAGE)
+    except ModuleNotFoundError as error:
+        top = (error.name or "").partition(".")[0]
+        for extra, modules in EXTRAS.items():
+            if top in {module.partition(".")[0] for module in modules}:
+                fail(_lacking([error.name or top], extra))
+        raise
     except Exception as error:
         # Here, because most runs of the command line need none of them.
         from ..artifacts.compile import CompileError

@@ -150,7 +150,11 @@ def _packages() -> list[Check]:
 def _plugins() -> list[Check]:
     """The operators that are not the package's own, each with what it lacks."""
     checks = []
-    for operator in registry.operators().values():
+    try:
+        known = registry.operators().values()
+    except registry.PluginError as error:
+        return [Check("operators", "broken", str(error), needed=True)]
+    for operator in known:
         if operator in registry.BUILTIN:
             continue
         missing = []
@@ -220,7 +224,7 @@ def _smoke() -> list[Check]:
         found = f"compiled for {result['arch']} in {result['seconds']} s, called, right"
         checks.append(Check(name, "ok", found, needed=True))
     else:
-        checks.append(Check(name, "broken", why, "see the lines above; else report it", needed=True))
+        checks.append(Check(name, "broken", why, _command(why) or "see the lines above; else report it", needed=True))
     result, why = cuda
     name = "CUDA smoke test"
     if result:
@@ -228,10 +232,15 @@ def _smoke() -> list[Check]:
         found = f"cubin for {result['arch']} by NVRTC {result['nvrtc']} in {result['seconds']} s, {called}"
         checks.append(Check(name, "ok", found))
     else:
-        mend = re.search(r"pip install \S+|apt-get install \S+", why)
         # Where there is a GPU this is a fault; elsewhere CUDA may simply not be wanted.
-        checks.append(Check(name, "broken" if machine.gpu() else "absent", why, mend[0] if mend else ""))
+        checks.append(Check(name, "broken" if machine.gpu() else "absent", why, _command(why)))
     return checks
+
+
+def _command(message: str) -> str:
+    """The command that a message names as what mends it; empty if it names none."""
+    found = re.search(r"(?:pip|apt-get) install [^\s;:,)]+", message)
+    return found[0] if found else ""
 
 
 # --------------------------------------------------------------------------------------------------------- GPU

@@ -28,6 +28,7 @@ def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str
         "correct": None,
         "error": "",
         "seconds": None,
+        "host_seconds": None,  # of that, what Python costs of our call
         "peer": None,
         "compiler": False,
     }
@@ -41,9 +42,9 @@ def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str
             _check_without_torch(problem, where, seed)
             result["correct"] = True
         else:
-            compared = compare(problem, where, seed=seed, host=False)
+            compared = compare(problem, where, seed=seed, host=where.device == "cpu")
             best = compared.best_peer
-            result.update(correct=True, seconds=compared.ours.median)
+            result.update(correct=True, seconds=compared.ours.median, host_seconds=compared.host_seconds)
             if compared.how != "exact":
                 result["error"] = f"the call ran another kernel ({compared.how}): {compared.kernel}"
             if best is not None:

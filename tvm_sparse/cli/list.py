@@ -11,8 +11,8 @@ import typer
 
 from ..core import registry
 from ..core.registry import Operator, axis_type, parse
-from ..records.queries import best_records
-from .common import AsJson, Plugins, console, default_roots, echo_json, errors, label, rate, ratio, table, us
+from ..records.queries import best_records, recorded_archs
+from .common import AsJson, Plugins, console, default_roots, echo_json, errors, label, program, rate, ratio, table, us
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 
@@ -37,11 +37,9 @@ def list_operators(
 
 
 def _describe(operator: Operator, roots: Iterable[Path]) -> dict[str, Any]:
-
     roots, cls = tuple(roots), operator.problem
-    archs = sorted({path.parent.name for root in roots for path in root.glob(f"*/{cls.operator}")})
     tuned = {}
-    for arch in archs:
+    for arch in recorded_archs(roots, [cls.operator]):
         found = {key: value for key, value in best_records(roots, arch).items() if key.startswith(f"{cls.operator}/")}
         tuned[arch] = {
             key: {"candidate": str(best.candidate), **figures, "bytes": parse(key).cost().bytes}
@@ -84,7 +82,7 @@ def _print(one: dict[str, Any]) -> None:
     axes = [name if axis["default"] is None else f"{name}={axis['default']}" for name, axis in one["axes"].items()]
     screen.print(f"  axes: {', '.join(axes)}", markup=False)
     example = " ".join(f"{name}={value}" for name, value in one["example"].items())
-    screen.print(f"  try: tvm-sparse tune {one['operator']} {example}\n", markup=False, soft_wrap=True)
+    screen.print(f"  try: {program()} tune {one['operator']} {example}\n", markup=False, soft_wrap=True)
 
     made = table("on", "template", "what it does")
     for template in one["templates"]:

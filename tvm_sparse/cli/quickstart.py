@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.compare import has_torch
 from ..core import machine, registry
 from ..core.problem import Problem
 from ..core.registry import parse
@@ -27,6 +28,7 @@ from .common import (
     errors,
     fail,
     label,
+    program,
     ratio,
     require,
     table,
@@ -48,7 +50,7 @@ def quickstart(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Tune four shapes, export them, and call them in a fresh process: the whole way in two or three minutes."""
+    """Tune a few shapes, export them, and call them in a fresh process: the whole way in two or three minutes."""
     with errors(), _folder(keep) as folder:
         started = time.monotonic()
         require("tune")
@@ -64,9 +66,10 @@ def quickstart(
         results, wrong = _check(problems, where, folder / "kernels")
         console().print(final_table(problems, bests, results))
         typer.echo(_how(where, results, started))
+        typer.echo("\n".join(_remarks(where, results)))
         if wrong:
             fail("\n".join(wrong))
-        typer.echo("\n".join(_next(keep)))
+        typer.echo("\n".join(_next(problems[0], keep)))
 
 
 @contextlib.contextmanager
@@ -83,9 +86,9 @@ def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs
     from .tune import make_plans, run
 
     plans = make_plans(problems, where, trials, logs, default_builders())
-    outcome = run(plans, logs, seed=0, again="tvm-sparse quickstart")
+    outcome = run(plans, logs, seed=0, again=f"{program()} quickstart")
     if outcome.interrupted:
-        typer.echo("Interrupted; start again with: tvm-sparse quickstart", err=True)
+        typer.echo(f"Interrupted; start again with: {program()} quickstart", err=True)
         raise typer.Exit(INTERRUPTED)
     if outcome.failures:
         raise typer.Exit(FAILED)
@@ -159,11 +162,31 @@ def _how(where: machine.Machine, results: dict[Problem, dict[str, Any]], started
     )
 
 
-def _next(keep: Path | None) -> list[str]:
+def _remarks(where: machine.Machine, results: dict[Problem, dict[str, Any]]) -> list[str]:
+    """What a reader would ask of the table: where the peers are, and why we are slower in a row."""
+    remarks = []
+    if not has_torch(where.device):
+        missing = "PyTorch" if where.device == "cpu" else "PyTorch with CUDA"
+        rest = "the peers are NumPy's" if where.device == "cpu" else "nothing is timed beside ours"
+        remarks.append(f'{missing} is not installed: {rest}. To compare with it: pip install "tvm_sparse[torch]"')
+    for problem, result in results.items():
+        ours, peer = result["seconds"], result["peer"]
+        if ours and peer and peer["seconds"] < ours:
+            python = f", of which {us(host)} are Python's" if (host := result["host_seconds"]) else ""
+            more = f"bench {label(problem)} --target {where.arch}"
+            remarks.append(
+                f"{label(problem)}: {peer['name']} is faster here; ours takes {us(ours)} us a call{python}.\n"
+                f"  All figures: {program()} {more}"
+            )
+    return remarks
+
+
+def _next(problem: Problem, keep: Path | None) -> list[str]:
     kernels = keep / "kernels" if keep else "kernels"
+    public = registry.find(problem.operator).public
     return [
         "Next:",
-        "  1. tune your own shapes:  tvm-sparse tune softmax_topk batch=1 vocab=32000 k=50 (many: --shapes FILE)",
-        "  2. ship the result:       tvm-sparse export -o kernels",
-        f'  3. use it in Python:      tvm_sparse.load("{kernels}"); tvm_sparse.softmax_topk(logits, k=5)',
+        f"  1. tune your own shapes:  {program()} tune {label(problem)} (many: --shapes FILE)",
+        f"  2. ship the result:       {program()} export -o kernels",
+        f'  3. use it in Python:      tvm_sparse.load("{kernels}"); then tvm_sparse.{public[0]}(...)',
     ]

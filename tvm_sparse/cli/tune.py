@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +28,7 @@ from .common import (
     label,
     machine_here,
     problem_of,
+    program,
     rate,
     ratio,
     require,
@@ -110,7 +110,7 @@ def tune(
         if outcome.failures:
             raise typer.Exit(FAILED)
         to = "" if logs is None else f" --logs {shlex.quote(str(logs))}"
-        typer.echo(f"Next: tvm-sparse export -o kernels{to}")
+        typer.echo(f"Next: {program()} export -o kernels{to}")
 
 
 def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | None) -> list[Problem]:
@@ -146,7 +146,7 @@ def resume_command(
     seed: int,
 ) -> str:
     """The command that does the same again; what was measured is not measured anew."""
-    words = ["tvm-sparse", "tune", *([operator] if operator else []), *(axes or ())]
+    words = ["tune", *([operator] if operator else []), *(axes or ())]
     for name, value, default in (
         ("shapes", shapes, None),
         ("target", target, "auto"),
@@ -161,7 +161,7 @@ def resume_command(
         words += ["--template", template]
     for plugin in registry.plugins():
         words += ["--plugin", plugin]
-    return shlex.join(words)
+    return f"{program()} {shlex.join(words)}"
 
 
 # --------------------------------------------------------------------------------------------------------- plan
@@ -308,14 +308,15 @@ class Lines:
         if not final and progress.measured < min(self._next, progress.plan.trials):
             return
         self._next = progress.measured + BATCH
-        if final:
+        if final and not progress.final_share:
             typer.echo(f"{self._name}: {progress.measured} measured, final between the best")
+        elif final:
+            pass
         elif progress.measured:
             bytes_ = progress.plan.problem.cost().bytes
             typer.echo(
                 f"{self._name}: {progress.measured}/{progress.plan.trials} ({_counts(progress)}),"
                 f" best {us(progress.best_seconds)} us, {rate(bytes_, progress.best_seconds)} GB/s,"
-                f" {ratio(progress.fallback_seconds, progress.best_seconds)} fallback,"
                 f" {duration(progress.seconds_left)} left"
             )
         else:
@@ -343,7 +344,6 @@ class Live:
         self._states: dict[Problem, Progress] = {}
         self._bests: dict[Problem, Best | None] = {}
         self._now = 0
-        self._began = time.monotonic()
         self._bar = Bar(
             TextColumn("trials"),
             BarColumn(),
@@ -367,7 +367,7 @@ class Live:
         from rich.text import Text
 
         measured = sum(state.measured for state in self._states.values())
-        self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left(measured))} left")
+        self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left())} left")
         right = ("us", "GB/s", *(("of limit",) if self._limit else ()), "x fallback", "trials")
         made = table("problem", *right, "outcomes", right=right)
         rest = [""] * (len(right) + 1)
@@ -391,7 +391,8 @@ class Live:
         if state is None:
             return [label(plan.problem), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
-        fallback = best.fallback_seconds if best else state.fallback_seconds
+        # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
+        gain = ratio(best.fallback_seconds, best.seconds) if best else ""
         bytes_ = plan.problem.cost().bytes
         if plan.problem in self._bests:
             what = "done: " + _counts(state) if best else "no valid record"
@@ -403,17 +404,19 @@ class Live:
         return [
             label(plan.problem),
             *figures,
-            ratio(fallback, seconds),
+            gain,
             f"{state.measured}/{plan.trials}",
             what,
         ]
 
-    def _seconds_left(self, measured: int) -> float:
-        """By this run's own pace, once there is one."""
-        left = sum(plan.trials for plan in self._plans) - measured
-        if not measured:
-            return sum(plan.seconds for plan in self._plans)
-        return (time.monotonic() - self._began) / measured * left
+    def _seconds_left(self) -> float:
+        """Of the problem that is running and of those that wait, by the pace of the first."""
+        running = self._states.get(self._plans[self._now].problem)
+        waiting = [plan.seconds for plan in self._plans if plan.problem not in (*self._states, *self._bests)]
+        if running is None:
+            return sum(waiting)
+        left = 0.0 if running.plan.problem in self._bests else running.seconds_left
+        return left + running.slowness * sum(waiting)
 
 
 def result_table(plans: Sequence[Plan], bests: dict[Problem, Best]) -> Table:

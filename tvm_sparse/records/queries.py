@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,11 @@ from ..core import registry, spaces
 from ..core.problem import ProblemError
 from .log import Log
 from .values import Best
+
+
+def recorded_archs(roots: Sequence[Path], operators: Iterable[str]) -> list[str]:
+    """The architectures that have a log of one of these operators."""
+    return sorted({path.parent.name for root in roots for name in operators for path in root.glob(f"*/{name}")})
 
 
 def best_records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str, Any]]]:

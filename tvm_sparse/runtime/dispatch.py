@@ -299,8 +299,15 @@ def load(folder: str) -> int:
         If the folder's manifest is missing, malformed or of another version. Libraries are checked, by their hash,
         when they are first used.
     """
-    present = {found.arch for found in (machines.cpu(), machines.gpu()) if found is not None}
-    return sum(entry.arch in present for entry in dispatcher.add(Path(folder)))
+    present = [found.arch for found in (machines.gpu(), machines.cpu()) if found is not None]
+    entries = dispatcher.add(Path(folder))
+    count = sum(entry.arch in present for entry in entries)
+    if not count:
+        holds = ", ".join(sorted({entry.arch for entry in entries})) or "nothing"
+        logger.warning(
+            "%s holds kernels for %s; this machine is %s, and uses none", folder, holds, " and ".join(present)
+        )
+    return count
 
 
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:

@@ -12,7 +12,7 @@ from ..core import registry
 from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import parse
-from ..records.queries import best_records
+from ..records.queries import best_records, recorded_archs
 from ..workers.building import build
 
 
@@ -44,13 +44,16 @@ def export(
     ]
     if not jobs:
         places = ", ".join(map(str, roots))
+        others = [arch for arch in recorded_archs(roots, registry.operators()) if arch != machine.arch]
         raise LookupError(
-            f"no record for {machine.arch} in {places}; tune first (tvm-sparse tune ... --target {machine.arch})"
+            f"no record for {machine.arch} in {places}, or none of what was asked for; tune first on such a machine"
+            f" (tvm-sparse tune ... --target {machine.arch})"
+            + (f". There are records for {', '.join(others)}" if others else "")
         )
     entries = build(jobs, machine, folder, builders=builders, show=show)
     manifest.write(folder, entries)
     named = {entry.library for entry in entries}
-    ours = re.compile(rf"({'|'.join(registry.operators())})-[0-9a-f]{{16}}\.so")
+    ours = re.compile(r"\w+-[0-9a-f]{16}\.so")  # of any operator, a plugin's that is not here as well
     for path in folder.iterdir():
         if ours.fullmatch(path.name) and path.name not in named:
             path.unlink()

@@ -10,6 +10,7 @@ it again. Records of other versions of a template, and of trials that failed, co
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import itertools
@@ -51,7 +52,7 @@ MEASURE_TIMEOUT = 30.0
 # To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
 PREPARE_TIMEOUT = 600.0
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
-TYPICAL = {"llvm": (0.5, 0.4), "cuda": (0.5, 0.3)}
+TYPICAL = {"llvm": (0.5, 0.4), "cuda": (1.0, 0.3)}
 
 
 class NoValidRecord(RuntimeError):
@@ -76,6 +77,17 @@ class Plan:
     def size(self) -> int:
         return sum(self.templates.values())
 
+    @property
+    def trial_seconds(self) -> float:
+        """What a trial of the search takes by estimate."""
+        build, measure = TYPICAL[self.machine.kind]
+        return build / self.builders + measure
+
+    @property
+    def final_seconds(self) -> float:
+        """What the final takes by estimate."""
+        return FINAL_ROUNDS * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
+
 
 @dataclass
 class Progress:
@@ -87,15 +99,29 @@ class Progress:
     best_seconds: float = float("inf")
     fallback_seconds: float | None = None
     measured: int = 0
-    started: float = field(default_factory=time.monotonic)
+    ends: list[float] = field(default_factory=list)  # when each trial was through
     last: Trial | None = None
     phase: str = "search"
+    final_share: float = 0.0  # of the final that is through
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as estimated the last two batches took.
+
+        What of them is not measured yet counts as estimated. A batch is built before it is measured: over one and less
+        the pace jumps. The first trial waits for the processes to start, and tells nothing of the others.
+        """
+        ends = self.ends[-2 * BATCH - 1 :]
+        if not ends:
+            return 1.0
+        counted, planned = len(ends) - 1, self.plan.trial_seconds
+        assumed = 2 * BATCH - counted
+        return (ends[-1] - ends[0] + assumed * planned) / ((counted + assumed) * planned)
 
     @property
     def seconds_left(self) -> float:
-        if not self.measured:
-            return self.plan.seconds
-        return (time.monotonic() - self.started) / self.measured * max(self.plan.trials - self.measured, 0)
+        trials = max(self.plan.trials - self.measured, 0) if self.phase == "search" else 0
+        return self.slowness * (trials * self.plan.trial_seconds + (1 - self.final_share) * self.plan.final_seconds)
 
 
 def make_plan(
@@ -111,9 +137,8 @@ def make_plan(
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
-    build, measure = TYPICAL[machine.kind]
-    seconds = left * (build / builders + measure)
-    return Plan(problem, machine, sizes, reasons, left, paid, builders, seconds, tuple(named))
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named))
+    return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
 def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
@@ -199,6 +224,7 @@ def tune(
                 trials.append(trial)
                 results[trial.candidate] = trial.median if trial.outcome == "ok" else None
                 progress.measured += 1
+                progress.ends.append(time.monotonic())
                 progress.last = trial
                 progress.outcomes[trial.outcome] = progress.outcomes.get(trial.outcome, 0) + 1
                 if trial.outcome == "ok" and trial.median < progress.best_seconds:
@@ -234,32 +260,35 @@ def tune(
 
         progress.phase = "final"
         show(progress)
-        return _final(bench, problem, machine, known, fallback, session.id, log)
+        return _final(bench, progress, known, fallback, session.id, log, show)
 
 
 def _final(
     bench: _Bench,
-    problem: Problem,
-    machine: Machine,
+    progress: Progress,
     known: Mapping[Candidate, float | None],
     fallback: Candidate,
     session: str,
     log: Log,
+    show: Callable[[Progress], None],
 ) -> Best:
     """Measure the best few and the fallback again, in turn, and record the winner by its median.
 
     One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
     tuned result cannot lose to not tuning.
     """
+    problem, machine = progress.plan.problem, progress.plan.machine
     ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
     finalists = list(dict.fromkeys([*ranked[:FINALISTS], fallback]))
     times: dict[Candidate, list[float]] = {}
-    for _ in range(FINAL_ROUNDS):
+    for number in range(FINAL_ROUNDS):
         for trial in bench.measure(finalists, session, 0):
             if trial.outcome == "ok":
                 times.setdefault(trial.candidate, []).append(trial.median)
         # One that fails once is no finalist.
         finalists = [c for c in finalists if c in times]
+        progress.final_share = (number + 1) / FINAL_ROUNDS
+        show(progress)
     medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == FINAL_ROUNDS}
     if not medians:
         raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
