@@ -110,6 +110,8 @@ class Radix(NamedTuple):
 # fmt: off
 @T.inline
 def find_digit(s, t):
+    """In which bin of a histogram the need-th largest key is.
+
     Reads: `histogram`, `need`.
     Writes: `found`.
     Barriers: none; one warp works.

@@ -241,7 +241,7 @@ class Pool:
 
     @cached_property
     def padded(self) -> int:
-        """Elements from a copied tile to the next: padded, so that threads which read one each meet few bank conflicts."""
+        """Elements from a copied tile to the next: padded, so that threads with one each meet few bank conflicts."""
         return self.tiling.held + 4
 
     @cached_property

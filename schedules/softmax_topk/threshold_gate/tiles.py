@@ -103,7 +103,7 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
                         address_of(tiling, s.address, column_of(tiling, s.ahead, u * width)), VECTOR)
             else:
                 for u in T.unroll(vectors):
-                    # Beyond the row its last vector again, and only what is the row's of that: it may be the array's end.
+                    # Beyond the row its last vector again, and of that what is the row's: it may be the array's end.
                     T.ptx.cp.async_.cg.shared.global_(
                         s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
                         address_of(
