@@ -60,8 +60,8 @@ File          Holds
 
 from __future__ import annotations
 
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from . import space
 from .layout import Layout
@@ -69,7 +69,7 @@ from .layout import Layout
 __all__ = ["Layout", "cluster_gate", "threshold_gate"]
 
 
-def program(problem: Problem, decisions: Decisions) -> Program:
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point of either template. The compiler is loaded only here."""
     from .kernel import build
 

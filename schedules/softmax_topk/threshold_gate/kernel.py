@@ -8,8 +8,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.selection import FULL_WARP, bits_value
 from ..interface import gpu_program
@@ -120,7 +120,7 @@ def complete(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def build(problem: Problem, decisions: Decisions) -> Program:
+def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point of either template's space."""
     layout = Layout.of(problem, decisions)
     threads, cluster = layout.tiling.threads, layout.tiling.cluster

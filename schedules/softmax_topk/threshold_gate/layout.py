@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, isqrt, sqrt
 
-from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, ceildiv
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.thresholds import FIRST, Floor, Rank, first_threshold, floor_of_runs
 
@@ -363,7 +364,7 @@ class Layout:
     prefetch: bool
 
     @classmethod
-    def of(cls, problem: Problem, decisions: Decisions) -> Layout:
+    def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
         """The layout of a point of either template's space."""
         tiling = Tiling(
             problem.vocab,

@@ -198,8 +198,9 @@ def floor_of_warp(layout: Layout) -> Callable[..., Any]:
     Writes: `floor`, an order; 0 if the row is not in order.
     Barriers: none, but all lanes take part.
     """
-    tiling, floor, last = layout.tiling, layout.first.floor, layout.first.last_vector
+    tiling, first, last = layout.tiling, layout.first, layout.first.last_vector
     width, whole, lead = tiling.width, tiling.whole, tiling.lead
+    run = first.floor.lanes if first.floor else 0  # lanes that give the floor
 
     def in_order(x: Any, small: int, large: int) -> tirx.PrimExpr:
         """Whether a vector whose ends these are may be of a run in order; not if it is not in the row."""
@@ -211,7 +212,7 @@ def floor_of_warp(layout: Layout) -> Callable[..., Any]:
         descends = (falling | T.uint32(lead)) == T.uint32(FULL_WARP)
         if whole:
             return T.Or(rising == T.uint32(FULL_WARP), descends)
-        ascends = T.And(rising & (rising + T.uint32(1)) == T.uint32(0), rising >= T.uint32((1 << floor.lanes) - 1))
+        ascends = T.And(rising & (rising + T.uint32(1)) == T.uint32(0), rising >= T.uint32((1 << run) - 1))
         return T.Or(ascends, descends)
 
     @T.inline
@@ -233,8 +234,8 @@ def floor_of_warp(layout: Layout) -> Callable[..., Any]:
         if is_run(rising[0], falling[0]):
             # Places in a circle, so that it is always as many lanes, of which some have nothing if the run is shorter.
             raise_floor(
-                s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - floor.lanes)
-            raise_floor(s, 0, (s.t - lead) & 31 < floor.lanes)
+                s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - run)
+            raise_floor(s, 0, (s.t - lead) & 31 < run)
 
     return phase
 # fmt: on

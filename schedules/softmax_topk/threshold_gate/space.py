@@ -6,8 +6,9 @@ from collections.abc import Callable
 from math import log2
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from .layout import MAX_CLUSTER_SHARED, MAX_SHARED, Layout
 
@@ -36,17 +37,17 @@ DEFERRED = 64
 CACHED = 50 << 20
 
 
-def space(problem: Problem, machine: Machine) -> Table:
+def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     """The table of `threshold_gate`."""
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
     size = problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize
+    overlap: tuple[int, ...] = (1,)
+    prefetch: tuple[int, ...] = (0,)
     if not machine.has_clusters:
         # Neither has it programmatic dependent launch.
-        overlap, prefetch = (0,), (0,)
-    elif problem.batch_extent <= machine.cores:
-        overlap, prefetch = (1,), (0,)
-    else:
+        overlap = (0,)
+    elif problem.batch_extent > machine.cores:
         overlap, prefetch = (0, 1), ((0, 1) if size > CACHED else (0,))
     return {
         "threads": THREADS,
@@ -58,7 +59,7 @@ def space(problem: Problem, machine: Machine) -> Table:
     }
 
 
-def cluster_space(problem: Problem, machine: Machine) -> Table:
+def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
     """The table of `cluster_gate`."""
     if not machine.has_clusters:
         raise NotApplicable(f"{machine.arch} has no thread block clusters")
@@ -72,7 +73,7 @@ def cluster_space(problem: Problem, machine: Machine) -> Table:
     return table
 
 
-def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
     """Why a point of either table is left out; None if it is not."""
     if decisions["prefetch"] and not decisions["overlap"]:
         return "rows are prefetched in launches that overlap the producer kernel only"
@@ -101,14 +102,14 @@ def allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | N
     return None
 
 
-def cluster_allowed(problem: Problem, machine: Machine, decisions: Decisions) -> str | None:
+def cluster_allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
     """As `allowed`, for `cluster_gate`: each block of a cluster has a multiprocessor of its own."""
     if decisions["threads"] < ALONE:
         return f"{decisions['threads']} threads are too few for a block of a cluster"
     return allowed(problem, machine, decisions)
 
 
-def guesses(problem: Problem, machine: Machine) -> list[Decisions]:
+def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """Points in the order in which they are good guesses: large tiles, blocks of a middle size or larger ones."""
     crowded = problem.batch_extent > machine.cores
     overlap, wanted = int(machine.has_clusters), 256 if crowded else 512
@@ -122,7 +123,7 @@ def guesses(problem: Problem, machine: Machine) -> list[Decisions]:
     ]
 
 
-def cluster_guesses(table: Table, problem: Problem, machine: Machine) -> list[Decisions]:
+def cluster_guesses(table: Table, problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """The most blocks a row that each have a multiprocessor of their own, then fewer, then more."""
     points = guesses(problem, machine)
     clusters = sorted((8, 4, 2), key=lambda c: (c * problem.batch_extent > machine.cores, -c))
@@ -130,23 +131,23 @@ def cluster_guesses(table: Table, problem: Problem, machine: Machine) -> list[De
 
 
 def first_allowed(
-    problem: Problem,
+    problem: SoftmaxTopk,
     machine: Machine,
     points: list[Decisions],
-    rule: Callable[[Problem, Machine, Decisions], str | None],
+    rule: Callable[[SoftmaxTopk, Machine, Decisions], str | None],
 ) -> Decisions | None:
     """The first of these points that no rule leaves out."""
     return next((point for point in points if rule(problem, machine, point) is None), None)
 
 
-def default(problem: Problem, machine: Machine) -> Decisions:
+def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """The best guess for `threshold_gate`."""
     point = first_allowed(problem, machine, guesses(problem, machine), allowed)
     assert point is not None, f"{problem}: the smallest point fits every k and vocab"
     return point
 
 
-def cluster_default(problem: Problem, machine: Machine) -> Decisions:
+def cluster_default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """The best guess for `cluster_gate`."""
     points = cluster_guesses(cluster_space(problem, machine), problem, machine)
     point = first_allowed(problem, machine, points, cluster_allowed)

@@ -9,8 +9,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...device.buffers import Buffers, local, pooled, shared
 from ...device.selection import RADIX_BINS
+from ...device.state import Buffers, local, pooled, shared
 from .layout import Layout, Tiling
 
 # What every float but minus infinity and NaN reaches.
