@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from test_templates import emulated, verify
 from tvm_sparse.core import spaces
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
-from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs
+from tvm_sparse.schedules.device import thresholds
+from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs, more_than
 from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
 
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0}
@@ -233,6 +235,24 @@ def test_first_threshold_seldom_misses_and_lets_few_through(k: int, share: float
         missed += passed[-1] < k
     assert missed <= 2
     assert np.median(passed) < max(6 * k, 60)
+
+
+def test_tails_of_binomials_are_those_of_scipy() -> None:
+    special = pytest.importorskip("scipy.special")
+    chances = np.concatenate([[0, 1e-9, 0.5, 1 - 1e-9, 1], np.random.default_rng(0).random(40)])
+    for n, p in itertools.product((1, 2, 7, 16, 32), chances):
+        found = [more_than(least, n, float(p)) for least in range(n)]
+        np.testing.assert_allclose(found, special.bdtrc(np.arange(n), n, p), rtol=1e-10, atol=1e-300)
+
+
+def test_first_thresholds_are_those_of_scipys_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records hold decisions whose programs depend on them: another rank would be another program."""
+    special = pytest.importorskip("scipy.special")
+    samples = list(itertools.product((1, 2, 5, 16, 50, 128, 400, 2048), (1.0, 0.43, 0.1, 0.017), (1, 2, 7, 8, 24, 32)))
+    found = [first_threshold.__wrapped__(*sample) for sample in samples]
+    monkeypatch.setattr(thresholds, "more_than", lambda least, n, p: float(special.bdtrc(least, n, p)))
+    assert found == [first_threshold.__wrapped__(*sample) for sample in samples]
+    assert len(set(found)) > 50
 
 
 def test_first_threshold_where_none_is_any_good() -> None:
