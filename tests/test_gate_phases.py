@@ -214,7 +214,7 @@ class Alone:
 
 def arguments(problem: SoftmaxTopk, logits: np.ndarray, **extras: np.ndarray) -> list[Any]:
     """The inputs of a kernel."""
-    logits = np.array(np.broadcast_to(logits, (problem.batch, problem.vocab)), numpy_dtype(problem.dtype))
+    logits = np.array(np.broadcast_to(logits, (problem.batch, problem.vocab)), numpy_dtype(problem.dtype), order="C")
     given = {"logits": logits, "scale": 1.0, "log": 0, **extras}
     return [given[argument.name] for argument in problem.kernel_inputs]
 
@@ -303,7 +303,7 @@ def test_tiles_are_all_of_the_row_once(vocab: int, dtype: str, bias: int, decisi
             start(s, i + tiling.stages)
         take(s, s.i[0])
 
-    rows = 3
+    rows = tiling.width  # as many begin at different places of a vector, where rows are not aligned
     alone = Alone(layout, phase, ["i"], ["x", "top", "at", "end"], cases=rows * tiling.tiles)
     rng = np.random.default_rng(vocab)
     logits = rng.standard_normal((rows * tiling.tiles, vocab)).astype(numpy_dtype(dtype))

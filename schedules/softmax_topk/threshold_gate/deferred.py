@@ -118,11 +118,10 @@ def load_marked(layout: Layout) -> Callable[..., Any]:
 
 
 def search_vectors(layout: Layout) -> Callable[..., Any]:
-    """Put what passes the threshold of some vectors of marked tiles into the buffer. The phase is (s, first, last,
-    step).
+    """Put what passes the threshold of some vectors of marked tiles into the buffer.
 
-    The vectors from `first` to `last`, that is not included, of all marked tiles; `step` threads take one after
-    another.
+    The phase is (s, first, last, step): the vectors from `first` up to, but not, `last` of all marked tiles' vectors;
+    `step` threads take one after another.
 
     Reads: `marked`, the arguments, `threshold`, `equals_until`.
     Writes: `keys`, `count`.

@@ -125,7 +125,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     layout = Layout.of(problem, decisions)
     threads, cluster = layout.tiling.threads, layout.tiling.cluster
     locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)
-    stream, total, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
+    stream, add, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
     one_warp, share, settled = try_one_warp(layout), share_parts(layout), settle(layout)
     completed, rank, write_given = complete(layout), rank_survivors(layout), write_given_columns(layout)
 
@@ -141,13 +141,16 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
             part = 0
         t = T.thread_id([threads])
         s = T.meta_var(State.alloc(layout, layout.pool.bytes, io=io, t=t, block=block, part=part))
+        # 1. Locate the row, and wait for the producer kernel.
         locate(s)
         await_inputs(s)
         s.written[0] = 0
         for attempt in T.serial(2):
+            # 2. Stream the row.
             begin(s, attempt)
             stream(s, attempt)
-            total(s)
+            # 3. Add up, and search the marked tiles.
+            add(s)
             if layout.one_warp:
                 if few_marked(layout, s):
                     one_warp(s)
@@ -156,20 +159,23 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
             if layout.deferred:
                 search(s)
             gather(s)
+            # 4. Share the parts of a cluster.
             if cluster > 1:
                 share(s, attempt)
+            # 5. Settle, or read the row once more, with no threshold and the row's true maximum.
             settled(s, attempt)
             if s.settled[0] != 0:
                 break
             T.cuda.cta_sync()
-            # Once more, with no threshold and the row's true maximum.
             s.reference[0] = s.largest[0] * s.factor[0]
         if cluster > 1 and part != 0:
             T.thread_return()
+        # 6. and 7. Complete the survivors, and rank them.
         invert_sum(s)
         if s.written[0] == 0:
             completed(s)
             rank(s)
+        # 8. Write the given columns.
         if layout.ids > 0:
             write_given(s)
         if cluster > 1:

@@ -147,8 +147,9 @@ def keep_best(layout: Layout) -> Callable[..., Any]:
 
 
 def compact(layout: Layout) -> Callable[..., Any]:
-    """Cut the buffer to the best k and raise the threshold to the k-th. The phase is (s); all threads come, after a
-    barrier.
+    """Cut the buffer to the best k and raise the threshold to the k-th.
+
+    The phase is (s); all threads come, after a barrier.
 
     Reads: `keys`, `count`.
     Writes: `keys`, `size`, `threshold`, `equals_until`, and scratch as `keep_best`; `full` becomes 0.
