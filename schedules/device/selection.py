@@ -10,7 +10,7 @@ that has the buffers which the head of the phase names. How keys are put in orde
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -95,16 +95,6 @@ def scan_lanes(t, value, other):
         other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), value[0], 1 << s, 32, 32)
         if t % 32 >= (1 << s):
             value[0] = value[0] + other[0]
-
-
-class Radix(NamedTuple):
-    """What a radix selection works on, for kernels without a state object that has buffers of these names."""
-
-    histogram: Any  # RADIX_BINS integers, shared
-    found: Any  # three integers, shared
-    pivot: Any  # a key
-    mask: Any  # a key
-    need: Any  # an integer
 
 
 # fmt: off

@@ -6,6 +6,7 @@ the temperature multiplies only what is exponentiated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx

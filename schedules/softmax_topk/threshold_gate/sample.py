@@ -157,8 +157,8 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
 def limit_equals(layout: Layout) -> Callable[..., Any]:
     """Up to which column do elements pass that equal the sample's maximum? The phase is (s).
 
-    Only the row's first are wanted. As many as there should be `FirstThreshold.equals` of these, if in all of the block's share they are as dense as in
-    the sample, which is one of its tiles.
+    Only the row's first are wanted: `FirstThreshold.equals` of them, if in all of the block's share they are as dense
+    as in the sample, which is one of its tiles.
 
     Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
     Writes: `equals_until`.
