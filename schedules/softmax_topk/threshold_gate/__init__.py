@@ -37,25 +37,33 @@ into the L2 cache, so that memory is busy while survivors are ranked.
 `threshold_gate` gives a row to a block, which may be a single warp. `cluster_gate` gives it to a cluster of blocks, for
 batches too small to fill the GPU with one block a row.
 
-To change a phase, edit the one file that it is in. Its head says what it reads and writes, and which barriers it
-holds; `state.State` explains every buffer, `layout.Layout` every static extent. `tests/test_gate_phases.py` runs each
-phase alone, on the CPU; `python -m golden check threshold_gate cluster_gate` (in `tests/`) says which points' emitted
-code changed. If the same decisions then mean another program, raise `version` below.
+Where to find what:
 
+=============  ===============================================================================================
+file           holds
+=============  ===============================================================================================
+``space``      values of the decisions with their reasons, points that are left out, defaults; loads no compiler
+``layout``     the static extents of a point; loads no compiler
+``state``      the buffers that phases share, each explained
+``tiles``      where a row lies, and how its tiles come into registers
+``sample``     the first threshold
+``survivors``  marking, pushing and compaction
+``deferred``   marked tiles, and their search
+``stream``     the pass over the row that puts these together
+``cluster``    what blocks of a cluster tell each other
+``rank``       the survivors in order, and the outputs
+``kernel``     the kernel: the steps above
+=============  ===============================================================================================
 
-File          Holds
-============  ==========================================================================================
-`space`       the values of decisions, which points are left out, and the defaults; loads no compiler
-`layout`      static extents of a point; loads no compiler
-`state`       the buffers that phases share
-`tiles`       where a row lies, and how its tiles come into registers
-`sample`      the first threshold
-`survivors`   marking, pushing and compaction
-`deferred`    marked tiles, and their search
-`stream`      the pass over the row that puts these together
-`cluster`     what blocks of a cluster tell each other
-`rank`        the survivors in order, and the outputs
-`kernel`      the kernel: the steps above
+To change a phase, say the first threshold:
+
+1.  Edit its file (`sample`). The head of a phase says what it reads and writes, which barriers it holds and what is
+    true after it: keep to that, or say otherwise there and look at those that come after.
+2.  ``pytest -n 0 tests/test_gate_phases.py -k threshold`` runs the phase alone, thread by thread on the CPU, on state
+    that the test makes, and compares it with NumPy; ``tests/test_gates.py`` runs whole kernels.
+3.  ``python -m golden check threshold_gate cluster_gate``, in ``tests/``, names the points whose code is another.
+4.  If it is meant to be another program, raise `version` below, so that what was measured with the old one is not taken
+    for the new one's; then ``python -m golden update threshold_gate cluster_gate`` shows how the CUDA source differs.
 """
 
 from __future__ import annotations
