@@ -13,17 +13,17 @@ from tvm.script import tirx as T
 
 from ...device.cluster import (
     cluster_arrive,
-    cluster_arrive_silent,
+    cluster_arrive_relaxed,
     cluster_barrier,
     cluster_wait,
-    peer_write,
+    peer_store,
 )
 from ...device.selection import FULL_WARP, join_key, key_index, key_value, order_bits
 from .layout import Layout
 from .survivors import keep_best, take_pivot
 
-put_float, put_int = peer_write("put_float", "float"), peer_write("put_int", "int")
-put_key = peer_write("put_key", "unsigned long long")
+put_float, put_int = peer_store("put_float", "float"), peer_store("put_int", "int")
+put_key = peer_store("put_key", "unsigned long long")
 
 
 # fmt: off
@@ -129,7 +129,7 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
 @T.inline
 def announce_block(s):
     """Tell the others of the cluster that this block has begun, and may be written to."""
-    cluster_arrive_silent()
+    cluster_arrive_relaxed()
 
 
 def agree(layout: Layout) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def agree(layout: Layout) -> Callable[..., Any]:
                 T.evaluate(put_int(s.verdict.ptr_to([0]), s.t, 0))
             cluster_arrive()
         else:
-            cluster_arrive_silent()
+            cluster_arrive_relaxed()
         if s.part != 0 or s.settled[0] == 0:
             cluster_wait()
             s.settled[0] = s.verdict[0]

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP, below, bits_value, join_key, order
-from ...device.words import load_words, read_element, value_in
+from ...device.words import load_element, load_words, value_in
 from ..elements import written_element
 from .layout import Layout, Pool, Tiling
 from .rank import place_in_output
@@ -108,7 +108,7 @@ def load_marked(layout: Layout) -> Callable[..., Any]:
                 for e in T.unroll(width):
                     s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
                     if layout.bias:
-                        s.x[e] = s.x[e] + read_element("float32", s.io.bias.ptr_to([column + e]))
+                        s.x[e] = s.x[e] + load_element("float32", s.io.bias.ptr_to([column + e]))
             else:
                 for e in T.unroll(width):
                     if column + e >= 0 and column + e < vocab:

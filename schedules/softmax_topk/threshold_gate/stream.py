@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.overlap import await_previous
+from ...device.overlap import wait_then_start_consumer
 from ...device.selection import FULL_WARP, order
 from . import deferred
 from .cluster import announce_block
@@ -40,7 +40,7 @@ def await_producer(layout: Layout) -> Callable[..., Any]:
             if s.block < rows_beside(layout):
                 prefetch(s, s.address)
         if layout.overlap:
-            await_previous()
+            wait_then_start_consumer()
 
     return phase
 

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 from ...device.arithmetic import is_nan
 from ...device.selection import join_key, keep_selected, key_index, key_value, order, radix_selection
-from ...device.words import read_element, value_in
+from ...device.words import load_element, value_in
 from .layout import Layout, Tiling
 from .state import column_of, not_below
 
@@ -118,7 +118,7 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
                            + s.spot[0] % width // per_word],
                     s.spot[0] % per_word)
                 if layout.bias:
-                    s.power[0] = s.power[0] + read_element(
+                    s.power[0] = s.power[0] + load_element(
                         "float32", s.io.bias.ptr_to([column_of(tiling, s.at, s.spot[0])]))
                 order(s.power[0], s.plain, s.ordered)
                 s.keys[s.slot[0]] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))

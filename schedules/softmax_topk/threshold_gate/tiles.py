@@ -9,8 +9,8 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
-from ...device.overlap import LINE, multiprocessors
-from ...device.words import fixed, read_element, value_in
+from ...device.overlap import CACHE_LINE, multiprocessors
+from ...device.words import held_address, load_element, value_in
 from .layout import Layout, Tiling
 from .state import address_of, column_of, folded
 
@@ -52,7 +52,7 @@ def locate_row(layout: Layout) -> Callable[..., Any]:
         s.end[0] = T.min(
             s.start[0] + share * width, (vocab + s.lead[0] + (width - 1)) // width * width - s.lead[0])
         s.factor[0] = s.io.scale * T.float32(LOG2_E)
-        s.address[0] = fixed("u64", s.io.logits.ptr_to([s.row[0], 0]))
+        s.address[0] = held_address("u64", s.io.logits.ptr_to([s.row[0], 0]))
 
     return phase
 
@@ -132,7 +132,7 @@ def prefetch_tile(tiling: Tiling) -> Callable[..., Any]:
     def phase(s, address):
         placed(s, s.ahead, 0, s.t)
         for u in T.unroll(tiling.vectors):
-            if s.t % (LINE // VECTOR) == u:
+            if s.t % (CACHE_LINE // VECTOR) == u:
                 T.ptx.prefetch.global_.L2(address_of(
                     tiling, address, T.min(column_of(tiling, s.ahead, u * tiling.width), s.end[0] - tiling.width)))
 
@@ -164,7 +164,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
             s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
         if layout.bias:
             for e in T.unroll(held):
-                s.x[e] = s.x[e] + read_element(
+                s.x[e] = s.x[e] + load_element(
                     "float32", s.io.bias.ptr_to([T.max(T.min(column_of(tiling, s.at, e), vocab - 1), 0)]))
         if not tiling.whole:
             if not inside(tiling, s, s.at):
