@@ -12,11 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from .selection import CROWD, FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, scan_lanes, spread
+from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, scan_lanes
+
+# Keys of one bin that are still ranked by counting, every one against every other.
+CROWD = 32
+
+
+def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Where a bin lies: one word in 33 is left out, so that threads with 32 bins each meet no bank conflict."""
+    return bin + bin // 32
 
 
 # fmt: off

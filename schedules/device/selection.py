@@ -27,8 +27,6 @@ RADIX_BINS = 1 << RADIX_BITS
 MINUS_INFINITY, PLUS_INFINITY = 0x007FFFFF, 0xFF800000
 # Up to its fifth largest value a warp finds by taking off the larger ones; for what lies deeper its lanes are sorted.
 REMOVALS = 5
-# Keys of one bin that are still ranked by counting, every one against every other.
-CROWD = 32
 
 
 def order_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -76,11 +74,6 @@ def key_value(key: tirx.PrimExpr) -> tirx.PrimExpr:
 
 def key_index(key: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.uint32(0xFFFFFFFF) - T.Cast("uint32", key & T.uint64(0xFFFFFFFF))
-
-
-def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Where a bin lies: one word in 33 is left out, so that threads with 32 bins each meet no bank conflict."""
-    return bin + bin // 32
 
 
 def below(lane: tirx.PrimExpr, lanes: tirx.PrimExpr) -> tirx.PrimExpr:

@@ -20,6 +20,8 @@ from ...device.thresholds import FIRST, Floor, Rank, first_threshold, floor_of_r
 COUNTED = 16
 # About how many survivors there are where they are ranked by counting: a block has as many groups of threads for them.
 COUNTED_SURVIVORS = 64
+# Bins in which survivors are ranked: enough for few of them to share one, and no more than a scan takes quickly.
+MIN_BINS, MAX_BINS = 256, 1024
 # Threads at most that share the ranking of one key.
 RANKERS = 8
 # Comparisons a thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
@@ -283,12 +285,12 @@ class Pool:
 
     @cached_property
     def bins(self) -> int:
-        """Bins in which keys are ranked, a power of two."""
-        return min(max(256, self.rounded), 1024)
+        """Bins in which keys are ranked, a power of two: about one for each key that is wanted."""
+        return min(max(MIN_BINS, self.rounded), MAX_BINS)
 
     @cached_property
     def spread(self) -> int:
-        """Words that an integer a bin takes, see `selection.spread`."""
+        """Words that an integer a bin takes, see `ranking.spread`."""
         return self.bins + self.bins // 32
 
     @cached_property
@@ -298,6 +300,7 @@ class Pool:
 
     @cached_property
     def at_kept(self) -> int:
+        """The second buffer."""
         return self.at_keys + self.capacity
 
     @cached_property
@@ -307,24 +310,27 @@ class Pool:
 
     @cached_property
     def at_counts(self) -> int:
-        """Bins: how many keys they have, each one's first key, and of each key the next of its bin."""
+        """Of bins, how many keys each has."""
         return 2 * (self.at_united + self.tiling.cluster * self.room)
 
     @cached_property
     def at_heads(self) -> int:
+        """Of bins, the first key of each."""
         return self.at_counts + self.spread
 
     @cached_property
     def at_nexts(self) -> int:
+        """Of keys, the next one of the same bin."""
         return self.at_heads + self.spread
 
     @cached_property
     def at_copied(self) -> int:
-        """Marked tiles: their elements and, behind these, the numbers of all."""
+        """The elements of marked tiles, as many as are copied; read by vectors of 16 bytes."""
         return ceildiv(self.at_nexts + self.capacity, 4) * 4
 
     @cached_property
     def at_marked(self) -> int:
+        """The numbers of all marked tiles."""
         return 2 * (self.at_copied + self.copies * self.padded)
 
     @cached_property
