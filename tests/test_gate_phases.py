@@ -684,8 +684,9 @@ def test_one_warp_finishes_a_row_whose_best_are_in_tiles_of_their_own() -> None:
 # ---- clusters ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("parts", "threads"), [(4, 32), (3, 96)])
-def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int) -> None:
+@pytest.mark.parametrize(("parts", "threads", "more"), [(4, 32, 5), (3, 96, 0)])
+def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int, more: int) -> None:
+    """`more`: by how many keys the last block has more than it may push, so that it pushes its best k."""
     k, vocab = 30, 12000
     layout = layout_of(vocab, k, threads=threads, cluster=parts)
     room, capacity = layout.pool.room, layout.pool.capacity
@@ -700,14 +701,16 @@ def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int) 
     alone = Alone(layout, phase, given, given)
     rng = np.random.default_rng(parts)
     sizes = rng.integers(k, room, parts)
-    sizes[-1] = room + 5  # more than it may push: the best k
+    sizes[-1] = room + more
     values = np.round(rng.standard_normal(vocab), 2).astype("float32")
     chosen = [rng.permutation(np.arange(p, vocab, parts))[: sizes[p]] for p in range(parts)]
     keys = [keys_of(values[c], c) for c in chosen]
+    # Each block's threshold is the least of its keys, which passes it.
+    gates = [own.min() for own in keys]
     own = {
         "size": sizes,
-        "threshold": np.array([values[c].min() for c in chosen], "float32"),
-        "equals_until": np.full(parts, vocab),
+        "threshold": np.array([values[columns_of(gate)] for gate in gates], "float32"),
+        "equals_until": np.array([columns_of(gate) for gate in gates]),
         "largest": np.array([values[c].max() for c in chosen], "float32"),
         "reference": np.array([2 * values[c].max() for c in chosen], "float32"),
         "sum": rng.random(parts).astype("float32"),
@@ -717,12 +720,12 @@ def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int) 
         **{name: array.reshape(parts, 1, 1) for name, array in own.items()},
     )
     first = {name: uniform(found[name])[0] for name in own}
-    # The last block pushed its best k, and so its threshold is the k-th.
-    keys[-1] = descending(keys[-1])[:k]
-    gates = [int(keys_of(own["threshold"][p], vocab)) for p in range(parts - 1)] + [int(keys[-1].min())]
+    if more:
+        keys[-1] = descending(keys[-1])[:k]
+        gates[-1] = keys[-1].min()
     pushed = np.concatenate(keys)
     united = descending(found["keys"][0, : first["size"]])
-    np.testing.assert_array_equal(united, descending(pushed[pushed >= np.uint64(max(gates))]))
+    np.testing.assert_array_equal(united, descending(pushed[pushed >= max(gates)]))
     # The row's threshold is the highest; that of a selection may be lower than the k-th, but no other key reaches it.
     gate = keys_of(first["threshold"], first["equals_until"])
     assert max(gates[:-1]) <= gate <= max(gates)
