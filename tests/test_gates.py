@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,8 @@ from test_templates import emulated, verify
 from tvm_sparse.core import spaces
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
-from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs
+from tvm_sparse.schedules.device import thresholds
+from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs, more_than
 from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
 
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0}
@@ -26,14 +30,14 @@ GATES = [
 
 def sampled_columns(problem: SoftmaxTopk, decisions: dict[str, int]) -> np.ndarray:
     """The columns that the first tiles of a row's blocks hold."""
-    layout = Layout(problem, decisions)
+    tiling = Layout.of(problem, decisions).tiling
     columns = []
-    for part in range(layout.split):
-        for slot in range(layout.vectors * layout.warps):
-            upper = slot >= (layout.warps + 1) // 2
-            chunk = slot * layout.tiles + (layout.tiles - 1 if upper else 0)
-            start = (part * layout.share + chunk * 32) * layout.width
-            columns.append(np.arange(start, start + 32 * layout.width))
+    for part in range(tiling.cluster):
+        for slot in range(tiling.vectors * tiling.warps):
+            upper = slot >= (tiling.warps + 1) // 2
+            chunk = slot * tiling.tiles + (tiling.tiles - 1 if upper else 0)
+            start = (part * tiling.share + chunk * 32) * tiling.width
+            columns.append(np.arange(start, start + 32 * tiling.width))
     columns = np.concatenate(columns)
     return columns[columns < problem.vocab]
 
@@ -72,7 +76,7 @@ def test_rows_that_are_read_twice(name: str, decisions: dict[str, int]) -> None:
 def test_buffer_that_overflows_is_compacted(structure: str, deferred: int) -> None:
     problem = SoftmaxTopk(4, 10240, 5)
     decisions = {**BLOCK, "threads": 64, "vectors": 3, "stages": 2, "deferred": deferred}
-    assert Layout(problem, decisions).overflows
+    assert Layout.of(problem, decisions).pool.overflows
     template = spaces.find("threshold_gate")
     verify(problem, structure, 3, emulated(template.build(problem, decisions), 3))
 
@@ -116,8 +120,8 @@ GATES_IN_ORDER = [
 @pytest.mark.parametrize(("name", "vocab", "k", "dtype", "decisions", "tiles"), GATES_IN_ORDER)
 def test_rows_in_order(name: str, vocab: int, k: int, dtype: str, decisions: dict[str, int], tiles: int) -> None:
     problem = SoftmaxTopk(9, vocab, k, dtype)
-    layout = Layout(problem, decisions)
-    assert layout.floor is not None and layout.tiles == tiles
+    layout = Layout.of(problem, decisions)
+    assert layout.first.floor is not None and layout.tiling.tiles == tiles
     rng = np.random.default_rng(vocab)
     logits = np.sort(rng.standard_normal((9, vocab)), axis=1)
     logits[1] = logits[1, ::-1]
@@ -159,48 +163,49 @@ def test_rows_to_come_are_prefetched_where_they_come_from_memory() -> None:
         assert (table["overlap"], table["prefetch"]) == (overlap, prefetch)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
-    """Let the kernels' device functions of these names trap."""
+def trapping(parameters: int) -> Callable[..., Any]:
+    """A factory of phases that trap, in the place of one whose phases take so many parameters."""
     from tvm.script import tirx as T
 
-    from tvm_sparse.schedules.device import selection
-
-    # fmt: off
     @T.inline
-    def select_pivot(t, key_at, source, extra, row, size, histogram, found, pivot, mask, need):
+    def of_two(s, t):
         T.evaluate(T.call_extern("int32", "__trap"))
 
     @T.inline
-    def rank_in_bins(t, keys, size, counts, heads, nexts, totals, flag, low, high, finer, place_key, extra, crowded):
+    def of_four(s, t, source, size):
         T.evaluate(T.call_extern("int32", "__trap"))
-    # fmt: on
-    functions, traps = selection.device_functions, {"select_pivot": select_pivot, "rank_in_bins": rank_in_bins}
 
-    def device_functions(*args: Any) -> selection.DeviceFunctions:
-        return functions(*args)._replace(**{name: traps[name] for name in names})
+    return lambda *extents: {2: of_two, 4: of_four}[parameters]
 
-    monkeypatch.setattr(selection, "device_functions", device_functions)
+
+def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """Let phases trap: radix selection, or ranking in bins."""
+    package = "tvm_sparse.schedules.softmax_topk.threshold_gate"
+    places = {"radix_selection": ("survivors", 4), "rank_in_bins": ("rank", 2)}
+    for name in names:
+        module, parameters = places[name]
+        monkeypatch.setattr(importlib.import_module(f"{package}.{module}"), name, trapping(parameters))
 
 
 @pytest.mark.parametrize(
     ("name", "vocab", "k", "decisions", "unneeded"),
     [
         # Few enough keys are left to be ranked by counting alone.
-        ("threshold_gate", 4096, 5, {**BLOCK, "vectors": 4}, ["select_pivot", "rank_in_bins"]),
-        ("threshold_gate", 4075, 5, {**BLOCK, "vectors": 4}, ["select_pivot", "rank_in_bins"]),
-        ("threshold_gate", 4000, 50, {**BLOCK, "vectors": 4}, ["select_pivot"]),
-        ("threshold_gate", 8192, 50, BLOCK, ["select_pivot"]),
-        ("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}, ["select_pivot"]),
+        ("threshold_gate", 4096, 5, {**BLOCK, "vectors": 4}, ["radix_selection", "rank_in_bins"]),
+        ("threshold_gate", 4075, 5, {**BLOCK, "vectors": 4}, ["radix_selection", "rank_in_bins"]),
+        ("threshold_gate", 4000, 50, {**BLOCK, "vectors": 4}, ["radix_selection"]),
+        ("threshold_gate", 8192, 50, BLOCK, ["radix_selection"]),
+        ("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}, ["radix_selection"]),
         # The last block has 385 vectors, the others have 512.
-        ("cluster_gate", 7684, 50, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
-        ("cluster_gate", 7684, 400, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, ["select_pivot"]),
+        ("cluster_gate", 7684, 50, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, ["radix_selection"]),
+        ("cluster_gate", 7684, 400, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, ["radix_selection"]),
         # Blocks of so many threads are alone on a multiprocessor, and take its shared memory.
         (
             "cluster_gate",
             60000,
             5,
             {**CLUSTER, "threads": 640, "vectors": 3, "stages": 3, "deferred": 1},
-            ["select_pivot"],
+            ["radix_selection"],
         ),
     ],
 )
@@ -230,6 +235,24 @@ def test_first_threshold_seldom_misses_and_lets_few_through(k: int, share: float
         missed += passed[-1] < k
     assert missed <= 2
     assert np.median(passed) < max(6 * k, 60)
+
+
+def test_tails_of_binomials_are_those_of_scipy() -> None:
+    special = pytest.importorskip("scipy.special")
+    chances = np.concatenate([[0, 1e-9, 0.5, 1 - 1e-9, 1], np.random.default_rng(0).random(40)])
+    for n, p in itertools.product((1, 2, 7, 16, 32), chances):
+        found = [more_than(least, n, float(p)) for least in range(n)]
+        np.testing.assert_allclose(found, special.bdtrc(np.arange(n), n, p), rtol=1e-10, atol=1e-300)
+
+
+def test_first_thresholds_are_those_of_scipys_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records hold decisions whose programs depend on them: another rank would be another program."""
+    special = pytest.importorskip("scipy.special")
+    samples = list(itertools.product((1, 2, 5, 16, 50, 128, 400, 2048), (1.0, 0.43, 0.1, 0.017), (1, 2, 7, 8, 24, 32)))
+    found = [first_threshold.__wrapped__(*sample) for sample in samples]
+    monkeypatch.setattr(thresholds, "more_than", lambda least, n, p: float(special.bdtrc(least, n, p)))
+    assert found == [first_threshold.__wrapped__(*sample) for sample in samples]
+    assert len(set(found)) > 50
 
 
 def test_first_threshold_where_none_is_any_good() -> None:

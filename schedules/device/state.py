@@ -2,11 +2,27 @@
 
 TVMScript passes such an object to an inline as one argument (`s = T.meta_var(State.alloc(...))`). A buffer is indexed
 through its attribute, `s.sums[0]`, and a register is assigned by it, `s.count = s.count + 1`.
+
+A small state allocates its buffers itself, and `named` names them. A large one is a subclass of `Buffers`, a dataclass
+that declares a buffer a line, by `local`, `shared` and `pooled`:
+
+    @dataclass
+    class State(Buffers):
+        t: Any  # the thread, given to `alloc`
+        largest: Any = local("float32")
+        maxima: Any = shared("float32", lambda layout: layout.warps)
+
+    s = T.meta_var(State.alloc(layout, t=t))  # in the kernel; phases then say s.largest[0]
+
+Buffers are allocated in the order of the fields, under the fields' names. The assembler lays shared memory out in that
+order and assigns registers by it: another order is other machine code, if mostly as good.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -27,3 +43,59 @@ def named(state: State) -> State:
         if isinstance(buffer, tirx.Buffer):
             IRBuilder.name(name, buffer)
     return state
+
+
+# A number, or how to get it from the static extents of a kernel.
+Extent = int | Callable[[Any], int]
+
+
+def _field(**how: Any) -> Any:
+    return dataclasses.field(default=None, metadata=how)
+
+
+def local(dtype: str, extent: Extent = 1) -> Any:
+    """Each thread's own: registers, as long as it is indexed by constants."""
+    return _field(scope="local", dtype=dtype, extent=extent)
+
+
+def shared(dtype: str, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
+    """Of a block, in static shared memory. `when` it is there at all; None stands in its place otherwise."""
+    return _field(scope="shared", dtype=dtype, extent=extent, when=when)
+
+
+def pooled(dtype: str, extent: Extent, at: Extent, when: Callable[[Any], bool] | None = None) -> Any:
+    """Of a block, in dynamic shared memory from element `at` on. `when` as for `shared`."""
+    return _field(scope="pool", dtype=dtype, extent=extent, at=at, when=when)
+
+
+def _number(extent: Extent, layout: Any) -> int:
+    return extent(layout) if callable(extent) else extent
+
+
+@dataclasses.dataclass
+class Buffers:
+    """The base of a kernel's state."""
+
+    @classmethod
+    def alloc(cls, layout: Any, pool_bytes: int = 0, **given: Any) -> Self:
+        """Within a kernel: allocate every declared buffer. `given`: the fields that are no buffers."""
+        if pool_bytes:
+            pool = T.alloc_buffer([pool_bytes // 8], "uint64", scope="shared.dyn")
+            IRBuilder.name("pool", pool)
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            how = field.metadata
+            if not how or (how.get("when") and not how["when"](layout)):
+                continue
+            shape, dtype = [_number(how["extent"], layout)], how["dtype"]
+            if how["scope"] == "local":
+                buffer = T.alloc_local(shape, dtype)
+            elif how["scope"] == "shared":
+                buffer = T.alloc_shared(shape, dtype)
+            else:
+                buffer = T.decl_buffer(
+                    shape, dtype, data=pool.data, elem_offset=_number(how["at"], layout), scope="shared.dyn"
+                )
+            IRBuilder.name(field.name, buffer)
+            found[field.name] = buffer
+        return cls(**found, **given)

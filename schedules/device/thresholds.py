@@ -9,14 +9,14 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-from scipy.special import bdtrc  # P(more than i of n succeed)
-
 from tvm_sparse.core.template import ceildiv
 
 # Warps whose floors are looked through one after another (see `Floor`).
 MAX_FLOORS = 5
 # How often a first threshold may turn out too high, and the row be read again.
 MISS = 3e-5
+# Terms of a sum that are less than this share of it do not count: a double holds no more digits.
+EPSILON = 1e-18
 
 
 class Rank(NamedTuple):
@@ -48,6 +48,29 @@ def floor_of_runs(k: int, width: int, lanes: int, warps: int) -> Floor | None:
     return Floor(needed, ceildiv(k, needed * width)) if needed <= min(warps, MAX_FLOORS) else None
 
 
+def more_than(least: int, n: int, p: float) -> float:
+    """The probability that more than `least` of `n` succeed, each with probability `p`: the upper tail of a binomial.
+
+    Each term of the sum is made of the one before, from the end of the tail at which none underflows that matters.
+    """
+    q, total = 1 - p, 0.0
+    if p < 0.5:
+        term = math.comb(n, least + 1) * p ** (least + 1) * q ** (n - least - 1)
+        for j in range(least + 1, n + 1):
+            total += term
+            term *= (n - j) * p / ((j + 1) * q)
+            if term < EPSILON * total:
+                break
+    else:
+        term = p**n
+        for j in range(n, least, -1):
+            total += term
+            term *= j * q / ((n - j + 1) * p)
+            if term < EPSILON * total:
+                break
+    return total
+
+
 @cache
 def first_threshold(k: int, share: float, warps: int) -> Rank | None:
     """Which of a sample's values to take for a threshold that k elements of the row reach; None if none is any good.
@@ -60,23 +83,26 @@ def first_threshold(k: int, share: float, warps: int) -> Rank | None:
     """
     threads = 32 * warps
 
-    def reached(elements: float, lane: int, warp: int) -> float:
-        """Probability that `warp` of the warps have `lane` threads with one or more of the sample's `elements`."""
-        return float(bdtrc(warp - 1, warps, bdtrc(lane - 1, 32, -math.expm1(-elements / threads))))
+    def of_lanes(elements: float, lane: int) -> float:
+        """Probability that a warp has `lane` threads with one or more of the sample's `elements`."""
+        return more_than(lane - 1, 32, -math.expm1(-elements / threads))
 
     def quantile(probability: float, lane: int, warp: int) -> float:
         """How many elements of the sample reach this place with that probability."""
         low, high = 0.0, 16.0 * threads
         while high - low > 0.5:
             middle = (low + high) / 2
-            low, high = (middle, high) if reached(middle, lane, warp) < probability else (low, middle)
+            reached = more_than(warp - 1, warps, of_lanes(middle, lane))
+            low, high = (middle, high) if reached < probability else (low, middle)
         return high
 
     best, fewest = None, 4.0 * threads
     for lane in range(1, 33):
+        likely = of_lanes(k * share, lane)
         for warp in range(1, warps + 1):
             sure = lane * warp >= k
-            if not sure and reached(k * share, lane, warp) > MISS:
+            # Too high if so many warps have so many of the k largest that are in the sample.
+            if not sure and more_than(warp - 1, warps, likely) > MISS:
                 continue
             median = quantile(0.5, lane, warp)
             if median < fewest:

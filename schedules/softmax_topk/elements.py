@@ -12,8 +12,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
-
 from ..device.words import read_element
 from .interface import Arguments
 
@@ -28,19 +26,6 @@ def written_element(io: Arguments, row: Any, column: Any) -> tirx.PrimExpr:
     """As `element`, by loads that see what a producer kernel has written: for kernels whose launch overlaps it."""
     logit = read_element(io.problem.dtype, io.logits.ptr_to([row, column]))
     return logit + read_element("float32", io.bias.ptr_to([column])) if io.problem.bias else logit
-
-
-def element_of(problem: SoftmaxTopk, overlapped: bool = False) -> Callable[..., tirx.PrimExpr]:
-    """The function (logits, bias, row, column) -> the element, for a kernel that does not use `Arguments`."""
-
-    def read(array: Any, dtype: str, *place: Any) -> tirx.PrimExpr:
-        return read_element(dtype, array.ptr_to(list(place))) if overlapped else T.Cast("float32", array[place])
-
-    def value(X: Any, B: Any, row: Any, column: Any) -> tirx.PrimExpr:
-        logit = read(X, problem.dtype, row, column)
-        return logit + read(B, "float32", column) if problem.bias else logit
-
-    return value
 
 
 @T.inline

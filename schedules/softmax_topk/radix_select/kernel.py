@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
-from ...device.selection import RADIX_BINS, device_functions, key_index, key_value, make_key
+from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radix_selection
 from ...device.state import named
 from ..elements import element, write_value, write_wanted
 
@@ -118,9 +118,9 @@ def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
     return phase
 
 
-def key_of(io: Any, _: Any, row: Any, i: Any) -> tirx.PrimExpr:
-    """The key of the element in column i."""
-    return make_key(element(io, row, i), i)
+def key_of(place: tuple[Any, Any], i: Any) -> tirx.PrimExpr:
+    """The key of the element in column i of (the arguments, a row)."""
+    return make_key(element(*place, i), i)
 
 
 def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
@@ -128,11 +128,11 @@ def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
 
     After: k keys are no less than `pivot`.
     """
-    select = device_functions(threads, k).select_pivot
+    select = radix_selection(threads, k, key_of)
 
     @T.inline
     def phase(io, row, t, s):
-        select(t, key_of, io, None, row, vocab, s.histogram, s.found, s.pivot, s.mask, s.need)
+        select(s, t, (io, row), vocab)
 
     return phase
 
@@ -149,7 +149,7 @@ def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
             s.count[0] = 0
         T.cuda.cta_sync()
         for i in T.serial((vocab - t + (threads - 1)) // threads):
-            s.key[0] = key_of(io, None, row, i * threads + t)
+            s.key[0] = key_of((io, row), i * threads + t)
             if s.key[0] >= s.pivot[0]:
                 s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))
                 io.indices[row, s.slot[0]] = T.Cast("int64", s.key[0])

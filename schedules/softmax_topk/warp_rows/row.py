@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.selection import MINUS_INFINITY, bits_value, device_functions, order
+from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, order
 from ...device.thresholds import Rank
 from ...device.words import load_words, per_word, read_element, value_in
 from .space import Layout
@@ -88,12 +88,12 @@ def bound_by_lanes(layout: Layout) -> Callable[..., Any]:
 
     After: `top` is the row's maximum, and `lower` the k-th largest of the lanes' maxima.
     """
-    maxima_of_warp = device_functions(32, layout.k, place=Rank(layout.k, 1, sure=True, most=0)).maxima_of_warp
+    lane_maxima = maxima_of_warp(Rank(layout.k, 1, sure=True, most=0))
 
     @T.inline
     def phase(io, at, s):
         order(s.top[0], s.value, s.ordered)
-        maxima_of_warp(at.lane, s.ordered, s.top_bits, s.lower)
+        lane_maxima(at.lane, s.ordered, s.top_bits, s.lower)
         s.top[0] = bits_value(s.top_bits[0])
 
     return phase

@@ -1,0 +1,163 @@
+"""A row that a cluster of blocks shares: the blocks push what they found into the first one, which unites it.
+
+Pushing is writing to another block's shared memory (distributed shared memory). So there is one launch and no
+workspace. A block must not be written to before it has begun, nor end while others may write to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.cluster import (
+    cluster_arrive,
+    cluster_arrive_relaxed,
+    cluster_barrier,
+    cluster_wait,
+    peer_store,
+)
+from ...device.selection import FULL_WARP, join_key, key_index, key_value, order_bits
+from .layout import Layout
+from .survivors import keep_best, take_pivot
+
+put_float, put_int = peer_store("put_float", "float"), peer_store("put_int", "int")
+put_key = peer_store("put_key", "unsigned long long")
+
+
+# fmt: off
+def push_part(layout: Layout) -> Callable[..., Any]:
+    """Write what this block found to its place in the first block. The phase is (s).
+
+    Reads: `keys`, `size`, which is at most `Pool.room`, `largest`, `reference`, `sum`, `threshold`, `equals_until`.
+    Writes: `united` and `united_...` of the first block.
+    Barriers: none.
+    """
+    threads, room = layout.tiling.threads, layout.pool.room
+
+    @T.inline
+    def phase(s):
+        for i in T.serial((s.size[0] - s.t + (threads - 1)) // threads):
+            T.evaluate(put_key(s.united.ptr_to([s.part * room + i * threads + s.t]), 0, s.keys[i * threads + s.t]))
+        if s.t == 0:
+            T.evaluate(put_int(s.united_size.ptr_to([s.part]), 0, s.size[0]))
+            T.evaluate(put_float(s.united_largest.ptr_to([s.part]), 0, s.largest[0]))
+            T.evaluate(put_float(s.united_reference.ptr_to([s.part]), 0, s.reference[0]))
+            T.evaluate(put_float(s.united_sum.ptr_to([s.part]), 0, s.sum[0]))
+            T.evaluate(put_key(
+                s.united_threshold.ptr_to([s.part]), 0, join_key(order_bits(s.threshold[0]), s.equals_until[0])))
+
+    return phase
+
+
+def unite_parts(layout: Layout) -> Callable[..., Any]:
+    """Of what the blocks have pushed: sum and reference of the row, the highest threshold, the keys that reach it.
+
+    What a block did not push is below its own threshold, so that no key that reaches the highest is missing. A lane
+    reads what one block has pushed. The phase is (s).
+
+    Reads: `united` and `united_...`.
+    Writes: `keys`, `size`, `count`, `sum`, `largest`, `reference`, `threshold`, `equals_until`, `pivot`.
+    Barriers: two; ends with one.
+    After: these are the row's, in all threads.
+    """
+    cluster, warps, room = layout.tiling.cluster, layout.tiling.warps, layout.pool.room
+    halvings = (cluster - 1).bit_length()
+
+    @T.inline
+    def phase(s):
+        s.pivot[0] = s.united_threshold[T.min(s.t % 32, cluster - 1)]
+        s.largest[0] = s.united_largest[T.min(s.t % 32, cluster - 1)]
+        s.reference[0] = s.united_reference[T.min(s.t % 32, cluster - 1)]
+        s.sum[0] = T.Select(s.t % 32 < cluster, s.united_sum[T.min(s.t % 32, cluster - 1)], T.float32(0))
+        s.threshold[0] = s.reference[0]
+        for b in T.unroll(halvings):
+            s.pivot[0] = T.max(s.pivot[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.pivot[0], 1 << b, 32, 32))
+            s.largest[0] = T.max(
+                s.largest[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32))
+            s.threshold[0] = T.max(
+                s.threshold[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.threshold[0], 1 << b, 32, 32))
+        # Until here `threshold` is the largest of the references.
+        s.sum[0] = T.cuda.warp_sum(s.sum[0] * T.exp2(s.reference[0] - s.threshold[0]))
+        # Lanes beyond the last block repeat it, and the others' maxima are in each group of them.
+        s.reference[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.threshold[0], 0, 32, 32)
+        s.pivot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.pivot[0], 0, 32, 32)
+        s.largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.largest[0], 0, 32, 32)
+        s.threshold[0] = key_value(s.pivot[0])
+        s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
+        if s.t == 0:
+            s.count[0] = 0
+        T.cuda.cta_sync()
+        for r in T.serial((cluster - 1 - s.t // 32 + warps) // warps):
+            for i in T.serial((s.united_size[r * warps + s.t // 32] - s.t % 32 + 31) // 32):
+                if s.united[(r * warps + s.t // 32) * room + i * 32 + s.t % 32] >= s.pivot[0]:
+                    s.keys[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.united[
+                        (r * warps + s.t // 32) * room + i * 32 + s.t % 32]
+        T.cuda.cta_sync()
+        s.size[0] = s.count[0]
+
+    return phase
+
+
+def share_parts(layout: Layout) -> Callable[..., Any]:
+    """From the blocks' survivors and sums to the row's, in the first block. The phase is (s, attempt).
+
+    Reads and writes: as `push_part` in every block and `unite_parts` in the first one. If a block has more survivors
+        than it may push, it pushes the best k.
+    Barriers: one of the cluster, and those of these phases.
+    """
+    push, unite, keep = push_part(layout), unite_parts(layout), keep_best(layout)
+
+    @T.inline
+    def phase(s, attempt):
+        if s.size[0] > layout.pool.room:
+            keep(s)
+            take_pivot(s, layout.vocab)
+            s.size[0] = layout.k
+        # All blocks have begun: what `announce_block` said is awaited before the first write.
+        if attempt == 0:
+            cluster_wait()
+        push(s)
+        cluster_barrier()
+        if s.part == 0:
+            unite(s)
+
+    return phase
+
+
+@T.inline
+def announce_block(s):
+    """Tell the others of the cluster that this block has begun, and may be written to."""
+    cluster_arrive_relaxed()
+
+
+def agree(layout: Layout) -> Callable[..., Any]:
+    """Whether all parts have to be read again is what the first block knows, and tells only if so. The phase is (s).
+
+    Reads: `settled` of the first block; `verdict`, which comes as 1.
+    Writes: `verdict`, and by it `settled` of the others.
+    Barriers: one of the cluster; the first block waits for it only if the row is read again, else `await_others` does.
+    """
+    cluster = layout.tiling.cluster
+
+    @T.inline
+    def phase(s):
+        if s.part == 0 and s.settled[0] == 0:
+            if s.t < cluster:
+                T.evaluate(put_int(s.verdict.ptr_to([0]), s.t, 0))
+            cluster_arrive()
+        else:
+            cluster_arrive_relaxed()
+        if s.part != 0 or s.settled[0] == 0:
+            cluster_wait()
+            s.settled[0] = s.verdict[0]
+
+    return phase
+
+
+@T.inline
+def await_others(s):
+    """The first block ends no sooner than all have arrived."""
+    cluster_wait()
+# fmt: on

@@ -1,0 +1,185 @@
+"""The kernel of both templates, as the package's docstring tells it; phases are in the files they are imported from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from ...device.selection import FULL_WARP, bits_value
+from ..interface import gpu_program
+from .cluster import agree, await_others, share_parts
+from .deferred import finish_by_one_warp, search_marked
+from .layout import Layout
+from .rank import fill_up, rank_survivors, write_given_columns
+from .state import LOWEST, WRITTEN, State, too_large
+from .stream import add_up, await_producer, begin_pass, stream_row
+from .tiles import locate_row
+
+
+# fmt: off
+def gather_survivors(layout: Layout) -> Callable[..., Any]:
+    """What the block knows of its share once this is through, in every thread. The phase is (s).
+
+    Reads: `count`, `warp_largest`.
+    Writes: `size`, `largest`.
+    Barriers: none.
+    """
+    warps = layout.tiling.warps
+
+    @T.inline
+    def phase(s):
+        s.size[0] = s.count[0]
+        s.ordered[0] = T.call_extern(
+            "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.warp_largest[s.t % warps])
+        s.largest[0] = bits_value(s.ordered[0])
+
+    return phase
+
+
+def settle(layout: Layout) -> Callable[..., Any]:
+    """Are there enough survivors, and a sum that is finite? The phase is (s, attempt).
+
+    Reads: `size`, `threshold`, `sum`.
+    Writes: `settled`; a row that was read twice is settled.
+    Barriers: of a cluster those of `agree`.
+    """
+    agreed = agree(layout)
+
+    @T.inline
+    def phase(s, attempt):
+        s.settled[0] = 1
+        if (s.size[0] < layout.k and s.threshold[0] > LOWEST) or too_large(s.sum[0]):
+            s.settled[0] = attempt
+        if layout.tiling.cluster > 1:
+            agreed(s)
+
+    return phase
+
+
+@T.inline
+def invert_sum(s):
+    """What values are made with.
+
+    Reads: `sum`.
+    Writes: `inverse`, `logarithm`.
+    Barriers: none.
+    """
+    s.inverse[0] = T.float32(1) / s.sum[0]
+    s.logarithm[0] = T.log(s.sum[0])
+
+
+def few_marked(layout: Layout, s: Any) -> tirx.PrimExpr:
+    """Whether one warp may do for the row: k tiles or more are marked, all of them copied, and the sum is good."""
+    enough = T.And(s.marks[0] >= layout.k, s.marks[0] <= layout.pool.copies)
+    return T.And(enough, T.Not(too_large(s.sum[0])))
+
+
+def try_one_warp(layout: Layout) -> Callable[..., Any]:
+    """Let one warp finish the row if it can. The phase is (s); see `few_marked`.
+
+    Reads: `sum`, and what `finish_by_one_warp` reads.
+    Writes: `written`, and the outputs if that is 1.
+    Barriers: one.
+    """
+    finish = finish_by_one_warp(layout)
+
+    @T.inline
+    def phase(s):
+        if s.t < 32:
+            invert_sum(s)
+            finish(s)
+        T.cuda.cta_sync()
+        s.written[0] = s.found[WRITTEN]
+
+    return phase
+
+
+def complete(layout: Layout) -> Callable[..., Any]:
+    """Fewer than k above minus infinity: the first ones at minus infinity complete them. The phase is (s).
+
+    Reads and writes: as `fill_up`.
+    Barriers: two, if it is so.
+    """
+    fill = fill_up(layout)
+
+    @T.inline
+    def phase(s):
+        if s.size[0] < layout.k:
+            T.cuda.cta_sync()
+            if s.t < 32:
+                fill(s)
+            T.cuda.cta_sync()
+            s.size[0] = layout.k
+
+    return phase
+
+
+def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point of either template's space."""
+    layout = Layout.of(problem, decisions)
+    threads, cluster = layout.tiling.threads, layout.tiling.cluster
+    locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)
+    stream, add, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
+    one_warp, share, settled = try_one_warp(layout), share_parts(layout), settle(layout)
+    completed, rank, write_given = complete(layout), rank_survivors(layout), write_given_columns(layout)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
+        if cluster > 1:
+            block = T.cluster_id([io.batch])
+            part = T.cta_id_in_cluster([cluster])
+        else:
+            block = T.cta_id([io.batch])
+            part = 0
+        t = T.thread_id([threads])
+        s = T.meta_var(State.alloc(layout, layout.pool.bytes, io=io, t=t, block=block, part=part))
+        # 1. Locate the row, and wait for the producer kernel.
+        locate(s)
+        await_inputs(s)
+        s.written[0] = 0
+        for attempt in T.serial(2):
+            # 2. Stream the row.
+            begin(s, attempt)
+            stream(s, attempt)
+            # 3. Add up, and search the marked tiles.
+            add(s)
+            if layout.one_warp:
+                if few_marked(layout, s):
+                    one_warp(s)
+                    if s.written[0] != 0:
+                        break
+            if layout.deferred:
+                search(s)
+            gather(s)
+            # 4. Share the parts of a cluster.
+            if cluster > 1:
+                share(s, attempt)
+            # 5. Settle, or read the row once more, with no threshold and the row's true maximum.
+            settled(s, attempt)
+            if s.settled[0] != 0:
+                break
+            T.cuda.cta_sync()
+            s.reference[0] = s.largest[0] * s.factor[0]
+        if cluster > 1 and part != 0:
+            T.thread_return()
+        # 6. and 7. Complete the survivors, and rank them.
+        invert_sum(s)
+        if s.written[0] == 0:
+            completed(s)
+            rank(s)
+        # 8. Write the given columns.
+        if layout.ids > 0:
+            write_given(s)
+        if cluster > 1:
+            await_others(s)
+
+    return gpu_program(problem, body, overlapped=layout.overlap)
+# fmt: on

@@ -1,0 +1,463 @@
+"""The static extents of a point: how a row is cut up, which first threshold it gets, and where buffers lie.
+
+Computed without the compiler, because the space asks for them: a point that needs too much shared memory is left out.
+Everything is derived from the problem and the decisions; an attribute is computed when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, isqrt, sqrt
+
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, ceildiv
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from ...device.thresholds import FIRST, Floor, Rank, first_threshold, floor_of_runs
+
+# Up to this k the survivors are ranked by counting, every one against every other; above, in bins.
+COUNTED = 16
+# About how many survivors there are where they are ranked by counting: a block has as many groups of threads for them.
+COUNTED_SURVIVORS = 64
+# Bins in which survivors are ranked: enough for few of them to share one, and no more than a scan takes quickly.
+MIN_BINS, MAX_BINS = 256, 1024
+# Threads at most that share the ranking of one key.
+RANKERS = 8
+# Comparisons a thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
+COMPARISONS = 512
+# Above this k ranked keys go through shared memory, so that neighbouring threads write neighbours in the output.
+STAGED = 64
+# The least room for survivors beyond k. Without it compactions would be frequent where k is small.
+SLACK = 256
+# Bytes of marked tiles that are copied to shared memory (`deferred`); those beyond are read again from global memory.
+COPIED = 8192
+# Marked vectors that are searched in one step where the survivors of all of them together have no room.
+STEP = 64
+
+# Threads that a multiprocessor is to hold: 65,536 registers bound them to 64 a thread, or to 96 for the largest tiles.
+RESIDENT, RESIDENT_LARGE = 1024, 640
+# Vectors from which on a tile counts as one of the largest.
+LARGE = 8
+# Bytes of shared memory that leave room for a second block, and those of a block that is alone on a multiprocessor.
+MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
+# Bytes of shared memory of a Hopper multiprocessor, and what the system takes of them for each block.
+SHARED, RESERVED = 228 * 1024, 1024
+# Up to 48 KB every kernel gets unasked. The most that the buffers outside of the pool take of them.
+STATIC_LIMIT, STATIC = 48 * 1024, 2 * 1024
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a row lies over the blocks of a cluster, over tiles, warps and lanes. A vector is 16 bytes of the row.
+
+    A block's share of the row is cut into chunks of 32 vectors, which a warp loads at once. `tiles` neighbouring chunks
+    are a slot, and chunk i of each slot belongs to tile i. So every tile is spread over the whole share, and the first
+    one is a sample of it. Slot u * warps + w is the u-th vector of warp w's lanes.
+    """
+
+    vocab: int
+    itemsize: int  # bytes of an element
+    threads: int
+    vectors: int
+    stages: int
+    cluster: int
+
+    @cached_property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.threads // 32
+
+    @cached_property
+    def width(self) -> int:
+        """Elements of a vector."""
+        return 16 // self.itemsize
+
+    @cached_property
+    def per_word(self) -> int:
+        """Elements of a 32-bit word."""
+        return 4 // self.itemsize
+
+    @cached_property
+    def held(self) -> int:
+        """Elements that a thread has of a tile, in registers."""
+        return self.vectors * self.width
+
+    @cached_property
+    def words(self) -> int:
+        """32-bit words of these."""
+        return 4 * self.vectors
+
+    @cached_property
+    def tile(self) -> int:
+        """Elements of a block's tile."""
+        return self.threads * self.held
+
+    @cached_property
+    def ring(self) -> int:
+        """Bytes of the tiles in shared memory: the one that is worked on, and those on their way."""
+        return self.stages * self.tile * self.itemsize
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every row begins with a vector. If not, its first and last vector are shared with other rows."""
+        return self.vocab % self.width == 0
+
+    @cached_property
+    def lead(self) -> int:
+        """Lanes at a row's begin that have no whole vector of it."""
+        return 0 if self.aligned else 1
+
+    @cached_property
+    def row_vectors(self) -> int:
+        """The most vectors that a row touches."""
+        return ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
+
+    @cached_property
+    def share(self) -> int:
+        """Vectors of a block, whole chunks: of all blocks as many, but the last one with any may have fewer."""
+        return ceildiv(ceildiv(self.row_vectors, self.cluster), 32) * 32
+
+    @cached_property
+    def shares(self) -> set[int]:
+        """The numbers of vectors that blocks with any of the row have."""
+        return {min(self.share, self.row_vectors), self.row_vectors % self.share or self.share}
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of a block's share."""
+        return self.share // 32
+
+    @cached_property
+    def tiles(self) -> int:
+        """Tiles that a block reads one after another."""
+        return ceildiv(self.chunks, self.warps * self.vectors)
+
+    @cached_property
+    def slots(self) -> int:
+        """Slots that have a chunk in any tile; what threads have beyond is idle in all tiles."""
+        return ceildiv(self.chunks, self.tiles)
+
+    @cached_property
+    def slot_columns(self) -> int:
+        """Columns from one vector of a thread's tile to the next."""
+        return self.warps * self.tiles * 32 * self.width
+
+    @cached_property
+    def sampled(self) -> int:
+        """Elements of a block's first tile: the sample of its share."""
+        return self.slots * 32 * self.width
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether tiles have nothing but the row's elements, so that no column needs to be checked."""
+        return self.aligned and self.row_vectors == self.tiles * self.warps * self.vectors * 32 * self.cluster
+
+
+@dataclass(frozen=True)
+class FirstThreshold:
+    """Which threshold a row's first tile gives, and how many elements pass it (see `device.thresholds`)."""
+
+    tiling: Tiling
+    k: int
+
+    @cached_property
+    def found(self) -> Rank | None:
+        """Which value of the sample is the threshold; None if none is any good, as for a k that exceeds the sample."""
+        tiling = self.tiling
+        return first_threshold(self.k, min(tiling.sampled / tiling.vocab, 1.0), min(tiling.warps, tiling.slots))
+
+    @cached_property
+    def gated(self) -> bool:
+        """Whether there is a first threshold. Without one the first compaction gives the row its threshold."""
+        return self.found is not None
+
+    @cached_property
+    def rank(self) -> Rank:
+        """As `found`; without a threshold only the sample's maximum is asked for."""
+        return self.found or FIRST
+
+    @cached_property
+    def floor(self) -> Floor | None:
+        """The threshold for rows that ascend or descend; None if k is too large for one."""
+        tiling = self.tiling
+        if not self.gated:
+            return None
+        return floor_of_runs(self.k, tiling.width, 32 - tiling.lead, min(tiling.warps, tiling.slots))
+
+    @cached_property
+    def floors(self) -> int:
+        """Warps that give that one; 0 for none."""
+        return self.floor.warps if self.floor else 0
+
+    @cached_property
+    def last_vector(self) -> int:
+        """Which vector of a thread is in an ascending row's last run: the last one that enough warps have."""
+        tiling = self.tiling
+        return max((min(tiling.shares) // 32 // tiling.tiles - self.floors) // tiling.warps, 0)
+
+    @cached_property
+    def equals(self) -> int:
+        """As many of the elements that equal the threshold should pass: a little more than k."""
+        return self.k + self.k // 8 + 64
+
+    @cached_property
+    def survivors(self) -> int:
+        """What of a block's share passes the threshold, exceeded in a few rows only.
+
+        Of the sample itself the number is known; that of the rest varies by its square root.
+        """
+        known, tiling = self.rank.most, self.tiling
+        passing = known * max(tiling.share * tiling.width / tiling.sampled, 1.0)
+        return ceildiv(ceil(passing + 4 * sqrt(passing - known)), 32) * 32
+
+    def survivors_in_order(self, share: int) -> int:
+        """Of a block's share of so many vectors, the elements that reach the floor if the row ascends or descends."""
+        assert self.floor is not None
+        tiling = self.tiling
+        # The lowest of the warps that give it is that of this slot; `place_tile` says which chunk of it is sampled.
+        slot = min(share // 32 // tiling.tiles, (self.last_vector + 1) * tiling.warps) - self.floor.warps
+        late = 2 * slot >= tiling.warps if tiling.vectors == 1 else 2 * self.last_vector >= tiling.vectors
+        chunk = slot * tiling.tiles + (tiling.tiles - 1 if late else 0)
+        ascending = share - chunk * 32 - (32 - self.floor.lanes)
+        descending = (self.floor.warps - 1) * tiling.tiles * 32 + tiling.lead + self.floor.lanes
+        return min(max(ascending, descending), share) * tiling.width
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The dynamic shared memory of a block, from front to back, and how large its buffers are.
+
+    Offsets (`at_...`) are in elements of their own buffer.
+    """
+
+    tiling: Tiling
+    first: FirstThreshold
+    k: int
+    deferred: bool
+    room: int  # keys that each block of a cluster may push into the first one; 0 for a block alone
+
+    @cached_property
+    def rounded(self) -> int:
+        """k as a bitonic sort wants it: a power of two, a warp at least."""
+        return max(1 << (self.k - 1).bit_length(), 32)
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements from a copied tile to the next: padded, so that threads with one each meet few bank conflicts."""
+        return self.tiling.held + 4
+
+    @cached_property
+    def copies(self) -> int:
+        """Marked tiles that are copied; 0 where survivors are searched in the stream."""
+        tiling = self.tiling
+        return min(COPIED // (4 * self.padded), tiling.tiles * tiling.threads) if self.deferred else 0
+
+    @cached_property
+    def step(self) -> int:
+        """Threads that search marked vectors in steps, so that what each step finds has room behind the best k."""
+        return min(self.tiling.threads, STEP)
+
+    @cached_property
+    def wanted(self) -> int:
+        """Keys for which there should be room: what comes to rest between two compactions, and what blocks push."""
+        rest = max(self.rounded + max(SLACK, self.rounded), self.first.survivors)
+        if self.deferred:
+            rest = max(rest, ceildiv(self.rounded + self.step * self.tiling.width, 32) * 32)
+        return max(rest, self.tiling.cluster * self.room)
+
+    @cached_property
+    def overflows(self) -> bool:
+        """Whether more keys than there is room for may survive; not if all of the share's elements have room."""
+        return self.wanted < self.tiling.tiles * self.tiling.tile
+
+    @cached_property
+    def capacity(self) -> int:
+        """Keys of the buffer of survivors."""
+        if self.overflows:
+            return self.wanted
+        return max(self.tiling.tiles * self.tiling.tile, self.rounded, self.tiling.cluster * self.room)
+
+    @cached_property
+    def kept(self) -> int:
+        """Keys of the second buffer: those that a compaction keeps, and those that are ranked."""
+        return self.rounded
+
+    @cached_property
+    def bins(self) -> int:
+        """Bins in which keys are ranked, a power of two: about one for each key that is wanted."""
+        return min(max(MIN_BINS, self.rounded), MAX_BINS)
+
+    @cached_property
+    def spread(self) -> int:
+        """Words that an integer a bin takes, see `ranking.spread`."""
+        return self.bins + self.bins // 32
+
+    @cached_property
+    def at_keys(self) -> int:
+        """The buffer of survivors lies behind the ring of tiles."""
+        return self.tiling.ring // 8
+
+    @cached_property
+    def at_kept(self) -> int:
+        """The second buffer."""
+        return self.at_keys + self.capacity
+
+    @cached_property
+    def at_united(self) -> int:
+        """What the blocks of a cluster push."""
+        return self.at_kept + self.kept
+
+    @cached_property
+    def at_counts(self) -> int:
+        """Of bins, how many keys each has."""
+        return 2 * (self.at_united + self.tiling.cluster * self.room)
+
+    @cached_property
+    def at_heads(self) -> int:
+        """Of bins, the first key of each."""
+        return self.at_counts + self.spread
+
+    @cached_property
+    def at_nexts(self) -> int:
+        """Of keys, the next one of the same bin."""
+        return self.at_heads + self.spread
+
+    @cached_property
+    def at_copied(self) -> int:
+        """The elements of marked tiles, as many as are copied; read by vectors of 16 bytes."""
+        return ceildiv(self.at_nexts + self.capacity, 4) * 4
+
+    @cached_property
+    def at_marked(self) -> int:
+        """The numbers of all marked tiles."""
+        return 2 * (self.at_copied + self.copies * self.padded)
+
+    @cached_property
+    def bytes(self) -> int:
+        """All of it."""
+        marked = self.tiling.tiles * self.tiling.threads if self.deferred else 0
+        taken = ceildiv(2 * (self.at_marked + marked), 16) * 16
+        # A pool just below 48 KB would exceed what a kernel gets unasked together with the static buffers.
+        return STATIC_LIMIT + 16 if STATIC_LIMIT - STATIC < taken <= STATIC_LIMIT else taken
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All static extents of a point: what phases are made for.
+
+    Attributes
+    ----------
+    vocab, k, ids, dtype, bias
+        Of the problem: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias.
+    tiling
+        How a row is cut up.
+    first
+        The first threshold.
+    deferred, overlap, prefetch
+        The decisions of these names (see `vocabulary`).
+    """
+
+    vocab: int
+    k: int
+    ids: int
+    dtype: str
+    bias: bool
+    tiling: Tiling
+    first: FirstThreshold
+    deferred: bool
+    overlap: bool
+    prefetch: bool
+
+    @classmethod
+    def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
+        """The layout of a point of either template's space."""
+        tiling = Tiling(
+            problem.vocab,
+            numpy_dtype(problem.dtype).itemsize,
+            decisions["threads"],
+            decisions["vectors"],
+            decisions["stages"],
+            decisions.get("cluster", 1),
+        )
+        return cls(
+            problem.vocab,
+            problem.k,
+            problem.ids,
+            problem.dtype,
+            bool(problem.bias),
+            tiling,
+            FirstThreshold(tiling, problem.k),
+            bool(decisions["deferred"]),
+            bool(decisions["overlap"]),
+            bool(decisions["prefetch"]),
+        )
+
+    @cached_property
+    def pool(self) -> Pool:
+        """Shared memory, with room for what blocks of a cluster push."""
+        tiling, first = self.tiling, self.first
+        if tiling.cluster == 1:
+            return self._pool(0)
+        # More than the keys of a row that is constant.
+        least = max(ceildiv(first.equals + 32, 32) * 32, first.survivors)
+        if first.floor is None:
+            return self._pool(least)
+        # As many as those of a row in order, unless that takes the multiprocessor's second block its place.
+        two_blocks = 2 * tiling.threads <= RESIDENT and self._pool(least).bytes <= MAX_SHARED
+        in_order = ceildiv(max(map(first.survivors_in_order, tiling.shares)), 32) * 32
+        larger = self._pool(max(in_order, least))
+        return larger if larger.bytes <= (MAX_SHARED if two_blocks else MAX_CLUSTER_SHARED) else self._pool(least)
+
+    def _pool(self, room: int) -> Pool:
+        return Pool(self.tiling, self.first, self.k, self.deferred, room)
+
+    @cached_property
+    def compacts(self) -> bool:
+        """Whether the stream may find the buffer full, and has to wait for a compaction."""
+        return self.pool.overflows and not self.deferred
+
+    @cached_property
+    def counted(self) -> bool:
+        """Whether survivors are ranked by counting, unless there are too many."""
+        return self.k <= COUNTED
+
+    @cached_property
+    def rankers(self) -> int:
+        """Threads that share the ranking of one key: of a few survivors all are ranked in one step."""
+        groups = self.tiling.threads // COUNTED_SURVIVORS
+        return min(1 << max(groups.bit_length() - 1, 0), RANKERS) if self.counted else RANKERS
+
+    @cached_property
+    def countable(self) -> int:
+        """Survivors that are ranked by counting at once: a few a thread."""
+        return 4 * self.tiling.threads // self.rankers
+
+    @cached_property
+    def crowded_countable(self) -> int:
+        """Survivors that are ranked by counting where bins have failed: as many as cost no more than a sort."""
+        return isqrt(COMPARISONS * self.tiling.threads)
+
+    @cached_property
+    def staged(self) -> bool:
+        """Whether ranked keys go through shared memory."""
+        return self.k > STAGED
+
+    @cached_property
+    def one_warp(self) -> bool:
+        """Whether one warp may do for all of a row what is left after the stream."""
+        return self.deferred and self.counted and self.tiling.cluster == 1
+
+    @cached_property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
+        if self.tiling.cluster > 1:
+            return 1
+        threads, most = self.tiling.threads, RESIDENT_LARGE if self.tiling.vectors == LARGE else RESIDENT
+        # A bitonic sort of many keys by few threads needs more registers.
+        return max(most // (threads if self.pool.rounded <= 8 * threads else 2 * threads), 1)
+
+    @cached_property
+    def beside(self) -> int:
+        """Blocks that a multiprocessor works on at a time."""
+        return max(min(self.resident, SHARED // (self.pool.bytes + STATIC + RESERVED)), 1)

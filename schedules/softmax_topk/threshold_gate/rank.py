@@ -1,0 +1,228 @@
+"""The survivors in order, and the outputs: by counting, in bins, or sorted where bins fail (see `device.ranking`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LN_2
+from ...device.ranking import rank_in_bins, rank_key, sort_descending
+from ...device.selection import (
+    FULL_WARP,
+    MINUS_INFINITY,
+    below,
+    bits_value,
+    join_key,
+    key_bits,
+    key_index,
+    key_value,
+)
+from ..elements import write_given, write_value, written_element
+from .layout import Layout
+from .state import LOWEST
+from .survivors import keep_best
+
+
+# fmt: off
+def fill_up(layout: Layout) -> Callable[..., Any]:
+    """Append the row's first elements at minus infinity until there are k keys. The phase is (s).
+
+    Reads: the arguments, `size`.
+    Writes: `keys`, `size`.
+    Barriers: none; the first warp comes alone.
+    """
+    vocab, k = layout.vocab, layout.k
+
+    @T.inline
+    def phase(s):
+        lanes = T.alloc_local([1], "uint32")
+        has = T.alloc_local([1], "int32")
+        i: T.int32 = 0
+        while i * 32 < vocab and s.size[0] < k:
+            has[0] = 0
+            if i * 32 + s.t < vocab:
+                if written_element(s.io, s.row[0], i * 32 + s.t) == -T.infinity("float32"):
+                    has[0] = 1
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
+            s.slot[0] = s.size[0] + below(s.t, lanes[0])
+            if has[0] != 0 and s.slot[0] < k:
+                s.keys[s.slot[0]] = join_key(T.uint32(MINUS_INFINITY), i * 32 + s.t)
+            s.size[0] = s.size[0] + T.Cast("int32", T.popcount(lanes[0]))
+            i = i + 1
+
+    return phase
+
+
+def clear_bins(layout: Layout) -> Callable[..., Any]:
+    """What `rank_in_bins` wants as 0. The phase is (s).
+
+    Writes: `counts`, `heads`, `flag`.
+    Barriers: none.
+    """
+    threads, spread = layout.tiling.threads, layout.pool.spread
+
+    @T.inline
+    def phase(s):
+        for i in T.serial((spread - 1 - s.t + threads) // threads):
+            s.counts[i * threads + s.t] = 0
+            s.heads[i * threads + s.t] = 0
+        if s.t == 0:
+            s.flag[0] = 0
+
+    return phase
+
+
+def least_value(layout: Layout) -> Callable[..., Any]:
+    """For a row without a threshold: the smallest value of the keys that is not minus infinity. The phase is (s).
+
+    Reads: `keys`, `size`.
+    Writes: `threshold`; scratch is `warp_ranked`, `bits`.
+    Barriers: one.
+    """
+    threads, warps = layout.tiling.threads, layout.tiling.warps
+
+    @T.inline
+    def phase(s):
+        s.bits[0] = T.uint32(0xFFFFFFFF)
+        for i in T.serial((s.size[0] - s.t + (threads - 1)) // threads):
+            s.bits[0] = T.min(s.bits[0], key_bits(s.keys[i * threads + s.t]))
+        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+        if s.t % 32 == 0:
+            s.warp_ranked[s.t // 32] = s.bits[0]
+        T.cuda.cta_sync()
+        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.warp_ranked[s.t % warps])
+        s.threshold[0] = T.max(bits_value(s.bits[0]), LOWEST)
+
+    return phase
+
+
+@T.inline
+def place_in_output(s, rank, key):
+    """Write one value and its index.
+
+    Reads: `factor`, `reference`, `inverse`, `logarithm`.
+    """
+    s.io.indices[s.row[0], rank] = T.Cast("int64", key_index(key))
+    write_value(
+        s.io.values, s.row[0], rank, (key_value(key) * s.factor[0] - s.reference[0]) * T.float32(LN_2), s.inverse[0],
+        s.logarithm[0], s.io.log)
+
+
+@T.inline
+def place_in_kept(s, rank, key):
+    """Put a ranked key into `kept`."""
+    s.kept[rank] = key
+
+
+def rank_by_counting(layout: Layout, place: Callable[..., Any]) -> Callable[..., Any]:
+    """Call place(s, rank, key) for the k best keys, every one counted against every other. The phase is (s).
+
+    Reads: keys[0:size].
+    Writes: what `place` does; scratch is `need`, `pivot`, `slot`.
+    Barriers: none.
+    """
+    threads, rankers, k = layout.tiling.threads, layout.rankers, layout.k
+    rank = rank_key(threads, rankers)
+
+    @T.inline
+    def phase(s):
+        for i in T.serial((s.size[0] * rankers + (threads - 1)) // threads):
+            rank(s, s.t, i)
+            if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < k:
+                place(s, s.slot[0], s.pivot[0])
+
+    return phase
+
+
+def sort_best(layout: Layout) -> Callable[..., Any]:
+    """The k best keys in order, in `kept`, whatever they are. The phase is (s); after a barrier.
+
+    Reads: keys[0:size].
+    Writes: `keys`, `kept`, and scratch as `keep_best`.
+    Barriers: several.
+    """
+    threads, k, rounded = layout.tiling.threads, layout.k, layout.pool.rounded
+    keep, sort = keep_best(layout), sort_descending(threads, rounded)
+
+    @T.inline
+    def phase(s):
+        if s.size[0] > k:
+            keep(s)
+        for i in T.serial((rounded - k - s.t + (threads - 1)) // threads):
+            s.keys[k + i * threads + s.t] = T.uint64(0)
+        sort(s, s.t)
+        for i in T.serial((k - 1 - s.t + threads) // threads):
+            s.kept[i * threads + s.t] = s.keys[i * threads + s.t]
+
+    return phase
+
+
+def rank_survivors(layout: Layout) -> Callable[..., Any]:
+    """The k best survivors, in order, to the outputs. The phase is (s); `size` is k or more, after a barrier.
+
+    A few are ranked by counting; others in bins; and those that crowd a bin by counting again, if they are few enough,
+    or by selection and a bitonic sort.
+
+    Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`, what `place_in_output` reads, and bins that are 0.
+    Writes: the outputs.
+    Barriers: several, none if they are ranked by counting at once.
+    """
+    threads, k, vocab = layout.tiling.threads, layout.k, layout.vocab
+    counted, countable, crowded_countable = layout.counted, layout.countable, layout.crowded_countable
+    staged, bins = layout.staged, layout.pool.bins
+    clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
+    count_to_output = rank_by_counting(layout, place_in_output)
+    count_to_kept = rank_by_counting(layout, place_in_kept)
+    in_bins = rank_in_bins(threads, k, bins, place_in_kept if staged else place_in_output)
+
+    @T.inline
+    def phase(s):
+        if counted and s.size[0] <= countable:
+            count_to_output(s)
+        else:
+            if counted:
+                clear(s)
+            if s.threshold[0] == LOWEST:
+                T.cuda.cta_sync()
+                least(s)
+            # Equals of the threshold are in the columns up to its own.
+            s.bins_per_index[0] = T.float32(bins) / T.Cast(
+                "float32", T.max(T.min(s.equals_until[0], vocab - 1) + 1, 1))
+            in_bins(s, s.t)
+            if staged or s.slot[0] != 0:
+                T.cuda.cta_sync()
+                if s.slot[0] != 0:
+                    if s.size[0] <= crowded_countable:
+                        count_to_kept(s)
+                    else:
+                        sort(s)
+                    T.cuda.cta_sync()
+                for i in T.serial((k - 1 - s.t + threads) // threads):
+                    place_in_output(s, i * threads + s.t, s.kept[i * threads + s.t])
+
+    return phase
+
+
+def write_given_columns(layout: Layout) -> Callable[..., Any]:
+    """The probabilities of the columns that were given, wherever they rank. The phase is (s).
+
+    Reads: the arguments, `factor`, `reference`, `inverse`, `logarithm`.
+    Writes: the output `given`.
+    Barriers: none.
+    """
+    threads, vocab, n = layout.tiling.threads, layout.vocab, layout.ids
+
+    @T.inline
+    def phase(s):
+        for i in T.serial((n - s.t + (threads - 1)) // threads):
+            T.ptx.ld.global_.s64(s.wanted[0], s.io.ids.ptr_to([s.row[0], i * threads + s.t]))
+            column: T.int32 = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(vocab - 1)), T.int64(0)))
+            write_given(
+                s.io.given, s.row[0], i * threads + s.t, s.wanted[0], vocab,
+                (written_element(s.io, s.row[0], column) * s.factor[0] - s.reference[0]) * T.float32(LN_2),
+                s.inverse[0], s.logarithm[0], s.io.log)
+
+    return phase
+# fmt: on

@@ -1,0 +1,240 @@
+"""The first threshold of a row, from a sample of it: the first tile, which is spread over the whole row.
+
+`FirstThreshold.rank` tells which value of the sample is taken, so that little more than k elements of the row reach it:
+the `rank.warp`-th largest of the warps' `rank.lane`-th largest, where a lane offers its tile's maximum.
+
+Of a row in order a lane's maximum tells little of its other elements, and that threshold would be far below the k-th
+largest. But then a warp sees its vectors ascend or descend, and offers a *floor*: what `floor.lanes` neighbouring lanes
+reach with all of a vector.
+
+The sample's maximum is also the reference of the exponentials, in the place of the running maximum of Algorithm 3 of
+Milakov & Gimelshein: the sum is never rescaled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.selection import (
+    FULL_WARP,
+    MINUS_INFINITY,
+    PLUS_INFINITY,
+    bits_value,
+    maxima_of_warp,
+    order,
+    remove_largest,
+)
+from .layout import Layout
+from .state import EQUALS, folded
+
+
+# fmt: off
+def offer_sample(layout: Layout) -> Callable[..., Any]:
+    """A warp's part of the sample, and its own reference until the block's is known. The phase is (s).
+
+    Reads: `x`, `top`.
+    Writes: `ranked`, `sample_top` and `floor` of the warp; `largest`, `reference`; in shared memory `warp_ranked`,
+        `warp_tops`, `warp_floors`.
+    Barriers: none. After a barrier `take_threshold` may read them.
+    """
+    first = layout.first
+    floor, maxima = floor_of_warp(layout), maxima_of_warp(first.rank)
+
+    @T.inline
+    def phase(s):
+        if first.floors > 0:
+            floor(s)
+        order(s.top[0], s.plain, s.bits)
+        maxima(s.t, s.bits, s.sample_top, s.ranked)
+        if layout.tiling.warps > 1:
+            if s.t % 32 == 0:
+                s.warp_ranked[s.t // 32] = s.ranked[0]
+                s.warp_tops[s.t // 32] = s.sample_top[0]
+                if first.floors > 0:
+                    s.warp_floors[s.t // 32] = s.floor[0]
+        refer_to_sample(s)
+
+    return phase
+
+
+def take_threshold(layout: Layout) -> Callable[..., Any]:
+    """The first threshold, and the reference, to which the sum so far is brought. The phase is (s).
+
+    Reads: what `offer_sample` wrote, `sum`.
+    Writes: `threshold`, `equals_until`, `largest`, `reference`, `sum`.
+    Barriers: one, and another if elements that equal the threshold are limited.
+    After: these are the same in all threads, but for `sum`.
+    """
+    first = layout.first
+    combine, limit = combine_samples(layout), limit_equals(layout)
+
+    @T.inline
+    def phase(s):
+        combine(s)
+        s.power[0] = s.reference[0]
+        refer_to_sample(s)
+        if s.sum[0] > T.float32(0):
+            T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] - s.reference[0])
+            s.sum[0] = s.sum[0] * s.power[0]
+        if first.gated and s.ranked[0] > T.uint32(MINUS_INFINITY):
+            s.threshold[0] = bits_value(T.min(s.ranked[0], T.uint32(PLUS_INFINITY)))
+            if (layout.pool.overflows or layout.tiling.cluster > 1) and s.ranked[0] == s.sample_top[0]:
+                limit(s)
+
+    return phase
+
+
+@T.inline
+def refer_to_sample(s):
+    """Take the largest element of a sample, if it is finite, for the reference of the exponentials.
+
+    Reads: `sample_top`, `factor`.
+    Writes: `largest`, `reference`.
+    Barriers: none.
+    """
+    s.largest[0] = T.Select(
+        s.sample_top[0] > T.uint32(MINUS_INFINITY) and s.sample_top[0] < T.uint32(PLUS_INFINITY),
+        bits_value(s.sample_top[0]), T.float32(0))
+    s.reference[0] = s.largest[0] * s.factor[0]
+
+
+def combine_samples(layout: Layout) -> Callable[..., Any]:
+    """From the warps' parts of the sample to the block's. The phase is (s).
+
+    Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`.
+    Writes: `ranked`, the order of the threshold, and `sample_top`, of the largest; `floor` is lost.
+    Barriers: one, unless the block has one warp.
+    After: both are the same in all threads.
+    """
+    warps, floors, rank_of_warp = layout.tiling.warps, layout.first.floors, layout.first.rank.warp
+    together = gcd(warps, 4)  # warps' values that are read at once
+
+    @T.inline
+    def phase(s):
+        largest = T.alloc_local([1], "uint32")
+        lanes = T.alloc_local([1], "uint32")
+        rank = T.alloc_local([1], "int32")
+        others = T.alloc_local([together], "uint32")
+        if warps == 1:
+            if floors > 0:
+                s.ranked[0] = T.max(s.ranked[0], s.floor[0])
+        else:
+            T.cuda.cta_sync()
+            s.sample_top[0] = T.call_extern(
+                "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.warp_tops[s.t % warps])
+            # The least value that fewer than `rank_of_warp` others exceed.
+            rank[0] = 0
+            largest[0] = s.warp_ranked[s.t % warps]
+            for w in T.unroll(warps // together):
+                for v in T.vectorized(together):
+                    others[v] = s.warp_ranked[w * together + v]
+                for v in T.unroll(together):
+                    if others[v] > largest[0]:
+                        rank[0] = rank[0] + 1
+            if rank[0] >= rank_of_warp:
+                largest[0] = T.uint32(0xFFFFFFFF)
+            s.ranked[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
+            if floors > 0:
+                # The floors-th largest of the warps' floors, if that is higher. Without order no warp has one.
+                s.floor[0] = s.warp_floors[s.t % warps]
+                largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.floor[0])
+                if floors > 1:
+                    if largest[0] > s.ranked[0]:
+                        if s.t % 32 >= warps:
+                            s.floor[0] = T.uint32(0)
+                        for _ in T.serial(floors - 1):
+                            remove_largest(s.t, s.floor, largest, lanes)
+                s.ranked[0] = T.max(s.ranked[0], largest[0])
+
+    return phase
+
+
+def limit_equals(layout: Layout) -> Callable[..., Any]:
+    """Up to which column do elements pass that equal the sample's maximum? The phase is (s).
+
+    Only the row's first are wanted: `FirstThreshold.equals` of them, if in all of the block's share they are as dense
+    as in the sample, which is one of its tiles.
+
+    Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
+    Writes: `equals_until`.
+    Barriers: one.
+    """
+    tiling = layout.tiling
+
+    @T.inline
+    def phase(s):
+        equal = T.alloc_local([1], "int32")
+        equal[0] = 0
+        for e in T.unroll(tiling.held):
+            if s.x[e] == s.threshold[0]:
+                equal[0] = equal[0] + 1
+        equal[0] = T.cuda.warp_sum(equal[0])
+        if s.t % 32 == 0:
+            T.evaluate(T.cuda.atomic_add(s.found.ptr_to([EQUALS]), equal[0]))
+        T.cuda.cta_sync()
+        s.equals_until[0] = T.Cast("int32", T.min(
+            T.Cast("float32", s.start[0])
+            + T.Cast("float32", T.min(s.end[0], tiling.vocab) - s.start[0])
+            * T.float32(layout.first.equals / tiling.tiles)
+            / T.Cast("float32", T.max(s.found[EQUALS], 1)), T.float32(tiling.vocab)))
+
+    return phase
+
+
+def floor_of_warp(layout: Layout) -> Callable[..., Any]:
+    """What neighbouring lanes reach with a whole vector, if the row is in order here. The phase is (s).
+
+    A warp's vectors of one slot are a run of the row. The last run of an ascending row ends in its largest elements and
+    the first one of a descending row begins with them. The ends of the vectors only tell whether it is worth looking;
+    what is found holds for any row. A NaN is left out of a minimum, which it counts as larger than.
+
+    Reads: `x`.
+    Writes: `floor`, an order; 0 if the row is not in order.
+    Barriers: none, but all lanes take part.
+    """
+    tiling, first, last = layout.tiling, layout.first, layout.first.last_vector
+    width, whole, lead = tiling.width, tiling.whole, tiling.lead
+    run = first.floor.lanes if first.floor else 0  # lanes that give the floor
+
+    def in_order(x: Any, small: int, large: int) -> tirx.PrimExpr:
+        """Whether a vector whose ends these are may be of a run in order; not if it is not in the row."""
+        ordered = x[small] <= x[large]
+        return ordered if whole else T.And(ordered, x[large] > -T.infinity("float32"))
+
+    def is_run(rising: Any, falling: Any) -> tirx.PrimExpr:
+        """Whether all of a warp's last vectors ascend, up to the row's end, or all of its first ones descend."""
+        descends = (falling | T.uint32(lead)) == T.uint32(FULL_WARP)
+        if whole:
+            return T.Or(rising == T.uint32(FULL_WARP), descends)
+        ascends = T.And(rising & (rising + T.uint32(1)) == T.uint32(0), rising >= T.uint32((1 << run) - 1))
+        return T.Or(ascends, descends)
+
+    @T.inline
+    def raise_floor(s, low, taken):
+        """Raise the floor to what the lanes that are `taken` all reach with the vector from x[low] on."""
+        order(folded(T.min, s.x, low, width), s.plain, s.bits)
+        if not taken:
+            s.bits[0] = T.uint32(FULL_WARP)
+        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+        s.floor[0] = T.max(s.floor[0], s.bits[0])
+
+    @T.inline
+    def phase(s):
+        rising = T.alloc_local([1], "uint32")
+        falling = T.alloc_local([1], "uint32")
+        rising[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(s.x, last * width, last * width + width - 1))
+        falling[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(s.x, width - 1, 0))
+        s.floor[0] = T.uint32(0)
+        if is_run(rising[0], falling[0]):
+            # Places in a circle, so that it is always as many lanes, of which some have nothing if the run is shorter.
+            raise_floor(
+                s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - run)
+            raise_floor(s, 0, (s.t - lead) & 31 < run)
+
+    return phase
+# fmt: on

@@ -1,0 +1,155 @@
+"""Which points the gates have: the values of each decision, the points that are left out, and the default one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log2
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from .layout import MAX_CLUSTER_SHARED, MAX_SHARED, Layout
+
+# Threads of a block. A row of 10,240 or 25,000 elements is cut evenly by 5 or 7 warps.
+THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+# The least of a block that has a multiprocessor of its own.
+ALONE = 256
+# 16-byte vectors of a thread's tile: what is worked on at once.
+VECTORS = (1, 2, 3, 4, 5, 6, 8)
+# Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
+# 40 KB in flight on each multiprocessor.
+STAGES = (1, 2, 3)
+# Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
+CLUSTERS = powers(2, 16)
+# The buffers of a larger k would not fit into shared memory.
+MAX_K = 2048
+# Elements that a thread may hold in registers; one bit each in a word marks the survivors.
+MAX_HELD = 32
+# Tiles that a warp alone may load, one after another.
+MAX_TILES_ALONE = 8
+# The share of a tile's vectors that a row at least has; idle ones cost as much as others.
+USED = 0.85
+# Up to this k so few elements survive that the default looks at their tiles again (`deferred`).
+DEFERRED = 64
+# Bytes: about what the L2 cache holds. Only of more logits than that do rows come from memory and gain by `prefetch`.
+CACHED = 50 << 20
+
+
+def space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    """The table of `threshold_gate`."""
+    if problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
+    size = problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize
+    overlap: tuple[int, ...] = (1,)
+    prefetch: tuple[int, ...] = (0,)
+    if not machine.has_clusters:
+        # Neither has it programmatic dependent launch.
+        overlap = (0,)
+    elif problem.batch_extent > machine.cores:
+        overlap, prefetch = (0, 1), ((0, 1) if size > CACHED else (0,))
+    return {
+        "threads": THREADS,
+        "vectors": VECTORS,
+        "stages": STAGES,
+        "overlap": overlap,
+        "prefetch": prefetch,
+        "deferred": (0, 1),
+    }
+
+
+def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    """The table of `cluster_gate`."""
+    if not machine.has_clusters:
+        raise NotApplicable(f"{machine.arch} has no thread block clusters")
+    if problem.batch_extent > 2 * machine.cores:
+        raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
+    # More blocks than fit at once would only wait for each other.
+    clusters = tuple(c for c in CLUSTERS if problem.batch_extent * c <= max(2 * machine.cores, 2))
+    table = {"cluster": clusters or CLUSTERS[:1], **space(problem, machine), "overlap": (1,), "prefetch": (0,)}
+    if first_allowed(problem, machine, cluster_guesses(table, problem, machine), cluster_allowed) is None:
+        raise NotApplicable(f"vocab={problem.vocab} is too short to share")
+    return table
+
+
+def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
+    """Why a point of either table is left out; None if it is not."""
+    if decisions["prefetch"] and not decisions["overlap"]:
+        return "rows are prefetched in launches that overlap the producer kernel only"
+    layout = Layout.of(problem, decisions)
+    tiling, pool = layout.tiling, layout.pool
+    if pool.bytes > (MAX_SHARED if tiling.cluster == 1 else MAX_CLUSTER_SHARED):
+        return f"{pool.bytes} bytes of shared memory are more than a block should take"
+    if tiling.held > MAX_HELD:
+        return f"{tiling.held} elements in registers are more than {MAX_HELD}"
+    if tiling.vectors > 1 and tiling.chunks < USED * tiling.tiles * tiling.warps * tiling.vectors:
+        return f"of {tiling.warps * tiling.vectors} vectors a tile has only {tiling.slots} to load"
+    if tiling.warps > 1 and tiling.chunks < tiling.warps:
+        return f"of {tiling.warps} warps only {tiling.chunks} have a vector to load"
+    if tiling.threads < ALONE <= 32 * tiling.chunks and problem.batch_extent <= machine.cores:
+        return f"{tiling.threads} threads are too few for a block that has a multiprocessor of its own"
+    if layout.deferred and tiling.tiles == 1:
+        return "a thread's only tile is searched at once"
+    if layout.deferred and not layout.first.gated:
+        return f"without a first threshold, as for k={problem.k}, every tile would be searched again"
+    if layout.deferred and tiling.tiles * tiling.threads > 1 << 16:
+        return f"the number of a tile, one of {tiling.tiles * tiling.threads}, takes more than 16 bits"
+    if tiling.stages > tiling.tiles:
+        return f"there are only {tiling.tiles} tiles for {tiling.stages} stages"
+    if tiling.threads == 32 and tiling.tiles > MAX_TILES_ALONE:
+        return f"a warp alone would load {tiling.tiles} tiles, one after another"
+    return None
+
+
+def cluster_allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
+    """As `allowed`, for `cluster_gate`: each block of a cluster has a multiprocessor of its own."""
+    if decisions["threads"] < ALONE:
+        return f"{decisions['threads']} threads are too few for a block of a cluster"
+    return allowed(problem, machine, decisions)
+
+
+def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
+    """Points in the order in which they are good guesses: large tiles, blocks of a middle size or larger ones."""
+    crowded = problem.batch_extent > machine.cores
+    overlap, wanted = int(machine.has_clusters), 256 if crowded else 512
+    threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
+    return [
+        {"threads": t, "vectors": v, "stages": s, "overlap": overlap, "prefetch": 0, "deferred": deferred}
+        for v in (4, 2, 1)
+        for t in threads
+        for s in (2, 1)
+        for deferred in ((1, 0) if crowded and problem.k <= DEFERRED else (0,))
+    ]
+
+
+def cluster_guesses(table: Table, problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
+    """The most blocks a row that each have a multiprocessor of their own, then fewer, then more."""
+    points = guesses(problem, machine)
+    clusters = sorted((8, 4, 2), key=lambda c: (c * problem.batch_extent > machine.cores, -c))
+    return [{"cluster": c, **point} for c in clusters if c in table["cluster"] for point in points]
+
+
+def first_allowed(
+    problem: SoftmaxTopk,
+    machine: Machine,
+    points: list[Decisions],
+    rule: Callable[[SoftmaxTopk, Machine, Decisions], str | None],
+) -> Decisions | None:
+    """The first of these points that no rule leaves out."""
+    return next((point for point in points if rule(problem, machine, point) is None), None)
+
+
+def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
+    """The best guess for `threshold_gate`."""
+    point = first_allowed(problem, machine, guesses(problem, machine), allowed)
+    assert point is not None, f"{problem}: the smallest point fits every k and vocab"
+    return point
+
+
+def cluster_default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
+    """The best guess for `cluster_gate`."""
+    points = cluster_guesses(cluster_space(problem, machine), problem, machine)
+    point = first_allowed(problem, machine, points, cluster_allowed)
+    assert point is not None, f"{problem}: the space would not apply"
+    return point

@@ -1,0 +1,235 @@
+"""A pass over a block's share of the row, tile after tile: the sum of exponentials, and the threshold's survivors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.overlap import wait_then_start_consumer
+from ...device.selection import FULL_WARP, order
+from . import deferred
+from .cluster import announce_block
+from .layout import Layout
+from .rank import clear_bins
+from .sample import offer_sample, take_threshold
+from .state import EQUALS, LOWEST, WRITTEN, not_below
+from .survivors import compact, mark_survivors, push_survivors
+from .tiles import prefetch_tile, rows_beside, start_tile, take_tile
+
+
+# fmt: off
+def await_producer(layout: Layout) -> Callable[..., Any]:
+    """Do what needs nothing of the producer kernel, and then wait until what it wrote is visible. The phase is (s).
+
+    Reads: `address`, `start`, `end`.
+    Writes: `ahead`; `counts`, `heads`, `flag` as 0 if bins will be needed.
+    Barriers: none.
+    """
+    clear, prefetch = clear_bins(layout), prefetch_tile(layout.tiling)
+
+    @T.inline
+    def phase(s):
+        if layout.tiling.cluster > 1:
+            announce_block(s)
+        if not layout.counted:
+            clear(s)
+        if layout.prefetch:
+            # Only a hint: rows may still be written.
+            if s.block < rows_beside(layout):
+                prefetch(s, s.address)
+        if layout.overlap:
+            wait_then_start_consumer()
+
+    return phase
+
+
+def begin_pass(layout: Layout) -> Callable[..., Any]:
+    """Start the first tiles, and set everything to how it is before any element was read. The phase is (s, attempt).
+
+    Reads: `address`, `start`, `end`.
+    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`; `sum`, `threshold`, `equals_until`,
+        `sampling`.
+    Barriers: one, at the end.
+    After: everything above minus infinity passes; only the first attempt takes a sample.
+    """
+    start = start_tile(layout.tiling)
+
+    @T.inline
+    def phase(s, attempt):
+        for i in T.unroll(layout.tiling.stages):
+            start(s, i)
+        if s.t == 0:
+            s.count[0] = 0
+            s.full[0] = T.uint32(0)
+            s.found[EQUALS] = 0
+            if layout.deferred:
+                s.marks[0] = 0
+                s.found[WRITTEN] = 0
+            if layout.tiling.cluster > 1:
+                s.verdict[0] = 1
+        s.sum[0] = T.float32(0)
+        s.threshold[0] = LOWEST
+        s.equals_until[0] = layout.vocab
+        s.sampling[0] = 1 - attempt
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def add_exponentials(layout: Layout) -> Callable[..., Any]:
+    """Add the tile's exponentials to the thread's sum. The phase is (s).
+
+    Reads: `x`, `factor`, `reference`.
+    Writes: `sum`, `sum_before`; scratch is `power`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        s.sum_before[0] = s.sum[0]
+        for e in T.unroll(layout.tiling.held):
+            # One rounding, so that the reference cancels in the quotient; and without the steps that exp2
+            # takes for subnormal results, which add nothing to a sum of about 1 or more.
+            T.ptx.fma.rn.f32(s.power[0], s.x[e], s.factor[0], T.float32(0) - s.reference[0])
+            T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0])
+            s.sum[0] = s.sum[0] + s.power[0]
+
+    return phase
+
+
+def take_survivors(layout: Layout) -> Callable[..., Any]:
+    """Push what passes the threshold of the tile in hand, or mark the tile. The phase is (s, attempt).
+
+    Reads: the tile, `threshold`, `equals_until`, `i`.
+    Writes: `keys`, `count`, or the list of marked tiles; `largest`; `called`, not 0 if the buffer is full: then the
+        tile is taken out of the sum, because it comes again.
+    Barriers: none.
+    """
+    mark, push, mark_tile = mark_survivors(layout.tiling), push_survivors(layout), deferred.mark_tile(layout)
+
+    @T.inline
+    def phase(s, attempt):
+        # A row with a NaN is always read twice: only then may elements pass where the largest does not.
+        if layout.deferred:
+            mark_tile(s, s.i[0], attempt)
+        elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(s.top[0], s.threshold[0], attempt)) != 0:
+            s.largest[0] = T.max(s.largest[0], s.top[0])
+            mark(s, attempt)
+            if s.bits[0] != T.uint32(0):
+                push(s, s.i[0])
+            if layout.compacts:
+                s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
+                if s.called[0] != T.uint32(0):
+                    s.sum[0] = s.sum_before[0]
+
+    return phase
+
+
+def stream_tiles(layout: Layout) -> Callable[..., Any]:
+    """Tile after tile, until the share is through or a compaction is called for. The phase is (s, attempt).
+
+    Reads: `ring`, and `i`, where it goes on.
+    Writes: what its parts write; `i`, `called`.
+    Barriers: those of the sample.
+    """
+    tiling = layout.tiling
+    take, start, exponentials = take_tile(layout), start_tile(tiling), add_exponentials(layout)
+    offer, threshold, survivors = offer_sample(layout), take_threshold(layout), take_survivors(layout)
+
+    @T.inline
+    def phase(s, attempt):
+        while s.i[0] < tiling.tiles and s.called[0] == T.uint32(0):
+            take(s, s.i[0])
+            if layout.deferred:
+                # Nobody reads the ring again.
+                start(s, s.i[0] + tiling.stages)
+            if s.sampling[0] != 0:
+                offer(s)
+            exponentials(s)
+            if s.sampling[0] != 0:
+                s.sampling[0] = 0
+                threshold(s)
+            survivors(s, attempt)
+            if s.called[0] == T.uint32(0):
+                if not layout.deferred:
+                    start(s, s.i[0] + tiling.stages)
+                s.i[0] = s.i[0] + 1
+                s.pending[0] = 1
+
+    return phase
+
+
+def stream_row(layout: Layout) -> Callable[..., Any]:
+    """All tiles of the share, with compactions when warps call for them. The phase is (s, attempt).
+
+    Reads: `ring`.
+    Writes: what `stream_tiles` and `compact` write; `warp_sums`, `warp_largest`.
+    Barriers: one at the end, and those of the sample and of compactions.
+    After: all that passes the threshold is in the buffer or on the list.
+    """
+    tiles, compacted = stream_tiles(layout), compact(layout)
+    prefetch = prefetch_tile(layout.tiling)
+    row_bytes = layout.vocab * layout.tiling.itemsize
+
+    @T.inline
+    def phase(s, attempt):
+        s.i[0] = 0
+        s.pending[0] = 1
+        s.called[0] = T.uint32(0)
+        s.reading[0] = 1
+        while s.reading[0] != 0:
+            tiles(s, attempt)
+            if layout.prefetch:
+                if attempt == 0 and s.block + rows_beside(layout) < s.io.batch:
+                    s.next_address[0] = s.address[0] + T.Cast("uint64", rows_beside(layout)) * T.uint64(row_bytes)
+                    prefetch(s, s.next_address)
+            share_of_warp(s)
+            T.cuda.cta_sync()
+            s.reading[0] = 0
+            if layout.compacts:
+                # Warps that are through with the row wait here for calls until all are.
+                T.ptx.ld.volatile.shared.u32(s.called[0], s.full.ptr_to([0]))
+                if s.called[0] != T.uint32(0):
+                    compacted(s)
+                    s.called[0] = T.uint32(0)
+                    s.reading[0] = 1
+
+    return phase
+
+
+@T.inline
+def share_of_warp(s):
+    """A warp's sum and its largest element, for the block.
+
+    Reads: `sum`, `largest`.
+    Writes: `warp_sums`, `warp_largest`.
+    Barriers: none, but all lanes take part.
+    """
+    s.plain[0] = T.cuda.warp_sum(s.sum[0])
+    order(s.largest[0], s.power, s.ordered)
+    s.ordered[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.ordered[0])
+    if s.t % 32 == 0:
+        s.warp_sums[s.t // 32] = s.plain[0]
+        s.warp_largest[s.t // 32] = s.ordered[0]
+
+
+def add_up(layout: Layout) -> Callable[..., Any]:
+    """The block's sum of exponentials. The phase is (s).
+
+    Reads: `warp_sums`.
+    Writes: `sum`.
+    Barriers: none.
+    """
+    warps = layout.tiling.warps
+
+    @T.inline
+    def phase(s):
+        s.sum[0] = T.float32(0)
+        if s.t % 32 < warps:
+            s.sum[0] = s.warp_sums[s.t % 32]
+        s.sum[0] = T.cuda.warp_sum(s.sum[0])
+
+    return phase
+# fmt: on

@@ -1,0 +1,186 @@
+"""Survivors of the threshold: which elements of a tile they are, the buffer that they go into, and its compaction.
+
+A compaction cuts the buffer to the k best by radix selection, and makes the k-th of these the threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import is_nan
+from ...device.selection import join_key, keep_selected, key_index, key_value, order, radix_selection
+from ...device.words import load_element, value_in
+from .layout import Layout, Tiling
+from .state import column_of, not_below
+
+
+def key_in_buffer(keys: Any, i: Any) -> Any:
+    """The i-th key of a buffer."""
+    return keys[i]
+
+
+# fmt: off
+@T.inline
+def mark_elements(s, first, extent, threshold):
+    """Set the bits of those of x[first:first + extent] that reach a threshold, as every NaN does.
+
+    Reads: `x`.
+    Writes: `bits`.
+    Barriers: none.
+    """
+    for e in T.unroll(extent):
+        s.bits[0] = s.bits[0] | T.Select(
+            s.x[first + e] < threshold[0], T.uint32(0), T.uint32(1) << T.Cast("uint32", first + e))
+
+
+def unmark_equals(tiling: Tiling) -> Callable[..., Any]:
+    """Take the bits off elements that equal the threshold and lie behind its column. The phase is (s).
+
+    Reads: `x`, `threshold`, `equals_until`, `at`.
+    Writes: `bits`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        if s.equals_until[0] < tiling.vocab:
+            for e in T.unroll(tiling.held):
+                if s.x[e] == s.threshold[0] and column_of(tiling, s.at, e) > s.equals_until[0]:
+                    s.bits[0] = s.bits[0] & ~(T.uint32(1) << T.Cast("uint32", e))
+
+    return phase
+
+
+@T.inline
+def take_mark(s):
+    """Take one bit off `bits`; `spot` is which."""
+    s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.bits[0]))
+    s.bits[0] = s.bits[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
+
+
+def mark_survivors(tiling: Tiling) -> Callable[..., Any]:
+    """One bit for each element of the tile that passes the threshold and is not in the buffer yet.
+
+    The phase is (s, attempt): when a row is read again, all that is no less than nothing passes, NaN too.
+
+    Reads: `x`, `top`, `vector_tops`, `threshold`, `equals_until`, `at`, `pending`.
+    Writes: `bits`.
+    Barriers: none.
+    """
+    unmark = unmark_equals(tiling)
+
+    @T.inline
+    def phase(s, attempt):
+        s.bits[0] = T.uint32(0)
+        # Equals of the threshold pass only up to its own column, and all of this tile may lie behind it.
+        if s.pending[0] != 0 and (s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0):
+            for u in T.unroll(tiling.vectors):
+                if not_below(s.vector_tops[u], s.threshold[0], attempt):
+                    mark_elements(s, u * tiling.width, tiling.width, s.threshold)
+            unmark(s)
+
+    return phase
+
+
+def push_survivors(layout: Layout) -> Callable[..., Any]:
+    """Put the elements of the thread's tile that have their bit into the buffer; if it is full, call for a compaction.
+
+    The phase is (s, i), where i is the tile's number.
+
+    Reads: `bits`, `ring`, the bias, `at`.
+    Writes: `keys`, `count`, `full`; `pending` becomes 0, unless there was no room. `bits` are lost if there was.
+    Barriers: none.
+    """
+    tiling, capacity = layout.tiling, layout.pool.capacity
+    vectors, width, stages, threads, per_word = (
+        tiling.vectors, tiling.width, tiling.stages, tiling.threads, tiling.per_word)
+
+    @T.inline
+    def phase(s, i):
+        s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
+        if layout.compacts and s.slot[0] + T.Cast("int32", T.popcount(s.bits[0])) > capacity:
+            # What is left of the room is made void.
+            while s.slot[0] < capacity:
+                s.keys[s.slot[0]] = T.uint64(0)
+                s.slot[0] = s.slot[0] + 1
+            T.evaluate(T.call_extern("uint32", "atomicExch", s.full.ptr_to([0]), T.uint32(1)))
+        else:
+            s.pending[0] = 0
+            # Registers cannot be indexed: the elements are read again, from the ring.
+            while s.bits[0] != T.uint32(0):
+                take_mark(s)
+                s.power[0] = value_in(
+                    layout.dtype,
+                    s.ring[(((i % stages) * vectors + s.spot[0] // width) * threads + s.t) * 4
+                           + s.spot[0] % width // per_word],
+                    s.spot[0] % per_word)
+                if layout.bias:
+                    s.power[0] = s.power[0] + load_element(
+                        "float32", s.io.bias.ptr_to([column_of(tiling, s.at, s.spot[0])]))
+                order(s.power[0], s.plain, s.ordered)
+                s.keys[s.slot[0]] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
+                s.slot[0] = s.slot[0] + 1
+
+    return phase
+
+
+def keep_best(layout: Layout) -> Callable[..., Any]:
+    """Cut the buffer's keys to the best k, in its front. The phase is (s).
+
+    Reads: `keys`, `size`, which is more than k.
+    Writes: `keys`, `pivot`, a lower bound that only these reach; scratch is `kept`, `count`, `histogram`, `found`,
+        `mask`, `need`.
+    Barriers: several; begins and ends with one.
+    """
+    threads, k = layout.tiling.threads, layout.k
+    select, keep = radix_selection(threads, k, key_in_buffer), keep_selected(threads, k)
+
+    @T.inline
+    def phase(s):
+        select(s, s.t, s.keys, s.size[0])
+        keep(s, s.t, s.size[0])
+
+    return phase
+
+
+def compact(layout: Layout) -> Callable[..., Any]:
+    """Cut the buffer to the best k and raise the threshold to the k-th.
+
+    The phase is (s); all threads come, after a barrier.
+
+    Reads: `keys`, `count`.
+    Writes: `keys`, `size`, `threshold`, `equals_until`, and scratch as `keep_best`; `full` becomes 0.
+    Barriers: several; ends with one.
+    After: `count` is k.
+    """
+    keep = keep_best(layout)
+
+    @T.inline
+    def phase(s):
+        s.size[0] = T.min(s.count[0], layout.pool.capacity)
+        keep(s)
+        take_pivot(s, layout.vocab)
+        if is_nan(s.threshold[0]):
+            # k NaN already: what is no NaN has no chance, and only plus infinity still passes for a candidate.
+            s.threshold[0] = T.infinity("float32")
+        if s.t == 0:
+            s.full[0] = T.uint32(0)
+        T.cuda.cta_sync()
+
+    return phase
+
+
+@T.inline
+def take_pivot(s, vocab):
+    """Make the k-th key the threshold. Its last digits are 0 where no equals had to be told apart.
+
+    Reads: `pivot`.
+    Writes: `threshold`, `equals_until`.
+    Barriers: none.
+    """
+    s.threshold[0] = key_value(s.pivot[0])
+    s.equals_until[0] = T.Cast("int32", T.min(key_index(s.pivot[0]), T.uint32(vocab)))
+# fmt: on

@@ -1,0 +1,179 @@
+"""Where a row lies, and how its tiles come into registers: asynchronous copies to shared memory, words, elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...device.overlap import CACHE_LINE, multiprocessors
+from ...device.words import held_address, load_element, value_in
+from .layout import Layout, Tiling
+from .state import address_of, column_of, folded
+
+# Bytes of a vector.
+VECTOR = 16
+
+
+def inside(tiling: Tiling, s: Any, at: Any) -> tirx.PrimExpr | bool:
+    """Whether all of a thread's tile at `at` lies in the row and in this block's share of it."""
+    if tiling.whole:
+        return True
+    last = column_of(tiling, at, (tiling.vectors - 1) * tiling.width)
+    # A row that begins within a vector also ends in one.
+    behind = last + (tiling.width if tiling.aligned else 2 * tiling.width) <= s.end[0]
+    return behind if tiling.aligned else T.And(behind, at[0] >= 0)
+
+
+def rows_beside(layout: Layout) -> tirx.PrimExpr:
+    """How many rows are worked on at a time, so that the one which comes into a row's place is as many behind."""
+    return multiprocessors() * layout.beside
+
+
+# fmt: off
+def locate_row(layout: Layout) -> Callable[..., Any]:
+    """The columns and the address of this block's share. The phase is (s).
+
+    Reads: the arguments.
+    Writes: `row`, `lead`, `start`, `end`, `address`, `factor`.
+    Barriers: none.
+    """
+    tiling = layout.tiling
+    vocab, width, share = tiling.vocab, tiling.width, tiling.share
+
+    @T.inline
+    def phase(s):
+        s.row[0] = T.Cast("int64", s.block)
+        s.lead[0] = 0 if tiling.aligned else T.Cast("int32", (s.row[0] * vocab) % width)
+        s.start[0] = s.part * share * width - s.lead[0]
+        s.end[0] = T.min(
+            s.start[0] + share * width, (vocab + s.lead[0] + (width - 1)) // width * width - s.lead[0])
+        s.factor[0] = s.io.scale * T.float32(LOG2_E)
+        s.address[0] = held_address("u64", s.io.logits.ptr_to([s.row[0], 0]))
+
+    return phase
+
+
+def place_tile(tiling: Tiling) -> Callable[..., Any]:
+    """Where thread t's i-th tile lies. The phase is (s, at, i, t).
+
+    Reads: `start`.
+    Writes: at[0], the column of its first vector, and at[1], which serves the later ones (`column_of`).
+    Barriers: none.
+
+    The first tile takes the first chunk of a slot, but in the upper half of the slots the last one: the sample then
+    holds both ends of a row that ascends or descends.
+    """
+    tiles, width = tiling.tiles, tiling.width
+
+    @T.inline
+    def phase(s, at, i, t):
+        at[0] = s.start[0] + ((t // 32 * tiles + i) * 32 + t % 32) * width
+        at[1] = s.start[0] + ((t // 32 * tiles + (tiles - 1) - i) * 32 + t % 32) * width
+        if tiling.vectors == 1:
+            if t // 32 >= (tiling.warps + 1) // 2:
+                at[0] = at[1]
+
+    return phase
+
+
+def start_tile(tiling: Tiling) -> Callable[..., Any]:
+    """Have the i-th tile copied into this thread's part of the ring. The phase is (s, i).
+
+    Reads: `address`, `start`, `end`.
+    Writes: `ring`, asynchronously; `ahead`.
+    Barriers: none; a thread reads only what it had copied itself.
+    After: one more group of copies is on its way, an empty one if there is no such tile.
+    """
+    vectors, width, stages, threads = tiling.vectors, tiling.width, tiling.stages, tiling.threads
+    vocab, itemsize = tiling.vocab, tiling.itemsize
+    placed = place_tile(tiling)
+
+    @T.inline
+    def phase(s, i):
+        if i < tiling.tiles:
+            placed(s, s.ahead, i, s.t)
+            if inside(tiling, s, s.ahead):
+                for u in T.unroll(vectors):
+                    T.ptx.cp.async_.cg.shared.global_(
+                        s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                        address_of(tiling, s.address, column_of(tiling, s.ahead, u * width)), VECTOR)
+            else:
+                for u in T.unroll(vectors):
+                    # Beyond the row its last vector again, and of that what is the row's: it may be the array's end.
+                    T.ptx.cp.async_.cg.shared.global_(
+                        s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                        address_of(
+                            tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)), VECTOR,
+                        T.Cast("uint32", T.min(
+                            (vocab - T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)) * itemsize,
+                            VECTOR)))
+        T.ptx.cp.async_.commit_group()
+
+    return phase
+
+
+def prefetch_tile(tiling: Tiling) -> Callable[..., Any]:
+    """Have a row's first tile brought into the L2 cache. The phase is (s, address).
+
+    Each thread asks for a line of its own and its neighbours' vectors. The row at `address` need not begin within a
+    vector as the one does that `start` and `end` are of.
+
+    Reads: `start`, `end`.
+    Writes: `ahead`.
+    Barriers: none.
+    """
+    placed = place_tile(tiling)
+
+    @T.inline
+    def phase(s, address):
+        placed(s, s.ahead, 0, s.t)
+        for u in T.unroll(tiling.vectors):
+            if s.t % (CACHE_LINE // VECTOR) == u:
+                T.ptx.prefetch.global_.L2(address_of(
+                    tiling, address, T.min(column_of(tiling, s.ahead, u * tiling.width), s.end[0] - tiling.width)))
+
+    return phase
+
+
+def take_tile(layout: Layout) -> Callable[..., Any]:
+    """The elements of the tile in hand, once it has arrived. The phase is (s, i).
+
+    Reads: `ring`, the bias, `start`, `end`.
+    Writes: `at`, `raw`, `x`, `vector_tops`, `top`.
+    Barriers: none.
+    After: `x` is minus infinity for what is not of this block's share. A NaN is in no maximum.
+    """
+    tiling, dtype = layout.tiling, layout.dtype
+    vectors, width, stages, threads, held = (
+        tiling.vectors, tiling.width, tiling.stages, tiling.threads, tiling.held)
+    vocab, per_word = tiling.vocab, tiling.per_word
+    placed = place_tile(tiling)
+
+    @T.inline
+    def phase(s, i):
+        placed(s, s.at, i, s.t)
+        T.ptx.cp.async_.wait_group(stages - 1)
+        for u in T.unroll(vectors):
+            for v in T.vectorized(4):
+                s.raw[u * 4 + v] = s.ring[(((i % stages) * vectors + u) * threads + s.t) * 4 + v]
+        for e in T.unroll(held):
+            s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
+        if layout.bias:
+            for e in T.unroll(held):
+                s.x[e] = s.x[e] + load_element(
+                    "float32", s.io.bias.ptr_to([T.max(T.min(column_of(tiling, s.at, e), vocab - 1), 0)]))
+        if not tiling.whole:
+            if not inside(tiling, s, s.at):
+                for e in T.unroll(held):
+                    if column_of(tiling, s.at, e) >= T.min(s.end[0], vocab) or column_of(tiling, s.at, e) < 0:
+                        s.x[e] = -T.infinity("float32")
+        for u in T.unroll(vectors):
+            s.vector_tops[u] = folded(T.max, s.x, u * width, width)
+        s.top[0] = folded(T.max, s.vector_tops, 0, vectors)
+
+    return phase
+# fmt: on
