@@ -149,7 +149,7 @@ def join(cluster: int, chunk: int) -> Callable[..., Any]:
 
     Reads: the work, and `count`, what its row holds.
     Writes: nothing.
-    Barriers: arrives at the first of the cluster.
+    Barriers: arrives at the cluster's first, for which thread blocks that have left count as arrived.
     After: every thread block that is left has a chunk of `chunk`, or is rank 0. `meet` must follow.
     """
 
