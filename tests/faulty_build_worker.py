@@ -1,18 +1,18 @@
 """A build worker that spoils some candidates' libraries: `python faulty_build_worker.py '{"candidate": "fault"}'`.
 
-The fault `compile` raises; `lost` ends the process; the others are machine code in the place of the kernel, so that
-what meets them is all of the real measuring path. `first_rows` computes 64 rows and leaves the others: it calls the
-right kernel, which lies beside it by then, with tensors that are cut off. A key `*` stands for every candidate that is
-not named.
+The fault `compile` raises, and `lost` ends the process; of `first_rows` the loop over a batch's rows ends after 64; the
+others are machine code in the place of the kernel. So what meets them is all of the real measuring path. A key `*` stands
+for every candidate that is not named.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
-import tvm_ffi.libinfo
-
+from tvm_sparse.core.template import Template
 from tvm_sparse.workers import building
 from tvm_sparse.workers.processes import serve
 
@@ -20,28 +20,26 @@ KERNELS = {
     "wrong": "return 0;",  # writes nothing: the poison stays
     "crash": "*(volatile int*)0 = 1; return 0;",
     "hang": "for (volatile int i = 0;; i = 0) {} return 0;",
-    "first_rows": """
-        static Kernel right = 0;
-        if (!right) right = (Kernel)dlsym(dlopen(RIGHT, RTLD_NOW), "__tvm_ffi_main");
-        int64_t rows[16];
-        for (int i = 0; i < count; ++i) {
-            if (args[i].type_index != kTVMFFITensor) continue;
-            DLTensor* tensor = TVMFFITensorGetDLTensorPtr(args[i].v_obj);
-            rows[i] = tensor->shape[0];
-            if (rows[i] > 64) tensor->shape[0] = 64;
-        }
-        int code = right(self, args, count, result);
-        for (int i = 0; i < count; ++i)
-            if (args[i].type_index == kTVMFFITensor) TVMFFITensorGetDLTensorPtr(args[i].v_obj)->shape[0] = rows[i];
-        return code;
-    """,
 }
-CODE = """
-#include <dlfcn.h>
-#include <tvm/ffi/c_api.h>
-typedef int (*Kernel)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
-int __tvm_ffi_main(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { %s }
-"""
+
+
+def first_rows(template, problem, decisions):
+    """As `Template.build`."""
+    import tvm
+    import tvm_ffi
+    from tvm.tirx import For, min
+
+    program = template.program(problem, decisions)
+    main = program.module["main"]
+    batch = main.params[0].ty.shape[0]
+
+    def cut(loop):
+        if not loop.extent.same_as(batch):
+            return loop
+        return For(loop.loop_var, loop.min, min(loop.extent, 64), loop.kind, loop.body)
+
+    body = tvm_ffi.structural_map(main.body, (For, cut))
+    return dataclasses.replace(program, module=tvm.IRModule({"main": main.with_body(body)}))
 
 
 def handle(message):
@@ -51,14 +49,14 @@ def handle(message):
         raise RuntimeError("the compiler does not like this one")
     if fault == "lost":
         os._exit(9)
+    if fault == "first_rows":
+        with mock.patch.object(Template, "build", first_rows):
+            return building.handle(message)
     reply = building.handle(message)
     if fault:
-        right = message["path"] + ".right"
-        os.replace(message["path"], right)
-        command = ["cc", "-x", "c", "-shared", "-fPIC", f'-DRIGHT="{right}"', "-o", message["path"], "-"]
-        for folder in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()):
-            command += ["-I", folder]
-        subprocess.run(command, input=(CODE % KERNELS[fault]).encode(), check=True)
+        code = f"int __tvm_ffi_main(void* self, void* args, int count, void* result) {{ {KERNELS[fault]} }}"
+        command = ["cc", "-x", "c", "-shared", "-fPIC", "-o", message["path"], "-"]
+        subprocess.run(command, input=code.encode(), check=True)
     return reply
 
 

@@ -41,15 +41,6 @@ def clock(call: Call, calls: int) -> float:
     return time.perf_counter() - started
 
 
-def _calls_of_a_round(call: Call) -> int:
-    """How many calls last `ROUND_SECONDS`; finding out warms up."""
-    calls, spent = 1, clock(call, 1)
-    while spent < ROUND_SECONDS and calls < 1 << 20:
-        calls = max(calls * 2, int(calls * ROUND_SECONDS / max(spent, 1e-7)))
-        spent = clock(call, calls)
-    return calls
-
-
 def time_kernel(kind: str, function: Any, arguments: Sequence[Any]) -> list[float]:
     """Seconds a call of a kernel alone, one figure a round."""
     call = functools.partial(function, *arguments)
@@ -58,13 +49,33 @@ def time_kernel(kind: str, function: Any, arguments: Sequence[Any]) -> list[floa
         for _ in range(3):
             replay()
         return [replay() / calls for _ in range(ALONE_ROUNDS[kind])]
-    calls = _calls_of_a_round(call)
-    return [clock(call, calls) / calls for _ in range(ALONE_ROUNDS[kind])]
+    # By parts of a round: where other processes take the cores away, thousands of calls of a few microseconds may last
+    # minutes, and a round is to end nevertheless.
+    part = 1
+    while clock(call, part) < ROUND_SECONDS / 20 and part < 1 << 16:
+        part *= 2
+    _round(call, part)  # warms up
+    return [_round(call, part) for _ in range(ALONE_ROUNDS[kind])]
+
+
+def _round(call: Call, part: int) -> float:
+    """Seconds a call, over as many parts as fill a round."""
+    parts, spent = 0, 0.0
+    while spent < ROUND_SECONDS:
+        spent += clock(call, part)
+        parts += 1
+    return spent / (parts * part)
 
 
 def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Times:
     """Seconds a call by wall clock, in rounds that every contender takes part in."""
-    counts = {name: _calls_of_a_round(call) for name, call in contenders.items()}
+    counts = {}
+    for name, call in contenders.items():
+        calls, spent = 1, clock(call, 1)
+        while spent < ROUND_SECONDS and calls < 1 << 20:
+            calls = max(calls * 2, int(calls * ROUND_SECONDS / max(spent, 1e-7)))
+            spent = clock(call, calls)
+        counts[name] = calls
     times: dict[str, list[float]] = {name: [] for name in contenders}
     collecting = gc.isenabled()
     gc.disable()
