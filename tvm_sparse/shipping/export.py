@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..artifacts import manifest
-from ..artifacts.manifest import Entry
+from ..artifacts.manifest import Entry, ManifestError
 from ..core import registry
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -46,15 +47,19 @@ def export(
         places = ", ".join(map(str, roots))
         others = [arch for arch in recorded_archs(roots, registry.operators()) if arch != machine.arch]
         raise LookupError(
-            f"no record for {machine.arch} in {places}, or none of what was asked for; tune first on such a machine"
+            f"no record for {machine.arch} in {places}; tune first on such a machine"
             f" (tvm-sparse tune ... --target {machine.arch})"
             + (f". There are records for {', '.join(others)}" if others else "")
         )
     entries = build(jobs, machine, folder, builders=builders, show=show)
+    before: set[str] = set()
+    if (folder / manifest.NAME).exists():
+        with contextlib.suppress(ManifestError):  # of another version
+            before = {entry.library for entry in manifest.read(folder)}
     manifest.write(folder, entries)
     named = {entry.library for entry in entries}
-    ours = re.compile(r"\w+-[0-9a-f]{16}\.so")  # of any operator, a plugin's that is not here as well
+    ours = re.compile(rf"({'|'.join(registry.operators())})-[0-9a-f]{{16}}\.so")
     for path in folder.iterdir():
-        if ours.fullmatch(path.name) and path.name not in named:
+        if (path.name in before or ours.fullmatch(path.name)) and path.name not in named:
             path.unlink()
     return entries
