@@ -631,18 +631,22 @@ def test_marked_tiles_are_searched_for_survivors() -> None:
     rng = np.random.default_rng(3)
     row = np.round(rng.standard_normal(vocab), 1).astype("float32")
     all_tiles = tiling.tiles * tiling.threads
-    gates = [(pool.copies // 2, 1.5, vocab // 2), (2 * pool.copies, 1.5, vocab // 2), (all_tiles, LOWEST, vocab)]
-    states, columns = [], []
-    for number, _, _ in gates:
+    numbers, threshold = (pool.copies // 2, 2 * pool.copies, all_tiles), np.float32(1.5)
+    gates, states, columns = [], [], []
+    for number in numbers:
         state, own = marked_tiles(layout, row, rng.permutation(all_tiles)[:number])
         states.append(state)
         columns.append(own[own >= 0])
+        # Of what is searched last, an element that just passes: it equals the threshold in its column.
+        last = own[pool.copies :] if number > pool.copies else own
+        equal = last[(last >= 0) & (row[last] == threshold)]
+        gates.append((threshold, np.sort(equal)[len(equal) // 2]) if number < all_tiles else (LOWEST, vocab))
     found, _ = alone(
-        arguments(alone.problem, row), threshold=np.array([g[1] for g in gates]).reshape(-1, 1, 1),
-        equals_until=np.array([g[2] for g in gates]).reshape(-1, 1, 1), count=0, full=0,
+        arguments(alone.problem, row), threshold=np.array([g[0] for g in gates]).reshape(-1, 1, 1),
+        equals_until=np.array([g[1] for g in gates]).reshape(-1, 1, 1), count=0, full=0,
         **{name: np.stack([state[name] for state in states]) for name in ("marks", "marked", "copied")},
     )  # fmt: skip
-    for case, (_, threshold, until) in enumerate(gates):
+    for case, (threshold, until) in enumerate(gates):
         among = np.intersect1d(columns[case], passes(row, threshold, until))
         expected = descending(keys_of(row[among], among))
         got = descending(found["keys"][case, : found["count"][case, 0]])
