@@ -1,8 +1,8 @@
 """A build worker that spoils some candidates' libraries: `python faulty_build_worker.py '{"candidate": "fault"}'`.
 
 The fault `compile` raises, and `lost` ends the process; of `first_rows` the loop over a batch's rows ends after 64; the
-others are machine code in the place of the kernel. So what meets them is all of the real measuring path. A key `*` stands
-for every candidate that is not named.
+others are machine code in the place of the kernel. So what meets them is all of the real measuring path. A key `*`
+stands for every candidate that is not named.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.device.arithmetic import LOG2_E
 from tvm_sparse.schedules.device.selection import MINUS_INFINITY, PLUS_INFINITY
-from tvm_sparse.schedules.device.words import fixed
+from tvm_sparse.schedules.device.words import held_address
 from tvm_sparse.schedules.softmax_topk.interface import gpu_program
 from tvm_sparse.schedules.softmax_topk.warp_rows import bins, bisection, counting, row
 from tvm_sparse.schedules.softmax_topk.warp_rows.space import CROWD, WARP, Layout
@@ -278,8 +278,8 @@ def test_ranking_by_counting_writes_by_rank() -> None:
         for i in T.serial((40 - at.lane + 31) // 32):
             s.keys[i * 32 + at.lane] = T.Cast("uint64", io.workspace[at.row, i * 32 + at.lane])
         s.size[0] = 40
-        s.outputs_at[0] = fixed("u64", io.values.ptr_to([at.row, 0]))
-        s.outputs_at[1] = fixed("u64", io.indices.ptr_to([at.row, 0]))
+        s.outputs_at[0] = held_address("u64", io.values.ptr_to([at.row, 0]))
+        s.outputs_at[1] = held_address("u64", io.indices.ptr_to([at.row, 0]))
 
     @T.inline
     def see(io, at, s, seen):

@@ -28,7 +28,7 @@ from tvm_sparse.operators.bsr_matmul.epilogue import finish
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..device.overlap import overlapping
-from ..device.words import read_element
+from ..device.words import load_element
 
 # What `data` is called in the code of a kernel with explicit threads. TVM puts a kernel's parameters in the order of
 # their names: under this one they stay in the order in which kernels were measured.
@@ -110,7 +110,7 @@ def output(io: Arguments, column: Any, value: Any, plain: bool = False) -> tirx.
     """
     problem, bias = io.problem, None
     if problem.bias:
-        bias = io.bias[column] if plain else read_element(problem.dtype, io.bias.ptr_to([column]))
+        bias = io.bias[column] if plain else load_element(problem.dtype, io.bias.ptr_to([column]))
     return finish(value, bias, problem.activation, problem.dtype)
 
 

@@ -32,10 +32,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_write
+from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
 from .state import named, register
 
-put_sum = peer_write("put_sum", "float")
+put_sum = peer_store("put_sum", "float")
 
 
 @dataclass(frozen=True)

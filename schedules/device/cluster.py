@@ -54,7 +54,3 @@ def cluster_barrier():
     """All threads of all thread blocks arrive; what they wrote to shared memory before is visible after."""
     cluster_arrive()
     cluster_wait()
-
-
-# The names of before, until all kernels have the new ones.
-peer_write, cluster_arrive_silent = peer_store, cluster_arrive_relaxed

@@ -58,7 +58,3 @@ def overlapping(main: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function, its kernel launched so that it may start before the producer kernel has ended."""
     # The attribute's spelling is TVM's.
     return main.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
-
-
-# The names of before, until all kernels have the new ones.
-await_previous, LINE = wait_then_start_consumer, CACHE_LINE

@@ -91,7 +91,3 @@ def held_address(kind: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
     """
     held_in = {"u32": "uint32", "u64": "uint64"}[kind]
     return T.cuda.func_call("fixed_" + kind, place, source_code=FIXED[kind], return_type=held_in)
-
-
-# The names of before, until all kernels have the new ones.
-INDEX_KINDS, read_element, fixed = PTX_INDEX, load_element, held_address

@@ -12,7 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ..device.words import read_element
+from ..device.words import load_element
 from .interface import Arguments
 
 
@@ -24,8 +24,8 @@ def element(io: Arguments, row: Any, column: Any) -> tirx.PrimExpr:
 
 def written_element(io: Arguments, row: Any, column: Any) -> tirx.PrimExpr:
     """As `element`, by loads that see what a producer kernel has written: for kernels whose launch overlaps it."""
-    logit = read_element(io.problem.dtype, io.logits.ptr_to([row, column]))
-    return logit + read_element("float32", io.bias.ptr_to([column])) if io.problem.bias else logit
+    logit = load_element(io.problem.dtype, io.logits.ptr_to([row, column]))
+    return logit + load_element("float32", io.bias.ptr_to([column])) if io.problem.bias else logit
 
 
 @T.inline

@@ -111,7 +111,7 @@ def gpu_program(
     """The program of a CUDA kernel with explicit threads.
 
     `overlapped`: it is started by programmatic dependent launch, and `body` waits for its producer kernel
-    (`overlap.await_previous`) before it touches an argument. `workspace`: a buffer of the template's own.
+    (`overlap.wait_then_start_consumer`) before it touches an argument. `workspace`: a buffer of the template's own.
     """
 
     # fmt: off

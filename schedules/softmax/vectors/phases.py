@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
-from ...device.cluster import cluster_barrier, cluster_wait, peer_write
+from ...device.cluster import cluster_barrier, cluster_wait, peer_store
 from .extents import Extents
 from .tiles import copy_part, fence_tile, load_tile, result, store_tile, take_tile, value
 
@@ -240,7 +240,7 @@ def join_cluster(ext: Extents) -> Phase:
     begun before another may write to its shared memory. After: (top, d) is the row's pair, in all of its threads.
     """
     joined = _join_pairs(ext)
-    put = peer_write("put_float", "float")
+    put = peer_store("put_float", "float")
 
     @T.inline
     def phase(s, block):

@@ -13,9 +13,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...device.arithmetic import exp_nonpositive, is_nan, key_index, key_value, order_key
+from ...device.arithmetic import exp_nonpositive, is_nan
 from ...device.state import named
 from ..elements import element, write_given, write_value
+from .keys import heap_key, index_of, value_of
 from .space import Extents
 
 
@@ -117,7 +118,7 @@ def fill_heap(k: int) -> Callable[..., Any]:
     @T.inline
     def fill(io, row, s):
         for j in range(k):
-            s.heap[j] = order_key(element(io, row, j), j)
+            s.heap[j] = heap_key(element(io, row, j), j)
         for j in range(k // 2):
             s.node[0] = k // 2 - 1 - j
             s.key[0] = s.heap[s.node[0]]
@@ -131,7 +132,7 @@ def offer(k: int) -> Callable[..., Any]:
 
     @T.inline
     def offer_one(io, row, s, j):
-        s.key[0] = order_key(element(io, row, j), j)
+        s.key[0] = heap_key(element(io, row, j), j)
         if s.key[0] > s.heap[0]:
             s.node[0] = 0
             sift_down(s, k)
@@ -150,7 +151,7 @@ def begin_row(extents: Extents) -> Callable[..., Any]:
         for lane in T.vectorized(extents.lanes):
             s.part[lane] = T.float32(0)
         fill(io, row, s)
-        s.tau[0] = key_value(s.heap[0])
+        s.tau[0] = value_of(s.heap[0])
 
     return phase
 
@@ -206,7 +207,7 @@ def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
                     s.j[0] = (c * step + u) * lanes + lane
                     if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= k:
                         offer_one(io, row, s, s.j[0])
-                        s.tau[0] = key_value(s.heap[0])
+                        s.tau[0] = value_of(s.heap[0])
 
     return phase
 
@@ -247,7 +248,7 @@ def finish_row(extents: Extents) -> Callable[..., Any]:
             s.d[0] = s.d[0] + T.exp((s.top[0] - s.m[0]) * io.scale)
             if s.top[0] > s.tau[0] and scalars + i >= k:
                 offer_one(io, row, s, scalars + i)
-                s.tau[0] = key_value(s.heap[0])
+                s.tau[0] = value_of(s.heap[0])
 
     return phase
 
@@ -286,9 +287,9 @@ def write_outputs(extents: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, s):
         for i in range(extents.k):
-            io.indices[row, i] = key_index(s.heap[i])
+            io.indices[row, i] = index_of(s.heap[i])
             write_value(
-                io.values, row, i, (key_value(s.heap[i]) - s.m[0]) * io.scale,
+                io.values, row, i, (value_of(s.heap[i]) - s.m[0]) * io.scale,
                 T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
         if extents.ids > 0:
             for i in range(extents.ids):

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...device.selection import FULL_WARP, bits_value, join_key, key_value, order, scan_lanes
-from ...device.words import fixed
+from ...device.words import held_address
 from .counting import count_larger, pad_keys
 from .results import write_key
 from .row import mark_reached, take_marked
@@ -89,7 +89,7 @@ def clear_bins(layout: Layout) -> Callable[..., Any]:
                 s.counts[at.warp * layout.counts + (b * 32 + at.lane) * 4 + 4 + v] = 0
         if at.lane == 0:
             s.counts[at.warp * layout.counts + 3] = 0
-        s.first[0] = fixed("u32", T.cuda.cvta_generic_to_shared(
+        s.first[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
             s.counts.ptr_to([at.warp * layout.counts + 4])) - T.uint32(4 * MAGIC_BITS & FULL_WARP))
 
     return phase

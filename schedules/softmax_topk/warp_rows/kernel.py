@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.words import fixed
+from ...device.words import held_address
 from . import bins, bisection, counting, results, row
 from .space import Layout
 from .state import Place, State
@@ -57,8 +57,8 @@ def kernel(layout: Layout) -> Callable[..., Any]:
         find_maxima(io, at, s)
         bound(io, at, s)
         sum_exponentials(io, at, s)
-        s.outputs_at[0] = fixed("u64", io.values.ptr_to([row, 0]))
-        s.outputs_at[1] = fixed("u64", io.indices.ptr_to([row, 0]))
+        s.outputs_at[0] = held_address("u64", io.values.ptr_to([row, 0]))
+        s.outputs_at[1] = held_address("u64", io.indices.ptr_to([row, 0]))
         find_topk(io, at, s)
         if layout.ids > 0:
             write_asked(io, at, s)

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, order
 from ...device.thresholds import Rank
-from ...device.words import load_words, per_word, read_element, value_in
+from ...device.words import load_element, load_words, per_word, value_in
 from .space import Layout
 from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
@@ -44,10 +44,10 @@ def load_row(layout: Layout) -> Callable[..., Any]:
                     if column_of(layout, at, e) < layout.vocab and (
                         column_of(layout, at, e // width * width) + width > at.left
                     ):
-                        s.x[e] = read_element(dtype, io.logits.ptr_to([at.row, column_of(layout, at, e)]))
+                        s.x[e] = load_element(dtype, io.logits.ptr_to([at.row, column_of(layout, at, e)]))
         if layout.biased:
             for e in T.unroll(held):
-                s.x[e] = s.x[e] + read_element(
+                s.x[e] = s.x[e] + load_element(
                     "float32", io.bias.ptr_to([T.max(T.min(column_of(layout, at, e), layout.vocab - 1), 0)]))
         for e in T.unroll(held):
             if ragged(layout, e // width):
@@ -186,10 +186,10 @@ def take_marked(layout: Layout) -> Callable[..., Any]:
         s.marks[w] = s.marks[w] ^ (T.uint32(1) << T.Cast("uint32", s.column[0]))
         # Columns from the lane's element 0 to element w * 32 + i: 32 an element in whole vectors, 1 within a vector.
         s.column[0] = w * 1024 + s.column[0] * 32 - s.column[0] % width * 31
-        s.value[0] = read_element(dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
+        s.value[0] = load_element(dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
         s.column[0] = s.column[0] + at.lane * width - at.lead
         if layout.biased:
-            s.value[0] = s.value[0] + read_element("float32", io.bias.ptr_to([s.column[0]]))
+            s.value[0] = s.value[0] + load_element("float32", io.bias.ptr_to([s.column[0]]))
         order(s.value[0], s.value, s.ordered)
 
     return take
