@@ -6,12 +6,15 @@ two processes on one GPU would disturb each other's timings and share its memory
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
 from tvm_sparse.core import machine
 
+# Idle threads of the CPU kernels would spin beside the other tests; child processes inherit it.
+os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

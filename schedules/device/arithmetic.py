@@ -1,8 +1,4 @@
-"""Expressions on float32 that templates share: an exponential for SIMD code, a test for NaN, and CPU sort keys.
-
-A sort key is an int64, the value's bits above its index's, made so that comparing two keys as integers compares
-(value, index). GPU templates have keys of their own, in `selection`.
-"""
+"""Expressions on float32 that templates share: an exponential for SIMD code, and a test for NaN."""
 
 from __future__ import annotations
 
