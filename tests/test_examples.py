@@ -39,7 +39,7 @@ def spawn(folder: Path, *command: str | Path) -> str:
 
 
 def cli(folder: Path, *words: str | Path) -> str:
-    return spawn(folder, sys.executable, "-m", "tvm_sparse.cli.app", "--plugin", PLUGIN, *words)
+    return spawn(folder, sys.executable, "-m", "tvm_sparse", "--plugin", PLUGIN, *words)
 
 
 @pytest.mark.timeout(280)
