@@ -26,6 +26,7 @@ from tvm_sparse.schedules.bsr_matmul.staged_x.space import Extents as StagedExte
 from tvm_sparse.schedules.bsr_matmul.tensor_core import kernel as tensor
 from tvm_sparse.schedules.bsr_matmul.tensor_core.space import Extents as TensorExtents
 from tvm_sparse.schedules.bsr_matmul.tensor_core.space import shared_bytes
+from tvm_sparse.schedules.bsr_matmul.tensor_core.state import SharedSums, TileState, first_column, weight_row, x_row
 from tvm_sparse.schedules.device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
 from tvm_sparse.schedules.device.state import named, register
 
@@ -235,7 +236,7 @@ def tile_sums(e: TensorExtents, sums: np.ndarray) -> np.ndarray:
         for f in range(e.a_fragments):
             for g in range(e.b_fragments):
                 for i in range(4):
-                    at = tensor.x_row(e, place, f, g, i), tensor.weight_row(e, place, f, g, i)
+                    at = x_row(e, place, f, g, i), weight_row(e, place, f, g, i)
                     assert np.isnan(tile[at])
                     tile[at] = held[(f * e.b_fragments + g) * 4 + i]
     return tile
@@ -271,7 +272,7 @@ def test_loads_and_products_of_one_round(key: str, decisions: dict[str, int]) ->
         T.cta_id([1])
         t = T.thread_id([e.threads])
         w = T.meta_var(Work.alloc())
-        s = T.meta_var(tensor.TileState.alloc(e))
+        s = T.meta_var(TileState.alloc(e))
         w.strip = 0
         w.unit = row * e.slices
         w.rank = 0
@@ -310,7 +311,7 @@ def test_a_wrong_guess_of_a_row_is_found_out_by_all_lanes(wrong: str) -> None:
         T.cta_id([1])
         t = T.thread_id([32])
         w = T.meta_var(Work.alloc())
-        s = T.meta_var(tensor.TileState.alloc(e))
+        s = T.meta_var(TileState.alloc(e))
         w.strip = 0
         w.unit = e.slices
         w.rank = 0
@@ -352,8 +353,8 @@ def test_warps_add_up_their_tiles(tile_m: int) -> None:
         T.cta_id([1])
         t = T.thread_id([e.threads])
         w = T.meta_var(Work.alloc())
-        s = T.meta_var(tensor.TileState.alloc(e))
-        shared = T.meta_var(tensor.SharedSums.alloc(e))
+        s = T.meta_var(TileState.alloc(e))
+        shared = T.meta_var(SharedSums.alloc(e))
         w.strip = 0
         w.unit = 1
         w.rank = 0
@@ -365,7 +366,7 @@ def test_warps_add_up_their_tiles(tile_m: int) -> None:
             s.sums[i] = T.Cast("float32", (t * held + i) % 61)
             seen[t, i] = s.sums[i]
         written(s, shared, t)
-        added(s, shared, io, w, t, tensor.first_column(e, s, w))
+        added(s, shared, io, w, t, first_column(e, s, w))
 
     found, y = run(problem, body, inputs, (e.threads, held))
     tile = sum(tile_sums(e, found[warp * 32 : warp * 32 + 32]) for warp in range(4))

@@ -20,7 +20,6 @@ row come together in `join`, `meet` and `hand_in` (`device.balance`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +30,10 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
-from ...device.state import named, register
 from ..block_row import listed_row, load_int, unlisted_row
 from ..interface import gpu_program, output
 from .space import Extents
+from .state import SharedSums, TileState, first_column, weight_row, x_row
 
 # Barriers of a warp part the loads of the weight, those of x, and the products. The assembler would move each load next
 # to its use, so that one waits for another; loads that are not declared read-only stay on their side of a barrier.
@@ -44,93 +43,6 @@ load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 # Passes by what this multiprocessor has cached: that may be from before the producer kernel was done.
 load_int_anew = T.ptx.ld.relaxed.gpu.global_.s32
 ALL_LANES = 0xFFFFFFFF
-
-
-@dataclass
-class TileState:
-    """What a thread has of its warp's tile.
-
-    Attributes
-    ----------
-    sums
-        Of all pairs of fragments, four a pair: rows `group` and `group + 8` of operand A, two columns of each.
-    weight, x
-        Operands of the steps in hand: for each step and each 8 rows of the tile the four words of one octet.
-    a, b
-        The same two, by what they are to the instruction.
-    columns
-        Block columns of the octets in hand.
-    x_rows
-        The rows of x that this lane loads.
-    group, member
-        A lane loads row `group` of every 8 rows of a tile, and of every step the octet `member`, of four.
-    top
-        The tile's first row of x, and of y.
-    row, first, count
-        The block row, its first block, and its octets.
-    octet
-        This lane's octet of the first step in hand, counted from the block row's begin.
-    loaded
-        1 if the operands of the steps in hand are loaded already.
-    """
-
-    sums: Any
-    weight: Any
-    x: Any
-    a: Any
-    b: Any
-    columns: Any
-    x_rows: Any
-    group: Any
-    member: Any
-    top: Any
-    row: Any
-    first: Any
-    count: Any
-    octet: Any
-    loaded: Any
-
-    @classmethod
-    def alloc(cls, e: Extents) -> TileState:
-        # In the order in which measured kernels declare them: the compiler's choice of registers follows it.
-        sums = T.alloc_local([e.a_fragments * e.b_fragments * 4], "float32")
-        a = T.alloc_local([e.depth * e.a_fragments * 8], "uint32")
-        b = T.alloc_local([e.depth * e.b_fragments * 4], "uint32")
-        weight, x = (a, b) if e.weight_is_a else (b, a)
-        columns = T.alloc_local([e.depth], "int32")
-        x_rows = T.alloc_local([e.tile_m // 8], "int32")
-        count, first, row, loaded = (register() for _ in range(4))
-        group, member, top, octet = (register() for _ in range(4))
-        return named(cls(sums, weight, x, a, b, columns, x_rows, group, member, top, row, first, count, octet, loaded))
-
-
-@dataclass
-class SharedSums:
-    """Sums in shared memory. `parts`: a tile a warp. `others`: what rank 0 of a cluster gets from the other ranks."""
-
-    parts: Any
-    others: Any
-
-    @classmethod
-    def alloc(cls, e: Extents) -> SharedSums:
-        parts = T.alloc_shared([e.warps_m * e.reduce_warps, e.tile_m, e.pitch], "float32")
-        others = T.alloc_shared([e.cluster - 1, e.warps_m * e.pairs, 2], "float32") if e.cluster > 1 else None
-        return named(cls(parts, others))
-
-
-def x_row(e: Extents, s: TileState, f: Any, g: Any, i: Any) -> Any:
-    """The row in the tile, of x and of y, of the i-th sum of A's fragment f and B's fragment g."""
-    return g * 8 + s.member * 2 + i % 2 if e.weight_is_a else f * 16 + i // 2 * 8 + s.group
-
-
-def weight_row(e: Extents, s: TileState, f: Any, g: Any, i: Any) -> Any:
-    """The row of the weight in the tile, which is the column of y, of the same sum."""
-    return f * 16 + i // 2 * 8 + s.group if e.weight_is_a else g * 8 + s.member * 2 + i % 2
-
-
-def first_column(e: Extents, s: TileState, w: Work) -> Any:
-    """The tile's first column of y."""
-    return s.row * (e.slices * e.tile_n) + w.unit % e.slices * e.tile_n
 
 
 def take_places(e: Extents) -> Callable[..., Any]:
