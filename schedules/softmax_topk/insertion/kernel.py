@@ -182,16 +182,23 @@ def fused(layout: Layout) -> Callable[..., Any]:
 # fmt: off
 @T.inline
 def begin(io, at, s):
-    """Writes: `factor`, `d` and `m` of nothing yet."""
+    """No elements yet.
+
+    Writes: `factor`, `d`, `m`.
+    """
     s.factor[0] = io.scale * T.float32(LOG2_E)
     s.d[0] = T.float32(0)
     s.m[0] = T.min_value("float32")
 
 
 def load_tile(layout: Layout, source: Callable[..., Any]) -> Callable[..., Any]:
-    """Reads: tile i of the row, by `source`. Writes: `x`. Barriers: none.
+    """The thread's elements of a tile; called with (i, io, at, s).
 
     Beyond the row there is minus infinity, whose keys are below all of the row's.
+
+    Reads: tile i of the row, by `source`.
+    Writes: `x`.
+    Barriers: none.
     """
 
     @T.inline
@@ -205,8 +212,11 @@ def load_tile(layout: Layout, source: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def row_maximum(layout: Layout) -> Callable[..., Any]:
-    """Reads: the row. Writes: `m`, `x`. Barriers: those of a reduction.
+    """A pass for the maximum.
 
+    Reads: the row.
+    Writes: `m`, `x`.
+    Barriers: those of a reduction.
     After: `m` is the row's maximum, NaN left out, in all threads.
     """
     load = load_tile(layout, element)
@@ -226,8 +236,11 @@ def row_maximum(layout: Layout) -> Callable[..., Any]:
 
 
 def sum_elements(layout: Layout) -> Callable[..., Any]:
-    """Reads: the row, `m`. Writes: `d`, `inverse`, `logarithm`, `x`. Barriers: those of a reduction.
+    """A pass for the sum.
 
+    Reads: the row, `m`.
+    Writes: `d`, `inverse`, `logarithm`, `x`.
+    Barriers: those of a reduction.
     After: `d` is the sum of exp(scale * (element - m)) over the row, in all threads.
     """
     load = load_tile(layout, element)
@@ -247,7 +260,12 @@ def sum_elements(layout: Layout) -> Callable[..., Any]:
 
 
 def write_softmax(layout: Layout) -> Callable[..., Any]:
-    """Reads: the row, `m`, `inverse`, `logarithm`. Writes: the workspace's row, `x`. Barriers: none."""
+    """A pass that writes all probabilities.
+
+    Reads: the row, `m`, `inverse`, `logarithm`.
+    Writes: the workspace's row, `x`.
+    Barriers: none.
+    """
     load = load_tile(layout, element)
 
     @T.inline
@@ -264,9 +282,13 @@ def write_softmax(layout: Layout) -> Callable[..., Any]:
 
 
 def insert(layout: Layout) -> Callable[..., Any]:
-    """Reads: `key`. Writes: `keys`, into which it is inserted; the last one drops out. Barriers: none.
+    """Insertion of a key into the thread's list; called with (s).
 
     Every key is looked at: registers cannot be indexed at run time.
+
+    Reads: `key`.
+    Writes: `keys`, into which it is inserted; the last one drops out.
+    Barriers: none.
     """
     kept = layout.kept
 
@@ -285,10 +307,13 @@ def insert(layout: Layout) -> Callable[..., Any]:
 
 
 def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[..., Any]:
-    """Reads: the row, by `source`; `m` and `d` if `sums`. Writes: `keys`, `gate`, `x`, `key`; `m` and `d` if `sums`.
+    """A pass for the thread's best elements, and for the sum if asked for.
 
-    Barriers: none. After: `keys` are the best of the thread's elements. If `sums`, `d` has grown by its exponentials,
-    and in the online form `m` is the largest of them.
+    Reads: the row, by `source`; `m` and `d` if `sums`.
+    Writes: `keys`, `gate`, `x`, `key`; `m` and `d` if `sums`.
+    Barriers: none.
+    After: `keys` are the best of the thread's elements. If `sums`, `d` has grown by its exponentials, and in the online
+        form `m` is the largest of them.
     """
     load, into_list = load_tile(layout, source), insert(layout)
     online = layout.form == "online"
@@ -317,8 +342,11 @@ def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[...
 
 
 def combine_sums(layout: Layout) -> Callable[..., Any]:
-    """Reads: `m`, `d`. Writes: `top`, `d`. Barriers: those of one or two reductions.
+    """From the threads' sums to the row's.
 
+    Reads: `m`, `d`.
+    Writes: `top`, `d`.
+    Barriers: those of one or two reductions.
     After: `top` is the row's maximum and `d` the sum of exp(scale * (element - top)), in all threads.
     """
 
@@ -334,10 +362,13 @@ def combine_sums(layout: Layout) -> Callable[..., Any]:
 
 
 def join_lists(layout: Layout) -> Callable[..., Any]:
-    """Reads: `keys`. Writes: `joined`, `lists`, `key`, `best`, `keys`. Barriers: two, the last one at the end.
+    """From the threads' lists to the row's.
 
+    Reads: `keys`.
+    Writes: `joined`, `lists`, `key`, `best`, `keys`.
+    Barriers: two, the last one at the end.
     After: `joined` are the best of all threads' keys. Each warp has joined its lanes' lists, and the first warp those
-    of the warps; each time the largest head of the lists is taken off, `kept` times. `keys` are lost.
+        of the warps; each time the largest head of the lists is taken off, `kept` times. `keys` are lost.
     """
     kept = layout.kept
 
@@ -381,8 +412,11 @@ def join_lists(layout: Layout) -> Callable[..., Any]:
 
 
 def check_order(layout: Layout) -> Callable[..., Any]:
-    """Reads: `joined`, keys of probabilities. Writes: `sure`. Barriers: none.
+    """Whether probabilities tell the order of their elements.
 
+    Reads: `joined`, keys of probabilities.
+    Writes: `sure`.
+    Barriers: none.
     After: `sure` is 1 if each probability exceeds the next by more than rounding explains.
     """
 
@@ -400,7 +434,12 @@ def check_order(layout: Layout) -> Callable[..., Any]:
 
 
 def copy_topk(layout: Layout) -> Callable[..., Any]:
-    """Reads: `joined`, the workspace. Writes: values and indices. Barriers: none."""
+    """Values from the probabilities, and indices.
+
+    Reads: `joined`, the workspace.
+    Writes: values and indices.
+    Barriers: none.
+    """
 
     @T.inline
     def phase(io, at, s):
@@ -412,7 +451,12 @@ def copy_topk(layout: Layout) -> Callable[..., Any]:
 
 
 def copy_asked(layout: Layout) -> Callable[..., Any]:
-    """Reads: `ids`, the workspace. Writes: `given`. Barriers: none."""
+    """The probabilities of given columns, from those of all.
+
+    Reads: `ids`, the workspace.
+    Writes: `given`.
+    Barriers: none.
+    """
     threads = layout.threads
 
     @T.inline
@@ -427,7 +471,12 @@ def copy_asked(layout: Layout) -> Callable[..., Any]:
 
 
 def compute_topk(layout: Layout) -> Callable[..., Any]:
-    """Reads: `joined`, `top`, `d`. Writes: values and indices. Barriers: none."""
+    """Values from the elements, and indices.
+
+    Reads: `joined`, `top`, `d`.
+    Writes: values and indices.
+    Barriers: none.
+    """
 
     @T.inline
     def phase(io, at, s):

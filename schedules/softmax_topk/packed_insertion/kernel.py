@@ -78,7 +78,12 @@ def kernel(problem: SoftmaxTopk, threads: int, skip: bool) -> Callable[..., Any]
 
 # fmt: off
 def clear_places(k: int, threads: int) -> Callable[..., Any]:
-    """Writes: `places`, `peak`. Barriers: one, at the end. After: all places hold minus infinity."""
+    """Places for any elements.
+
+    Writes: `places`, `peak`.
+    Barriers: one, at the end.
+    After: all places hold minus infinity.
+    """
 
     @T.inline
     def phase(io, row, t, s):
@@ -92,7 +97,13 @@ def clear_places(k: int, threads: int) -> Callable[..., Any]:
 
 
 def insert_all(vocab: int, k: int, threads: int, skip: bool) -> Callable[..., Any]:
-    """Reads: the row. Writes: `places`, `peak`. Barriers: one, at the end. After: `places` has the k best in order."""
+    """Every element down the places.
+
+    Reads: the row.
+    Writes: `places`, `peak`.
+    Barriers: one, at the end.
+    After: `places` has the k best in order.
+    """
 
     @T.inline
     def phase(io, row, t, s):
@@ -112,8 +123,11 @@ def insert_all(vocab: int, k: int, threads: int, skip: bool) -> Callable[..., An
 
 
 def sum_exponentials(vocab: int, threads: int) -> Callable[..., Any]:
-    """Reads: the row, `peak`. Writes: `top`, `d`. Barriers: those of a reduction.
+    """The sum of exponentials.
 
+    Reads: the row, `peak`.
+    Writes: `top`, `d`.
+    Barriers: those of a reduction.
     After: `d` is the sum of exp(scale * (element - top)) over the row, in all threads.
     """
 
@@ -129,7 +143,12 @@ def sum_exponentials(vocab: int, threads: int) -> Callable[..., Any]:
 
 
 def write_places(k: int, threads: int) -> Callable[..., Any]:
-    """Reads: `places`, `top`, `d`. Writes: values and indices. Barriers: none."""
+    """Places to values and indices.
+
+    Reads: `places`, `top`, `d`.
+    Writes: values and indices.
+    Barriers: none.
+    """
 
     @T.inline
     def phase(io, row, t, s):

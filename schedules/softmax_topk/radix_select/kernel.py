@@ -95,8 +95,11 @@ def kernel(problem: SoftmaxTopk, threads: int) -> Callable[..., Any]:
 
 # fmt: off
 def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
-    """Reads: the row. Writes: `factor`, `x`, `m`, `top`, `d`. Barriers: those of two reductions.
+    """A pass for the maximum and the sum, which is corrected when the maximum rises.
 
+    Reads: the row.
+    Writes: `factor`, `x`, `m`, `top`, `d`.
+    Barriers: those of two reductions.
     After: `top` is the row's maximum and `d` the sum of exp(scale * (element - top)) over it, in all threads.
     """
     lowest = T.min_value("float32")
@@ -124,8 +127,11 @@ def key_of(place: tuple[Any, Any], i: Any) -> tirx.PrimExpr:
 
 
 def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
-    """Reads: the row. Writes: `pivot`, `histogram`, `found`, `mask`, `need`. Barriers: some each digit.
+    """The k-th largest key.
 
+    Reads: the row.
+    Writes: `pivot`, `histogram`, `found`, `mask`, `need`.
+    Barriers: some each digit.
     After: k keys are no less than `pivot`.
     """
     select = radix_selection(threads, k, key_of)
@@ -138,8 +144,11 @@ def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
 
 
 def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
-    """Reads: the row, `pivot`. Writes: `indices`, `count`, `key`, `slot`. Barriers: one at the start, one at the end.
+    """The k largest keys, where the indices will be.
 
+    Reads: the row, `pivot`.
+    Writes: `indices`, `count`, `key`, `slot`.
+    Barriers: one at the start, one at the end.
     After: the row of `indices` holds the k largest keys, in no order.
     """
 
@@ -159,9 +168,13 @@ def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
 
 
 def merge_exchange(k: int, threads: int) -> Callable[..., Any]:
-    """Reads, writes: `indices`; `key`, `other`. Barriers: one each step. After: the row's keys are in descending order.
+    """These keys in order, by Batcher's merge exchange.
 
     The comparators (i, i + distance) of one step touch no key twice.
+
+    Reads, writes: `indices`; `key`, `other`.
+    Barriers: one each step.
+    After: the row's keys are in descending order.
     """
     half = 1 << max((k - 1).bit_length() - 1, 0)  # half of k rounded up to a power of two
 
@@ -191,7 +204,12 @@ def merge_exchange(k: int, threads: int) -> Callable[..., Any]:
 
 
 def write_keys(k: int, threads: int) -> Callable[..., Any]:
-    """Reads: keys in `indices`, `top`, `d`. Writes: `indices` in the place of the keys, values. Barriers: none."""
+    """Keys to values and indices.
+
+    Reads: keys in `indices`, `top`, `d`.
+    Writes: `indices` in the place of the keys, values.
+    Barriers: none.
+    """
 
     @T.inline
     def phase(io, row, t, s):

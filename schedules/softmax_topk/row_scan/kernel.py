@@ -97,7 +97,11 @@ def vectors_of(extents: Extents, c: Any) -> tirx.PrimExpr:
 # fmt: off
 @T.inline
 def sift_down(s, size):
-    """Reads: `key`, `node`. Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size."""
+    """One key into the heap.
+
+    Reads: `key`, `node`.
+    Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size.
+    """
     s.child[0] = s.node[0] * 2 + 1
     while s.child[0] < size:
         if s.child[0] + 1 < size:
@@ -113,7 +117,12 @@ def sift_down(s, size):
 
 
 def fill_heap(k: int) -> Callable[..., Any]:
-    """Reads: the first k elements. Writes: `heap`. After: it holds them as a heap."""
+    """A heap of the first k elements; called with (io, row, s).
+
+    Reads: the first k elements.
+    Writes: `heap`.
+    After: it holds them as a heap.
+    """
 
     @T.inline
     def fill(io, row, s):
@@ -128,7 +137,11 @@ def fill_heap(k: int) -> Callable[..., Any]:
 
 
 def offer(k: int) -> Callable[..., Any]:
-    """Reads: the element in column j. Writes: `heap`, if the element is better than the k-th best."""
+    """An element into the heap if it belongs there; called with (io, row, s, j).
+
+    Reads: the element in column j.
+    Writes: `heap`, if the element is better than the k-th best.
+    """
 
     @T.inline
     def offer_one(io, row, s, j):
@@ -141,7 +154,12 @@ def offer(k: int) -> Callable[..., Any]:
 
 
 def begin_row(extents: Extents) -> Callable[..., Any]:
-    """Reads: the first k elements. Writes: `m`, `part`, `heap`, `tau`. After: the heap holds the first k elements."""
+    """The first k elements in the heap, and no sums.
+
+    Reads: the first k elements.
+    Writes: `m`, `part`, `heap`, `tau`.
+    After: the heap holds the first k elements.
+    """
     fill = fill_heap(extents.k)
     lowest = T.min_value("float32")
 
@@ -157,7 +175,12 @@ def begin_row(extents: Extents) -> Callable[..., Any]:
 
 
 def chunk_maximum(extents: Extents) -> Callable[..., Any]:
-    """Reads: chunk c. Writes: `top`, `fold`. After: `top` has each lane's largest element, `fold[0]` the chunk's."""
+    """A chunk's maximum.
+
+    Reads: chunk c.
+    Writes: `top`, `fold`.
+    After: `top` has each lane's largest element, `fold[0]` the chunk's.
+    """
     lanes, step = extents.lanes, extents.step
     lowest = T.min_value("float32")
 
@@ -179,7 +202,12 @@ def chunk_maximum(extents: Extents) -> Callable[..., Any]:
 
 
 def rescale_sums(extents: Extents) -> Callable[..., Any]:
-    """Reads: `fold[0]`, a new maximum of the row. Writes: `part`, `m`. After: the sums are relative to it."""
+    """Sums relative to a new maximum.
+
+    Reads: `fold[0]`, a new maximum of the row.
+    Writes: `part`, `m`.
+    After: the sums are relative to it.
+    """
 
     @T.inline
     def phase(io, row, s):
@@ -191,10 +219,14 @@ def rescale_sums(extents: Extents) -> Callable[..., Any]:
 
 
 def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
-    """Reads: chunk c, `top`, `tau`. Writes: `heap`, `tau`. After: the heap holds the k best of all up to this chunk.
+    """A chunk's elements that reach the threshold, into the heap.
 
     Few lanes have the elements that made the chunk exceed the threshold. A lane's elements are every so many columns,
     so they are not offered in the order of columns, and equals of the threshold must be offered too: keys decide.
+
+    Reads: chunk c, `top`, `tau`.
+    Writes: `heap`, `tau`.
+    After: the heap holds the k best of all up to this chunk.
     """
     lanes, step, k = extents.lanes, extents.step, extents.k
     offer_one = offer(k)
@@ -213,7 +245,11 @@ def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
 
 
 def add_exponentials(extents: Extents) -> Callable[..., Any]:
-    """Reads: chunk c, `m`. Writes: `part`."""
+    """A chunk's exponentials to the sums.
+
+    Reads: chunk c, `m`.
+    Writes: `part`.
+    """
     lanes, step = extents.lanes, extents.step
 
     @T.inline
@@ -228,8 +264,10 @@ def add_exponentials(extents: Extents) -> Callable[..., Any]:
 
 
 def finish_row(extents: Extents) -> Callable[..., Any]:
-    """Reads: `part`, the elements behind the last vector. Writes: `d`, `m`, `heap`, `tau`.
+    """One sum, and the elements that no vector covers.
 
+    Reads: `part`, the elements behind the last vector.
+    Writes: `d`, `m`, `heap`, `tau`.
     After: `d` is the sum of exp(scale * (element - m)) over the row, and the heap holds the k best, but for NaN.
     """
     k, scalars = extents.k, extents.whole * extents.lanes
@@ -254,7 +292,12 @@ def finish_row(extents: Extents) -> Callable[..., Any]:
 
 
 def refill_heap(extents: Extents) -> Callable[..., Any]:
-    """Reads: the row. Writes: `heap`. After: it holds the k best, NaN first."""
+    """The heap once more, for a row with a NaN.
+
+    Reads: the row.
+    Writes: `heap`.
+    After: it holds the k best, NaN first.
+    """
     fill, offer_one = fill_heap(extents.k), offer(extents.k)
 
     @T.inline
@@ -267,7 +310,11 @@ def refill_heap(extents: Extents) -> Callable[..., Any]:
 
 
 def sort_heap(extents: Extents) -> Callable[..., Any]:
-    """Reads, writes: `heap`. After: its keys are in descending order (heapsort: the least goes to the end)."""
+    """The keys in order.
+
+    Reads, writes: `heap`.
+    After: its keys are in descending order (heapsort: the least goes to the end).
+    """
     k = extents.k
 
     @T.inline
@@ -282,7 +329,11 @@ def sort_heap(extents: Extents) -> Callable[..., Any]:
 
 
 def write_outputs(extents: Extents) -> Callable[..., Any]:
-    """Reads: `heap`, `m`, `d`, `ids` and the elements in these columns. Writes: all outputs."""
+    """Values, indices and given columns.
+
+    Reads: `heap`, `m`, `d`, `ids` and the elements in these columns.
+    Writes: all outputs.
+    """
 
     @T.inline
     def phase(io, row, s):

@@ -62,10 +62,14 @@ def of_bin(name: str, s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
 
 # fmt: off
 def find_bin(layout: Layout) -> Callable[..., Any]:
-    """Reads: `top`, `fine`. Writes: `bin`, `value`. After: `bin` is the number of x's bin, plus MAGIC_BITS.
+    """The bin of a value; called with (s, x).
 
-    A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. What
-    is NaN on the way (a difference of infinities) goes to bin 0.
+    A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. What is
+    NaN on the way (a difference of infinities) goes to bin 0.
+
+    Reads: `top`, `fine`.
+    Writes: `bin`, `value`.
+    After: `bin` is the number of x's bin, plus MAGIC_BITS.
     """
 
     @T.inline
@@ -80,7 +84,12 @@ def find_bin(layout: Layout) -> Callable[..., Any]:
 
 
 def clear_bins(layout: Layout) -> Callable[..., Any]:
-    """Writes: `counts`, `first`. Barriers: none. After: all counts are 0."""
+    """Empty bins.
+
+    Writes: `counts`, `first`.
+    Barriers: none.
+    After: all counts are 0.
+    """
 
     @T.inline
     def phase(io, at, s):
@@ -96,8 +105,11 @@ def clear_bins(layout: Layout) -> Callable[..., Any]:
 
 
 def count_bins(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`, `top`, `lower`. Writes: `gate`, `fine`, `counts`. Barriers: one before counts, one behind.
+    """How many elements each bin has.
 
+    Reads: `x`, `top`, `lower`.
+    Writes: `gate`, `fine`, `counts`.
+    Barriers: one before counts, one behind.
     After: bins up to the last but one divide the values from `top` down to that of `lower`, and each has its count.
     """
     find = find_bin(layout)
@@ -118,10 +130,13 @@ def count_bins(layout: Layout) -> Callable[..., Any]:
 
 
 def scan_bins(layout: Layout) -> Callable[..., Any]:
-    """Reads: `counts`, `fine`. Writes: `counts`, `cut`, `size`, `settled`. Barriers: two.
+    """From counts to places, and whether bins will do.
 
+    Reads: `counts`, `fine`.
+    Writes: `counts`, `cut`, `size`, `settled`.
+    Barriers: two.
     After: a bin's count is how many elements the bins before it have. `cut` is the bin of the k-th largest, and `size`
-    elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
+        elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
     """
     k, bins, lane_bins = layout.k, layout.bins, layout.lane_bins
 
@@ -173,10 +188,13 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
 
 
 def read_back(layout: Layout) -> Callable[..., Any]:
-    """Reads: the free word of `counts`. Writes: `top`, which does not change.
+    """The maximum anew, so that bins are not kept in registers; called with (at, s).
 
-    The assembler does not know that it does not. It would keep the bins of all elements since they were counted, and
-    there are not enough registers for that; with a `top` that may be another one it has to find them again.
+    `top` does not change, but the assembler does not know that. It would keep the bins of all elements since they were
+    counted, and there are not enough registers for that; with a `top` that may be another one it finds them again.
+
+    Reads: the free word of `counts`.
+    Writes: `top`.
     """
 
     @T.inline
@@ -187,10 +205,13 @@ def read_back(layout: Layout) -> Callable[..., Any]:
 
 
 def fill_bins(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`, `top`, `fine`, `cut`. Writes: `keys`, `counts`, `gate`, `marks`. Barriers: none.
+    """Keys of the bins up to the cut, in their bins.
 
+    Reads: `x`, `top`, `fine`, `cut`.
+    Writes: `keys`, `counts`, `gate`, `marks`.
+    Barriers: none.
     After: the keys of the bins up to the cut are there bin after bin, in no order within a bin. A bin's count is where
-    its keys end.
+        its keys end.
     """
     mark, take, find, again = mark_reached(layout), take_marked(layout), find_bin(layout), read_back(layout)
 
@@ -226,9 +247,13 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
 
 
 def rank_in_bins(layout: Layout) -> Callable[..., Any]:
-    """Reads: `keys`, `size`, `counts`. Writes: two keys behind the last, the values and indices.
+    """Each key against those of its bin, and out.
 
-    Barriers: one, at the start. A key's rank is where its bin begins, plus the larger keys of its bin.
+    A key's rank is where its bin begins, plus how many keys of its bin are larger.
+
+    Reads: `keys`, `size`, `counts`.
+    Writes: two keys behind the last, the values and indices.
+    Barriers: one, at the start.
     """
     count, find = count_larger(layout), find_bin(layout)
 

@@ -18,7 +18,11 @@ from .state import count_lanes, lanes_max, lanes_min, lanes_sum, lanes_with
 
 # fmt: off
 def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
-    """For small k. Reads: `lower`, `top_bits`. Writes: `lower`, `upper`. Barriers: none.
+    """For small k: the interval to begin with.
+
+    Reads: `lower`, `top_bits`.
+    Writes: `lower`, `upper`.
+    Barriers: none.
     After: the interval from `lower` to `upper` encloses the k-th largest, unless that is a NaN.
     """
 
@@ -31,8 +35,11 @@ def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
 
 
 def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
-    """For larger k. Reads: `x`, `cut`, `fine`, `top`. Writes: `lower`, `upper`. Barriers: none.
+    """For larger k: the interval to begin with is the bin at the cut.
 
+    Reads: `x`, `cut`, `fine`, `top`.
+    Writes: `lower`, `upper`.
+    Barriers: none.
     After: `lower` and `upper` are the least and the largest element of the bin at the cut, which has the k-th largest.
     """
     find, again = find_bin(layout), read_back(layout)
@@ -57,11 +64,14 @@ def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
 
 
 def bisect(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`, `d`, `lower`, `upper`. Writes: `lower`, `upper`, `equals`. Barriers: none.
+    """The interval halved until few enough elements are above its lower end.
 
-    Before: at least k elements are no less than `lower`, and fewer than k that are no NaN are above `upper`. After: at
-    most `selected` elements are above `lower`. If these are fewer than k, `lower` is the k-th largest, and `equals` of
-    the elements that equal it complete the k; else `equals` is 0.
+    Before: at least k elements are no less than `lower`, and fewer than k that are no NaN are above `upper`.
+    Reads: `x`, `d`, `lower`, `upper`.
+    Writes: `lower`, `upper`, `equals`.
+    Barriers: none.
+    After: at most `selected` elements are above `lower`. If these are fewer than k, `lower` is the k-th largest, and
+        `equals` of the elements that equal it complete the k; else `equals` is 0.
     """
     k, selected = layout.k, layout.selected
 
@@ -113,10 +123,13 @@ def bisect(layout: Layout) -> Callable[..., Any]:
 
 
 def collect_selected(layout: Layout) -> Callable[..., Any]:
-    """Reads: the logits again, `lower`, `equals`. Writes: `keys`, `size`, `cut`. Barriers: none.
+    """Keys of what the bisection has selected.
 
+    Reads: the logits again, `lower`, `equals`.
+    Writes: `keys`, `size`, `cut`.
+    Barriers: none.
     After: `keys` has those of all elements above `lower`, of which there are `cut`, and behind them those of the first
-    `equals` that equal it, by their columns.
+        `equals` that equal it, by their columns.
     """
     k, vocab = layout.k, layout.vocab
 
@@ -146,8 +159,11 @@ def collect_selected(layout: Layout) -> Callable[..., Any]:
 
 
 def sort_keys(layout: Layout) -> Callable[..., Any]:
-    """For larger k. Reads: `keys`, `size`, `cut`. Writes: `keys`. Barriers: one, and one for each step of the sort.
+    """For larger k: the keys in order.
 
+    Reads: `keys`, `size`, `cut`.
+    Writes: `keys`.
+    Barriers: one, and one for each step of the sort.
     After: `keys` are in descending order, with zeros behind the last.
     """
     rounded = layout.sorted_keys
@@ -180,7 +196,12 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
 
 
 def write_sorted(layout: Layout) -> Callable[..., Any]:
-    """Reads: the first k of `keys`. Writes: the values and indices. Barriers: none."""
+    """The first k keys, out.
+
+    Reads: the first k of `keys`.
+    Writes: the values and indices.
+    Barriers: none.
+    """
 
     @T.inline
     def phase(io, at, s):

@@ -16,10 +16,13 @@ from .state import count_lanes, lanes_sum, lanes_with
 
 # fmt: off
 def collect_reached(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`, `lower`. Writes: `gate`, `marks`, `settled`, `size`, `keys`. Barriers: none.
+    """Keys of what reaches the threshold.
 
+    Reads: `x`, `lower`.
+    Writes: `gate`, `marks`, `settled`, `size`, `keys`.
+    Barriers: none.
     After: `size` elements reach `lower` and are above minus infinity, NaN left out. If `settled`, their keys are there,
-    in no order.
+        in no order.
     """
     mark, take = mark_reached(layout), take_marked(layout)
     lowest = T.min_value("float32")
@@ -56,13 +59,21 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def pad_keys(at, s):
-    """Reads: `size`. Writes: two keys behind the last, smaller than all others: keys are read two at a time."""
+    """Two keys behind the last, smaller than all others, as keys are read two at a time.
+
+    Reads: `size`.
+    Writes: these two of `keys`.
+    """
     if at.lane < 2:
         s.keys[at.keys + s.size[0] + at.lane] = T.uint64(0)
 
 
 def count_larger(layout: Layout) -> Callable[..., Any]:
-    """Reads: `key`, the j-th two of `keys`. Writes: `rank`, to which it adds how many of the two are larger."""
+    """One step of ranking: a key against two; called with (at, s, j).
+
+    Reads: `key`, the j-th two of `keys`.
+    Writes: `rank`, to which it adds how many of the two are larger.
+    """
 
     @T.inline
     def count(at, s, j):
@@ -76,7 +87,12 @@ def count_larger(layout: Layout) -> Callable[..., Any]:
 
 
 def rank_by_counting(layout: Layout) -> Callable[..., Any]:
-    """Reads: `keys`, `size`. Writes: two keys behind the last, the values and indices. Barriers: one, at the start."""
+    """Each key against all others, and out.
+
+    Reads: `keys`, `size`.
+    Writes: two keys behind the last, the values and indices.
+    Barriers: one, at the start.
+    """
     count = count_larger(layout)
 
     @T.inline

@@ -16,7 +16,11 @@ from .space import Layout
 # fmt: off
 @T.inline
 def write_key(io, s, rank, key):
-    """Reads: what `sum_exponentials` wrote. Writes: the value and the index of this rank."""
+    """A key's value and index, by its rank.
+
+    Reads: what `sum_exponentials` wrote.
+    Writes: the value and the index of this rank.
+    """
     T.ptx.st.global_.s64(s.outputs_at[1] + T.Cast("uint64", rank * 8), T.Cast("int64", key_index(key)))
     T.ptx.fma.rn.f32(s.power[0], key_value(key), s.factor[0], T.float32(0) - s.reference[0])
     T.ptx.ex2.approx.ftz.f32(s.value[0], s.power[0])
@@ -26,7 +30,12 @@ def write_key(io, s, rank, key):
 
 
 def write_asked(layout: Layout) -> Callable[..., Any]:
-    """Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote. Writes: `given`. Barriers: none."""
+    """The probabilities of given columns.
+
+    Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote.
+    Writes: `given`.
+    Barriers: none.
+    """
 
     @T.inline
     def phase(io, at, s):

@@ -16,8 +16,11 @@ from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
 # fmt: off
 def load_row(layout: Layout) -> Callable[..., Any]:
-    """Reads: the row of the logits, and the bias. Writes: `x`. Barriers: none.
+    """The row into registers.
 
+    Reads: the row of the logits, and the bias.
+    Writes: `x`.
+    Barriers: none.
     After: `x` has the lane's elements, and minus infinity where there is none.
     """
     width, aligned, held = layout.width, layout.aligned, layout.held
@@ -61,8 +64,11 @@ def load_row(layout: Layout) -> Callable[..., Any]:
 
 
 def find_maxima(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`. Writes: `maxima`, `top`. Barriers: none.
+    """Each lane's own maxima.
 
+    Reads: `x`.
+    Writes: `maxima`, `top`.
+    Barriers: none.
     After: `maxima[:groups]` are those of the lane's groups, `top` is the lane's own maximum. NaN are left out.
     """
     tops, groups = layout.tops, layout.groups
@@ -84,8 +90,11 @@ def find_maxima(layout: Layout) -> Callable[..., Any]:
 
 
 def bound_by_lanes(layout: Layout) -> Callable[..., Any]:
-    """For small k. Reads: `top`. Writes: `top`, `top_bits`, `lower`. Barriers: none.
+    """For small k: a threshold from the lanes' maxima.
 
+    Reads: `top`.
+    Writes: `top`, `top_bits`, `lower`.
+    Barriers: none.
     After: `top` is the row's maximum, and `lower` the k-th largest of the lanes' maxima.
     """
     lane_maxima = maxima_of_warp(Rank(layout.k, 1, sure=True, most=0))
@@ -100,10 +109,13 @@ def bound_by_lanes(layout: Layout) -> Callable[..., Any]:
 
 
 def bound_by_groups(layout: Layout) -> Callable[..., Any]:
-    """For larger k. Reads: `x`, `maxima`, `top`. Writes: `top`, `top_bits`, `lower`. Barriers: none.
+    """For larger k: the range that bins divide, from the maxima of groups.
 
+    Reads: `x`, `maxima`, `top`.
+    Writes: `top`, `top_bits`, `lower`.
+    Barriers: none.
     After: `top` is the row's maximum. `lower` is the least of all groups' maxima, which at least k elements reach; but
-    if that is minus infinity, the row's least element above it.
+        if that is minus infinity, the row's least element above it.
     """
 
     @T.inline
@@ -131,8 +143,11 @@ def bound_by_groups(layout: Layout) -> Callable[..., Any]:
 
 
 def sum_exponentials(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`, `top`, `factor`. Writes: `reference`, `d`, `inverse`, `logarithm`. Barriers: none.
+    """The sum of exponentials.
 
+    Reads: `x`, `top`, `factor`.
+    Writes: `reference`, `d`, `inverse`, `logarithm`.
+    Barriers: none.
     After: `d` is the sum of exp(scale * (x - top)), in all lanes.
     """
     sums = layout.sums
@@ -159,7 +174,12 @@ def sum_exponentials(layout: Layout) -> Callable[..., Any]:
 
 
 def mark_reached(layout: Layout) -> Callable[..., Any]:
-    """Reads: `x`, `gate`. Writes: `marks`. After: a bit for each element that is not below `gate`, as no NaN is."""
+    """A bit for each element that reaches the gate; called with (s).
+
+    Reads: `x`, `gate`.
+    Writes: `marks`.
+    After: a bit for each element that is not below `gate`, as no NaN is.
+    """
 
     @T.inline
     def mark(s):
@@ -173,10 +193,12 @@ def mark_reached(layout: Layout) -> Callable[..., Any]:
 
 
 def take_marked(layout: Layout) -> Callable[..., Any]:
-    """Reads: the w-th word of `marks`, which is not 0, and the logits. Writes: that word; `column`, `value`, `ordered`.
+    """One marked element, and its mark is gone; called with (io, at, s, w).
 
+    Reads: the w-th word of `marks`, which is not 0, and the logits.
+    Writes: that word; `column`, `value`, `ordered`.
     After: the word has lost one bit, and the registers have the element that it stood for. The element is read again,
-    from the cache, because registers cannot be indexed at run time.
+        from the cache, because registers cannot be indexed at run time.
     """
     width, dtype = layout.width, layout.dtype
 
