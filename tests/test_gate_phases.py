@@ -316,12 +316,16 @@ def test_tiles_are_all_of_the_row_once(vocab: int, dtype: str, bias: int, decisi
     u = e // tiling.width
     late = (2 * u >= tiling.vectors) & (tiling.vectors > 1)
     columns = found["at"][..., late.astype(int)] + u * tiling.slot_columns + e % tiling.width
-    seen = np.zeros((rows, vocab), int)
+    seen, sampled = np.zeros((rows, vocab), int), []
     for block, row in enumerate(block_rows):
         mine = (columns[block] >= 0) & (columns[block] < np.minimum(found["end"][block], vocab))
         np.testing.assert_array_equal(found["x"][block][mine], elements[row][columns[block][mine]])
         assert (found["x"][block][~mine] == -INF).all()
         np.add.at(seen[row % rows], columns[block][mine], 1)
+        if row < rows:
+            sampled += list(columns[block][mine])
+    # The first tile, which is the sample, holds both ends of a row; in a cluster, of a block's share if that is full.
+    assert min(sampled) == 0 and (tiling.cluster > 1 or max(sampled) == vocab - 1)
     np.testing.assert_array_equal(found["top"][..., 0], found["x"].max(axis=-1))
     assert (seen == 1).all()
 

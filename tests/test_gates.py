@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,6 +238,17 @@ def test_first_threshold_seldom_misses_and_lets_few_through(k: int, share: float
         missed += passed[-1] < k
     assert missed <= 2
     assert np.median(passed) < max(6 * k, 60)
+
+
+def test_points_are_chosen_without_scipy_or_the_compiler() -> None:
+    code = (
+        "import sys; sys.modules['scipy'] = None; from cases import SM90; from tvm_sparse.core import spaces;"
+        " from tvm_sparse.core.registry import parse;"
+        " point = spaces.fallback(parse('softmax_topk/batch=10,vocab=25000,k=50'), SM90);"
+        " print(point.template, 'tvm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.stdout.split() == ["cluster_gate", "False"], done.stderr
 
 
 def test_tails_of_binomials_are_those_of_scipy() -> None:
