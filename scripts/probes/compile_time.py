@@ -3,7 +3,8 @@
 For the default candidate of each template, compiled for sm_90a (no GPU is needed):
 
     child start   the build worker's, from its command to its first reply ready: Python and the imports
-    first         the first build of a process, which also imports the compiler
+    first         the first build of that process, which also imports the compiler: what a first call waits for
+    second        the same build again: what a later first call waits for, as the worker stays for a while
     parse         the template's program (`Template.build`): TVMScript into TIR
     lower         TVM's passes and the code generators, all but the next one
     nvrtc         the CUDA compiler

@@ -114,7 +114,10 @@ def _check(
         "plugins": registry.plugins(),
     }
     command = [sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps(request)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHECK_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        fail(f"the fresh process did not end within {CHECK_SECONDS:g} s; start it again when the machine is less busy")
     results: dict[Problem, dict[str, Any]] = {}
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError):
