@@ -16,6 +16,7 @@ from typing import Any
 
 from cases import AWKWARD, REALISTIC
 
+import tvm_sparse.operators
 import tvm_sparse.schedules
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
@@ -37,8 +38,8 @@ SAMPLED, MOST, LEAST = 8, 12, 3
 
 
 @contextmanager
-def visited(root: Path) -> Iterator[set[tuple[str, int]]]:
-    """The lines under `root` that run or that TVMScript's parser visits, while the context lasts."""
+def visited(roots: tuple[str, ...]) -> Iterator[set[tuple[str, int]]]:
+    """The lines under `roots` that run or that TVMScript's parser visits, while the context lasts."""
     from tvm.script.parser.core.parser import Parser
 
     lines: set[tuple[str, int]] = set()
@@ -47,12 +48,12 @@ def visited(root: Path) -> Iterator[set[tuple[str, int]]]:
     def noting(self: Any, node: Any) -> None:
         if hasattr(node, "lineno"):
             source = self.diag.source
-            if source.source_name.startswith(str(root)):
+            if source.source_name.startswith(roots):
                 lines.add((source.source_name, source.start_line + node.lineno))
         visit(self, node)
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(str(root)):
+        if not frame.f_code.co_filename.startswith(roots):
             return None
         lines.add((frame.f_code.co_filename, -frame.f_lineno))
         return trace
@@ -85,10 +86,11 @@ def candidates(template: Template, problems: tuple[Problem, ...]) -> Iterator[Po
 
 def choose(template: Template) -> list[Point]:
     """A few points that reach every line that any of the sampled ones reaches."""
-    root = Path(tvm_sparse.schedules.__file__).parent
+    # A schedule is applied to a definition, which has branches of its own.
+    roots = tuple(str(Path(package.__file__).parent) for package in (tvm_sparse.schedules, tvm_sparse.operators))
     reached: dict[Point, set[tuple[str, int]]] = {}
     for point in candidates(template, (*AWKWARD, *REALISTIC, *BESIDES)):
-        with visited(root) as lines:
+        with visited(roots) as lines:
             template.build(parse(point.problem), point.candidate.values)
         reached[point] = lines
     chosen: list[Point] = []
