@@ -256,16 +256,22 @@ def join_cluster(ext: Extents) -> Phase:
 
 
 def _join_pairs(ext: Extents) -> Phase:
-    """Reads: `pair_m`, `pair_d`. Writes: `top`, `d`. Barriers: shuffles. Every warp joins all pairs for itself."""
+    """Reads: `pair_m`, `pair_d`. Writes: `top`, `d`. Barriers: shuffles. Every warp joins all pairs for itself.
+
+    Where the elements stay in registers, `m` is kept; elsewhere nobody reads it again, and its register is used.
+    """
     pairs = ext.pairs
 
     @T.inline
     def phase(s, block):
-        most: T.float32 = LOWEST
+        own: T.float32 = s.m
+        s.m = LOWEST
         for i in T.unroll(ceildiv(pairs, 32)):
             if i * 32 + s.t % 32 < pairs:
-                most = T.max(most, block.pair_m[i * 32 + s.t % 32])
-        s.top = T.cuda.warp_max(most)
+                s.m = T.max(s.m, block.pair_m[i * 32 + s.t % 32])
+        s.top = T.cuda.warp_max(s.m)
+        if ext.in_place:
+            s.m = own
         s.d = T.float32(0)
         for i in T.unroll(ceildiv(pairs, 32)):
             if i * 32 + s.t % 32 < pairs:
