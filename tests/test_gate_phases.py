@@ -390,6 +390,51 @@ def test_first_threshold_is_of_the_rank_that_the_layout_says(vocab: int, k: int,
 # ---- the sum -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt: int) -> None:
+    layout = layout_of(1001, 5, deferred=1, stages=2)
+    begin, take = stream.begin_pass(layout), tiles.take_tile(layout)
+    wanted = ["count", "full", "found", "marks", "sum", "threshold", "equals_until", "sampling", "x"]
+
+    @T.inline
+    def phase(s):
+        begin(s, attempt)
+        take(s, 0)
+
+    row = rows_of(1001, seed=3)["random"]
+    alone = Alone(layout, phase, (), wanted)
+    found, _ = alone(arguments(alone.problem, row))
+    for name in ("count", "full", "marks", "sum"):
+        assert (found[name] == 0).all(), name
+    assert (found["found"][:, WRITTEN] == 0).all()
+    assert (found["threshold"] == LOWEST).all() and (found["equals_until"] == layout.vocab).all()
+    assert (found["sampling"] == 1 - attempt).all()
+    # What arrives is of the row, each element once; beyond its end there is minus infinity.
+    held = found["x"][np.isfinite(found["x"])]
+    assert np.isin(held, row.astype("float32")).all()
+    assert len(np.unique(held)) == len(held) >= layout.tiling.threads
+
+
+@pytest.mark.parametrize(("k", "prefetch"), [(5, 1), (50, 0)])
+def test_what_needs_no_producer_is_done_before_the_wait(k: int, prefetch: int) -> None:
+    """Bins are cleared where they will be needed. The emulator says if a prefetch leads out of the logits."""
+    layout = layout_of(6007, k, "float16", overlap=1, prefetch=prefetch)
+    wanted = () if layout.counted else ("counts", "heads", "flag")
+
+    await_inputs = stream.await_producer(layout)
+
+    @T.inline
+    def phase(s):
+        await_inputs(s)
+        T.cuda.cta_sync()
+
+    alone = Alone(layout, phase, (), wanted, cases=3)
+    assert layout.counted == (k == 5)
+    found, _ = alone(arguments(alone.problem, rows_of(6007, seed=1)["random"]))
+    for name in wanted:
+        assert (found[name] == 0).all(), name
+
+
 def test_exponentials_add_up_to_the_sum_of_the_block() -> None:
     layout = layout_of(4000, 5, threads=96)
     add, total = stream.add_exponentials(layout), stream.add_up(layout)
@@ -689,6 +734,36 @@ def test_one_warp_finishes_a_row_whose_best_are_in_tiles_of_their_own() -> None:
     assert (indices[1] < 0).all() and np.isnan(values[1]).all()
 
 
+@pytest.mark.parametrize("good", [True, False])
+def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool) -> None:
+    """It tells whether the outputs are written: not if two tiles' best are equal, which one warp does not settle."""
+    k, vocab = 5, 9000
+    layout = layout_of(vocab, k, deferred=1)
+    given = ["marks", "marked", "copied", "tops", "threshold", "equals_until", "found", "factor", "reference", "sum"]
+    alone = Alone(layout, kernel.try_one_warp(layout), given, ["written", "inverse", "logarithm"])
+    row = rows_of(vocab, seed=5)["random"]
+    numbers = np.random.default_rng(0).permutation(layout.tiling.tiles * layout.tiling.threads)[:40]
+    columns = marked_tiles(layout, row, numbers)[1]
+    columns = columns[(columns >= 0).all(axis=1)]
+    row[columns[:, 1]] += 10
+    if not good:
+        best = columns[np.argmax(row[columns[:, 1]])]
+        row[best[2]] = row[best[1]]
+    found, (values, indices) = alone(
+        arguments(alone.problem, row), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E, reference=LOG2_E,
+        sum=2.0, **marked_tiles(layout, row, numbers)[0],
+    )  # fmt: skip
+    assert (found["written"] == int(good)).all()
+    np.testing.assert_allclose(found["inverse"][:, :32], 0.5)
+    np.testing.assert_allclose(found["logarithm"][:, :32], np.log(2), rtol=1e-6)
+    expected = columns_of(descending(keys_of(row[columns[:, 1]], columns[:, 1]))[:k])
+    if good:
+        np.testing.assert_array_equal(indices[0], expected)
+        np.testing.assert_allclose(values[0], np.exp(row[expected] - 1) / 2, rtol=1e-5)
+    else:
+        assert (indices < 0).all() and np.isnan(values).all()
+
+
 # ---- clusters ------------------------------------------------------------------------------------
 
 
@@ -797,6 +872,22 @@ def test_rows_are_filled_up_with_the_first_elements_at_minus_infinity() -> None:
     found, _ = alone(arguments(alone.problem, row), keys=keys, size=len(above))
     expected = np.setdiff1d(np.arange(vocab), above)[: k - len(above)]
     np.testing.assert_array_equal(found["keys"][0, len(above) : k], keys_of(np.full(k - 4, -INF), expected))
+
+
+@pytest.mark.parametrize("size", [4, 12, 20])
+def test_rows_are_completed_only_if_fewer_than_k_survived(size: int) -> None:
+    k, vocab = 12, 700
+    layout = layout_of(vocab, k, "float16")
+    alone = Alone(layout, kernel.complete(layout), ["keys", "size"], ["keys", "size"])
+    row = np.full(vocab, -INF)
+    above = np.arange(size) * 7 + 3
+    row[above] = np.arange(size)
+    keys = in_buffer(keys_of(row[above], above), layout.pool.capacity)
+    found, _ = alone(arguments(alone.problem, row), keys=keys, size=size)
+    assert (found["size"] == max(size, k)).all()
+    rest = np.setdiff1d(np.arange(vocab), above)[: max(k - size, 0)]
+    expected = np.concatenate([keys[:size], keys_of(np.full(len(rest), -INF), rest)])
+    np.testing.assert_array_equal(found["keys"][0, : len(expected)], expected)
 
 
 # ---- ranking -------------------------------------------------------------------------------------
