@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,10 +95,11 @@ def test_private_names_stay_in_their_file(name: str) -> None:
             assert not private or not (node.level or (node.module or "").startswith("tvm_sparse")), private
 
 
-def test_every_package_is_installed() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {name for name, path in KNOWN.items() if path.name == "__init__.py"} | {"tvm_sparse.tuning_logs"}
-    assert sorted(listed) == sorted(found)
+def test_every_module_is_in_a_package() -> None:
+    """The build finds packages by their `__init__.py`; `schedules/` is linked into the package."""
+    assert (ROOT / "tvm_sparse" / "schedules").resolve() == ROOT / "schedules"
+    for name, path in KNOWN.items():
+        assert (path.parent / "__init__.py").exists(), name
 
 
 @pytest.mark.parametrize("template", spaces.templates(), ids=lambda template: template.name)

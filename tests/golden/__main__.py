@@ -47,9 +47,6 @@ def emitted_at_head(name: str, keys: list[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "worktree", "add", "--detach", "-q", folder, "HEAD"], cwd=root, check=True)
         try:
-            # `schedules/` stands beside the package; an install maps it into it, and a link does so here.
-            (Path(folder) / "tvm_sparse" / "schedules").symlink_to(Path(folder) / "schedules")
-            (Path(folder) / "tvm_sparse" / "tuning_logs").symlink_to(Path(folder) / "tuning_logs")
             code = (
                 "import sys, json, golden; name, keys = json.loads(sys.stdin.read());"
                 " known = golden.read(name);"
