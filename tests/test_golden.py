@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from golden import assembler, emitted, machine_fingerprint, read, source_fingerprint
+from golden import MACHINES, assembler, emitted, machine_fingerprint, read, source_fingerprint
 
 from tvm_sparse.core import spaces
+from tvm_sparse.core.registry import parse
 
 
 @pytest.mark.parametrize("name", [template.name for template in spaces.templates()])
@@ -16,7 +17,7 @@ def test_emitted_code_is_what_it_was(name: str) -> None:
     assert len(golden.points) >= 3
     for key, expected in golden.points.items():
         point = golden.point(key)
-        assert spaces.refusal(point.candidate, _problem(point.problem), _machine(template.kind)) is None, key
+        assert spaces.refusal(point.candidate, parse(point.problem), MACHINES[template.kind]) is None, key
         if source_fingerprint(emitted(point)) == expected["source"]:
             continue
         # Other names, or another order of declarations, may still be the same machine code.
@@ -27,15 +28,3 @@ def test_emitted_code_is_what_it_was(name: str) -> None:
         assert machine_fingerprint(point) == expected["machine"], (
             f"{key}: the machine code changed, and the version is still {template.version}"
         )
-
-
-def _problem(key: str):
-    from tvm_sparse.core.registry import parse
-
-    return parse(key)
-
-
-def _machine(kind: str):
-    from golden import MACHINES
-
-    return MACHINES[kind]

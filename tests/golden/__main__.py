@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import subprocess
 import sys
@@ -52,8 +53,6 @@ def emitted_at_head(name: str, keys: list[str]) -> dict[str, str]:
                 " known = golden.read(name);"
                 " print(json.dumps({k: golden.emitted(known.point(k)) for k in keys if k in known.points}))"
             )
-            import json
-
             result = subprocess.run(
                 [sys.executable, "-c", code],
                 input=json.dumps([name, keys]),
