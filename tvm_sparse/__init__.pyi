@@ -2,6 +2,9 @@
 
 from .operators.bsr_matmul.call import BsrWeight as BsrWeight
 from .operators.bsr_matmul.call import bsr_matmul as bsr_matmul
+from .operators.candidate_logits.call import candidate_logits as candidate_logits
+from .operators.candidate_topk.call import candidate_topk as candidate_topk
+from .operators.head_topk.call import head_topk as head_topk
 from .operators.logsumexp.call import logsumexp as logsumexp
 from .operators.nhot_lookup.call import CsrRows as CsrRows
 from .operators.nhot_lookup.call import nhot_lookup as nhot_lookup

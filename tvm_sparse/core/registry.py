@@ -108,6 +108,9 @@ BUILTIN = (
     Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
     Operator("softmax", public=("softmax", "log_softmax")),
     Operator("logsumexp", public=("logsumexp",)),
+    Operator("head_topk", public=("head_topk",)),
+    Operator("candidate_topk", public=("candidate_topk",)),
+    Operator("candidate_logits", public=("candidate_logits",)),
 )
 
 
