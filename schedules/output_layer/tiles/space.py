@@ -225,8 +225,9 @@ class Extents:
 
     @property
     def kept_bytes(self) -> int:
-        """Of hidden states in shared memory."""
-        return self.tile_m * self.kept_pitch * VECTOR if self.staged else 0
+        """Dynamic shared memory of the first kernel: of hidden states."""
+        kept = self.tile_m * self.kept_pitch * VECTOR if self.staged else 0
+        return _dynamic(kept, self.parts_bytes)
 
     @property
     def row_pitch(self) -> int:
@@ -246,6 +247,11 @@ class Extents:
     @property
     def pool_bytes(self) -> int:
         """Dynamic shared memory of the second kernel: a key and an ordered score for all that is searched."""
-        return 12 * self.searched + 8
+        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + 512)
+
+
+def _dynamic(wanted: int, static: int) -> int:
+    """Dynamic shared memory to ask for: TVM lets a kernel have more than 48 KB only if this part alone exceeds that."""
+    return max(wanted, STATIC_SHARED + VECTOR) if wanted and wanted + static > STATIC_SHARED else wanted
 
 
