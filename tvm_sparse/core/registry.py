@@ -108,6 +108,10 @@ BUILTIN = (
     Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
     Operator("softmax", public=("softmax", "log_softmax")),
     Operator("logsumexp", public=("logsumexp",)),
+    Operator("wta_hash", public=("wta_hash",)),
+    Operator("lsh_lookup", public=("lsh_lookup",)),
+    Operator("compaction", public=("compaction",)),
+    Operator("lsh_candidates", public=("lsh_candidates",)),
 )
 
 
