@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.problem import Argument, Mismatch, Problem, Settings, compare, numpy_dtype
+from ..core.problem import Argument, Mismatch, Problem, Settings, numpy_dtype
 from ..runtime import loading
 from ..runtime.arrays import CUDA_ALIGNMENT
 from .buffers import Fatal, Guarded, bytes_of, device_of
@@ -66,7 +66,7 @@ class Case:
 
     def check(self, outputs: Sequence[np.ndarray]) -> None:
         """Raise `Mismatch` unless these are its outputs."""
-        compare(self.problem.kernel_outputs, self.expected, self.tolerance, outputs)
+        self.problem.agree(self.inputs, self.expected, self.tolerance, outputs)
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:

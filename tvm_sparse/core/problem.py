@@ -189,8 +189,28 @@ class Problem(ABC):
         """How far each output may be from the reference's, element by element; None where they must be equal."""
 
     def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-        """Compare a kernel's outputs with the reference's, see `compare`."""
-        compare(self.kernel_outputs, expected, self.tolerance(inputs, expected), outputs)
+        """Compare a kernel's outputs with the reference's, see `agree`."""
+        self.agree(inputs, expected, self.tolerance(inputs, expected), outputs)
+
+    def agree(
+        self,
+        inputs: Sequence[Any],
+        expected: Sequence[np.ndarray],
+        tolerance: Sequence[np.ndarray | None],
+        outputs: Sequence[np.ndarray],
+    ) -> None:
+        """Raise `Mismatch` unless outputs are those expected, see `compare`.
+
+        An operator whose outputs may differ otherwise says how: indices of words whose scores differ by less than
+        their rounding may change places.
+        """
+        compare(self.kernel_outputs, expected, tolerance, outputs)
+
+    def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
+        """For an operator whose second output are indices: what these were ranked by, and how far it may be off."""
+        import numpy as np
+
+        return np.take_along_axis(np.asarray(inputs[0]).astype(np.float64), indices, axis=1), 0.0
 
     @abstractmethod
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:

@@ -112,6 +112,9 @@ BUILTIN = (
     Operator("lsh_lookup", public=("lsh_lookup",)),
     Operator("compaction", public=("compaction",)),
     Operator("lsh_candidates", public=("lsh_candidates",)),
+    Operator("head_topk", public=("head_topk",)),
+    Operator("candidate_topk", public=("candidate_topk",)),
+    Operator("candidate_logits", public=("candidate_logits",)),
 )
 
 

@@ -147,6 +147,27 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
     return np.empty(shape, numpy_dtype(dtype))
 
 
+def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts) -> Any:
+    """As `empty`, but filled."""
+    array = empty(shape, dtype, like, known)
+    if is_torch(array):
+        return array.fill_(value)
+    if is_numpy(array):
+        array[...] = value
+        return array
+    namespace = array.__array_namespace__()
+    return namespace.full(shape, value, dtype=array.dtype, device=array.device)
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """A contiguous array under another shape, without a copy."""
+    if tuple(array.shape) == shape:
+        return array
+    if is_torch(array):
+        return array.view(shape)
+    return array.reshape(shape) if hasattr(array, "reshape") else array.__array_namespace__().reshape(array, shape)
+
+
 def prototype(tensor: Any) -> Any:
     """A few bytes that have a torch tensor's shape, dtype and device.
 

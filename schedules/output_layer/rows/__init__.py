@@ -1,0 +1,54 @@
+"""The output layer on a CPU: a vectorised product into a workspace, then a scan of each row for its best.
+
+A thread takes a tile of words at a time: `tile_n` words times `tile_m` rows of hidden states, with a SIMD vector of
+partial sums for each of these products. The words' rows are read once, as long as all hidden states of a list stay in
+the L2 cache. The scan is that of softmax + top-k (`softmax_topk.row_scan`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
+
+# Rows of hidden states and words whose products are made together. AVX-512 has 32 vector registers for their sums.
+TILE_M, TILE_N = powers(1, 8), powers(1, 8)
+MAX_SUMS = 32
+# Elements of a SIMD vector, and of a vector register of AVX-512.
+SIMD = (8, 16, 32)
+REGISTER = 16
+
+
+def space(problem: Any, machine: Machine) -> Table:
+    return {"tile_m": TILE_M, "tile_n": TILE_N, "simd": SIMD}
+
+
+def allowed(problem: Any, machine: Machine, decisions: Decisions) -> str | None:
+    sums = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["simd"] // REGISTER)
+    return f"{sums} vectors of sums exceed {MAX_SUMS}" if sums > MAX_SUMS else None
+
+
+def default(problem: Any, machine: Machine) -> Decisions:
+    return {"tile_m": 4, "tile_n": 4, "simd": 16}
+
+
+def build(problem: Any, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, decisions)
+
+
+def rows(operator: str, name: str) -> Template:
+    """The template for one of the operators of the output layer."""
+    return Template(
+        name=name,
+        version=1,
+        operator=operator,
+        kind="llvm",
+        summary="a vectorised product of tiles of words, then a scan of each row",
+        space=space,
+        default=default,
+        program=build,
+        allowed=allowed,
+    )

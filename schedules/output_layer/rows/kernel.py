@@ -1,0 +1,215 @@
+"""The kernel of the output layer on a CPU, in two phases: the product, and a scan of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Decisions, Program, Workspace
+from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
+from tvm_sparse.operators.head_topk.problem import HeadTopk
+
+from ...softmax_topk.elements import write_given
+from ...softmax_topk.row_scan import kernel as scan
+from ...softmax_topk.row_scan.keys import index_of, value_of
+from ...softmax_topk.row_scan.space import Extents
+from ..interface import Arguments, cpu_program, rows_shape
+from ..words import OutputLayer, block_of, most_words
+
+# Elements of the scan's chunks and vectors: the defaults of `row_scan`.
+CHUNK, LANES = 256, 16
+
+
+def program(problem: OutputLayer, decisions: Decisions) -> Program:
+    alone = isinstance(problem, CandidateLogits)
+    words = max(most_words(problem), 1 if alone else problem.k)
+    own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
+    product, best = multiply(problem, decisions), None if alone else select(problem, words)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        target = T.meta_var(io.logits if alone else io.workspaces["scores"])
+        product(io, target)
+        if not alone:
+            best(io)
+    # fmt: on
+    return cpu_program(problem, body, own)
+
+
+def words_of(io: Arguments, index: Any) -> tirx.PrimExpr:
+    """How many words a list has."""
+    if io.counts is None:
+        return io.vocab
+    block = block_of(io.problem)
+    return T.Cast("int64", T.max(T.min(io.counts[index], io.problem.m), 0)) * T.int64(block)
+
+
+def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
+    """The word at a position of a list, which must be below `words_of`."""
+    if io.candidates is None:
+        return position
+    block = block_of(io.problem)
+    if block == 1:
+        return T.Cast("int64", io.candidates[index, position])
+    return T.Cast("int64", io.candidates[index, position // T.int64(block)]) * T.int64(block) + position % T.int64(block)
+
+
+def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
+    """Reads: hidden states and words. Writes: `target`, the scores of all positions, -inf beyond a list's words."""
+    tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
+    hidden, sums, halvings = problem.hidden, tile_m * tile_n, simd.bit_length() - 1
+    whole = hidden // simd
+    exact_head = isinstance(problem, HeadTopk)
+    static = None if exact_head else most_words(problem)
+
+    # fmt: off
+    @T.inline
+    def phase(io, target):
+        positions = T.meta_var(io.vocab if exact_head else T.int64(static))
+        tiles = T.meta_var((positions + T.int64(tile_n - 1)) // T.int64(tile_n))
+        for tile in T.parallel(io.lists * tiles):
+            with T.sblock("words"):
+                at = T.axis.spatial(io.lists * tiles, tile)
+                T.reads([])
+                T.writes([])
+                part = T.sblock_alloc_buffer((sums, simd), "float32")
+                word = T.sblock_alloc_buffer((tile_n,), "int64")
+                index = T.meta_var(at // tiles)
+                first = T.meta_var(at % tiles * T.int64(tile_n))
+                for n in range(tile_n):
+                    # Positions beyond the list's words repeat its first one, or word 0, and are overwritten.
+                    if first + T.int64(n) < words_of(io, index):
+                        word[n] = word_at(io, index, first + T.int64(n))
+                    else:
+                        word[n] = T.int64(0)
+                for strip in range((io.beam + (tile_m - 1)) // tile_m):
+                    for o in T.unroll(sums):
+                        for lane in T.vectorized(simd):
+                            part[o, lane] = T.float32(0)
+                    for c in range(whole):
+                        for o in T.unroll(sums):
+                            for lane in T.vectorized(simd):
+                                # Rows beyond the beam repeat the last one and are not stored.
+                                part[o, lane] = part[o, lane] + T.Cast(
+                                    "float32", io.embedding[word[o // tile_m], c * simd + lane]
+                                ) * T.Cast(
+                                    "float32",
+                                    tirx.BufferLoad(io.hidden, io.place(
+                                        index, T.min(strip * tile_m + o % tile_m, io.beam - 1), c * simd + lane)))
+                    # The sum of a vector's elements: its upper half is added to the lower one until one is left.
+                    for h in T.unroll(halvings):
+                        for o in T.unroll(sums):
+                            for lane in T.vectorized(simd // 2):
+                                # Elements past the half add up again what is no longer looked at.
+                                part[o, lane] = part[o, lane] + part[o, lane + (simd >> (h + 1))]
+                    for o in T.unroll(sums):
+                        for c in range(hidden - whole * simd):
+                            part[o, 0] = part[o, 0] + T.Cast(
+                                "float32", io.embedding[word[o // tile_m], whole * simd + c]
+                            ) * T.Cast(
+                                "float32",
+                                tirx.BufferLoad(io.hidden, io.place(
+                                    index, T.min(strip * tile_m + o % tile_m, io.beam - 1), whole * simd + c)))
+                        if io.bias is not None:
+                            part[o, 0] = part[o, 0] + io.bias[word[o // tile_m]]
+                        if first + T.int64(o // tile_m) >= words_of(io, index):
+                            part[o, 0] = T.float32("-inf")
+                        if strip * tile_m + o % tile_m < io.beam and first + T.int64(o // tile_m) < positions:
+                            T.buffer_store(target, part[o, 0], io.place(
+                                index, strip * tile_m + o % tile_m, first + T.int64(o // tile_m)))
+    # fmt: on
+    return phase
+
+
+class Row:
+    """A row of scores as `row_scan`'s phases read one: they ask for element `[row, column]` of `logits`."""
+
+    def __init__(self, io: Arguments, index: Any, row: Any) -> None:
+        self._io, self._index, self._row = io, index, row
+
+    def __getitem__(self, at: tuple[Any, Any]) -> tirx.PrimExpr:
+        return tirx.BufferLoad(self._io.workspaces["scores"], self._io.place(self._index, self._row, at[1]))
+
+
+def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
+    """Reads: `scores`. Writes: all outputs."""
+    exact_head, k, ids = isinstance(problem, HeadTopk), problem.k, problem.axes.get("ids", 0)
+
+    def phases(io: Arguments, index: Any, row: Any) -> SimpleNamespace:
+        """Those of `row_scan` for a row, and what they are called with."""
+        columns = T.Cast("int32", io.vocab) if exact_head else static
+        extents = Extents(columns, k, ids, CHUNK, LANES)
+        shown = SimpleNamespace(
+            problem=SimpleNamespace(bias=0), logits=Row(io, index, row), scale=io.scale, log=io.log
+        )
+        return SimpleNamespace(
+            io=shown,
+            extents=extents,
+            begin=scan.begin_row(extents),
+            take_maxima=scan.chunk_maximum(extents),
+            rescale=scan.rescale_sums(extents),
+            offer=scan.offer_from_chunk(extents),
+            add=scan.add_exponentials(extents),
+            finish=scan.finish_row(extents),
+            start_over=scan.refill_heap(extents),
+            sort=scan.sort_heap(extents),
+        )
+
+    # fmt: off
+    @T.inline
+    def phase(io):
+        for b in T.parallel(io.rows):
+            with T.sblock("row"):
+                flat = T.axis.spatial(io.rows, b)
+                T.reads([])
+                T.writes([])
+                index = T.meta_var(flat // io.beam)
+                row = T.meta_var(flat % io.beam)
+                do = T.meta_var(phases(io, index, row))
+                s = T.meta_var(scan.State.alloc(do.extents))
+                do.begin(do.io, row, s)
+                for c in range(do.extents.chunks):
+                    do.take_maxima(do.io, row, s, c)
+                    if s.fold[0] > s.m[0]:
+                        do.rescale(do.io, row, s)
+                    if s.fold[0] > s.tau[0]:
+                        do.offer(do.io, row, s, c)
+                    do.add(do.io, row, s, c)
+                do.finish(do.io, row, s)
+                # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
+                if scan.is_nan(s.d[0]):
+                    do.start_over(do.io, row, s)
+                do.sort(do.io, row, s)
+                for i in range(k):
+                    write_best(io, index, row, i, s)
+                T.buffer_store(io.normaliser, s.m[0] * io.scale + T.log(s.d[0]), io.place(index, row))
+                if ids > 0:
+                    for i in range(ids):
+                        write_given(
+                            io.given, row, i, io.ids[row, i], io.vocab,
+                            (do.io.logits[row, io.ids[row, i]] - s.m[0]) * io.scale,
+                            T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
+    # fmt: on
+    return phase
+
+
+# fmt: off
+@T.inline
+def write_best(io, index, row, i, s):
+    """The i-th best of a row: its word, or -1 beyond the list's words, and its value."""
+    if index_of(s.heap[i]) < words_of(io, index):
+        T.buffer_store(io.indices, word_at(io, index, index_of(s.heap[i])), io.place(index, row, i))
+        T.buffer_store(io.values, T.Select(
+            io.log != 0,
+            (value_of(s.heap[i]) - s.m[0]) * io.scale - T.log(s.d[0]),
+            T.exp((value_of(s.heap[i]) - s.m[0]) * io.scale) * (T.float32(1) / s.d[0])), io.place(index, row, i))
+    else:
+        T.buffer_store(io.indices, T.int64(-1), io.place(index, row, i))
+        T.buffer_store(
+            io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)), io.place(index, row, i))
+# fmt: on

@@ -1,0 +1,19 @@
+"""What the spaces of the output layer's templates ask of a problem. Loads no compiler."""
+
+from __future__ import annotations
+
+from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
+from tvm_sparse.operators.candidate_topk.problem import CandidateTopk
+from tvm_sparse.operators.head_topk.problem import HeadTopk
+
+OutputLayer = HeadTopk | CandidateTopk | CandidateLogits
+
+
+def block_of(problem: OutputLayer) -> int:
+    """Neighbouring words that a candidate stands for."""
+    return problem.block if isinstance(problem, CandidateTopk) else 1
+
+
+def most_words(problem: OutputLayer) -> int:
+    """Words of a list that is full."""
+    return problem.vocab if isinstance(problem, HeadTopk) else problem.m * block_of(problem)

@@ -1,0 +1,1 @@
+"""Logits of candidate words: a gathered product with their embeddings."""

@@ -1,0 +1,1 @@
+"""Softmax and top-k over candidate words: a gathered product with their embeddings."""

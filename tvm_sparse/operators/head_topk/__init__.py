@@ -1,0 +1,1 @@
+"""The exact output layer: product with the embedding, softmax and top-k in one."""

@@ -1,0 +1,167 @@
+"""The public call of the exact output layer."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.arrays import Facts
+from tvm_sparse.runtime.calls import (
+    check_floats,
+    facts_beside,
+    inverse_temperature,
+    is_plain,
+    layouts,
+    machine_of,
+    outputs_for,
+    refuse_gradient,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import HeadTopk
+
+WHERE = "the hidden states are"
+
+
+def head_topk(
+    hidden: Any,
+    embedding: Any,
+    k: int,
+    *,
+    log: bool = False,
+    temperature: float = 1.0,
+    bias: Any = None,
+    ids: Any = None,
+    normaliser: bool = False,
+    out: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
+    """The k most probable words of softmax((hidden @ embedding.T + bias) / temperature, -1), without the logits.
+
+    With s = hidden @ embedding.T + bias it is `softmax_topk(s, k, ...)`: the output layer of a language model and the
+    search for its best words in one pass over the embedding. On a GPU scores never reach the caller's memory; a
+    workspace in the L2 cache holds what one call needs of them.
+
+    Parameters
+    ----------
+    hidden
+        Shape `(batch, hidden)`; float32, float16 or bfloat16. Sums are made in float32.
+    embedding
+        Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
+    k
+        1 <= k <= vocab.
+    log, temperature, bias, ids
+        As for `softmax_topk`: log-probabilities; the temperature; `(vocab,)` float32 added to every row, -inf masks a
+        word; `(batch, n)` int64 words whose probabilities are wanted too.
+    normaliser
+        Return also log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
+    out
+        Arrays to write into, as many as are returned and in their order.
+
+    Returns
+    -------
+    values
+        `(batch, k)` float32, descending.
+    indices
+        `(batch, k)` int64 words. Words of equal float32 scores come in their order, NaN first as in torch.topk; words
+        whose scores differ by less than the rounding of a float32 sum may come in either order.
+    normaliser, given
+        If asked for.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, lies on another kind of device, or `k` or `temperature` is no number.
+    ValueError
+        For another rank, shape, dtype or device, k or temperature out of range, or an `out` that does not fit.
+    RuntimeError
+        If an argument requires a gradient.
+
+    When not to use it: for batches of hundreds, where the product is bound by arithmetic; a matrix product followed by
+    `softmax_topk` is as fast there.
+
+    Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
+    2018, "Online normalizer calculation for softmax", Algorithm 4.
+    """
+    scale = 1.0 if temperature == 1.0 else inverse_temperature(temperature)
+    torch = sys.modules.get("torch")
+    key: tuple[Any, ...] | None = None
+    if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(k) is int:
+        beside = () if bias is None and ids is None else layouts((bias, ids), torch)
+        if None not in beside:
+            key = ("head", hidden.shape, hidden.dtype, hidden.device, embedding.shape, embedding.dtype, k, *beside)
+        found = dispatcher.launchers.get(key)
+        if found is not None and out is None and is_plain(hidden) and is_plain(embedding):
+            function, *likes = found
+            results = [torch.empty_like(like) for like in likes]
+            extras = [a for a in (bias, ids) if a is not None]
+            function(hidden, embedding, scale, 1 if log else 0, *extras, *results)
+            return _shown(results, normaliser)
+
+    known, theirs = pair_facts(hidden, embedding)
+    (batch, width), vocab = known.shape, theirs.shape[0]
+    k = whole_number("k", k)
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
+    given = []
+    if bias is not None:
+        given.append(facts_beside("bias", bias, (vocab,), "float32", known, WHERE))
+    if ids is not None:
+        given.append(facts_beside("ids", ids, (batch, None), "int64", known, WHERE))
+    n = given[-1][1].shape[1] if ids is not None else 0
+    wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
+    hidden_sums = ("normaliser", (batch,), "float32")
+    if normaliser:
+        wanted.append(hidden_sums)
+    if ids is not None:
+        wanted.append(("given", (batch, n), "float32"))
+    outputs = outputs_for(out, tuple(wanted), hidden, known)
+    shown = list(outputs)
+    if not normaliser:
+        outputs[2:2] = outputs_for(None, (hidden_sums,), hidden, known)
+    if batch and width:
+        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
+        launchers = dispatcher.launchers
+        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+        passed = outputs if n or ids is None else outputs[:3]  # no kernel takes an empty array
+        function(
+            arrays.argument(arrays.ready("hidden", hidden, known)),
+            arrays.argument(arrays.ready("embedding", embedding, theirs)),
+            scale,
+            int(log),
+            *(arrays.argument(arrays.ready(name, a, facts)) for name, facts, a in given if facts.shape[-1]),
+            *map(arrays.argument, passed),
+        )
+        if key is not None and len(passed) == len(outputs):
+            launchers[key] = (function, *map(arrays.prototype, outputs))
+    elif batch:
+        raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
+    return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+
+
+def _shown(results: list[Any], normaliser: bool) -> tuple[Any, ...]:
+    return tuple(results) if normaliser else (*results[:2], *results[3:])
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An integer argument."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+
+
+def pair_facts(hidden: Any, embedding: Any) -> tuple[Facts, Facts]:
+    """Facts of hidden states and an embedding that fit each other."""
+    known = arrays.facts("hidden", hidden)
+    check_floats("hidden", known, rank=2)
+    refuse_gradient("hidden", hidden)
+    _, theirs, _ = facts_beside("embedding", embedding, (None, known.shape[1]), known.dtype, known, WHERE)
+    if theirs.shape[0] >= 2**31:
+        raise ValueError(f"embedding: expected a vocab below 2^31, got {theirs.shape[0]}")
+    return known, theirs
+
+

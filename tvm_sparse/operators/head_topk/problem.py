@@ -1,0 +1,280 @@
+"""The exact output layer: softmax and top-k of `hidden @ embedding.T`, without the logits in between.
+
+What softmax + top-k is to logits (Milakov & Gimelshein 2018, Algorithm 4) with the product that makes them in front: the
+full-vocabulary softmax that the LSH head of Shi, Xu & Knight 2018 (equations 1 and 2) is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Mismatch,
+    Problem,
+    ProblemError,
+    Settings,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
+
+from . import scores
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+# Words of the vocabulary on which kernels are verified: a program reads how many there are when it runs.
+FEW_WORDS = 3001
+
+
+@dataclass(frozen=True)
+class HeadTopk(Problem):
+    """`values, indices = topk(softmax(scale * (hidden @ embedding.T + bias), -1), k)`, with the normaliser.
+
+    Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores, and `ids` = n for n given
+    words a row whose probabilities are wanted too, wherever they rank.
+    """
+
+    batch: int
+    vocab: int
+    hidden: int
+    k: int
+    dtype: str = "float32"
+    bias: int = field(default=0, metadata=OPTIONAL)
+    ids: int = field(default=0, metadata=OPTIONAL)
+
+    operator: ClassVar[str] = "head_topk"
+    batch_axis: ClassVar[str] = "batch"
+    data_axes: ClassVar[tuple[str, ...]] = ("vocab",)
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
+        Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
+        Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies the scores."),
+        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+        Argument("bias", ("vocab",), "float32", "Added to every row of the scores; -inf masks a word.", when="bias"),
+        Argument("ids", ("batch", "ids"), "int64", "Words whose probabilities are wanted.", when="ids"),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("values", ("batch", "k"), "float32", "Probabilities, or their logarithms, descending."),
+        Argument("indices", ("batch", "k"), "int64", "Words of the values, in [0, vocab)."),
+        Argument("normaliser", ("batch",), "float32", "Logarithm of the sum of exponentials of the scaled scores."),
+        Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
+    )
+    structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
+    tuned: ClassVar[str] = "random"
+    verified: ClassVar[tuple[str, ...]] = scores.STRUCTURES
+    settings: ClassVar[tuple[Settings, ...]] = (
+        {"scale": 1.0, "log": 0},
+        {"scale": 1.0, "log": 1},
+        {"scale": 0.625, "log": 0},
+        {"scale": 1.7, "log": 1},
+    )
+    example: ClassVar[Mapping[str, Any]] = {"batch": 4, "vocab": 8000, "hidden": 256, "k": 5}
+    source: ClassVar[str] = "Shi, Xu & Knight 2018, equations 1 and 2; Milakov & Gimelshein 2018, Algorithm 4"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "batch", "vocab", "hidden", "k")
+        require_dtype(self)
+        scores.require_width(self.operator, self.hidden, self.vocab)
+        if self.k > self.vocab:
+            raise ProblemError(f"head_topk: k must be at most vocab ({self.vocab}), got {self.k}")
+        if self.bias not in (0, 1):
+            raise ProblemError(f"head_topk: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
+        if not isinstance(self.ids, int) or isinstance(self.ids, bool) or self.ids < 0:
+            raise ProblemError(f"head_topk: ids must be an integer of at least 0, got {self.ids!r}")
+
+    def smaller(self, extent: int) -> Problem:
+        return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WORDS)))
+
+    def definition(self) -> tirx.PrimFunc:
+        """Scores into a workspace-free loop: each row's scores are made, summed, and inserted in order, one by one."""
+        from tvm.script import tirx as T
+
+        hidden, k, dtype, n = self.hidden, self.k, self.dtype, self.ids
+        with_bias, with_ids = bool(self.bias), bool(n)
+        lowest = T.min_value("float32")
+
+        def is_nan(x):  # by its bits: the simplifier takes x != x for false
+            return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+
+        # fmt: off
+        @T.inline
+        def score(x, H, E, B, row, j):
+            x[0] = T.float32(0)
+            for h in range(hidden):
+                x[0] = x[0] + T.Cast("float32", H[row, h]) * T.Cast("float32", E[j, h])
+            if with_bias:
+                x[0] = x[0] + B[j]
+
+        @T.inline
+        def write(V, row, i, x, m, d, scale, log):
+            if log != 0:
+                V[row, i] = (x - m[0]) * scale - T.log(d[0])
+            else:
+                V[row, i] = T.exp((x - m[0]) * scale) / d[0]
+
+        @T.prim_func(s_tir=True)
+        def main(
+            hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle,
+            ids_h: T.handle, values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle, given_h: T.handle
+        ):
+            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+            batch = T.int64()
+            vocab = T.int64()
+            H = T.match_buffer(hidden_h, (batch, T.int64(hidden)), dtype, align=2)
+            E = T.match_buffer(embedding_h, (vocab, T.int64(hidden)), dtype, align=2)
+            B = T.match_buffer(bias_h, (vocab,), "float32", align=4)
+            Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
+            V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
+            Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
+            N = T.match_buffer(normaliser_h, (batch,), "float32", align=4)
+            G = T.match_buffer(given_h, (batch, T.int64(n)), "float32", align=4)
+            for b in range(batch):
+                with T.sblock("row"):
+                    row = T.axis.spatial(batch, b)
+                    T.reads(H[row, 0:hidden], E[0:vocab, 0:hidden])
+                    T.writes(V[row, 0:k], Z[row, 0:k], N[row])
+                    m = T.sblock_alloc_buffer((1,), "float32")
+                    d = T.sblock_alloc_buffer((1,), "float32")
+                    u = T.sblock_alloc_buffer((k + 1,), "float32")
+                    p = T.sblock_alloc_buffer((k + 1,), "int64")
+                    slot = T.sblock_alloc_buffer((1,), "int64")
+                    x = T.sblock_alloc_buffer((1,), "float32")
+                    m[0] = lowest
+                    d[0] = T.float32(0)
+                    for j in range(vocab):
+                        score(x, H, E, B, row, j)
+                        if x[0] > m[0]:
+                            d[0] = d[0] * T.exp((m[0] - x[0]) * scale)
+                            m[0] = x[0]
+                        d[0] = d[0] + T.exp((x[0] - m[0]) * scale)
+                        slot[0] = T.min(j, T.int64(k))
+                        while slot[0] > T.int64(0) and (
+                            u[slot[0] - T.int64(1)] < x[0] or (is_nan(x[0]) and not is_nan(u[slot[0] - T.int64(1)]))
+                        ):
+                            u[slot[0]] = u[slot[0] - T.int64(1)]
+                            p[slot[0]] = p[slot[0] - T.int64(1)]
+                            slot[0] = slot[0] - T.int64(1)
+                        u[slot[0]] = x[0]
+                        p[slot[0]] = j
+                    for i in range(k):
+                        Z[row, i] = p[i]
+                        write(V, row, i, u[i], m, d, scale, log)
+                    N[row] = m[0] * scale + T.log(d[0])
+                    if with_ids:
+                        for i in range(n):
+                            if Q[row, i] >= T.int64(0) and Q[row, i] < vocab:
+                                score(x, H, E, B, row, Q[row, i])
+                                write(G, row, i, x[0], m, d, scale, log)
+                            else:
+                                G[row, i] = T.float32("nan")
+        # fmt: on
+        return self.trimmed(main)
+
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """Hidden states and embedding by structure, see `scores.embedded`; of the ids one in eight is out of range."""
+        import numpy as np
+
+        structure, chosen = self.chosen(structure, settings)
+        rng = np.random.default_rng([seed, self.vocab, self.hidden, self.k])
+        states, words = scores.embedded(rng, self.batch, self.vocab, self.hidden, structure, self.dtype)
+        inputs: list[Any] = [states, words, chosen["scale"], chosen["log"]]
+        if self.bias:
+            inputs.append(scores.word_bias(rng, self.vocab, structure))
+        if self.ids:
+            ids = rng.integers(self.vocab, size=(self.batch, self.ids))
+            outside = rng.choice([-1, self.vocab], size=ids.shape)
+            inputs.append(np.where(rng.random(ids.shape) < 0.125, outside, ids))
+        return inputs
+
+    def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The bias and the ids among the inputs, where there are."""
+        return inputs[4] if self.bias else None, inputs[-1] if self.ids else None
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        import numpy as np
+
+        states, words, scale, log = inputs[:4]
+        bias, ids = self.extras(inputs)
+        found = scores.scores(states, words, bias)
+        indices = scores.ranked(found, self.k)
+        values, normaliser = scores.normalised(found, np.take_along_axis(found, indices, axis=1), scale, log)
+        outputs = [values, indices, normaliser]
+        if ids is not None:
+            inside = (ids >= 0) & (ids < words.shape[0])
+            wanted = np.take_along_axis(found, np.where(inside, ids, 0), axis=1)
+            outputs.append(np.where(inside, scores.normalised(found, wanted, scale, log)[0], np.nan))
+        return outputs
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        return tolerances(self.kernel_outputs, scores.rounding(inputs[0], inputs[1]), inputs[2], inputs[3], expected)
+
+    def agree(
+        self,
+        inputs: Sequence[Any],
+        expected: Sequence[np.ndarray],
+        tolerance: Sequence[np.ndarray | None],
+        outputs: Sequence[np.ndarray],
+    ) -> None:
+        """Values as `Problem.agree`; at every rank a word whose score is that of the reference's, see `scores`."""
+        import numpy as np
+
+        scores.compare_ranked(self.kernel_outputs, expected, tolerance, outputs)
+        states, words = inputs[:2]
+        bias, _ = self.extras(inputs)
+        found, wanted = np.asarray(outputs[1]), expected[1]
+        if found.min() < 0 or found.max() >= len(words):
+            raise Mismatch(f"indices: {found.min()} to {found.max()} leave [0, {len(words)})")
+        pairs = [words[ids] for ids in (found, wanted)]
+        beside = [] if bias is None else [bias[ids] for ids in (found, wanted)]
+        theirs, ours = (
+            scores.pair_scores(states, rows, None if bias is None else bias[ids])
+            for rows, ids in zip(pairs, (found, wanted), strict=True)
+        )
+        exact = scores.is_exact(states, *pairs, *beside)
+        scores.same_ranking(
+            self.outputs[1], found, wanted, theirs, ours, scores.rounding(states, words), exact
+        )
+
+    def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
+        states, words = inputs[:2]
+        bias, _ = self.extras(inputs)
+        found = scores.pair_scores(states, words[indices], None if bias is None else bias[indices])
+        return found, scores.rounding(states, words)[:, None]
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        size = numpy_dtype(self.dtype).itemsize
+        small = self.batch * (self.k * 12 + 4 + self.ids * 12) + self.vocab * 4 * self.bias
+        products = self.batch * self.vocab * self.hidden
+        return Cost((self.batch + self.vocab) * self.hidden * size + small, 2 * products + 3 * self.batch * self.vocab)
+
+
+def tolerances(
+    arguments: Sequence[Argument],
+    slack: np.ndarray,
+    scale: float,
+    log: int,
+    expected: Sequence[np.ndarray],
+) -> list[np.ndarray | None]:
+    """Of values and normalisers, for scores that may be off by `slack` a row: the exponential passes it on."""
+    import numpy as np
+
+    from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY
+
+    def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
+        off = (2.0 * scale * slack).reshape(slack.shape + (1,) * (wanted.ndim - slack.ndim))
+        if log or argument.name == "normaliser":
+            return ABSOLUTE_LOG + off + 1e-6 * np.abs(wanted)
+        return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0))) * np.abs(wanted)
+
+    with np.errstate(invalid="ignore"):
+        return [None if a.name == "indices" else bound(a, wanted) for a, wanted in zip(arguments, expected, strict=True)]
+
+
+PROBLEM = HeadTopk

@@ -1,0 +1,214 @@
+"""What the problems of the output layer share: inputs, the scores of words in float64, and a comparison of rankings.
+
+A score is the dot product of a hidden state and a word's row of the embedding, plus the word's bias if there is one. Its
+float32 sum depends on the order in which it is made, so that two words whose scores differ by less than the rounding
+may come in either order. Where sums are exact, as of small integers, ties come in the order of the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tvm_sparse.core.problem import Argument, Mismatch, ProblemError, compare, numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+STRUCTURES = ("random", "ties", "masked", "special", "constant", "ascending", "peaked")
+# Error of a float32 sum of products, relative to the product of the vectors' lengths: the partial sums of a few
+# thousand terms are rounded some hundred times, each by a part of a length far below that product. Tensor cores
+# truncate, and float32 products are made of three of them, each with 21 bits.
+SUMMATION = 32 * 2.0**-24
+# Elements of the embedding that are in float64 at a time.
+AT_ONCE = 1 << 24
+
+
+def embedded(
+    rng: np.random.Generator, rows: int, vocab: int, hidden: int, structure: str, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states `(rows, hidden)` and an embedding `(vocab, hidden)` whose scores lie as the structure says.
+
+    `random`: scores of a standard deviation of 3. `ties`: small integers, whose sums are exact and often equal.
+    `masked`: as random; the bias tells. `special`: one hidden state of NaN, a NaN and infinities in the embedding.
+    `constant`: all words equal. `ascending`: each word's scores above the last one's. `peaked`: the best words are
+    neighbours.
+    """
+    import numpy as np
+
+    states = rng.standard_normal((rows, hidden), dtype=np.float32)
+    if structure == "ties":
+        states = np.round(states)
+        words = rng.integers(-1, 2, size=(vocab, hidden)).astype(np.float32)
+    elif structure in ("constant", "ascending"):
+        # Sixteen steps of a word are exact in every dtype.
+        states = np.abs(np.round(states * 2)) + 1
+        step = np.zeros(vocab) if structure == "constant" else np.floor(np.arange(vocab) * (16 / vocab))
+        words = np.zeros((vocab, hidden), np.float32)
+        words[:, 0] = step / 8
+    else:
+        words = rng.standard_normal((vocab, hidden), dtype=np.float32)
+        words *= np.float32(3 / np.sqrt(hidden))
+        if structure == "peaked":
+            first = int(rng.integers(vocab))
+            words[first : first + 40] += states[:1] * np.float32(4 / hidden)
+        elif structure == "special":
+            words.flat[rng.integers(words.size, size=2)] = [np.inf, np.nan]
+            states[rng.integers(rows), rng.integers(hidden)] = np.nan
+    kind = numpy_dtype(dtype)
+    return states.astype(kind), words.astype(kind)
+
+
+def word_bias(rng: np.random.Generator, vocab: int, structure: str) -> np.ndarray:
+    """A bias `(vocab,)`: normal with a tenth at -inf, half integers for `ties`, nearly all at -inf for `masked`."""
+    import numpy as np
+
+    bias = rng.standard_normal(vocab, dtype=np.float32)
+    if structure in ("ties", "constant", "ascending"):
+        bias = np.round(bias)
+    share = 0.97 if structure == "masked" else 0.1
+    return np.where(rng.random(vocab) < share, np.float32(-np.inf), bias)
+
+
+def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """`states @ words.T + bias` in float64, for states `(rows, hidden)` and words `(words, hidden)`."""
+    import numpy as np
+
+    found = np.empty((len(states), len(words)))
+    wide = states.astype(np.float64)
+    step = max(1, AT_ONCE // max(1, words.shape[1]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, len(words), step):
+            found[:, start : start + step] = wide @ words[start : start + step].astype(np.float64).T
+        return found if bias is None else found + bias.astype(np.float64)
+
+
+def ranked(found: np.ndarray, k: int) -> np.ndarray:
+    """Columns of the k best scores of each row: NaN first, then by value, then by column."""
+    import numpy as np
+
+    columns = np.empty((len(found), k), np.int64)
+    for row, key in enumerate(np.where(np.isnan(found), -np.inf, -found)):
+        some = np.flatnonzero(key <= np.partition(key, k - 1)[k - 1])
+        columns[row] = some[np.lexsort((some, key[some], ~np.isnan(found[row, some])))[:k]]
+    return columns
+
+
+def normalised(
+    found: np.ndarray, chosen: np.ndarray, scale: float, log: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax of the scores `found` `(rows, n)`: its values for the scores `chosen`, and its normaliser's logarithm."""
+    import numpy as np
+
+    factor = float(np.float32(scale))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        top = np.max(np.where(np.isnan(found), -np.inf, found), axis=1, keepdims=True)
+        total = np.exp(factor * (found - top)).sum(axis=1, keepdims=True)
+        shifted = factor * (chosen - top)
+        values = shifted - np.log(total) if log else np.exp(shifted) / total
+        # Where nothing is above -inf there is no distribution, but the sum of exponentials is 0.
+        nothing = np.isneginf(found).all(axis=1, keepdims=True)
+        return values, np.where(nothing, -np.inf, np.log(total) + factor * top)[:, 0]
+
+
+def rounding(states: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """How far a score of each state may be off: relative to the product of the lengths of the state and a word."""
+    import numpy as np
+
+    def length(array: np.ndarray) -> np.ndarray:
+        wide = array.astype(np.float32)
+        finite = np.where(np.isfinite(wide), wide, np.float32(0))
+        return np.sqrt(np.einsum("ij,ij->i", finite, finite).astype(np.float64))
+
+    return SUMMATION * (length(states) * length(words).max(initial=0.0) + 1e-6)
+
+
+def same_ranking(
+    argument: Argument,
+    found: np.ndarray,
+    wanted: np.ndarray,
+    theirs: np.ndarray,
+    ours: np.ndarray,
+    slack: np.ndarray,
+    exact: np.ndarray,
+) -> None:
+    """Compare rankings `found` and `wanted` `(rows, k)`, whose words have the scores `theirs` and `ours`.
+
+    At every rank the scores must agree within `slack` `(rows,)`, and the words too in rows that are `exact`; no word
+    stands twice. Words of -1 must be -1 in both.
+
+    Raises
+    ------
+    Mismatch
+        Naming the first row and rank.
+    """
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        close = np.abs(theirs - ours) <= 2 * slack[:, None]
+    close |= (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
+    close &= (found >= 0) == (wanted >= 0)
+    wrong = ~close | (exact[:, None] & (found != wanted))
+    ordered = np.sort(found, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        row = int(np.argwhere(twice)[0][0])
+        raise Mismatch(f"{argument.name}[{row}] has {ordered[row, 1:][twice[row]][0]} twice")
+    if wrong.any():
+        row, rank = (int(i) for i in np.argwhere(wrong)[0])
+        raise Mismatch(
+            f"{argument.name}[{row}, {rank}] is {found[row, rank]} with a score of {theirs[row, rank]:.9g}, expected"
+            f" {wanted[row, rank]} with {ours[row, rank]:.9g} ({np.count_nonzero(wrong)} of {wrong.size} differ)"
+        )
+
+
+def is_exact(states: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """For which states sums with words are exact in any order: multiples of 1/8 that are small.
+
+    `others` `(rows, n, hidden)` or `(rows, n)` are the words and biases that the comparison is about.
+    """
+    import numpy as np
+
+    def small(array: np.ndarray) -> np.ndarray:
+        wide = array.astype(np.float32)
+        return np.isinf(wide) | ((np.abs(wide) < 64) & (wide * 8 == np.round(wide * 8)))
+
+    with np.errstate(invalid="ignore"):
+        rows = small(states).all(axis=1)
+        for array in others:
+            rows &= small(array).reshape(len(rows), -1).all(axis=1)
+    return rows
+
+
+def compare_ranked(
+    arguments: Sequence[Argument],
+    expected: Sequence[np.ndarray],
+    tolerance: Sequence[np.ndarray | None],
+    outputs: Sequence[np.ndarray],
+) -> None:
+    """`compare` for all outputs but the indices."""
+    some = [i for i, argument in enumerate(arguments) if argument.name != "indices"]
+    compare(
+        [arguments[i] for i in some],
+        [expected[i] for i in some],
+        [tolerance[i] for i in some],
+        [outputs[i] for i in some],
+    )
+
+
+def require_width(operator: str, hidden: int, vocab: int) -> None:
+    if vocab >= 2**31 or hidden >= 2**20:
+        raise ProblemError(
+            f"{operator}: vocab must be below 2^31 and hidden below 2^20, got vocab={vocab}, hidden={hidden}"
+        )
+
+
+
+
+def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """Scores in float64 of states `(rows, hidden)` with words of their own `(rows, n, hidden)`, biases `(rows, n)`."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = np.einsum("rh,rnh->rn", states.astype(np.float64), words.astype(np.float64))
+        return found if bias is None else found + bias

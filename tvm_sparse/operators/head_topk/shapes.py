@@ -1,0 +1,20 @@
+"""Shapes of this operator, as problem keys.
+
+QUICKSTART: what `tvm-sparse quickstart` tunes; may be empty. AWKWARD: what generic tests run every template on, small
+and irregular. REALISTIC: at which people run it, for what only shows there: registers and shared memory.
+"""
+
+QUICKSTART: tuple[str, ...] = ()
+AWKWARD: tuple[str, ...] = (
+    "head_topk/batch=1,vocab=1,hidden=1,k=1",
+    "head_topk/batch=3,vocab=301,hidden=40,k=5,dtype=float16,bias=1,ids=2",
+    "head_topk/batch=9,vocab=150,hidden=72,k=40,dtype=bfloat16",
+    "head_topk/batch=2,vocab=97,hidden=35,k=97,dtype=float16,ids=1",  # rows not on 16 bytes; the whole vocabulary
+    "head_topk/batch=5,vocab=400,hidden=60,k=4,bias=1",
+)
+REALISTIC: tuple[str, ...] = (
+    "head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16",
+    "head_topk/batch=12,vocab=40000,hidden=1000,k=12",
+    "head_topk/batch=64,vocab=100352,hidden=1024,k=20,dtype=bfloat16",
+    "head_topk/batch=10,vocab=151936,hidden=4096,k=20,dtype=bfloat16,bias=1",
+)
