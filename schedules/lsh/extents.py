@@ -29,6 +29,25 @@ PER_CELL = 2
 PER_WARP = WARP * PER_CELL
 
 
+# Parts of the vocabulary that CPU threads take.
+CPU_SLICES = (1, 2, 4, 8, 16, 32)
+
+
+def cpu_chunk(vocab: int, slices: int) -> int:
+    """Words of a slice for a CPU thread: whole words of the bitmap."""
+    return ceildiv(ceildiv(vocab, slices), BITS) * BITS
+
+
+def cpu_chunks(vocab: int) -> tuple[int, ...]:
+    """Sizes of slices to choose from."""
+    return tuple(sorted({cpu_chunk(vocab, slices) for slices in CPU_SLICES}))
+
+
+def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
+    """The size at which each core has a slice."""
+    return cpu_chunk(vocab, max(n for n in CPU_SLICES if n == 1 or n * lists <= machine.cores))
+
+
 @dataclass(frozen=True)
 class HashExtents:
     """How a thread block hashes a row: a thread finds the place of one unit at a time."""

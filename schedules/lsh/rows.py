@@ -14,6 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ..device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait, peer_store
@@ -164,6 +165,29 @@ def load_reached(vocab: int) -> Phase:
     return phase
 
 
+def copy_reached(e: CountExtents) -> Phase:
+    """A list's complete bitmap into `chosen`; called with (s, at, io, t).
+
+    Reads: bitmap and `always`. Writes: `chosen`; the bitmap and its ticket to 0; as scratch `bits`, `extra`.
+    Barriers: none; each thread block takes a share.
+    """
+    load = load_reached(e.vocab)
+    share = ceildiv(e.bitmap, e.cluster)
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, io, t):
+        for n in T.serial(ceildiv(share, e.threads)):
+            if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
+                load(s, io, at.list, at.rank * share + n * e.threads + t)
+                io.chosen[at.list, at.rank * share + n * e.threads + t] = T.reinterpret("int32", s.bits[0])
+                io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
+        if at.rank == 0 and t == 0:
+            io.workspace[at.list, e.bitmap] = 0
+    # fmt: on
+    return phase
+
+
 @T.inline
 def announce_read(cluster: Any):
     """Tell the cluster's thread blocks that this one has read the bitmap, if there are others."""
@@ -178,14 +202,14 @@ def clear_workspace(e: CountExtents) -> Phase:
     Writes: `io.workspace`. Barriers: the second half of one of the cluster; of a single thread block one has to come
     between the reads and this.
     """
-    share = (e.bitmap + e.cluster - 1) // e.cluster
+    share = ceildiv(e.bitmap, e.cluster)
 
     # fmt: off
     @T.inline
     def phase(s, at, io, t):
         if e.cluster > 1:
             cluster_wait()
-        for n in T.serial((share + (e.threads - 1)) // e.threads):
+        for n in T.serial(ceildiv(share, e.threads)):
             if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
                 io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
         if at.rank == 0 and t == 0:
