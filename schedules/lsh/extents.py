@@ -65,9 +65,10 @@ class HashExtents:
 
     @property
     def vec(self) -> int:
-        """Elements of one load of the row."""
+        """Elements of one load of the row: few enough that all threads have one, if so many threads there are."""
         most = WIDEST // numpy_dtype(self.dtype).itemsize
-        return next(v for v in (8, 4, 2, 1) if v <= most and self.hidden % v == 0)
+        fitting = [v for v in (1, 2, 4, 8) if v <= most and self.hidden % v == 0]
+        return next((v for v in fitting if self.hidden // v <= self.threads), fitting[-1])
 
     @property
     def vector_bytes(self) -> int:
@@ -121,6 +122,7 @@ class CountExtents:
     lanes: int  # of a warp that go through a bucket together
     loads: int  # buckets that these lanes have in flight
     exchange: int  # 0: hits go to the thread block that counts the word; 1: buckets go to all thread blocks
+    finishers: int  # thread blocks that finish a list: 1, or all of a cluster
     bands: int  # at which the kernel is fast; it runs with any number
 
     @property

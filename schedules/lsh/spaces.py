@@ -25,6 +25,7 @@ def count_extents(problem: TableProblem, decisions: Decisions) -> CountExtents:
         lanes=decisions["bucket_lanes"],
         loads=decisions["loads"],
         exchange=decisions["exchange"],
+        finishers=decisions["finishers"],
         bands=problem.bands,
     )
 
@@ -37,6 +38,7 @@ def count_table(machine: Machine) -> Table:
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
         "exchange": (0, 1) if machine.has_clusters else (0,),
+        "finishers": CLUSTERS if machine.has_clusters else (1,),
         "overlap": (0, 1, 2) if machine.has_clusters else (0,),
     }
 
@@ -48,6 +50,8 @@ def count_refusal(problem: TableProblem, machine: Machine, e: CountExtents, room
         return f"of {parts} parts of at least {PER_WARP} words some have none of vocab={problem.vocab}"
     if e.exchange and e.cluster == 1:
         return "a single thread block has nobody to exchange buckets with"
+    if e.finishers not in (1, e.cluster):
+        return f"{e.finishers} thread blocks cannot finish a list of clusters of {e.cluster}: one can, or all"
     if e.cluster > problem.bands:
         return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
     limit = shared_limit(machine)
@@ -69,6 +73,7 @@ def likely_points(table: Table, allowed: Callable[[Decisions], str | None]) -> I
                 "bucket_lanes": 16,
                 "loads": 2,
                 "exchange": 0,
+                "finishers": cluster,
                 "overlap": 0,
             }
             if allowed(point) is None:

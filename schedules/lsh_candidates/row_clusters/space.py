@@ -14,11 +14,11 @@ from ...lsh.spaces import count_extents, count_refusal, count_table, likely_poin
 
 def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, CountExtents, CompactExtents]:
     """The sizes of one point's kernel."""
-    threads = decisions["threads"]
+    threads, count = decisions["threads"], count_extents(problem, decisions)
     return (
         HashExtents(problem.hidden, problem.k, problem.units, problem.dtype, threads),
-        count_extents(problem, decisions),
-        CompactExtents(problem.vocab, threads, decisions["cluster"]),
+        count,
+        CompactExtents(problem.vocab, threads, count.finishers),
     )
 
 
