@@ -2,7 +2,8 @@
 
 Phases are called with a state that has the buffers which their heads name: `row` (hidden float32, shared), `places`
 (an int32 a unit, shared), and in registers `raw` (`vectors * vector_words` uint32), `columns` (`column_loads *
-column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`, `place` (int32), `best`, `value` (float32).
+column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`, `place` (int32), `best`, `value`
+(float32).
 """
 
 from __future__ import annotations
