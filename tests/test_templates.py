@@ -343,12 +343,13 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources is None
         call = on_llvm(tvm.runtime.load_module(compiled.path)["main"])
-        extra = workspaces(template.build(problem, candidate.values), problem)
+        program = template.build(problem, candidate.values)
         for seed, structure in enumerate(problem.structures):
-            verify(problem, structure, seed, call, extra)
+            verify(problem, structure, seed, call, workspaces(program, problem))
         # One library serves every batch.
         for seed, batch in enumerate((1, 3, problem.batch_extent + 6)):
-            verify(problem.with_batch(batch), problem.structures[seed % 2], seed, call, extra)
+            here = problem.with_batch(batch)
+            verify(here, problem.structures[seed % 2], seed, call, workspaces(program, here))
 
 
 def on_loops(module: tvm.IRModule) -> Callable[[Sequence[Any]], None]:
