@@ -70,6 +70,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "blocks": tuple(b for b in blocks if b <= 2048),
         "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
         "overlap": (0, 1) if machine.has_clusters else (0,),
+        "prefetch": (0, 1),
     }
 
 
@@ -120,6 +121,7 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
             "blocks": blocks,
             "threads": threads,
             "overlap": max(table["overlap"]),
+            "prefetch": 0,
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
@@ -146,7 +148,7 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, prefetch
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -171,6 +173,7 @@ class Extents:
     blocks: int
     threads: int
     overlap: int
+    prefetch: int
     vectors: int
     steps: int
     list_tiles: int
