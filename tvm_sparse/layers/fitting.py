@@ -33,6 +33,8 @@ BANDS = (125, 250, 500, 1000)
 SHARES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8)
 # Recalls beside the wanted one that the frontier shows.
 LEVELS = (0.9, 0.95, 0.99, 0.999)
+# Of the vocabulary: what reads more is left to the exact head.
+MOST_SHARE = 0.5
 # Samples of a call of the exact head.
 ROWS_AT_ONCE = 64
 ROUNDS = {"cpu": 5, "cuda": 20}
@@ -61,6 +63,8 @@ def fit(
     standard error; settings that miss it on the other half, which is held out, are passed over. The exact head is timed
     beside them; where it is faster, the head that is returned takes the exact path (`path="auto"`, from what was
     measured), and the frontier's `verdict` says so.
+
+    Settings whose lists hold more than half of the vocabulary are not considered.
 
     Parameters
     ----------
@@ -94,7 +98,7 @@ def fit(
     Returns
     -------
     head
-        An `LshHead`. With threshold 0, that is exact, if no setting reaches the recall.
+        An `LshHead`. With threshold 0, and so exact, if no setting reaches the recall.
     frontier
         A `Frontier`: print it, or see its `csv()` and `plot()`.
 
@@ -146,7 +150,8 @@ def fit(
     def least(level: float) -> dict[tuple[int, int, int], Point]:
         """Of each hash the setting that reads least and reaches the recall, the least of all first."""
         reaching: dict[tuple[int, int, int], Point] = {}
-        for point in sorted((p for p in found if p.level >= level and p.recall >= level), key=work):
+        reached = (p for p in found if p.level >= level and p.recall >= level and p.share <= MOST_SHARE)
+        for point in sorted(reached, key=work):
             reaching.setdefault((point.k, point.units, point.bands), point)
         return reaching
 
@@ -169,7 +174,7 @@ def fit(
     where = f"{machine.name}, {vocab} words of {hidden}, {rows * sentences} rows"
     head, winner = exact, None
     if not eligible:
-        verdict = f"no setting reaches a recall of {recall}: the exact head"
+        verdict = f"no setting reaches a recall of {recall} by reading at most half of the vocabulary: the exact head"
     else:
         point = min(eligible, key=lambda p: timed[p])
         # Copies of its bands: views would keep the tables of all.
