@@ -205,8 +205,10 @@ def test_sentences_are_apart() -> None:
 
 def test_no_rows() -> None:
     embedding, hidden = drawn(0)
-    values, indices, info = tvm_sparse.LshHead(embedding, **SMALL).topk(hidden, 5)
+    head = tvm_sparse.LshHead(embedding, **SMALL)
+    values, indices, info = head.topk(hidden, 5)
     assert values.shape == indices.shape == (0, 5) and info.log_normaliser.shape == (0,)
+    assert head.log_softmax(hidden)[0].shape[0] == 0 and head.sample(hidden)[0].shape == (0,)
 
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -508,6 +510,8 @@ def test_what_cannot_be_called() -> None:
     ):
         with pytest.raises(error, match=message):
             head.topk(*arguments, **options)
+    with pytest.raises(ValueError, match=r"top_k: expected 1 <= top_k <= vocab \(301\), got 0"):
+        head.sample(hidden, top_k=0)
     with pytest.raises(ValueError, match="a CUDA graph needs a head on a GPU"):
         head.capture(6, 3)
     with pytest.raises(TypeError, match="embedding: expected a torch tensor or a NumPy array, got list"):

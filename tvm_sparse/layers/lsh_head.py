@@ -94,9 +94,9 @@ class LshHead:
         `(vocab, hidden)` torch tensor or NumPy array of float32, float16 or bfloat16: one row a word, as the weight of
         an `lm_head`. Kept, not copied, if it is contiguous. The head's arrays lie on its device.
     k, units, bands
-        K, u and W of the hash. The paper finds (8, 3, 500) and (16, 3, 500) good. More bands raise recall and cost
-        time; a larger k or more units make hits rarer and more telling. A code of units * ceil(log2 k) bits has at most
-        30 bits.
+        K, u and W of the hash. The paper finds (8, 3, 500) and (16, 3, 500) good. More bands tell words apart better
+        and cost time; a larger k or more units make hits rarer. Where hidden states are not near their words, small k
+        with high thresholds do better, see `fit`. A code of units * ceil(log2 k) bits has at most 30 bits.
     threshold
         Bands that a word has to share with a row, 0 <= threshold <= bands. With random codes of 12 bits and 500 bands a
         word has 0.12 hits in the mean, so that 3 are reached by 3 words in 10,000, 2 by 7 in 1,000: the default of 3
@@ -266,7 +266,7 @@ class LshHead:
         n = integer("n", n)
         if not 1 <= n <= self.settings.vocab:
             raise ValueError(f"n: expected 1 <= n <= vocab ({self.settings.vocab}), got {n}")
-        if not rows or self._path(rows, n, sentences, path) == "exact":
+        if self._path(rows, n, sentences, path) == "exact":
             values, indices, normaliser = head_topk(
                 hidden, self.embedding, n, log=log, temperature=temperature, bias=self.bias, normaliser=True
             )
@@ -294,7 +294,7 @@ class LshHead:
             `(rows, capacity)` float32, -inf beyond the row's candidates. The capacity is the vocab where every word is
             a candidate.
         words
-            `(sentences, capacity)` int32: the candidates of each list, ascending, then -1. Rows r of a list are
+            `(sentences, capacity)` int32: the candidates of each list, ascending, then -1. Row r has list
             r // (rows / sentences).
         info
             As of `topk`.
@@ -341,6 +341,8 @@ class LshHead:
         """
         xp = self._library
         if top_k is not None:
+            if not 1 <= integer("top_k", top_k) <= self.vocab:
+                raise ValueError(f"top_k: expected 1 <= top_k <= vocab ({self.vocab}), got {top_k}")
             log_probs, ids, info = self.topk(
                 hidden, top_k, sentences=sentences, log=True, temperature=temperature, path=path
             )
@@ -548,6 +550,8 @@ class LshHead:
 
     def _path(self, rows: int, n: int, sentences: int, path: str | None) -> str:
         wanted = self._wanted(n, path)
+        if not rows:
+            return "exact"  # which knows nothing to do
         return self.explain(rows, n, sentences=sentences, path=path).path if wanted == "auto" else wanted
 
     def _candidates(self, hidden: Any, sentences: int) -> tuple[Any, Any]:
