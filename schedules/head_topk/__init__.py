@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
+from ..output_layer.dots import dots
 from ..output_layer.rows import rows
 from ..output_layer.tiles import tiles
 
 head_rows = rows("head_topk", "head_rows")
 head_tiles = tiles("head_topk", "head_tiles")
+head_dots = dots("head_topk", "head_dots")
 
-TEMPLATES: tuple[Template, ...] = (head_rows, head_tiles)
+TEMPLATES: tuple[Template, ...] = (head_rows, head_tiles, head_dots)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
-FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (head_rows,), "cuda": (head_tiles,)}
+FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (head_rows,), "cuda": (head_tiles, head_dots)}

@@ -1,0 +1,44 @@
+"""The output layer on a GPU for what the other templates do not fit: any hidden size and any k.
+
+A warp makes the score of a word and a row, element by element. Then a thread block a row finds the k-th largest score by
+radix passes, as `softmax_topk.radix_select` does: these are its phases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template
+
+# Threads of a block of the second kernel.
+THREADS = (256, 512, 1024)
+
+
+def space(problem: Any, machine: Machine) -> Table:
+    return {"threads": THREADS}
+
+
+def default(problem: Any, machine: Machine) -> Decisions:
+    return {"threads": 512}
+
+
+def build(problem: Any, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, decisions["threads"])
+
+
+def dots(operator: str, name: str) -> Template:
+    """The template for one of the operators of the output layer."""
+    return Template(
+        name=name,
+        version=1,
+        operator=operator,
+        kind="cuda",
+        summary="a warp a score, then radix passes over a row: any hidden size, any k",
+        space=space,
+        default=default,
+        program=build,
+        explicit_threads=True,
+    )

@@ -1,0 +1,160 @@
+"""The kernels of `dots`: scores into a workspace, then the selection of `softmax_topk.radix_select` over each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
+from tvm_sparse.operators.head_topk.problem import HeadTopk
+
+from ...device.selection import FULL_WARP
+from ...device.words import load_element
+from ...softmax_topk.elements import write_wanted
+from ...softmax_topk.radix_select import kernel as radix
+from ..interface import Arguments, device_region, gpu_program, rows_shape
+from ..words import OutputLayer, block_of, most_words
+
+# Warps of a block of the first kernel, each with a score of its own.
+WARPS = 8
+WARP = 32
+
+
+def program(problem: OutputLayer, threads: int) -> Program:
+    """The program of one point of the space."""
+    multiply = score_words(problem)
+    if isinstance(problem, CandidateLogits):
+
+        # fmt: off
+        @T.inline
+        def alone(io):
+            multiply(io, io.logits)
+        # fmt: on
+
+        return gpu_program(problem, alone)
+
+    find = select_words(problem, threads)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        multiply(io, io.workspaces["scores"])
+        find(io)
+    # fmt: on
+    return gpu_program(problem, body, (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),))
+
+
+def count_words(io: Arguments, index: Any) -> Any:
+    """How many words a list has."""
+    if io.counts is None:
+        return io.vocab
+    return T.max(T.min(io.counts[index], io.problem.m), 0) * block_of(io.problem)
+
+
+def word_at(io: Arguments, index: Any, position: Any) -> Any:
+    """The word at a position of a list; a candidate that is none gives the nearest word."""
+    if io.candidates is None:
+        return position
+    block = block_of(io.problem)
+    unit = T.max(T.min(io.candidates[index, position // block], io.vocab // block - 1), 0)
+    return unit * block + position % block
+
+
+# fmt: off
+def score_words(problem: OutputLayer) -> Callable[..., Any]:
+    """The first kernel. Reads: hidden states and words. Writes: scores, -inf beyond a list's words."""
+    hidden, dtype = problem.hidden, problem.dtype
+    static = None if isinstance(problem, HeadTopk) else most_words(problem)
+
+    @T.inline
+    def kernel(io, scores):
+        with device_region():
+            positions = T.meta_var(io.vocab if static is None else static)
+            parts = T.meta_var((positions + (WARPS - 1)) // WARPS)
+            block = T.cta_id([io.rows * parts])
+            t = T.thread_id([WARPS * WARP])
+            index = T.meta_var(block // parts // io.beam)
+            row = T.meta_var(block // parts % io.beam)
+            position = T.meta_var(block % parts * WARPS + t // WARP)
+            if position < positions:
+                total: T.float32 = T.float32("-inf")
+                if position < count_words(io, index):
+                    # Offsets into the embedding pass 2^31.
+                    word: T.int64 = T.Cast("int64", word_at(io, index, position))
+                    total = T.float32(0)
+                    for i in T.serial((hidden - t % WARP + (WARP - 1)) // WARP):
+                        total = total + load_element(
+                            dtype, io.hidden.ptr_to(io.place(index, row, i * WARP + t % WARP))
+                        ) * load_element(dtype, io.embedding.ptr_to([word, i * WARP + t % WARP]))
+                    # Not `T.cuda.warp_sum`: with the block's sum of the second kernel it would be defined twice.
+                    for b in T.unroll(5):
+                        total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
+                    if io.bias is not None:
+                        total = total + io.bias[word]
+                if t % WARP == 0:
+                    T.buffer_store(scores, total, io.place(index, row, position))
+
+    return kernel
+
+
+def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
+    """The second kernel. Reads: scores. Writes: all outputs."""
+    k, ids = problem.k, problem.axes.get("ids", 0)
+    static = None if isinstance(problem, HeadTopk) else most_words(problem)
+
+    def phases(io: Arguments) -> SimpleNamespace:
+        """Those of `radix_select`, and its view of the scores: rows of all lists, and columns."""
+        columns = io.vocab if static is None else static
+        pitch = most_words(problem)
+
+        def flat(buffer: Any, width: int, dtype: str) -> Any:
+            return T.decl_buffer((io.rows, width), dtype, data=buffer.data)
+
+        shown = SimpleNamespace(
+            problem=SimpleNamespace(bias=0), logits=flat(io.workspaces["scores"], pitch, "float32"),
+            values=flat(io.values, k, "float32"), indices=flat(io.indices, k, "int64"),
+            normaliser=T.decl_buffer((io.rows,), "float32", data=io.normaliser.data),
+            scale=io.scale, log=io.log, ids=io.ids, given=io.given)
+        return SimpleNamespace(
+            io=shown, sum_up=radix.sum_row(columns, threads), select=radix.select_pivot(columns, k, threads),
+            collect=radix.collect_keys(columns, threads), sort=radix.merge_exchange(k, threads),
+            write=radix.write_keys(k, threads), write_given=write_wanted(columns, ids, threads))
+
+    @T.inline
+    def name_words(io, shown, row, t):
+        """The words at the positions in `indices`, -1 for what is beyond the list's words."""
+        for i in T.serial((k - t + (threads - 1)) // threads):
+            position: T.int32 = T.Cast("int32", shown.indices[row, i * threads + t])
+            index: T.int32 = T.Cast("int32", row) // io.beam
+            if position < count_words(io, index):
+                shown.indices[row, i * threads + t] = T.Cast("int64", word_at(io, index, position))
+            else:
+                shown.indices[row, i * threads + t] = T.int64(-1)
+                shown.values[row, i * threads + t] = T.Select(io.log != 0, T.float32("-inf"), T.float32(0))
+
+    @T.inline
+    def kernel(io):
+        with device_region():
+            block = T.cta_id([io.rows])
+            t = T.thread_id([threads])
+            do = T.meta_var(phases(io))
+            s = T.meta_var(radix.State.alloc())
+            row: T.int64 = T.Cast("int64", block)
+            do.sum_up(do.io, row, t, s)
+            do.select(do.io, row, t, s)
+            do.collect(do.io, row, t, s)
+            do.sort(do.io, row, t, s)
+            do.write(do.io, row, t, s)
+            if t == 0:
+                do.io.normaliser[row] = s.top[0] * io.scale + T.log(s.d[0])
+            if ids > 0:
+                do.write_given(do.io, row, t, s)
+            if static is not None:
+                name_words(io, do.io, row, t)
+
+    return kernel
+# fmt: on
