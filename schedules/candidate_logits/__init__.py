@@ -5,10 +5,12 @@ from __future__ import annotations
 from tvm_sparse.core.template import Template
 
 from ..output_layer.rows import rows
+from ..output_layer.tiles import tiles
 
 candidate_products = rows("candidate_logits", "candidate_products")
+candidate_tiles_product = tiles("candidate_logits", "candidate_tiles_product")
 
-TEMPLATES: tuple[Template, ...] = (candidate_products,)
+TEMPLATES: tuple[Template, ...] = (candidate_products, candidate_tiles_product)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
-FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (candidate_products,), "cuda": ()}
+FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (candidate_products,), "cuda": (candidate_tiles_product,)}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from tvm_sparse.core.template import Template
 
 from ..output_layer.rows import rows
+from ..output_layer.tiles import tiles
 
 candidate_rows = rows("candidate_topk", "candidate_rows")
+candidate_tiles = tiles("candidate_topk", "candidate_tiles")
 
-TEMPLATES: tuple[Template, ...] = (candidate_rows,)
+TEMPLATES: tuple[Template, ...] = (candidate_rows, candidate_tiles)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
-FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (candidate_rows,), "cuda": ()}
+FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (candidate_rows,), "cuda": (candidate_tiles,)}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from tvm_sparse.core.template import Template
 
 from ..output_layer.rows import rows
+from ..output_layer.tiles import tiles
 
 head_rows = rows("head_topk", "head_rows")
+head_tiles = tiles("head_topk", "head_tiles")
 
-TEMPLATES: tuple[Template, ...] = (head_rows,)
+TEMPLATES: tuple[Template, ...] = (head_rows, head_tiles)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
-FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (head_rows,), "cuda": ()}
+FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (head_rows,), "cuda": (head_tiles,)}

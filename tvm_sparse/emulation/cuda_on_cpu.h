@@ -1572,6 +1572,32 @@ COC_DEVICE void mma(F value, const uint32_t* a, const uint32_t* b, float* c, int
   }
 }
 
+// mma.m16n8k8 with tf32 operands, floats of which the lowest 13 bits are ignored. Lane 4g+t holds of A rows g and g+8,
+// of B column g, in both the k of t and of t+4; of C and D as above.
+inline void mma_tf32(const uint32_t* a, const uint32_t* b, float* c, int line) {
+  Thread& t = self();
+  uint64_t of_a[2][32], of_b[32];
+  for (int high = 0; high < 2; high++) {  // rows g, then rows g+8
+    exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
+    memcpy(of_a[high], t.lanes, sizeof t.lanes);
+  }
+  exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(b[1]) << 32 | b[0]);
+  memcpy(of_b, t.lanes, sizeof t.lanes);
+  auto value = [](uint64_t both, int k) {
+    uint32_t bits = uint32_t(both >> k / 4 * 32) & 0xFFFFE000u;
+    float rounded;
+    memcpy(&rounded, &bits, sizeof rounded);
+    return double(rounded);
+  };
+  int g = t.lane / 4, first = t.lane % 4 * 2;
+  for (int i = 0; i < 4; i++) {
+    double sum = c[i];
+    for (int k = 0; k < 8; k++)
+      sum += value(of_a[i / 2][4 * g + k % 4], k) * value(of_b[4 * (first + i % 2) + k % 4], k);
+    c[i] = float(sum);
+  }
+}
+
 // ldmatrix: lane 8j+r has the address of row r of matrix j, eight 16-bit elements; lane 4g+t gets of
 // each matrix elements 2t and 2t+1 of row g, or transposed of column g.
 template <class A>

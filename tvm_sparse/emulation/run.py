@@ -520,6 +520,11 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         code = f"uint32_t of_a[4] = {a}, of_b[2] = {b}; float of_c[4] = {c}; " \
                f"cuda_on_cpu::ptx::mma(cuda_on_cpu::{value}, of_a, of_b, of_c, __builtin_LINE());"  # fmt: skip
         return "{ " + code + " ".join(_set(lane, f"of_c[{i}]") for i, lane in enumerate(_lanes(d))) + " }"
+    if opcode == "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32":
+        d, a, b, c = ("{" + ", ".join(_lanes(o)) + "}" for o in ops)
+        code = f"uint32_t of_a[4] = {a}, of_b[2] = {b}; float of_c[4] = {c}; " \
+               f"cuda_on_cpu::ptx::mma_tf32(of_a, of_b, of_c, __builtin_LINE());"  # fmt: skip
+        return "{ " + code + " ".join(_set(lane, f"of_c[{i}]") for i, lane in enumerate(_lanes(d))) + " }"
     if load := re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode):
         count, trans = int(load.group(1)), str(bool(load.group(2))).lower()
         call = f"cuda_on_cpu::ptx::load_matrices({_address(ops[1])}, {count}, {trans}, got, __builtin_LINE());"

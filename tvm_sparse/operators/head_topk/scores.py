@@ -107,7 +107,8 @@ def normalised(
         shifted = factor * (chosen - top)
         values = shifted - np.log(total) if log else np.exp(shifted) / total
         # Where nothing is above -inf there is no distribution, but the sum of exponentials is 0.
-        return values, np.where(np.isneginf(top), -np.inf, np.log(total) + factor * top)[:, 0]
+        nothing = np.isneginf(found).all(axis=1, keepdims=True)
+        return values, np.where(nothing, -np.inf, np.log(total) + factor * top)[:, 0]
 
 
 def rounding(states: np.ndarray, words: np.ndarray) -> np.ndarray:

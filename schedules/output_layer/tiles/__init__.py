@@ -1,0 +1,52 @@
+"""The output layer on a GPU: words are streamed through tensor cores, and the best of a row found by its tiles' best.
+
+**First kernel: the product.** A tile is `tile_n` words by `tile_m` rows of hidden states. A thread block goes through
+tiles of neighbouring words, an equal number for each block. Its `reduce_warps` warps share the columns of a row: each
+multiplies its part of all words of a tile, and the parts are added through shared memory. What a warp needs of the
+hidden states it keeps in registers from beginning to end. Words come straight from global memory into registers, 16
+bytes a lane, where they are operands of `mma` as they are (see `bsr_matmul.tensor_core`: columns are permuted alike in
+both operands). As soon as a step of a tile is multiplied, the same step of the next tile is asked for, so that all steps
+of a tile are in flight at any time. Word ids of candidates are read one tile further ahead.
+
+float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
+h h' + h l' + l h', which leaves out some 2^-22 of it.
+
+A tile's scores go to a workspace, with the largest score of each of its rows, as an integer that orders like it. Sums
+of exponentials relative to a maximum (Milakov & Gimelshein 2018, Algorithm 3) stay in registers until a block ends.
+
+**Second kernel: the best.** The k best words of a row lie in the k tiles whose best words are the best: if a word is
+among the k best and its tile is not among these, there are k better words. So a thread block a row finds the k best
+tiles, reads their scores again, k * tile_n of them, and finds the k best words. Both times it is the same selection: the
+k-th largest of the maxima of groups of threads is a bound below which nothing counts; what reaches it is ranked by
+counting. Keys are unique (see `device.selection`), so that the result does not depend on who comes first, and no input
+makes the selection fail.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+
+from ..words import OutputLayer
+from .space import Extents, allowed, default, space
+
+
+def build(problem: OutputLayer, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, Extents.of(problem, decisions))
+
+
+def tiles(operator: str, name: str) -> Template:
+    """The template for one of the operators of the output layer."""
+    return Template(
+        name=name,
+        version=1,
+        operator=operator,
+        kind="cuda",
+        summary="words streamed through tensor cores; the best words of the best tiles",
+        space=space,
+        default=default,
+        program=build,
+        allowed=allowed,
+        explicit_threads=True,
+    )

@@ -1,0 +1,291 @@
+"""The second kernel of `tiles`: a block a row finds the best words of the best tiles.
+
+    join_pairs      the row's maximum and sum of exponentials, from those of the first kernel's blocks
+    select          of tiles, then of words: the k best
+    write_best      values and words by their rank
+    write_asked     the probabilities of words that were asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LN_2, LOG2_E
+from ...device.overlap import wait_then_start_consumer
+from ...device.selection import FULL_WARP, join_key, key_bits, key_index, key_value, order_bits
+from ...device.state import Buffers, local, pooled, shared
+from ..interface import device_region
+from .space import Extents
+from .words import count_words, find_word
+
+load_uint = T.ptx.ld.global_.u32
+load_float = T.ptx.ld.global_.f32
+load_pair = T.ptx.ld.global_.v2.f32
+load_long = T.ptx.ld.global_.s64
+LOWEST = T.min_value("float32")
+
+
+@dataclass
+class State(Buffers):
+    """What the phases share.
+
+    Attributes
+    ----------
+    index, row, t
+        The list, the row of its beam, and the thread.
+    words
+        Of the list.
+    m, d, top
+        The row's maximum and sum of exponentials: a thread's, then the row's.
+    best, other
+        A thread's best key, and another one.
+    bits, value, pair, place, rank
+        Registers for what is loaded and counted.
+    bound
+        Shared: the least key that counts.
+    count
+        Shared: keys that reached it.
+    maxima
+        Shared: the best key of each group of threads.
+    chosen
+        Shared: the best tiles, in order.
+    ranked
+        Shared: the best keys, in order; 0 where there are none.
+    room, room_sum
+        Shared: for reductions over the block.
+    keys, held
+        Pool: keys that reached the bound, and ordered bits of all that is searched.
+    """
+
+    index: Any
+    row: Any
+    t: Any
+    words: Any = local("int32")
+    m: Any = local("float32")
+    d: Any = local("float32")
+    top: Any = local("float32")
+    best: Any = local("uint64")
+    other: Any = local("uint64")
+    bits: Any = local("uint32")
+    value: Any = local("float32")
+    pair: Any = local("float32", 2)
+    place: Any = local("int32")
+    rank: Any = local("int32")
+    wanted: Any = local("int64")
+    bound: Any = shared("uint64")
+    count: Any = shared("int32")
+    maxima: Any = shared("uint64", lambda e: e.groups)
+    chosen: Any = shared("int32", lambda e: e.k)
+    ranked: Any = shared("uint64", lambda e: e.k)
+    room: Any = shared("float32", 32)
+    room_sum: Any = shared("float32", 32)
+    keys: Any = pooled("uint64", lambda e: e.searched, 0)
+    held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
+
+
+# fmt: off
+def join_pairs(e: Extents) -> Callable[..., Any]:
+    """Join the pairs of the first kernel's blocks.
+
+    Reads: `sums` of the row.
+    Writes: `m` and `d`; the normaliser.
+    Barriers: those of two reductions.
+    After: `top` is the row's maximum and `d` its sum of exponentials, in every thread.
+    """
+    warps = e.threads // 32
+
+    @T.inline
+    def phase(io, s, factor):
+        s.m[0] = LOWEST
+        s.d[0] = T.float32(0)
+        for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
+            load_pair(
+                s.pair[0], s.pair[1],
+                io.workspaces["sums"].ptr_to(io.place(s.index, s.row, i * e.threads + s.t, 0)))
+            s.top[0] = T.max(s.m[0], s.pair[0])
+            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor) + s.pair[1] * T.exp2(
+                (s.pair[0] - s.top[0]) * factor)
+            s.m[0] = s.top[0]
+        s.top[0] = T.cuda.cta_max(s.m[0], warps, s.room.data)
+        s.d[0] = T.cuda.cta_sum(s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor), warps, s.room_sum.data)
+        if s.t == 0:
+            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+
+    return phase
+
+
+def select(e: Extents, load: Callable[..., Any], number: Callable[..., Any], place: Callable[..., Any]) -> Any:
+    """Call place(s, rank, key) for the k best of `size` keys; the phase is (io, s, size).
+
+    load(io, s, i) puts the ordered bits of the i-th into `bits`, 0 for none; its number, by which equals are put in
+    order, is number(s, i).
+
+    Writes: `held`, `maxima`, `bound`, `keys`, `count`.
+    Barriers: several; begins and ends with one.
+    """
+    threads, lanes = e.threads, e.threads // e.groups
+
+    @T.inline
+    def phase(io, s, size):
+        s.best[0] = T.uint64(0)
+        for i in T.serial((size - s.t + (threads - 1)) // threads):
+            load(io, s, i * threads + s.t)
+            s.held[i * threads + s.t] = s.bits[0]
+            s.best[0] = T.max(s.best[0], join_key(s.bits[0], number(s, i * threads + s.t)))
+        for b in T.unroll(min(lanes, 32).bit_length() - 1):
+            s.best[0] = T.max(
+                s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+        if s.t == 0:
+            s.count[0] = 0
+            s.bound[0] = T.uint64(0)
+        T.cuda.cta_sync()
+        if s.t % lanes == 0:
+            s.maxima[s.t // lanes] = s.best[0]
+        T.cuda.cta_sync()
+        # The k-th largest of the maxima: k keys at least reach it. Groups without a key have 0, and share a rank.
+        if s.t < e.groups:
+            s.best[0] = s.maxima[s.t]
+            s.rank[0] = 0
+            for j in T.serial(e.groups):
+                if s.maxima[j] > s.best[0]:
+                    s.rank[0] = s.rank[0] + 1
+            if s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
+                s.bound[0] = s.best[0]
+        T.cuda.cta_sync()
+        for i in T.serial((size - s.t + (threads - 1)) // threads):
+            s.best[0] = join_key(s.held[i * threads + s.t], number(s, i * threads + s.t))
+            if s.best[0] >= s.bound[0]:
+                s.keys[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.best[0]
+        T.cuda.cta_sync()
+        for i in T.serial((s.count[0] - s.t + (threads - 1)) // threads):
+            s.best[0] = s.keys[i * threads + s.t]
+            s.rank[0] = 0
+            for j in T.serial(s.count[0]):
+                if s.keys[j] > s.best[0]:
+                    s.rank[0] = s.rank[0] + 1
+            if s.rank[0] < e.k:
+                place(s, s.rank[0], s.best[0])
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def select_tiles(e: Extents) -> Any:
+    """Reads: `tops`. Writes: `chosen`, the tiles with the best words, as many as there are up to k."""
+
+    @T.inline
+    def load(io, s, i):
+        load_uint(s.bits[0], io.workspaces["tops"].ptr_to(io.place(s.index, s.row, i)))
+
+    @T.inline
+    def place(s, rank, key):
+        s.chosen[rank] = T.Cast("int32", key_index(key))
+
+    return select(e, load, lambda s, i: i, place)
+
+
+def select_words(e: Extents) -> Any:
+    """Reads: the scores of the tiles in `chosen`. Writes: `ranked`."""
+
+    def number(s: State, i: Any) -> Any:
+        return s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
+
+    @T.inline
+    def load(io, s, i):
+        load_float(s.value[0], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, number(s, i))))
+        s.bits[0] = T.Select(number(s, i) < s.words[0], order_bits(s.value[0]), T.uint32(0))
+
+    @T.inline
+    def place(s, rank, key):
+        s.ranked[rank] = key
+
+    return select(e, load, number, place)
+
+
+@T.inline
+def write_value(io, s, values, at, score, factor):
+    """The probability of a score, or its logarithm."""
+    s.value[0] = (score - s.top[0]) * factor
+    T.buffer_store(values, T.Select(
+        io.log != 0, s.value[0] * T.float32(LN_2) - T.log(s.d[0]), T.exp2(s.value[0]) * (T.float32(1) / s.d[0])), at)
+
+
+def write_best(e: Extents) -> Callable[..., Any]:
+    """Reads: `ranked`, `top`, `d`. Writes: values and indices; -1 where there is no word. Barriers: none."""
+    find = find_word(e)
+
+    @T.inline
+    def phase(io, s, factor):
+        for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
+            s.best[0] = s.ranked[i * e.threads + s.t]
+            if key_bits(s.best[0]) == T.uint32(0):
+                T.buffer_store(io.indices, T.int64(-1), io.place(s.index, s.row, i * e.threads + s.t))
+                T.buffer_store(
+                    io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
+                    io.place(s.index, s.row, i * e.threads + s.t))
+            else:
+                find(io, s.index, T.Cast("int32", key_index(s.best[0])), s.place)
+                T.buffer_store(
+                    io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, i * e.threads + s.t))
+                write_value(
+                    io, s, io.values, io.place(s.index, s.row, i * e.threads + s.t), key_value(s.best[0]), factor)
+
+    return phase
+
+
+def write_asked(e: Extents) -> Callable[..., Any]:
+    """Reads: `ids`, their scores, `top`, `d`. Writes: `given`, NaN for a word that there is not. Barriers: none."""
+
+    @T.inline
+    def phase(io, s, factor):
+        for i in T.serial((e.ids - s.t + (e.threads - 1)) // e.threads):
+            load_long(s.wanted[0], io.ids.ptr_to([s.row, i * e.threads + s.t]))
+            if s.wanted[0] >= T.int64(0) and s.wanted[0] < T.Cast("int64", s.words[0]):
+                load_float(
+                    s.pair[0], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, T.Cast("int32", s.wanted[0]))))
+                write_value(io, s, io.given, [s.row, i * e.threads + s.t], s.pair[0], factor)
+            else:
+                io.given[s.row, i * e.threads + s.t] = T.float32("nan")
+
+    return phase
+
+
+def best(e: Extents) -> Callable[..., Any]:
+    """The kernel, called with (io)."""
+    count = count_words(e)
+    do = SimpleNamespace(
+        join_pairs=join_pairs(e),
+        select_tiles=select_tiles(e),
+        select_words=select_words(e),
+        write_best=write_best(e),
+        write_asked=write_asked(e),
+    )
+
+    @T.inline
+    def kernel(io):
+        with device_region():
+            beam = T.meta_var(io.beam)
+            flat = T.cta_id([io.rows])
+            t = T.thread_id([e.threads])
+            s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
+            factor: T.float32 = io.scale * T.float32(LOG2_E)
+            for i in T.serial((e.k - t + (e.threads - 1)) // e.threads):
+                s.ranked[i * e.threads + t] = T.uint64(0)
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            count(io, s.index, s.words)
+            tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
+            do.join_pairs(io, s, factor)
+            do.select_tiles(io, s, tiles)
+            do.select_words(io, s, T.min(tiles, e.k) * e.tile_n)
+            do.write_best(io, s, factor)
+            if e.ids > 0:
+                do.write_asked(io, s, factor)
+
+    return kernel
+# fmt: on

@@ -1,0 +1,46 @@
+"""The program of `tiles`: its workspaces, and its kernels, each a list of phases.
+
+    product     the scores of tiles of words                            (`product`)
+    best        the best words of the rows, from the best of the tiles  (`best`)
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Workspace
+
+from ..interface import gpu_program, rows_shape
+from ..words import OutputLayer
+from .best import best
+from .product import product
+from .space import Extents
+
+
+def program(problem: OutputLayer, e: Extents) -> Program:
+    """The program of one point of the space."""
+    multiply = product(e)
+    if not e.k:
+
+        # fmt: off
+        @T.inline
+        def alone(io):
+            multiply(io, io.logits, None, None)
+        # fmt: on
+
+        return gpu_program(problem, alone, overlapped=e.overlap > 0)
+
+    find = best(e)
+    own = (
+        Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),
+        Workspace("tops", rows_shape(problem, e.tiles), "uint32"),
+        Workspace("sums", rows_shape(problem, e.blocks, 2), "float32"),
+    )
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        multiply(io, io.workspaces["scores"], io.workspaces["tops"], io.workspaces["sums"])
+        find(io)
+    # fmt: on
+    return gpu_program(problem, body, own, overlapped=e.overlap > 0)

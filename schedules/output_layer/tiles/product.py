@@ -1,0 +1,437 @@
+"""The first kernel of `tiles`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
+
+    take_places     which tiles, rows and columns are a thread's
+    load_states     the hidden states in the warp's columns
+    find_rows       where the words of a tile lie
+    load_step       a step of a tile's words
+    multiply_step   its products
+    write_parts     a warp's sums to shared memory
+    finish_scores   their sum over the warps: scores, the tile's largest ones, sums of exponentials
+    join_sums       a block's sums of exponentials
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...device.overlap import wait_then_start_consumer
+from ...device.selection import FULL_WARP, order_bits
+from ...device.state import Buffers, local, shared
+from ...device.words import load_element
+from ..interface import device_region
+from .space import VECTOR, Extents
+from .words import count_words, find_word
+
+# What one warp alone reads, once, need not push hidden states out of the L1 cache.
+load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
+load_vector = T.ptx.ld.global_.v4.u32
+LOWEST = T.min_value("float32")
+MINUS_INFINITY = T.float32("-inf")
+
+
+@dataclass
+class State(Buffers):
+    """What the phases share.
+
+    Attributes
+    ----------
+    index, top
+        The list, and the first row of its beam in this block's tiles.
+    tile, end
+        The tile in hand, and the one behind the block's last.
+    words
+        Of the list.
+    states, hand
+        Operands in registers: hidden states in the warp's columns, and words of the tile in hand. Of each step and each
+        8 rows the four words of one vector.
+    at
+        Addresses of the words of the next tile to be loaded, at this lane's column of the first step.
+    word
+        Ids of the words of the tile after that.
+    sums
+        Of all pairs of fragments, four a pair.
+    parts
+        Shared: each warp's sums of a tile by row and word, of two tiles in turn.
+    m, d
+        Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials.
+    score, other, bits
+        A score, a value of another lane, and ordered bits.
+    """
+
+    index: Any
+    top: Any
+    tile: Any = local("int32")
+    end: Any = local("int32")
+    words: Any = local("int32")
+    states: Any = local("uint32", lambda e: e.steps * e.b_fragments * 4)
+    hand: Any = local("uint32", lambda e: e.steps * e.a_fragments * 8)
+    at: Any = local("uint64", lambda e: e.a_fragments * 2)
+    word: Any = local("int32", lambda e: e.a_fragments * 2)
+    sums: Any = local("float32", lambda e: e.a_fragments * e.b_fragments * 4)
+    m: Any = local("float32", lambda e: e.pairs_each)
+    d: Any = local("float32", lambda e: e.pairs_each)
+    score: Any = local("float32")
+    other: Any = local("float32", 2)
+    bits: Any = local("uint32", 2)
+    parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A thread's place: its warp, and in the fragments its row, of eight, and its vector of a step, of four."""
+
+    t: Any
+
+    @property
+    def warp(self) -> Any:
+        return self.t // 32
+
+    @property
+    def group(self) -> Any:
+        return self.t % 32 // 4
+
+    @property
+    def member(self) -> Any:
+        return self.t % 4
+
+
+# fmt: off
+def take_tiles(e: Extents) -> Callable[..., Any]:
+    """Deal the tiles of a list out to the blocks: neighbours to one block, equally many to each.
+
+    Reads: the list's count.
+    Writes: `words`, `tile`, `end`, and empty sums to `m` and `d`.
+    Barriers: none.
+    """
+    count = count_words(e)
+
+    @T.inline
+    def phase(io, s, block):
+        count(io, s.index, s.words)
+        # The gathered product alone writes what is beyond the count, too.
+        tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.tiles
+        each: T.int32 = tiles // e.blocks
+        rest: T.int32 = tiles % e.blocks
+        s.tile[0] = block * each + T.min(block, rest)
+        s.end[0] = s.tile[0] + each + T.Cast("int32", block < rest)
+        for i in T.unroll(e.pairs_each):
+            s.m[i] = LOWEST
+            s.d[i] = T.float32(0)
+
+    return phase
+
+
+def load_states(e: Extents) -> Callable[..., Any]:
+    """Load the hidden states in the warp's columns.
+
+    Reads: `hidden`, rows beyond the beam as its last one.
+    Writes: `states`, zeros beyond the last column.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, s, p):
+        for step in T.unroll(e.steps):
+            for f in T.unroll(e.b_fragments):
+                i = (step * e.b_fragments + f) * 4
+                if (p.warp * e.steps + step) * 4 + p.member < e.vectors:
+                    load_vector(
+                        s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
+                        io.hidden.ptr_to(io.place(
+                            s.index, T.min(s.top + f * 8 + p.group, io.beam - 1),
+                            ((p.warp * e.steps + step) * 4 + p.member) * (e.hidden // e.vectors))))
+                else:
+                    for v in T.unroll(4):
+                        s.states[i + v] = T.uint32(0)
+
+    return phase
+
+
+def find_words(e: Extents) -> Callable[..., Any]:
+    """The ids of a tile's words that this lane loads; the phase is (io, s, p, tile).
+
+    Reads: the list.
+    Writes: `word`. Positions beyond the list's words, and tiles beyond the block's last, give a word that there is.
+    Barriers: none.
+    """
+    find = find_word(e)
+
+    @T.inline
+    def phase(io, s, p, tile):
+        for i in T.unroll(e.a_fragments * 2):
+            word = T.alloc_local([1], "int32")
+            find(io, s.index, T.max(T.min(tile * e.tile_n + i * 8 + p.group, s.words[0] - 1), 0), word)
+            s.word[i] = word[0]
+
+    return phase
+
+
+def find_rows(e: Extents) -> Callable[..., Any]:
+    """Reads: `word`. Writes: `at`, where the words' rows are in memory. Barriers: none."""
+
+    @T.inline
+    def phase(io, s, p):
+        for i in T.unroll(e.a_fragments * 2):
+            s.at[i] = T.reinterpret("uint64", io.embedding.ptr_to([0, 0])) + (
+                T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
+                + T.Cast("uint64", (p.warp * (e.steps * 4) + p.member) * VECTOR))
+
+    return phase
+
+
+def load_step(e: Extents) -> Callable[..., Any]:
+    """Load a step of the words at `at`; the phase is (s, p, step).
+
+    Reads: words.
+    Writes: `hand` for the step, zeros beyond the last column.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, p, step):
+        for n in T.unroll(e.a_fragments * 2):
+            i = (step * (e.a_fragments * 2) + n) * 4
+            if (p.warp * e.steps + step) * 4 + p.member < e.vectors:
+                load_once(
+                    s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
+                    s.at[n] + T.Cast("uint64", step * (4 * VECTOR)))
+            else:
+                for v in T.unroll(4):
+                    s.hand[i + v] = T.uint32(0)
+
+    return phase
+
+
+def multiply_step(e: Extents) -> Callable[..., Any]:
+    """Multiply a step; the phase is (s, step).
+
+    Reads: `hand` and `states` of the step.
+    Writes: adds their products to `sums`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
+    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
+
+    @T.inline
+    def of_halves(s, step):
+        for half in T.unroll(2):
+            for f in T.unroll(e.a_fragments):
+                for g in T.unroll(e.b_fragments):
+                    at = (f * e.b_fragments + g) * 4
+                    # A fragment of words is two of 8 rows: its registers are of row `group`, of row `group + 8`, and so
+                    # again for the other columns.
+                    a = (step * e.a_fragments + f) * 8 + half * 2
+                    b = (step * e.b_fragments + g) * 4 + half * 2
+                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                        s.hand[a], s.hand[a + 4], s.hand[a + 1], s.hand[a + 5],
+                        s.states[b], s.states[b + 1],
+                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+
+    return of_halves if kind else multiply_floats(e)
+
+
+def multiply_floats(e: Extents) -> Callable[..., Any]:
+    """`multiply_step` for float32: three products of tf32.
+
+    An infinity or NaN has no lower part, and must not meet the lower part of its partner, which may be 0.
+    """
+    mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
+
+    @T.inline
+    def split(word, high, low, finite, i):
+        high[i] = word & T.uint32(0xFFFFE000)
+        low[i] = T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high[i]))
+        finite[i] = high[i]
+        if (word & T.uint32(0x7F800000)) == T.uint32(0x7F800000):
+            high[i] = word
+            low[i] = T.uint32(0)
+            finite[i] = T.uint32(0)
+
+    @T.inline
+    def phase(s, step):
+        a_high = T.alloc_local([4], "uint32")
+        a_low = T.alloc_local([4], "uint32")
+        a_finite = T.alloc_local([4], "uint32")
+        b_high = T.alloc_local([e.b_fragments * 2], "uint32")
+        b_low = T.alloc_local([e.b_fragments * 2], "uint32")
+        b_finite = T.alloc_local([e.b_fragments * 2], "uint32")
+        for half in T.unroll(2):
+            for g in T.unroll(e.b_fragments):
+                for i in T.unroll(2):
+                    split(s.states[(step * e.b_fragments + g) * 4 + half * 2 + i], b_high, b_low, b_finite, g * 2 + i)
+            for f in T.unroll(e.a_fragments):
+                # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
+                for i in T.unroll(4):
+                    split(s.hand[(step * e.a_fragments + f) * 8 + half * 2 + i // 2 + i % 2 * 4],
+                          a_high, a_low, a_finite, i)
+                for g in T.unroll(e.b_fragments):
+                    at = (f * e.b_fragments + g) * 4
+                    b = g * 2
+                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                        a_low[0], a_low[1], a_low[2], a_low[3], b_finite[b], b_finite[b + 1],
+                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                        a_finite[0], a_finite[1], a_finite[2], a_finite[3], b_low[b], b_low[b + 1],
+                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                        a_high[0], a_high[1], a_high[2], a_high[3], b_high[b], b_high[b + 1],
+                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+
+    return phase
+
+
+def write_parts(e: Extents) -> Callable[..., Any]:
+    """Put a warp's sums into shared memory.
+
+    Reads: `sums`.
+    Writes: `parts`, in the half that is this tile's.
+    Barriers: of the thread block, at the end. With two halves a thread that is a tile ahead overwrites nothing that is
+        still read.
+    """
+
+    @T.inline
+    def phase(s, p, half):
+        for f in T.unroll(e.a_fragments):
+            for g in T.unroll(e.b_fragments):
+                for i in T.unroll(4):
+                    s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + g * 8 + p.member * 2 + i % 2) * e.pitch
+                            + f * 16 + i // 2 * 8 + p.group] = s.sums[(f * e.b_fragments + g) * 4 + i]
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def finish_scores(e: Extents) -> Callable[..., Any]:
+    """Add up the warps' sums of a tile, and do with a score what is to be done with it. A thread has the same row and
+    place in every tile.
+
+    Reads: `parts`; the bias.
+    Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `m` and `d`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    pairs = e.tile_m * e.tile_n
+    find = find_word(e)
+
+    @T.inline
+    def phase(io, s, p, half, scores, tops, factor):
+        for i in T.unroll(e.pairs_each):
+            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+                position: T.int32 = s.tile[0] * e.tile_n + p.t % e.tile_n
+                s.score[0] = T.float32(0)
+                for w in T.unroll(e.reduce_warps):
+                    s.score[0] = s.score[0] + s.parts[
+                        ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
+                if position < s.words[0]:
+                    if io.bias is not None:
+                        word = T.alloc_local([1], "int32")
+                        find(io, s.index, position, word)
+                        s.score[0] = s.score[0] + load_element("float32", io.bias.ptr_to([word[0]]))
+                else:
+                    s.score[0] = MINUS_INFINITY
+                if e.k == 0:
+                    if s.top + row < io.beam and position < e.m:
+                        T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
+                else:
+                    if s.top + row < io.beam:
+                        T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
+                    s.bits[0] = order_bits(s.score[0])
+                    for b in T.unroll(e.tile_n.bit_length() - 1):
+                        s.bits[0] = T.max(
+                            s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
+                    if p.t % e.tile_n == 0 and s.top + row < io.beam:
+                        T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
+                    if position < s.words[0]:
+                        s.other[0] = T.max(s.m[i], s.score[0])
+                        s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
+                            (s.score[0] - s.other[0]) * factor)
+                        s.m[i] = s.other[0]
+
+    return phase
+
+
+def join_sums(e: Extents) -> Callable[..., Any]:
+    """Join what the lanes of a row know.
+
+    Reads: `m` and `d`.
+    Writes: the block's pair of each row to `sums`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    pairs = e.tile_m * e.tile_n
+
+    @T.inline
+    def phase(io, s, p, block, sums, factor):
+        for i in T.unroll(e.pairs_each):
+            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+                for b in T.unroll(e.tile_n.bit_length() - 1):
+                    s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
+                    s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
+                    s.score[0] = T.max(s.m[i], s.other[0])
+                    s.d[i] = s.d[i] * T.exp2((s.m[i] - s.score[0]) * factor) + s.other[1] * T.exp2(
+                        (s.other[0] - s.score[0]) * factor)
+                    s.m[i] = s.score[0]
+                if p.t % e.tile_n == 0 and s.top + row < io.beam:
+                    T.buffer_store(sums, s.m[i], io.place(s.index, s.top + row, block, 0))
+                    T.buffer_store(sums, s.d[i], io.place(s.index, s.top + row, block, 1))
+
+    return phase
+
+
+def product(e: Extents) -> Callable[..., Any]:
+    """The kernel, called with (io, scores, tops, sums); without k the last two are None."""
+    do = SimpleNamespace(
+        take_tiles=take_tiles(e),
+        load_states=load_states(e),
+        find_words=find_words(e),
+        find_rows=find_rows(e),
+        load_step=load_step(e),
+        multiply_step=multiply_step(e),
+        write_parts=write_parts(e),
+        finish_scores=finish_scores(e),
+        join_sums=join_sums(e),
+    )
+
+    @T.inline
+    def kernel(io, scores, tops, sums):
+        with device_region():
+            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
+            block, y = T.cta_id([e.blocks, io.lists * strips])
+            t = T.thread_id([e.product_threads])
+            p = T.meta_var(Place(t))
+            s = T.meta_var(State.alloc(e, index=y // strips, top=y % strips * e.tile_m))
+            factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            do.take_tiles(io, s, block)
+            if s.tile[0] < s.end[0]:
+                do.find_words(io, s, p, s.tile[0])
+                do.find_rows(io, s, p)
+                for step in T.unroll(e.steps):
+                    do.load_step(s, p, step)
+                do.load_states(io, s, p)
+                do.find_words(io, s, p, s.tile[0] + 1)
+            while s.tile[0] < s.end[0]:
+                do.find_rows(io, s, p)
+                do.find_words(io, s, p, s.tile[0] + 2)
+                for i in T.unroll(e.a_fragments * e.b_fragments * 4):
+                    s.sums[i] = T.float32(0)
+                for step in T.unroll(e.steps):
+                    do.multiply_step(s, step)
+                    if s.tile[0] + 1 < s.end[0]:
+                        do.load_step(s, p, step)
+                half: T.int32 = s.tile[0] % 2
+                do.write_parts(s, p, half)
+                do.finish_scores(io, s, p, half, scores, tops, factor)
+                s.tile[0] = s.tile[0] + 1
+            if e.k > 0:
+                do.join_sums(io, s, p, block, sums, factor)
+
+    return kernel
+# fmt: on

@@ -1,0 +1,215 @@
+"""The space of the templates made by `tiles`, and the extents that their kernels are built from. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
+from tvm_sparse.operators.head_topk.problem import HeadTopk
+
+from ..words import OutputLayer, block_of, most_words
+
+# Rows of hidden states of a tile: fragments of operand B.
+TILE_M = powers(8, 64)
+# Words of a tile: one or two fragments of operand A. Half a warp or a warp finds a tile's largest score.
+TILE_N = (16, 32)
+# Warps that share the columns of a word.
+REDUCE_WARPS = powers(1, 16)
+# Thread blocks of the first kernel: for short lists, and by how many there are for each multiprocessor.
+FEW_BLOCKS = powers(8, 1024)
+BLOCKS_EACH = (1, 2, 3, 4, 6, 8)
+# Threads of a block of the second kernel.
+THREADS = (256, 512, 1024)
+# Registers of a thread for operands and sums, and for all else; of a multiprocessor.
+MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
+# Words that the second kernel finds for a row: it ranks as many maxima by counting.
+MAX_K = 256
+# Maxima that the second kernel ranks at least.
+LEAST_GROUPS = 64
+# Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
+STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
+# Bytes of a load, and of the part of a row that a warp multiplies in one step.
+VECTOR, STEP = 16, 64
+# Floats between the rows of a tile's sums in shared memory beyond its words: keeps lanes off each other's banks.
+PAD = 4
+
+
+def space(problem: OutputLayer, machine: Machine) -> Table:
+    if machine.capability < 80:
+        raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16 and tf32")
+    size = numpy_dtype(problem.dtype).itemsize
+    if problem.hidden * size % VECTOR:
+        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
+    if not isinstance(problem, CandidateLogits) and problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}, the most that are ranked by counting")
+    rows = problem.batch if isinstance(problem, HeadTopk) else problem.beam
+    most = ceildiv(most_words(problem), min(TILE_N))
+    # A list has no more blocks than tiles; lists that are many have blocks enough with few each.
+    each = tuple(machine.cores * n for n in BLOCKS_EACH)
+    blocks = tuple(sorted({b for b in (*FEW_BLOCKS, *each) if b < 2 * most} | {1 if most < FEW_BLOCKS[0] else most}))
+    return {
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
+        "tile_n": TILE_N,
+        "reduce_warps": REDUCE_WARPS,
+        "blocks": tuple(b for b in blocks if b <= 2048),
+        "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
+        "overlap": (0, 1) if machine.has_clusters else (0,),
+    }
+
+
+def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    if e.held > MAX_HELD:
+        return f"{e.held} operands and sums exceed {MAX_HELD} registers"
+    if (e.held + BESIDES) * e.product_threads > REGISTERS:
+        return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
+    if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 4 >= e.vectors:
+        return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
+    if e.parts_bytes > STATIC_SHARED:
+        return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
+    if e.k and e.groups > e.threads:
+        return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
+    if e.k and e.pool_bytes > DYNAMIC_SHARED:
+        return f"{e.tiles} tiles and {e.k} of them again take {e.pool_bytes} bytes of shared memory"
+    return None
+
+
+def default(problem: OutputLayer, machine: Machine) -> Decisions:
+    """All rows in a tile, if registers hold them; as many warps as leave each a few steps; blocks for all processors."""
+    table = space(problem, machine)
+    lists = 1 if isinstance(problem, HeadTopk) else problem.lists
+    wanted = 2 * machine.cores / lists
+
+    choices = [
+        {
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "reduce_warps": reduce_warps,
+            "blocks": blocks,
+            "threads": threads,
+            "overlap": max(table["overlap"]),
+        }
+        for tile_m in sorted(table["tile_m"], reverse=True)
+        for tile_n in table["tile_n"]
+        for reduce_warps in (8, 16, 4, 2, 1)
+        for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
+        for threads in (512, 1024, 256)
+        if threads in table["threads"]
+    ]
+    return next(point for point in choices if allowed(problem, machine, point) is None)
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What the kernels know before they run.
+
+    Attributes
+    ----------
+    dtype, hidden
+        Of hidden states and words.
+    k, ids
+        Words to be found in a row, and words that were asked for. 0 of `candidate_logits`, which finds none.
+    m
+        Candidates of a list; 0 of the exact head.
+    block
+        Words of a candidate.
+    tile_m, tile_n, reduce_warps, blocks, threads, overlap
+        The decisions of these names.
+    vectors
+        16-byte vectors of a row.
+    steps
+        Steps of a warp along a row: four lanes side by side load a vector each.
+    tiles
+        Tiles of a list that is full.
+    """
+
+    dtype: str
+    hidden: int
+    k: int
+    ids: int
+    m: int
+    block: int
+    tile_m: int
+    tile_n: int
+    reduce_warps: int
+    blocks: int
+    threads: int
+    overlap: int
+    vectors: int
+    steps: int
+    tiles: int
+
+    @classmethod
+    def of(cls, problem: OutputLayer, decisions: Decisions) -> Extents:
+        vectors = problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR
+        return cls(
+            problem.dtype,
+            problem.hidden,
+            0 if isinstance(problem, CandidateLogits) else problem.k,
+            problem.ids if isinstance(problem, HeadTopk) else 0,
+            0 if isinstance(problem, HeadTopk) else problem.m,
+            block_of(problem),
+            **decisions,
+            vectors=vectors,
+            steps=ceildiv(vectors, 4 * decisions["reduce_warps"]),
+            tiles=ceildiv(most_words(problem), decisions["tile_n"]),
+        )
+
+    @property
+    def product_threads(self) -> int:
+        """Threads of a block of the first kernel."""
+        return 32 * self.reduce_warps
+
+    @property
+    def a_fragments(self) -> int:
+        return self.tile_n // 16
+
+    @property
+    def b_fragments(self) -> int:
+        return self.tile_m // 8
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread for words and hidden states in hand, and for sums."""
+        operands = self.steps * (self.tile_n // 8 + self.b_fragments) * 4
+        return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 2 + 3 * self.pairs_each
+
+    @property
+    def pairs_each(self) -> int:
+        """Scores of a tile that a thread of the first kernel finishes."""
+        return ceildiv(self.tile_m * self.tile_n, self.product_threads)
+
+    @property
+    def pitch(self) -> int:
+        """Floats from one row of a tile's sums to the next."""
+        return self.tile_n + PAD
+
+    @property
+    def parts_bytes(self) -> int:
+        """Of the sums of all warps, twice: one tile is finished while the next one's are written."""
+        return 2 * self.reduce_warps * self.tile_m * self.pitch * 4
+
+    @property
+    def row_pitch(self) -> int:
+        """Scores of a row in the workspace."""
+        return self.tiles * self.tile_n
+
+    @property
+    def groups(self) -> int:
+        """Groups of threads of the second kernel whose maxima are ranked."""
+        return max(LEAST_GROUPS, 1 << (2 * self.k - 1).bit_length())
+
+    @property
+    def searched(self) -> int:
+        """The most that the second kernel searches at a time: tiles, or words of the best tiles."""
+        return max(self.tiles, min(self.k, self.tiles) * self.tile_n)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Dynamic shared memory of the second kernel: a key and an ordered score for all that is searched."""
+        return 12 * self.searched + 8
+
+

@@ -1,0 +1,48 @@
+"""Which words a list has, for kernels that may start before the producer kernel has ended: by loads that see its writes.
+
+A producer kernel may have made the lists, so these may be read only after the wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from .space import Extents
+
+load_int = T.ptx.ld.global_.s32
+
+
+def count_words(e: Extents) -> Callable[..., Any]:
+    """The phase is (io, index, words). Writes: `words[0]`, how many words list `index` has."""
+
+    # fmt: off
+    @T.inline
+    def phase(io, index, words):
+        if e.m == 0:
+            words[0] = io.vocab
+        else:
+            load_int(words[0], io.counts.ptr_to([index]))
+            words[0] = T.max(T.min(words[0], e.m), 0) * e.block
+    # fmt: on
+    return phase
+
+
+def find_word(e: Extents) -> Callable[..., Any]:
+    """The phase is (io, index, position, word).
+
+    Writes: `word[0]`, the word at a position of list `index`; a candidate that is none gives the nearest word.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(io, index, position, word):
+        if e.m == 0:
+            word[0] = position
+        else:
+            load_int(word[0], io.candidates.ptr_to([index, position // e.block]))
+            word[0] = T.max(T.min(word[0], io.vocab // e.block - 1), 0) * e.block + position % e.block
+    # fmt: on
+    return phase
