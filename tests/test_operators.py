@@ -318,7 +318,7 @@ def test_unknown_structure(operator: str) -> None:
 
 @pytest.mark.parametrize("operator", registry.operators())
 def test_unknown_setting(operator: str) -> None:
-    with pytest.raises(ProblemError, match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|none)"):
+    with pytest.raises(ProblemError, match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|threshold|none)"):
         make(operator, registry.find(operator).problem.example).generate(0, settings={"logs": 1})
 
 
@@ -329,7 +329,7 @@ def test_data_depend_on_seed_and_structure_and_not_on_settings(problem: Problem)
         inputs = problem.generate(5, settings=settings)
         triples = zip(problem.kernel_inputs, first, inputs, strict=True)
         changed = {spec.name for spec, a, b in triples if np.asarray(a).tobytes() != np.asarray(b).tobytes()}
-        assert changed <= {"scale", "log", "order", "long", "constant"}
+        assert changed <= {"scale", "log", "order", "long", "constant", "threshold"}
         assert not changed or settings != problem.settings[0]
 
 

@@ -109,7 +109,7 @@ def reference(
     def of_a_row(argument: Argument) -> int:
         if argument.shape[:1] != (problem.batch_axis,):
             return 0
-        return math.prod(problem.axes[extent] if isinstance(extent, str) else extent for extent in argument.shape[1:])
+        return math.prod(map(problem.extent, argument.shape[1:]))
 
     def with_all_rows(part: np.ndarray) -> np.ndarray:
         return np.empty((problem.batch_extent, *part.shape[1:]), part.dtype)

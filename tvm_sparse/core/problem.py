@@ -49,8 +49,9 @@ class Mismatch(AssertionError):
 class Argument:
     """One argument of a kernel, in calling order.
 
-    `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may name an axis, as "dtype" does.
-    `when` names an axis: kernels of problems where it is 0 or empty do not have this argument.
+    `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may name an axis, as "dtype" does. `when`
+    names an axis: kernels of problems where it is 0 or empty do not have this argument. Names other than axes are those
+    that the operator's `Problem.extent` knows.
     """
 
     name: str
@@ -102,12 +103,12 @@ class Problem(ABC):
     @property
     def kernel_inputs(self) -> tuple[Argument, ...]:
         """The inputs that kernels of this very problem take, in calling order."""
-        return tuple(a for a in self.inputs if not a.when or self.axes[a.when])
+        return tuple(filter(self.has, self.inputs))
 
     @property
     def kernel_outputs(self) -> tuple[Argument, ...]:
         """The outputs that kernels of this very problem write, in calling order."""
-        return tuple(a for a in self.outputs if not a.when or self.axes[a.when])
+        return tuple(filter(self.has, self.outputs))
 
     def __str__(self) -> str:
         return self.key
@@ -220,7 +221,7 @@ class Problem(ABC):
         from tvm import tirx
 
         arguments = (*self.inputs, *self.outputs)
-        absent = [bool(a.when) and not self.axes[a.when] for a in arguments]
+        absent = [not self.has(a) for a in arguments]
         absent += [False] * (len(function.params) - len(arguments))  # workspaces
         params = [p for p, missing in zip(function.params, absent, strict=True) if not missing]
         return tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
@@ -239,11 +240,23 @@ class Problem(ABC):
         """Shape and dtype of each output."""
         return [
             (
-                tuple(self.axes[extent] if isinstance(extent, str) else extent for extent in argument.shape),
+                tuple(map(self.extent, argument.shape)),
                 self.axes.get(argument.dtype, argument.dtype),
             )
             for argument in self.kernel_outputs
         ]
+
+    def extent(self, name: str | int) -> int:
+        """An extent of an argument's shape, or what its `when` names: a number, or what the name stands for.
+
+        Names are those of axes. An operator whose arguments have other extents, such as the words of a bitmap, says
+        what they are by overriding this.
+        """
+        return self.axes[name] if isinstance(name, str) else name
+
+    def has(self, argument: Argument) -> bool:
+        """Whether kernels of this very problem have an argument."""
+        return not argument.when or bool(self.extent(argument.when))
 
 
 def compare(

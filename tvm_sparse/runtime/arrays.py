@@ -15,7 +15,7 @@ from typing import Any
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 # Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
 CUDA_ALIGNMENT = 16
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True)

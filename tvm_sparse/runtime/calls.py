@@ -84,6 +84,33 @@ def facts_beside(
     return name, known, array
 
 
+def passed(beside: tuple[str, Facts, Any]) -> Any:
+    """What is passed to the kernel for an array that `facts_beside` checked."""
+    name, known, array = beside
+    return arrays.argument(arrays.ready(name, array, known))
+
+
+def repeated(launchers: Any, what: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+    """What was put down in `launchers` for a call like this one, or None: `what` was asked for, of these arrays.
+
+    Also None if an array is no torch tensor that a kernel takes as it is; of arrays that are absent None stands there.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    like = layouts(given, torch)
+    return None if None in like else launchers.get((what, like))
+
+
+def put_down(launchers: Any, what: tuple[Any, ...], given: tuple[Any, ...], found: Any) -> None:
+    """Put down what `repeated` is to find the next time, if all arrays are torch tensors that a kernel takes."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        like = layouts(given, torch)
+        if None not in like:
+            launchers[what, like] = found
+
+
 def layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
     """What a launcher depends on of arrays beside the first; None for one that has to be looked at every time."""
     return tuple(

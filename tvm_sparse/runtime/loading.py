@@ -120,7 +120,7 @@ def allocated(
     """A library's workspaces for calls of one problem, each by `allocate(shape, dtype, the byte that fills it)`."""
     return [
         allocate(
-            tuple(problem.axes[extent] if isinstance(extent, str) else extent for extent in workspace["shape"]),
+            tuple(map(problem.extent, workspace["shape"])),
             workspace["dtype"],
             workspace["fill"],
         )

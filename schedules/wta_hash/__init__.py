@@ -1,0 +1,19 @@
+"""Templates of winner-take-all hashing."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Template
+
+from .hash_elements import hash_elements
+from .hash_rows import hash_rows
+
+TEMPLATES: tuple[Template, ...] = (
+    hash_rows,
+    hash_elements,
+)
+
+# Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
+FALLBACKS: dict[str, tuple[Template, ...]] = {
+    "llvm": (hash_rows,),
+    "cuda": (hash_elements,),
+}

@@ -1,0 +1,1 @@
+"""Stream compaction: the words of a bitmap as a list."""

@@ -1,0 +1,77 @@
+"""The public call of stream compaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import machine_of, outputs_for, passed, put_down, repeated
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import Compaction
+
+
+def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tuple[Any, Any]:
+    """The words of bitmaps as lists of a fixed capacity, without sorting and without a round trip to the host.
+
+    Parameters
+    ----------
+    chosen
+        Shape `(lists, ceil(vocab / 32))`, int32: word j is in a list if bit j % 32 of its int32 at j // 32 is set; bits
+        beyond `vocab` are ignored. A torch tensor on CPU or CUDA, a NumPy array, or another DLPack array.
+    vocab
+        The number of words.
+    capacity
+        Words that a list has room for.
+    out
+        A pair of int32 arrays to write into, `(lists, capacity)` and `(lists,)`, contiguous and on the same device.
+
+    Returns
+    -------
+    candidates, counts
+        `(lists, capacity)` int32: each list's words in ascending order, the first `capacity` of them, then -1.
+        `(lists,)` int32: how many words each list has, also those that have no room: the overflow of a list is
+        max(0, counts - capacity).
+
+    Raises
+    ------
+    TypeError
+        If `chosen` is no array.
+    ValueError
+        For another shape, dtype or device, a `vocab` or `capacity` below 1, or an `out` that does not fit.
+
+    Source: Shi, Xu & Knight 2018, section 4.2.3.
+    """
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    given, what, launchers = (chosen, *outputs), ("compaction", vocab, capacity), dispatcher.launchers
+    found = repeated(launchers, what, given)
+    if found is not None:
+        function, like = found
+        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
+        function(chosen, *results)
+        return results
+
+    known = arrays.facts("chosen", chosen)
+    for name, value in (("vocab", vocab), ("capacity", capacity)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    if len(known.shape) != 2 or known.shape[1] != bitmap_words(vocab) or known.dtype != "int32":
+        raise ValueError(
+            f"chosen: expected shape (lists, {bitmap_words(vocab)}) and dtype int32 for vocab={vocab}, got"
+            f" {known.shape} and {known.dtype}"
+        )
+    lists = known.shape[0]
+    wanted = ("candidates", (lists, capacity), "int32"), ("counts", (lists,), "int32")
+    results = tuple(outputs_for(out, wanted, chosen, known))
+    if lists:
+        try:
+            problem = Compaction(lists, vocab, capacity)
+        except ProblemError as error:
+            raise ValueError(f"chosen: {error}") from None
+        function = dispatcher.kernel(problem, machine_of("chosen", known)).function
+        function(passed(("chosen", known, chosen)), *map(arrays.argument, results))
+        if arrays.is_torch(results[0]):
+            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+    return outputs if out is not None else tuple(arrays.returned(one, chosen) for one in results)

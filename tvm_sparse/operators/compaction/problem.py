@@ -1,0 +1,136 @@
+"""Stream compaction: the words of a bitmap, as a list of fixed capacity.
+
+Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.3 and Figure 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, require_positive
+from tvm_sparse.formats.bitmap import BITS, bitmap_words, pack_bits, unpack_bits
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+BITMAP = "ceil(vocab / 32)"
+# Of a word to be chosen, by structure.
+CHANCE = {"sparse": 0.001, "empty": 0.0, "full": 1.0}
+OUTPUTS = (
+    Argument("candidates", ("lists", "capacity"), "int32", "Words of each list in ascending order, then -1."),
+    Argument("counts", ("lists",), "int32", "How many words each list has, also those beyond capacity."),
+)
+
+
+def compacted(chosen: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Candidates and counts of `(lists, vocab)` booleans."""
+    import numpy as np
+
+    candidates = np.full((len(chosen), capacity), -1, np.int32)
+    for row, mask in zip(candidates, chosen, strict=True):
+        words = np.flatnonzero(mask)[:capacity]
+        row[: len(words)] = words
+    return [candidates, chosen.sum(axis=1).astype(np.int32)]
+
+
+@dataclass(frozen=True)
+class Compaction(Problem):
+    """The words of each list's bitmap in ascending order, -1 behind them, and how many there are.
+
+    Of more than `capacity` words the first stay; `counts` says how many there were: the overflow is
+    max(0, counts - capacity).
+    """
+
+    lists: int
+    vocab: int
+    capacity: int
+
+    operator: ClassVar[str] = "compaction"
+    batch_axis: ClassVar[str] = "lists"
+    data_axes: ClassVar[tuple[str, ...]] = ("capacity",)
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("chosen", ("lists", BITMAP), "int32", "Bitmap of each list's words; bits beyond vocab are ignored."),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = OUTPUTS
+    structures: ClassVar[tuple[str, ...]] = ("random", "sparse", "runs", "empty", "full")
+    tuned: ClassVar[str] = "random"
+    verified: ClassVar[tuple[str, ...]] = structures
+    example: ClassVar[Mapping[str, Any]] = {"lists": 2, "vocab": 3000, "capacity": 512}
+    source: ClassVar[str] = "Shi, Xu & Knight 2018, Figure 5"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "lists", "vocab", "capacity")
+        if self.lists * max(self.vocab, self.capacity) >= 2**31:
+            raise ProblemError("compaction: arrays must have fewer than 2^31 elements")
+
+    def extent(self, name: str | int) -> int:
+        return bitmap_words(self.vocab) if name == BITMAP else super().extent(name)
+
+    def definition(self) -> tirx.PrimFunc:
+        """One list after another."""
+        from types import SimpleNamespace
+
+        from tvm.script import tirx as T
+
+        from tvm_sparse.core.arguments import matched
+
+        from .definition import compact
+
+        write, words = compact(self.vocab), bitmap_words(self.vocab)
+
+        # fmt: off
+        @T.prim_func(s_tir=True)
+        def main(chosen: T.handle, candidates: T.handle, counts: T.handle):
+            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+            lists = T.int32()
+            capacity = T.int32()
+            io = T.meta_var(matched(
+                self, (chosen, candidates, counts), {"lists": lists, "capacity": capacity}, packed=True))
+            for n in range(lists):
+                with T.sblock("list"):
+                    row = T.axis.spatial(lists, n)
+                    T.reads(io.chosen[row, 0:words])
+                    T.writes(io.candidates[row, 0:capacity], io.counts[row])
+                    s = T.meta_var(SimpleNamespace(count=T.sblock_alloc_buffer((1,), "int32")))
+                    write(io, io.chosen, row, row, s)
+        # fmt: on
+        return main
+
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """Bitmaps whose bits beyond the vocabulary are set. Of the words of a list are chosen
+
+        `random`: each with a chance of its own list's, around half of what fits; `sparse`: one in a thousand; `runs`:
+        some runs of neighbours; `empty`: none; `full`: all.
+        """
+        import numpy as np
+
+        structure, _ = self.chosen(structure, settings)
+        rng = np.random.default_rng([seed, self.vocab, self.capacity])
+        shape = (self.lists, self.vocab)
+        chance = np.minimum(1.0, self.capacity / self.vocab * rng.uniform(0.25, 0.75, (self.lists, 1)))
+        if structure in CHANCE:
+            chance[:] = CHANCE[structure]
+        mask = rng.random(shape) < chance
+        if structure == "runs":
+            place = np.arange(self.vocab) / self.vocab
+            mask = np.sin(place * rng.uniform(3, 60, (self.lists, 1)) + rng.uniform(0, 6, (self.lists, 1))) > 0.5
+        bitmap = pack_bits(mask)
+        if self.vocab % BITS:
+            bitmap[:, -1] |= np.int32(-1 << self.vocab % BITS)
+        return [bitmap]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        return compacted(unpack_bits(inputs[0], self.vocab), self.capacity)
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        return [None, None]
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        """Operations are looks at a bit."""
+        return Cost(4 * self.lists * (bitmap_words(self.vocab) + self.capacity + 1), self.lists * self.vocab)
+
+
+PROBLEM = Compaction

@@ -1,0 +1,1 @@
+"""Candidate words of hidden states: hash, look-up and compaction in one program."""

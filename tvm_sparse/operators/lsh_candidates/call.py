@@ -1,0 +1,121 @@
+"""The public call from hidden states to candidate words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.problem import FLOATS, ProblemError
+from tvm_sparse.formats import wta
+from tvm_sparse.operators.lsh_lookup.arguments import checked_tables
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import (
+    facts_beside,
+    machine_of,
+    outputs_for,
+    passed,
+    put_down,
+    refuse_gradient,
+    repeated,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import LshCandidates
+
+
+def lsh_candidates(
+    hidden: Any,
+    permutations: Any,
+    words: Any,
+    table: Any,
+    always: Any,
+    threshold: int,
+    capacity: int,
+    *,
+    multipliers: Any = None,
+    out: Any = None,
+    validate: bool = False,
+) -> tuple[Any, Any]:
+    """The words whose hash resembles that of a hidden state, as lists on the device, without a host round trip.
+
+    `compaction(lsh_lookup(wta_hash(hidden), ...))` in one program: a word is a candidate of a list if it shares at
+    least `threshold` band codes with one row of the list's beam, or if its bit in `always` is set.
+
+    Parameters
+    ----------
+    hidden
+        Shape `(lists, beam, hidden)`; float32, float16 or bfloat16. The rows of a list's beam share its candidates:
+        `(1, beam, hidden)` for one list of all rows, `(rows, 1, hidden)` for a list a row. A torch tensor on CPU or
+        CUDA, a NumPy array, or another DLPack array. NaN counts as -inf.
+    permutations
+        Shape `(bands, units, k)`, int16, columns in [0, hidden): those that the words were hashed with.
+    words, table, multipliers, always, threshold, validate
+        As for `lsh_lookup`; a direct table has 2^(units * ceil(log2(k))) + 1 starts a band.
+    capacity
+        Words that a list has room for.
+    out
+        A pair of int32 arrays to write into, `(lists, capacity)` and `(lists,)`, contiguous and on the same device.
+
+    Returns
+    -------
+    candidates, counts
+        `(lists, capacity)` int32: each list's words in ascending order, the first `capacity` of them, then -1.
+        `(lists,)` int32: how many words each list has, also those that have no room: the overflow of a list is
+        max(0, counts - capacity).
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array.
+    ValueError
+        For other shapes, dtypes or devices, a threshold or capacity below 1, codes of more than 30 bits, tables for
+        other codes, or an `out` that does not fit; naming the argument.
+    RuntimeError
+        If `hidden` requires a gradient.
+
+    Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
+    """
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    given = (hidden, permutations, words, table, multipliers, always, *outputs)
+    what, launchers = ("lsh_candidates", threshold, capacity), dispatcher.launchers
+    found = None if validate else repeated(launchers, what, given)
+    if found is not None:
+        function, like = found
+        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
+        hashed = (words, table) if multipliers is None else (words, table, multipliers)
+        function(hidden, permutations, *hashed, always, threshold, *results)
+        return results
+
+    known = arrays.facts("hidden", hidden)
+    if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
+        raise ValueError(
+            f"hidden: expected shape (lists, beam, hidden) and dtype {', '.join(FLOATS)}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    refuse_gradient("hidden", hidden)
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+        raise ValueError(f"capacity: expected an integer of at least 1, got {capacity!r}")
+    lists, beam, columns = known.shape
+    where = facts_beside("permutations", permutations, (None, None, None), "int16", known, "hidden is")
+    bands, units, k = where[1].shape
+    if known.device == "cpu" or validate:
+        wta.check_permutations(arrays.as_numpy(permutations), columns)
+    tables = checked_tables(words, table, multipliers, always, threshold, known, "hidden is", bands, validate)
+    if tables.kind == "direct" and tables.bits != wta.code_bits(k, units):
+        raise ValueError(
+            f"table: expected 2^{wta.code_bits(k, units)} + 1 bucket starts a band, for codes of units={units} places"
+            f" among k={k}, got 2^{tables.bits} + 1"
+        )
+    wanted = ("candidates", (lists, capacity), "int32"), ("counts", (lists,), "int32")
+    results = tuple(outputs_for(out, wanted, hidden, known))
+    if lists:
+        try:
+            problem = LshCandidates(
+                lists, beam, columns, tables.vocab, k, units, bands, tables.kind, capacity, known.dtype
+            )
+        except ProblemError as error:
+            raise ValueError(f"hidden: {error}") from None
+        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+        function(passed(("hidden", known, hidden)), passed(where), *tables.arguments, *map(arrays.argument, results))
+        if arrays.is_torch(results[0]):
+            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+    return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)

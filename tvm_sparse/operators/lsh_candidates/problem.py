@@ -1,0 +1,193 @@
+"""Candidate words of hidden states by locality sensitive hashing: hash, look-up and compaction.
+
+Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", sections 4.2.1 to 4.2.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import (
+    Argument,
+    Cost,
+    Problem,
+    ProblemError,
+    Settings,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.formats import wta
+from tvm_sparse.formats.bitmap import BITS, bitmap_words
+from tvm_sparse.operators.compaction.problem import OUTPUTS, compacted
+from tvm_sparse.operators.lsh_lookup.tables import (
+    FEW_BANDS,
+    FEW_ROWS,
+    SETTINGS,
+    STRUCTURES,
+    TABLES,
+    bucket_bytes,
+    choose_words,
+    make_tables,
+    require_tables,
+    table_extent,
+    word_codes,
+)
+from tvm_sparse.operators.wta_hash.problem import WtaHash, hidden_states, require_hash
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+
+@dataclass(frozen=True)
+class LshCandidates(Problem):
+    """The words of each list that a hidden state of its beam hits often enough, and those that are candidates anyway.
+
+    `compaction(lsh_lookup(wta_hash(hidden)))`; see these operators for the equations.
+    """
+
+    lists: int
+    beam: int
+    hidden: int
+    vocab: int
+    k: int = 16
+    units: int = 3
+    bands: int = 500
+    table: str = "direct"
+    capacity: int = 8192
+    dtype: str = "float32"
+
+    operator: ClassVar[str] = "lsh_candidates"
+    batch_axis: ClassVar[str] = "lists"
+    data_axes: ClassVar[tuple[str, ...]] = ("beam", "bands", "capacity")
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("hidden", ("lists", "beam", "hidden"), "dtype", "Hidden states of each list's beam."),
+        WtaHash.inputs[1],
+        *TABLES,
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = OUTPUTS
+    structures: ClassVar[tuple[str, ...]] = (*STRUCTURES, "special")
+    tuned: ClassVar[str] = "random"
+    verified: ClassVar[tuple[str, ...]] = structures
+    settings: ClassVar[tuple[Settings, ...]] = SETTINGS
+    example: ClassVar[Mapping[str, Any]] = {
+        "lists": 1, "beam": 4, "hidden": 64, "vocab": 2000, "k": 8, "units": 2, "bands": 40, "capacity": 512,
+    }  # fmt: skip
+    source: ClassVar[str] = "Shi, Xu & Knight 2018, Algorithm 1, equations 3-10, Figure 5"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "lists", "beam", "hidden", "vocab", "k", "units", "bands", "capacity")
+        require_dtype(self)
+        require_hash(self)
+        require_tables(self, self.bits)
+        if self.lists * max(self.beam * self.hidden, self.capacity) >= 2**31:
+            raise ProblemError("lsh_candidates: arrays must have fewer than 2^31 elements")
+
+    @property
+    def bits(self) -> int:
+        """Of a band code."""
+        return wta.code_bits(self.k, self.units)
+
+    def extent(self, name: str | int) -> int:
+        found = table_extent(self, self.bits, name)
+        return super().extent(name) if found is None else found
+
+    def smaller(self, extent: int) -> Problem:
+        few = min(self.beam, FEW_ROWS), min(self.bands, FEW_BANDS)
+        return dataclasses.replace(self, lists=extent, beam=few[0], bands=few[1])
+
+    def definition(self) -> tirx.PrimFunc:
+        """One list after another."""
+        from tvm.script import tirx as T
+
+        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.operators.compaction.definition import compact
+        from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
+        from tvm_sparse.operators.wta_hash.definition import hash_code
+
+        code = hash_code(self.k, self.units, lambda io, row, column: io.hidden[row[0], row[1], column])
+
+        @T.inline
+        def set_code(io, row, i, band, s):
+            code(io, (row, i), band, s)
+
+        words, every = bitmap_words(self.vocab), ceildiv(self.vocab, BITS) * BITS
+        look_up, write = look_up_list(self.vocab, every, self.table == "cuckoo", set_code), compact(self.vocab)
+
+        # fmt: off
+        @T.prim_func(s_tir=True)
+        def main(
+            hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
+            multipliers: T.handle, always: T.handle, threshold: T.int32, candidates: T.handle, counts: T.handle
+        ):
+            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+            lists = T.int32()
+            beam = T.int32()
+            bands = T.int32()
+            slots = T.int32()
+            capacity = T.int32()
+            io = T.meta_var(matched(
+                self, (hidden, permutations, words_h, starts, entries, multipliers, always, threshold, candidates,
+                       counts),
+                {"lists": lists, "beam": beam, "bands": bands, "slots": slots, "capacity": capacity}, packed=True))
+            for n in range(lists):
+                with T.sblock("list"):
+                    row = T.axis.spatial(lists, n)
+                    T.reads(io.hidden[row, 0:beam, 0:self.hidden], io.words[0:bands, 0:self.vocab])
+                    T.writes(io.candidates[row, 0:capacity], io.counts[row])
+                    s = T.meta_var(alloc_scratch(every))
+                    bitmap = T.sblock_alloc_buffer((1, words), "int32")
+                    look_up(io, row, 0, bitmap, 0, s)
+                    write(io, bitmap, 0, row, s)
+        # fmt: on
+        return self.trimmed(main)
+
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """Rows standard normal, and words by structure, see `lsh_lookup.tables.word_codes`.
+
+        `nothing`: as `unseen`, and no word is a candidate anyway. `special`: rows with NaN and infinities.
+        """
+        import numpy as np
+
+        structure, chosen = self.chosen(structure, settings)
+        rng = np.random.default_rng([seed, self.vocab, self.hidden, self.k])
+        hidden = hidden_states(rng, (self.lists, self.beam, self.hidden), self.dtype, structure)
+        permutations = wta.permutations(self.hidden, self.k, self.units, self.bands, seed)
+
+        def draw(shape: tuple[int, ...]) -> np.ndarray:
+            codes = np.zeros(shape, np.int32)
+            for _ in range(self.units):
+                codes = codes << wta.index_bits(self.k) | rng.integers(self.k, size=shape, dtype=np.int32)
+            return codes
+
+        rows = wta.hash_rows(hidden.reshape(-1, self.hidden), permutations)
+        words = word_codes(rng, structure, rows, self.vocab, draw)
+        tables = make_tables(self, rng, structure, words, self.bits, chosen["threshold"])
+        return [hidden, permutations, *tables]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        hidden, permutations, *tables = inputs
+        rows = self.lists * self.beam
+        hashing = WtaHash(rows, self.hidden, self.k, self.units, self.bands, self.dtype)
+        [codes] = hashing.reference([hidden.reshape(rows, -1), permutations])
+        chosen = choose_words(codes.reshape(self.lists, self.beam, -1), tables, self.vocab)
+        return compacted(chosen, self.capacity)
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        return [None, None]
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        """Of the tables what is looked up if words spread evenly; operations are comparisons and increments."""
+        rows, looked_at = self.lists * self.beam, self.bands * self.units * self.k
+        looked_up = bucket_bytes(self.vocab, rows, self.bands, self.k**self.units, self.table)
+        lists = self.lists * (self.capacity + 1) * 4 + bitmap_words(self.vocab) * 4
+        size = rows * self.hidden * numpy_dtype(self.dtype).itemsize + looked_at * 2 + looked_up + lists
+        return Cost(size, rows * (looked_at + self.bands * self.vocab // self.k**self.units + self.vocab))
+
+
+PROBLEM = LshCandidates

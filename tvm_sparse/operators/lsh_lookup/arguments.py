@@ -1,0 +1,70 @@
+"""Hash tables as arguments of public calls: what they have to look like, and what they say about the problem."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tvm_sparse.formats import wta
+from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.arrays import Facts
+from tvm_sparse.runtime.calls import facts_beside, passed
+
+
+class HashTables(NamedTuple):
+    """Tables that were checked."""
+
+    vocab: int
+    kind: str  # "direct" or "cuckoo"
+    bits: int  # of a code; of a cuckoo table the most there may be
+    arguments: tuple[Any, ...]  # for the kernel, from `words` to `threshold`
+
+
+def checked_tables(
+    words: Any,
+    table: Any,
+    multipliers: Any,
+    always: Any,
+    threshold: Any,
+    first: Facts,
+    where: str,
+    bands: int,
+    validate: bool,
+) -> HashTables:
+    """The tables of a call whose first array is `first`, for codes of so many bands.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument.
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, int) or not 1 <= threshold < 2**31:
+        raise ValueError(f"threshold: expected an integer of at least 1, got {threshold!r}")
+    given = [facts_beside("words", words, (bands, None), "int32", first, where)]
+    vocab = given[0][1].shape[1]
+    if vocab < 1:
+        raise ValueError("words: expected at least one word, got none")
+    rank = len(arrays.facts("table", table).shape)
+    if rank == 2:
+        given.append(facts_beside("table", table, (bands, None), "int32", first, where))
+        size = given[1][1].shape[1] - 1
+        if size < 2 or size & (size - 1):
+            raise ValueError(f"table: expected 2^bits + 1 bucket starts a band, got {size + 1}")
+        if multipliers is not None:
+            raise ValueError("multipliers: expected none with a direct table, whose starts have 2 dimensions")
+        kind, bits = "direct", size.bit_length() - 1
+    elif rank == 4:
+        given.append(facts_beside("table", table, (bands, 2, None, 4), "int32", first, where))
+        if multipliers is None:
+            raise ValueError("multipliers: expected those of the cuckoo table, shape (bands, 2), got None")
+        given.append(facts_beside("multipliers", multipliers, (bands, 2), "int32", first, where))
+        kind, bits = "cuckoo", wta.MOST_BITS
+    else:
+        raise ValueError(
+            f"table: expected 2 dimensions (bands, 2^bits + 1) of a direct table, or 4 (bands, 2, slots, 4) of a cuckoo"
+            f" table, got {rank}"
+        )
+    given.append(facts_beside("always", always, (bitmap_words(vocab),), "int32", first, where))
+    if validate:
+        wta.check_tables(arrays.as_numpy(words), arrays.as_numpy(table))
+    return HashTables(vocab, kind, bits, (*map(passed, given), threshold))

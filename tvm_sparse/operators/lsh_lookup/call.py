@@ -1,0 +1,97 @@
+"""The public call of the look-up by band codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import machine_of, outputs_for, passed, put_down, repeated
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .arguments import checked_tables
+from .problem import LshLookup
+
+
+def lsh_lookup(
+    codes: Any,
+    words: Any,
+    table: Any,
+    always: Any,
+    threshold: int,
+    *,
+    multipliers: Any = None,
+    out: Any = None,
+    validate: bool = False,
+) -> Any:
+    """The words that share at least `threshold` band codes with a row of a list's beam, as bitmaps.
+
+    L[l, i, j] = number of bands w in which word j has the code codes[l, i, w]. Word j is chosen for list l if
+    L[l, i, j] >= threshold for some i, or if its bit in `always` is set. Counts are exact.
+
+    Parameters
+    ----------
+    codes
+        Shape `(lists, beam, bands)`, int32, in [0, 2^bits) for a direct table, at least 0 for a cuckoo table: what
+        `wta_hash` returns. The rows of a list's beam share its words. A torch tensor on CPU or CUDA, a NumPy array, or
+        another DLPack array.
+    words, table, multipliers
+        As `formats.wta.tables` builds them, on the same device: `(bands, vocab)` int32 words of each band by code;
+        bucket starts `(bands, 2^bits + 1)` int32, or cuckoo entries `(bands, 2, slots, 4)` int32 with `multipliers`
+        `(bands, 2)` int32.
+    always
+        Shape `(ceil(vocab / 32),)`, int32: bitmap of words that are chosen anyway; bits beyond `vocab` are ignored.
+    threshold
+        At least 1.
+    out
+        `(lists, ceil(vocab / 32))` int32 array to write into, contiguous and on the same device.
+    validate
+        Check what the tables hold, wherever they lie, which on a GPU costs a synchronisation and a copy. Codes and
+        tables that are bad and unchecked read and write out of bounds.
+
+    Returns
+    -------
+    chosen
+        `(lists, ceil(vocab / 32))` int32: bit j % 32 of the int32 at j // 32 says whether word j is chosen.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array.
+    ValueError
+        For other shapes, dtypes or devices, a threshold below 1, tables that are malformed, or an `out` that does not
+        fit; naming the argument.
+
+    When not to use it: from hidden states to a list of words `lsh_candidates` goes in one program.
+
+    Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.
+    """
+    given = (codes, words, table, multipliers, always, out)
+    what, launchers = ("lsh_lookup", threshold), dispatcher.launchers
+    found = None if validate else repeated(launchers, what, given)
+    if found is not None:
+        function, like = found
+        result = like.new_empty(like.shape) if out is None else out
+        hashed = (words, table) if multipliers is None else (words, table, multipliers)
+        function(codes, *hashed, always, threshold, result)
+        return result
+
+    known = arrays.facts("codes", codes)
+    if len(known.shape) != 3 or known.dtype != "int32" or 0 in known.shape[1:]:
+        raise ValueError(
+            f"codes: expected shape (lists, beam, bands) and dtype int32, got {known.shape} and {known.dtype}"
+        )
+    lists, beam, bands = known.shape
+    tables = checked_tables(words, table, multipliers, always, threshold, known, "codes are", bands, validate)
+    [result] = outputs_for(out, (("out", (lists, bitmap_words(tables.vocab)), "int32"),), codes, known)
+    if lists:
+        try:
+            problem = LshLookup(lists, beam, tables.vocab, bands, tables.kind, tables.bits)
+        except ProblemError as error:
+            raise ValueError(f"codes: {error}") from None
+        function = dispatcher.kernel(problem, machine_of("codes", known)).function
+        function(passed(("codes", known, codes)), *tables.arguments, arrays.argument(result))
+        if arrays.is_torch(result):
+            put_down(launchers, what, given, (function, arrays.prototype(result)))
+    return out if out is not None else arrays.returned(result, codes)

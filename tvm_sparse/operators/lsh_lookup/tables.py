@@ -1,0 +1,142 @@
+"""What problems over hash tables share: axes, arguments, and words that some hidden states hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tvm_sparse.core.problem import Argument, Problem, ProblemError
+from tvm_sparse.formats import bitmap, wta
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Extents of arguments that follow from axes.
+BITMAP, STARTS = "ceil(vocab / 32)", "2^bits + 1"
+WORDS = Argument("words", ("bands", "vocab"), "int32", "Words of each band, in the order of their codes, then ids.")
+STARTS_TABLE = Argument("starts", ("bands", STARTS), "int32", "Where the bucket of each code begins.", when="direct")
+CUCKOO_TABLE = Argument(
+    "entries", ("bands", 2, "slots", 4), "int32", "(code, start, length, 0); code -1: empty.", when="cuckoo"
+)
+MULTIPLIERS = Argument("multipliers", ("bands", 2), "int32", "Of the two hash functions of each band.", when="cuckoo")
+ALWAYS = Argument("always", (BITMAP,), "int32", "Bitmap of words that are candidates anyway.")
+THRESHOLD = Argument("threshold", (), "int32", "Hits that make a word a candidate, at least 1.")
+TABLES = (WORDS, STARTS_TABLE, CUCKOO_TABLE, MULTIPLIERS, ALWAYS, THRESHOLD)
+
+STRUCTURES = ("random", "skewed", "unseen", "every", "nothing")
+# A usual threshold; every word that is hit at all; more hits than a byte counts.
+SETTINGS = ({"threshold": 6}, {"threshold": 1}, {"threshold": 260})
+# Words that resemble a hidden state, and bands and rows of a beam of a problem that is cheap to check.
+NEAR, FEW_BANDS, FEW_ROWS = 64, 48, 3
+
+
+def require_tables(problem: Problem, bits: int) -> None:
+    """Raise `ProblemError` for a table that cannot be."""
+    name, axes = problem.operator, problem.axes
+    if axes["table"] not in wta.KINDS:
+        raise ProblemError(f"{name}: table must be one of {', '.join(wta.KINDS)}, got {axes['table']!r}")
+    most = wta.MOST_DIRECT_BITS if axes["table"] == "direct" else wta.MOST_BITS
+    if not 1 <= bits <= most:
+        raise ProblemError(f"{name}: codes for a {axes['table']} table must have 1 to {most} bits, got {bits}")
+    if axes["bands"] >= 2**16:
+        raise ProblemError(f"{name}: bands must be below 2^16, got {axes['bands']}")
+    if axes["bands"] * axes["vocab"] >= 2**31 or axes["lists"] * axes["beam"] * axes["bands"] >= 2**31:
+        raise ProblemError(f"{name}: arrays must have fewer than 2^31 elements")
+
+
+def table_extent(problem: Problem, bits: int, name: str | int) -> int | None:
+    """Of `Problem.extent` what follows from the axes; None for another name."""
+    found = {
+        BITMAP: bitmap.bitmap_words(problem.axes["vocab"]),
+        STARTS: (1 << bits) + 1,
+        "direct": int(problem.axes["table"] == "direct"),
+        "cuckoo": int(problem.axes["table"] == "cuckoo"),
+    }
+    return found.get(name) if isinstance(name, str) else None
+
+
+def word_codes(
+    rng: np.random.Generator,
+    structure: str,
+    rows: np.ndarray,
+    vocab: int,
+    draw: Callable[[tuple[int, ...]], np.ndarray],
+) -> np.ndarray:
+    """Codes of words `(vocab, bands)`, of which rows with the codes `rows` `(rows, bands)` hit some.
+
+    `draw(shape)` draws codes. `random`: words have codes of their own, except that `NEAR` words of each row have its
+    code in some of the bands, each word in a share of its own. `skewed`: in each band up to half of all words have the
+    code of one row. `unseen`: no word has the code of a row, if there are other codes. `every`: all words have the
+    codes of the first row.
+    """
+    import numpy as np
+
+    bands = rows.shape[1]
+    codes = draw((vocab, bands))
+    if structure == "every":
+        codes[:] = rows[0]
+    elif structure in ("unseen", "nothing"):
+        for band in range(bands):
+            for _ in range(64):
+                seen = np.flatnonzero(np.isin(codes[:, band], rows[:, band]))
+                if not len(seen):
+                    break
+                codes[seen, band] = draw((len(seen),))
+    elif structure == "skewed":
+        popular = rows[rng.integers(len(rows), size=bands), np.arange(bands)]
+        codes = np.where(rng.random(codes.shape, np.float32) < 0.5 * rng.random(bands), popular, codes)
+    else:
+        for row in rows:
+            near = rng.permutation(vocab)[: min(NEAR, max(1, vocab // 8))]
+            share = rng.random((len(near), 1))
+            codes[near] = np.where(rng.random((len(near), bands)) < share, row, codes[near])
+    return codes.astype(np.int32)
+
+
+def make_tables(
+    problem: Problem, rng: np.random.Generator, structure: str, codes: np.ndarray, bits: int, threshold: float
+) -> list[Any]:
+    """The inputs `TABLES` of a problem, for words of these codes.
+
+    Candidates anyway are the first words and some others, but for `nothing`. Bits beyond the vocabulary are set.
+    """
+    import numpy as np
+
+    vocab, kind = problem.axes["vocab"], problem.axes["table"]
+    built = wta.tables(codes, vocab, kind, bits=bits, seed=int(rng.integers(1 << 31)))
+    chosen = (np.arange(vocab) < max(1, vocab // 64)) | (rng.random(vocab) < 0.01)
+    always = bitmap.pack_bits(chosen & (structure != "nothing"))
+    if vocab % bitmap.BITS:
+        always[-1] |= np.int32(-1 << vocab % bitmap.BITS)
+    multipliers = [] if built.multipliers is None else [built.multipliers]
+    return [built.words, built.table, *multipliers, always, int(threshold)]
+
+
+def count_hits(codes: np.ndarray, tables: Sequence[Any], vocab: int) -> np.ndarray:
+    """Equation 9: how many band codes each word shares with each row, `(rows, vocab)`; `codes` is `(rows, bands)`."""
+    import numpy as np
+
+    words, table, *multipliers, _, _ = tables
+    starts, lengths = wta.find_buckets(codes, table, *multipliers)
+    hits = np.zeros((len(codes), vocab), np.int64)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        spans = [words[band, s : s + n] for band, (s, n) in enumerate(zip(start, length, strict=True))]
+        hits[row] = np.bincount(np.concatenate(spans), minlength=vocab)
+    return hits
+
+
+def choose_words(codes: np.ndarray, tables: Sequence[Any], vocab: int) -> np.ndarray:
+    """Equations 10 and 3: the words of each list, `(lists, vocab)` booleans; `codes` is `(lists, beam, bands)`."""
+    import numpy as np
+
+    always, threshold = tables[-2:]
+    lists, beam, bands = codes.shape
+    reached = np.zeros((lists, vocab), bool)
+    for row in range(lists):
+        reached[row] = (count_hits(codes[row], tables, vocab) >= threshold).any(axis=0)
+    return reached | bitmap.unpack_bits(always, vocab)
+
+
+def bucket_bytes(vocab: int, rows: int, bands: int, codes: int, table: str) -> int:
+    """Bytes of the table entries and buckets that rows look up, if words spread evenly over `codes` codes."""
+    return rows * bands * ((8 if table == "direct" else 16) + 4 * vocab // codes)

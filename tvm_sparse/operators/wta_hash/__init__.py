@@ -1,0 +1,1 @@
+"""Winner-take-all hashing: band codes of hidden states."""

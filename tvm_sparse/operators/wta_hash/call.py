@@ -1,0 +1,88 @@
+"""The public call of winner-take-all hashing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.formats import wta
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import (
+    check_floats,
+    facts_beside,
+    machine_of,
+    outputs_for,
+    passed,
+    put_down,
+    refuse_gradient,
+    repeated,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import WtaHash
+
+
+def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool = False) -> Any:
+    """Band codes of hidden states by winner-take-all hashing: rows that order their columns alike get equal codes.
+
+    codes[i, w] = sum_u I[i, w, u] * 2^(bits * (units - 1 - u)),  bits = ceil(log2(k)),
+    I[i, w, u] = arg max_j hidden[i, permutations[w, u, j]], the first of equals; NaN counts as -inf.
+
+    Parameters
+    ----------
+    hidden
+        Shape `(batch, hidden)`; float32, float16 or bfloat16. A torch tensor on CPU or CUDA, a NumPy array, or another
+        DLPack array. Copied first if it is not contiguous, or not aligned to 16 bytes on a GPU.
+    permutations
+        Shape `(bands, units, k)`, int16, columns in [0, hidden), on the same device: `formats.wta.permutations` draws
+        them. A code has units * bits bits, at most 30.
+    out
+        `(batch, bands)` int32 array to write into, contiguous and on the same device.
+    validate
+        Also check permutations that lie on a GPU, which costs a synchronisation; those on the host are always checked.
+        Unchecked bad columns read out of bounds.
+
+    Returns
+    -------
+    codes
+        `(batch, bands)` int32.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array.
+    ValueError
+        For another rank, dtype or device, a code of more than 30 bits, columns out of range, or an `out` that does not
+        fit.
+    RuntimeError
+        If `hidden` requires a gradient: a hash has none.
+
+    Source: Yagnik et al. 2011, "The power of comparative reasoning"; Shi, Xu & Knight 2018, equations 4 to 8.
+    """
+    given, launchers = (hidden, permutations, out), dispatcher.launchers
+    found = None if validate else repeated(launchers, ("wta_hash",), given)
+    if found is not None and hidden.is_cuda:
+        function, like = found
+        result = like.new_empty(like.shape) if out is None else out
+        function(hidden, permutations, result)
+        return result
+
+    known = arrays.facts("hidden", hidden)
+    check_floats("hidden", known, rank=2)
+    refuse_gradient("hidden", hidden)
+    where = facts_beside("permutations", permutations, (None, None, None), "int16", known, "hidden is")
+    batch, columns = known.shape
+    bands, units, k = where[1].shape
+    if where[1].device == "cpu" or validate:
+        wta.check_permutations(arrays.as_numpy(permutations), columns)
+    [result] = outputs_for(out, (("out", (batch, bands), "int32"),), hidden, known)
+    if batch:
+        try:
+            problem = WtaHash(batch, columns, k, units, bands, known.dtype)
+        except ProblemError as error:
+            raise ValueError(f"permutations: {error}") from None
+        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+        function(passed(("hidden", known, hidden)), passed(where), arrays.argument(result))
+        if arrays.is_torch(result):
+            put_down(launchers, ("wta_hash",), given, (function, arrays.prototype(result)))
+    return out if out is not None else arrays.returned(result, hidden)
