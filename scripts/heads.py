@@ -74,12 +74,11 @@ def hits(head: Any, hidden: torch.Tensor) -> np.ndarray:
     return found
 
 
-def changed(head: Any, **numbers: int) -> Any:
-    """The head with another threshold, number of first ids that are always candidates, or capacity; the same tables."""
-    settings = dataclasses.replace(head.settings, **numbers)
-    return type(head).assembled(
-        head.embedding, head.bias, settings, head.hashing, np.arange(settings.frequent), path="lsh"
-    )
+def changed(head: Any, frequent: np.ndarray | None = None, **numbers: int) -> Any:
+    """The head with the same tables, but another threshold or capacity, or other words that are always candidates."""
+    ids = head.frequent if frequent is None else frequent
+    settings = dataclasses.replace(head.settings, frequent=len(ids), **numbers)
+    return type(head).assembled(head.embedding, head.bias, settings, head.hashing, ids, path="lsh")
 
 
 def lsh_head(
@@ -94,7 +93,7 @@ def lsh_head(
     total = chosen.sum() + np.cumsum(~chosen)
     frequent = min(int(np.searchsorted(total, candidates)) + 1, head.vocab)
     capacity = min(head.vocab, -(-max(candidates * 5 // 4, frequent) // 256) * 256)
-    return changed(head, threshold=min(threshold, bands), frequent=frequent, capacity=capacity)
+    return changed(head, np.arange(frequent), threshold=min(threshold, bands), capacity=capacity)
 
 
 def problems_of(head: Any, rows: int, n: int) -> list[Problem]:

@@ -129,7 +129,16 @@ def hits(codes: np.ndarray, of_words: np.ndarray) -> np.ndarray:
     return counted
 
 
-def reached(data: Data, k: int, units: int, bands: int, frequent: Sequence[int], beam: int, seed: int) -> list[Line]:
+def reached(
+    data: Data,
+    k: int,
+    units: int,
+    bands: int,
+    frequent: Sequence[int],
+    beam: int,
+    seed: int,
+    goals: Sequence[float] = GOALS,
+) -> list[Line]:
     """Of one hash: for each T and each goal the largest threshold that gives the recall."""
     permutations = wta.permutations(data.embedding.shape[1], k, units, bands, seed)
     bits = wta.code_bits(k, units)
@@ -159,18 +168,18 @@ def reached(data: Data, k: int, units: int, bands: int, frequent: Sequence[int],
         share = (held / lists + always) / len(data.rank)
         found = np.where(data.rank[data.best] < always, bands, of_best)
         reaching = np.bincount(found.ravel(), minlength=bands + 1)[::-1].cumsum()[::-1] / found.size
-        for goal in GOALS:
+        for goal in goals:
             threshold = int(np.flatnonzero(reaching >= goal)[-1])
             above = found >= threshold
             lines.append(Line(always, goal, threshold, share[threshold], (above[:, 0].mean(), above.mean())))
     return lines
 
 
-def top_only(data: Data) -> list[Line]:
+def top_only(data: Data, goals: Sequence[float] = GOALS) -> list[Line]:
     """Lists of the T words that are most often among the best, the same for every row."""
     ranks = np.sort(data.rank[data.best].ravel())
     lines = []
-    for goal in GOALS:
+    for goal in goals:
         words = int(ranks[int(np.ceil(goal * len(ranks))) - 1]) + 1
         above = data.rank[data.best] < words
         lines.append(Line(words, goal, 0, words / len(data.rank), (above[:, 0].mean(), above.mean())))

@@ -90,7 +90,7 @@ def main(
         first = lsh_head(embedding, states[: beams[0]], candidates, k=k, units=units, bands=bands)
         own = first.settings
         chosen = hits(first, states) >= own.threshold
-        chosen[:, first.frequent] = True
+        chosen[:, first.frequent] = True  # their ids
         # Of every beam: its words, and a head that has room for an eighth more of them.
         words = {rows: torch.from_numpy(chosen[:rows].any(0).nonzero()[0]).to(states.device) for rows in beams}
         heads = {
