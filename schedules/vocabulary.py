@@ -28,6 +28,7 @@ DECISIONS: Mapping[str, str] = {
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together.",
     "stages": "Tiles in shared memory: one in use, the others on their way.",
+    "staged": "1: the operand that all tiles share is kept in shared memory; 0: in registers.",
     # What is done ahead of its time.
     "overlap": (
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"

@@ -1,7 +1,7 @@
 """The first kernel of `tiles`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
 
     take_places     which tiles, rows and columns are a thread's
-    load_states     the hidden states in the warp's columns
+    load_states     the hidden states, which stay
     find_rows       where the words of a tile lie
     load_step       a step of a tile's words
     multiply_step   its products
@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.selection import FULL_WARP, order_bits
-from ...device.state import Buffers, local, shared
+from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
 from ..interface import device_region
 from .space import VECTOR, Extents
@@ -31,8 +34,25 @@ from .words import count_words, find_word
 # What one warp alone reads, once, need not push hidden states out of the L1 cache.
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_vector = T.ptx.ld.global_.v4.u32
+load_shared = T.ptx.ld.shared.v4.u32
+store_shared = T.ptx.st.shared.v4.u32
 LOWEST = T.min_value("float32")
 MINUS_INFINITY = T.float32("-inf")
+
+
+# Keeps the compiler from splitting what all tiles share ahead of the loop, for which there are no registers.
+IN_PLACE = """
+__device__ __forceinline__ unsigned int in_place(unsigned int word) {
+  unsigned int held;
+  asm volatile("mov.b32 %0, %1;" : "=r"(held) : "r"(word));
+  return held;
+}
+"""
+
+
+def in_place(word: Any) -> tirx.PrimExpr:
+    """A word, as something that is known only here."""
+    return T.cuda.func_call("in_place", word, source_code=IN_PLACE, return_type="uint32")
 
 
 @dataclass
@@ -47,11 +67,13 @@ class State(Buffers):
         The tile in hand, and the one behind the block's last.
     words
         Of the list.
-    states, hand
-        Operands in registers: hidden states in the warp's columns, and words of the tile in hand. Of each step and each
-        8 rows the four words of one vector.
-    at
-        Addresses of the words of the next tile to be loaded, at this lane's column of the first step.
+    states, kept
+        Hidden states: in registers those in the warp's columns, of each step and each 8 rows the four words of one
+        vector; or in shared memory all rows of a tile, and in registers those of one step.
+    hand
+        Words of the steps in hand, likewise.
+    at, ahead
+        Addresses of the words of the tile in hand and of the next one, at this lane's column of the first step.
     word
         Ids of the words of the tile after that.
     sums
@@ -69,9 +91,10 @@ class State(Buffers):
     tile: Any = local("int32")
     end: Any = local("int32")
     words: Any = local("int32")
-    states: Any = local("uint32", lambda e: e.steps * e.b_fragments * 4)
-    hand: Any = local("uint32", lambda e: e.steps * e.a_fragments * 8)
+    states: Any = local("uint32", lambda e: (1 if e.staged else e.steps) * e.b_fragments * 4)
+    hand: Any = local("uint32", lambda e: e.depth * e.a_fragments * 8)
     at: Any = local("uint64", lambda e: e.a_fragments * 2)
+    ahead: Any = local("uint64", lambda e: e.a_fragments * 2)
     word: Any = local("int32", lambda e: e.a_fragments * 2)
     sums: Any = local("float32", lambda e: e.a_fragments * e.b_fragments * 4)
     m: Any = local("float32", lambda e: e.pairs_each)
@@ -80,6 +103,7 @@ class State(Buffers):
     other: Any = local("float32", 2)
     bits: Any = local("uint32", 2)
     parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch)
+    kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, 0, when=lambda e: e.staged)
 
 
 @dataclass(frozen=True)
@@ -128,15 +152,16 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
 
 
 def load_states(e: Extents) -> Callable[..., Any]:
-    """Load the hidden states in the warp's columns.
+    """Load the hidden states: into registers those in the warp's columns, or into shared memory all of the tile's.
 
     Reads: `hidden`, rows beyond the beam as its last one.
-    Writes: `states`, zeros beyond the last column.
-    Barriers: none.
+    Writes: `states`, zeros beyond the last column; or `kept`.
+    Barriers: none; with `kept` of the thread block, at the end.
     """
+    elements = e.hidden // e.vectors  # of a vector
 
     @T.inline
-    def phase(io, s, p):
+    def of_warp(io, s, p):
         for step in T.unroll(e.steps):
             for f in T.unroll(e.b_fragments):
                 i = (step * e.b_fragments + f) * 4
@@ -145,10 +170,41 @@ def load_states(e: Extents) -> Callable[..., Any]:
                         s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
                         io.hidden.ptr_to(io.place(
                             s.index, T.min(s.top + f * 8 + p.group, io.beam - 1),
-                            ((p.warp * e.steps + step) * 4 + p.member) * (e.hidden // e.vectors))))
+                            ((p.warp * e.steps + step) * 4 + p.member) * elements)))
                 else:
                     for v in T.unroll(4):
                         s.states[i + v] = T.uint32(0)
+
+    @T.inline
+    def of_block(io, s, p):
+        for i in T.serial(ceildiv(e.tile_m * e.padded_vectors, e.product_threads)):
+            at = T.meta_var(i * e.product_threads + p.t)
+            if at < e.tile_m * e.padded_vectors:
+                for v in T.unroll(4):
+                    s.states[v] = T.uint32(0)
+                if at % e.padded_vectors < e.vectors:
+                    load_vector(
+                        s.states[0], s.states[1], s.states[2], s.states[3],
+                        io.hidden.ptr_to(io.place(
+                            s.index, T.min(s.top + at // e.padded_vectors, io.beam - 1),
+                            at % e.padded_vectors * elements)))
+                store_shared(
+                    s.kept.ptr_to([(at // e.padded_vectors * e.kept_pitch + at % e.padded_vectors) * 4]),
+                    s.states[0], s.states[1], s.states[2], s.states[3])
+        T.cuda.cta_sync()
+
+    return of_block if e.staged else of_warp
+
+
+def bring_states(e: Extents) -> Callable[..., Any]:
+    """Reads: `kept`. Writes: `states` of a step. Barriers: none. The phase is (s, p, step)."""
+
+    @T.inline
+    def phase(s, p, step):
+        for f in T.unroll(e.b_fragments):
+            load_shared(
+                s.states[f * 4], s.states[f * 4 + 1], s.states[f * 4 + 2], s.states[f * 4 + 3],
+                s.kept.ptr_to([((f * 8 + p.group) * e.kept_pitch + (p.warp * e.steps + step) * 4 + p.member) * 4]))
 
     return phase
 
@@ -173,12 +229,12 @@ def find_words(e: Extents) -> Callable[..., Any]:
 
 
 def find_rows(e: Extents) -> Callable[..., Any]:
-    """Reads: `word`. Writes: `at`, where the words' rows are in memory. Barriers: none."""
+    """Reads: `word`. Writes: `at` or `ahead`, where the words' rows are. Barriers: none. The phase is (io, s, p, at)."""
 
     @T.inline
-    def phase(io, s, p):
+    def phase(io, s, p, at):
         for i in T.unroll(e.a_fragments * 2):
-            s.at[i] = T.reinterpret("uint64", io.embedding.ptr_to([0, 0])) + (
+            at[i] = T.reinterpret("uint64", io.embedding.ptr_to([0, 0])) + (
                 T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
                 + T.Cast("uint64", (p.warp * (e.steps * 4) + p.member) * VECTOR))
 
@@ -186,7 +242,7 @@ def find_rows(e: Extents) -> Callable[..., Any]:
 
 
 def load_step(e: Extents) -> Callable[..., Any]:
-    """Load a step of the words at `at`; the phase is (s, p, step).
+    """Load a step of the words at `at`; the phase is (s, p, at, step).
 
     Reads: words.
     Writes: `hand` for the step, zeros beyond the last column.
@@ -194,13 +250,13 @@ def load_step(e: Extents) -> Callable[..., Any]:
     """
 
     @T.inline
-    def phase(s, p, step):
+    def phase(s, p, at, step):
         for n in T.unroll(e.a_fragments * 2):
-            i = (step * (e.a_fragments * 2) + n) * 4
+            i = (step % e.depth * (e.a_fragments * 2) + n) * 4
             if (p.warp * e.steps + step) * 4 + p.member < e.vectors:
                 load_once(
                     s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
-                    s.at[n] + T.Cast("uint64", step * (4 * VECTOR)))
+                    at[n] + T.Cast("uint64", step * (4 * VECTOR)))
             else:
                 for v in T.unroll(4):
                     s.hand[i + v] = T.uint32(0)
@@ -226,8 +282,8 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
                     at = (f * e.b_fragments + g) * 4
                     # A fragment of words is two of 8 rows: its registers are of row `group`, of row `group + 8`, and so
                     # again for the other columns.
-                    a = (step * e.a_fragments + f) * 8 + half * 2
-                    b = (step * e.b_fragments + g) * 4 + half * 2
+                    a = (step % e.depth * e.a_fragments + f) * 8 + half * 2
+                    b = ((0 if e.staged > 0 else step) * e.b_fragments + g) * 4 + half * 2
                     mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
                         s.hand[a], s.hand[a + 4], s.hand[a + 1], s.hand[a + 5],
                         s.states[b], s.states[b + 1],
@@ -264,11 +320,12 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
         for half in T.unroll(2):
             for g in T.unroll(e.b_fragments):
                 for i in T.unroll(2):
-                    split(s.states[(step * e.b_fragments + g) * 4 + half * 2 + i], b_high, b_low, b_finite, g * 2 + i)
+                    split(in_place(s.states[((0 if e.staged > 0 else step) * e.b_fragments + g) * 4 + half * 2 + i]),
+                          b_high, b_low, b_finite, g * 2 + i)
             for f in T.unroll(e.a_fragments):
                 # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
                 for i in T.unroll(4):
-                    split(s.hand[(step * e.a_fragments + f) * 8 + half * 2 + i // 2 + i % 2 * 4],
+                    split(s.hand[(step % e.depth * e.a_fragments + f) * 8 + half * 2 + i // 2 + i % 2 * 4],
                           a_high, a_low, a_finite, i)
                 for g in T.unroll(e.b_fragments):
                     at = (f * e.b_fragments + g) * 4
@@ -389,6 +446,7 @@ def product(e: Extents) -> Callable[..., Any]:
     do = SimpleNamespace(
         take_tiles=take_tiles(e),
         load_states=load_states(e),
+        bring_states=bring_states(e),
         find_words=find_words(e),
         find_rows=find_rows(e),
         load_step=load_step(e),
@@ -405,27 +463,34 @@ def product(e: Extents) -> Callable[..., Any]:
             block, y = T.cta_id([e.blocks, io.lists * strips])
             t = T.thread_id([e.product_threads])
             p = T.meta_var(Place(t))
-            s = T.meta_var(State.alloc(e, index=y // strips, top=y % strips * e.tile_m))
+            s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             if e.overlap > 0:
                 wait_then_start_consumer()
             do.take_tiles(io, s, block)
+            do.load_states(io, s, p)
             if s.tile[0] < s.end[0]:
                 do.find_words(io, s, p, s.tile[0])
-                do.find_rows(io, s, p)
-                for step in T.unroll(e.steps):
-                    do.load_step(s, p, step)
-                do.load_states(io, s, p)
+                do.find_rows(io, s, p, s.at)
+                for step in T.unroll(e.depth):
+                    do.load_step(s, p, s.at, step)
                 do.find_words(io, s, p, s.tile[0] + 1)
             while s.tile[0] < s.end[0]:
-                do.find_rows(io, s, p)
+                do.find_rows(io, s, p, s.ahead)
                 do.find_words(io, s, p, s.tile[0] + 2)
                 for i in T.unroll(e.a_fragments * e.b_fragments * 4):
                     s.sums[i] = T.float32(0)
                 for step in T.unroll(e.steps):
+                    if e.staged > 0:
+                        do.bring_states(s, p, step)
                     do.multiply_step(s, step)
-                    if s.tile[0] + 1 < s.end[0]:
-                        do.load_step(s, p, step)
+                    if step + e.depth < e.steps:
+                        do.load_step(s, p, s.at, step + e.depth)
+                    else:
+                        if s.tile[0] + 1 < s.end[0]:
+                            do.load_step(s, p, s.ahead, step + e.depth - e.steps)
+                for i in T.unroll(e.a_fragments * 2):
+                    s.at[i] = s.ahead[i]
                 half: T.int32 = s.tile[0] % 2
                 do.write_parts(s, p, half)
                 do.finish_scores(io, s, p, half, scores, tops, factor)

@@ -23,6 +23,10 @@ FEW_BLOCKS = powers(8, 1024)
 BLOCKS_EACH = (1, 2, 3, 4, 6, 8)
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
+# Loads that a thread has in flight: as many as hide the latency of memory with few warps.
+MAX_LOADS = 16
+# Steps in hand, which divide those of a word.
+DEPTH = (1, 2, 3, 4, 5, 6, 8)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
 MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
@@ -54,6 +58,8 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
         "tile_n": TILE_N,
         "reduce_warps": REDUCE_WARPS,
+        "depth": DEPTH,
+        "staged": (0, 1),
         "blocks": tuple(b for b in blocks if b <= 2048),
         "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
         "overlap": (0, 1) if machine.has_clusters else (0,),
@@ -62,6 +68,10 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
+    if e.steps % e.depth:
+        return f"{e.depth} steps in hand do not divide the {e.steps} of a word"
+    if e.depth * (e.tile_n // 8) > MAX_LOADS:
+        return f"{e.depth * (e.tile_n // 8)} loads in flight exceed {MAX_LOADS}"
     if e.held > MAX_HELD:
         return f"{e.held} operands and sums exceed {MAX_HELD} registers"
     if (e.held + BESIDES) * e.product_threads > REGISTERS:
@@ -70,6 +80,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.parts_bytes > STATIC_SHARED:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
+    if e.kept_bytes + e.parts_bytes > DYNAMIC_SHARED:
+        return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {DYNAMIC_SHARED}"
     if e.k and e.groups > e.threads:
         return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
     if e.k and e.pool_bytes > DYNAMIC_SHARED:
@@ -88,13 +100,17 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
             "tile_m": tile_m,
             "tile_n": tile_n,
             "reduce_warps": reduce_warps,
+            "depth": depth,
+            "staged": staged,
             "blocks": blocks,
             "threads": threads,
             "overlap": max(table["overlap"]),
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
+        for staged in (0, 1)
         for reduce_warps in (8, 16, 4, 2, 1)
+        for depth in (4, 5, 3, 6, 2, 8, 1)
         for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
         for threads in (512, 1024, 256)
         if threads in table["threads"]
@@ -116,7 +132,7 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, blocks, threads, overlap
+    tile_m, tile_n, reduce_warps, depth, staged, blocks, threads, overlap
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -135,6 +151,8 @@ class Extents:
     tile_m: int
     tile_n: int
     reduce_warps: int
+    depth: int
+    staged: int
     blocks: int
     threads: int
     overlap: int
@@ -174,8 +192,10 @@ class Extents:
     @property
     def held(self) -> int:
         """Registers of a thread for words and hidden states in hand, and for sums."""
-        operands = self.steps * (self.tile_n // 8 + self.b_fragments) * 4
-        return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 2 + 3 * self.pairs_each
+        states = (1 if self.staged else self.steps) * self.b_fragments * 4
+        split = 6 * self.b_fragments + 12 if self.dtype == "float32" else 0
+        operands = self.depth * (self.tile_n // 8) * 4 + states + split
+        return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 6 + 3 * self.pairs_each
 
     @property
     def pairs_each(self) -> int:
@@ -191,6 +211,23 @@ class Extents:
     def parts_bytes(self) -> int:
         """Of the sums of all warps, twice: one tile is finished while the next one's are written."""
         return 2 * self.reduce_warps * self.tile_m * self.pitch * 4
+
+    @property
+    def padded_vectors(self) -> int:
+        """Vectors of a row up to the last warp's last step."""
+        return self.steps * 4 * self.reduce_warps
+
+    @property
+    def kept_pitch(self) -> int:
+        """Vectors from one hidden state in shared memory to the next: 4 beyond a multiple of 8, so that the two rows
+        that eight lanes read lie in different banks."""
+        return (self.padded_vectors + 3) // 8 * 8 + 4
+
+    @property
+    def kept_bytes(self) -> int:
+        """Dynamic shared memory of the first kernel: of hidden states."""
+        kept = self.tile_m * self.kept_pitch * VECTOR if self.staged else 0
+        return _dynamic(kept, self.parts_bytes)
 
     @property
     def row_pitch(self) -> int:
@@ -210,6 +247,11 @@ class Extents:
     @property
     def pool_bytes(self) -> int:
         """Dynamic shared memory of the second kernel: a key and an ordered score for all that is searched."""
-        return 12 * self.searched + 8
+        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + 512)
+
+
+def _dynamic(wanted: int, static: int) -> int:
+    """Dynamic shared memory to ask for: TVM lets a kernel have more than 48 KB only if this part alone exceeds that."""
+    return max(wanted, STATIC_SHARED + VECTOR) if wanted and wanted + static > STATIC_SHARED else wanted
 
 

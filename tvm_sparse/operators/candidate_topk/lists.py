@@ -17,8 +17,8 @@ FEW_WORDS = 3001
 def draw(rng: np.random.Generator, lists: int, m: int, units: int, structure: str) -> tuple[np.ndarray, np.ndarray]:
     """Candidates `(lists, m)` below `units`, and their counts `(lists,)`.
 
-    Distinct in a list and ascending, as far as there are so many units; then they come again. `few`: lists of nothing,
-    one candidate, a few, and as many as fit or more; what stands beyond the count is no candidate. Else all m count.
+    Distinct in a list and ascending; where there are fewer units than m, so many count. `few`: lists of nothing, one
+    candidate, a few, and as many as fit or more; what stands beyond the count is no candidate. Else all count.
     """
     import numpy as np
 
@@ -26,10 +26,12 @@ def draw(rng: np.random.Generator, lists: int, m: int, units: int, structure: st
     for row in candidates:
         some = rng.choice(units, size=min(m, units), replace=False)
         row[:] = np.resize(np.sort(some), m)
-    counts = np.full(lists, m, np.int32)
+    most = min(m, units)
+    counts = np.full(lists, most, np.int32)
     if structure == "few":
-        counts = rng.choice(np.array([0, 1, min(m, 3), m // 2, m, m + 5], np.int32), size=lists)
-        counts[rng.integers(lists)] = min(m, 2)
+        full = [m, m + 5] if most == m else [most]
+        counts = rng.choice(np.array([0, 1, min(most, 3), most // 2, *full], np.int32), size=lists)
+        counts[rng.integers(lists)] = min(most, 2)
         beyond = np.arange(m) >= counts[:, None]
         candidates[beyond] = rng.choice(np.array([-1, 2**31 - 1], np.int32), size=int(beyond.sum()))
     return candidates, counts
