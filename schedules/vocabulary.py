@@ -13,13 +13,19 @@ DECISIONS: Mapping[str, str] = {
     "threads": "Threads of a thread block.",
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
     "cluster": "Thread blocks of a cluster that share one row, joined over distributed shared memory.",
+    "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all that is looked up.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
     "tile_m": "Rows of x that a tile of the product covers.",
     "tile_n": "Rows of the weight that a tile of the product covers.",
     "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
+    "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
     # How sums are shared.
+    "exchange": (
+        "What thread blocks of a cluster send each other. 0: hits, to the block that counts the word. 1: where the"
+        " buckets are, so that each block goes through all of them."
+    ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
     # What is in flight at once.

@@ -1,0 +1,250 @@
+"""Buckets of codes, hit counts in shared memory, and the words that reach the threshold: the order of Figure 4.
+
+A group of `lanes` lanes goes through a bucket together, so that no lane waits for another one's longer bucket; Shi, Xu
+& Knight's groups are whole warps. Counts are those of one row and part of the vocabulary, two in a 32-bit cell: of 64
+neighbouring words the first 32 have the low halves of 32 cells, the others the high halves. There are fewer than 2^16
+bands, so that no count overflows into its neighbour; and a warp that reads 32 cells has two words of the bitmap by two
+votes.
+
+Phases are called with a state that has the buffers which their heads name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.operators.lsh_lookup.definition import slot_of
+
+from ..device.cluster import peer_store
+from ..device.selection import FULL_WARP
+from .extents import PER_WARP, WARP, CountExtents
+
+Phase = Callable[..., Any]
+ADD = """
+__device__ __forceinline__ void add_at_peer(void* p, int r, unsigned int v) {
+  atomicAdd((unsigned int*)__cluster_map_shared_rank(p, r), v);
+}
+"""
+OR = """
+__device__ __forceinline__ void set_bits(void* p, unsigned int v) { atomicOr((unsigned int*)p, v); }
+"""
+put_span = peer_store("put_span", "unsigned long long")
+
+
+def clear_counts(e: CountExtents) -> Phase:
+    """All counts to 0; called with (s, t).
+
+    Writes: `cells`. Barriers: none; one of the cluster has to follow before peers add to them.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, t):
+        for n in T.serial(ceildiv(e.cells, e.threads)):
+            if n * e.threads + t < e.cells:
+                s.cells[n * e.threads + t] = T.uint32(0)
+    # fmt: on
+    return phase
+
+
+def find_buckets(e: CountExtents) -> Phase:
+    """Where the buckets of `loads` codes are, all look-ups in flight together; called with (s, io).
+
+    Reads: `code`, `band` of each; a `band` of -1 has no bucket. Tables.
+    Writes: `first` and `last` of each, places in all bands' words as one list; as scratch `entry`, for cuckoo tables.
+    Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, loads):
+        if e.cuckoo:
+            for u in T.unroll(loads):
+                s.row_of = T.max(s.band[u], 0)
+                for half in T.unroll(2):
+                    s.slot = slot_of(s.code[u], io.multipliers[s.row_of, half], io.slots)
+                    T.ptx.ld.global_.v4.s32(
+                        *[s.entry[(u * 2 + half) * 4 + i] for i in range(4)],
+                        io.entries.ptr_to([s.row_of, half, s.slot, 0]))
+            for u in T.unroll(loads):
+                s.first[u] = 0
+                s.last[u] = 0
+                for half in T.unroll(2):
+                    if s.entry[(u * 2 + half) * 4] == s.code[u] and s.band[u] >= 0:
+                        s.first[u] = s.band[u] * e.vocab + s.entry[(u * 2 + half) * 4 + 1]
+                        s.last[u] = s.first[u] + s.entry[(u * 2 + half) * 4 + 2]
+        else:
+            for u in T.unroll(loads):
+                # A load that is not needed costs less than a branch around it.
+                s.row_of = T.max(s.band[u], 0)
+                T.ptx.ld.global_.s32(s.first[u], io.starts.ptr_to([s.row_of, s.code[u]]))
+                T.ptx.ld.global_.s32(s.last[u], io.starts.ptr_to([s.row_of, s.code[u] + 1]))
+            for u in T.unroll(loads):
+                s.row_of = T.max(s.band[u], 0)
+                s.first[u] = s.first[u] + s.row_of * e.vocab
+                s.last[u] = T.Select(s.band[u] >= 0, s.last[u] + s.row_of * e.vocab, s.first[u])
+    # fmt: on
+    return phase
+
+
+def count_hit(e: CountExtents) -> Phase:
+    """A hit of a word for the thread block that counts it; called with (s, word).
+
+    Reads: `base`, the first word of the cluster's parts, or of the thread block's own part where hits stay.
+    Writes: `cells`, of a peer where hits go to each other; as scratch `local`, `owner`. Barriers: none.
+    """
+    away = e.cluster > 1 and e.exchange == 0
+    within = e.part * (e.cluster if away else 1)
+
+    # fmt: off
+    @T.inline
+    def phase(s, word):
+        s.local = word - s.base
+        # A number below 0 is a large one without a sign.
+        if T.Cast("uint32", s.local) < T.uint32(within):
+            if away:
+                s.owner = s.local // e.part
+                s.local = s.local - s.owner * e.part
+            cell = T.meta_var(s.cells.ptr_to([(s.local >> 6) * 32 + (s.local & 31)]))
+            one = T.meta_var(T.uint32(1) << T.Cast("uint32", (s.local & 32) >> 1))
+            if away:
+                T.evaluate(T.cuda.func_call(
+                    "add_at_peer", cell, s.owner, one, source_code=ADD, return_type="void"))
+            else:
+                T.evaluate(T.cuda.atomic_add(cell, one))
+    # fmt: on
+    return phase
+
+
+def count_words(e: CountExtents) -> Phase:
+    """Hits of the words of `loads` buckets, the first words of all of them in flight together; called with (s, words,
+    lane), `words` being those of all bands as one list, `lane` that of the group.
+
+    Reads: `first` and `last` of each, the words. Writes: as `count_hit`; as scratch `word`, `next`. Barriers: none.
+    """
+    hit = count_hit(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, words, total, lane):
+        for u in T.unroll(e.loads):
+            T.ptx.ld.global_.s32(s.word[u], words.ptr_to([T.min(s.first[u] + lane, total - 1)]))
+        for u in T.unroll(e.loads):
+            if s.first[u] + lane < s.last[u]:
+                hit(s, s.word[u])
+        for u in T.unroll(e.loads):
+            s.next = s.first[u] + lane + e.lanes
+            while s.next < s.last[u]:
+                T.ptx.ld.global_.s32(s.word[u], words.ptr_to([s.next]))
+                hit(s, s.word[u])
+                s.next = s.next + e.lanes
+    # fmt: on
+    return phase
+
+
+def count_own_bands(e: CountExtents, code_of: Callable[..., Any]) -> Phase:
+    """The hits of some bands; called with (s, io, words, total, first, count, t): `count` bands from `first` on, whose
+    codes are `code_of(s, i)`.
+
+    Reads: codes, tables, words. Writes: as `count_hit`. Barriers: none.
+    """
+    find, count_all = find_buckets(e), count_words(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, words, total, first, count, t):
+        s.at = t // e.lanes
+        while s.at < count:
+            for u in T.unroll(e.loads):
+                s.band[u] = T.Select(s.at + u * e.groups < count, first + s.at + u * e.groups, -1)
+                s.code[u] = code_of(s, T.min(s.at + u * e.groups, count - 1))
+            find(s, io, e.loads)
+            count_all(s, words, total, t % e.lanes)
+            s.at = s.at + e.loads * e.groups
+    # fmt: on
+    return phase
+
+
+def share_spans(e: CountExtents, code_of: Callable[..., Any]) -> Phase:
+    """Where the buckets of some bands are, for all thread blocks of the cluster; called with (s, io, first, count, t,
+    rank).
+
+    Reads: codes, tables. Writes: `spans` of all peers, `tile` of them, those from `count` on empty.
+    Barriers: none; one of the cluster has to come before and one has to follow.
+    """
+    find = find_buckets(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, first, count, t, rank):
+        s.at = t
+        while s.at < e.tile:
+            s.band[0] = T.Select(s.at < count, first + s.at, -1)
+            s.code[0] = T.Select(s.at < count, code_of(s, s.at), 0)
+            find(s, io, 1)
+            for r in T.unroll(e.cluster):
+                T.evaluate(put_span(
+                    s.spans.ptr_to([rank * e.tile + s.at]), r,
+                    (T.Cast("uint64", s.last[0]) << T.uint64(32)) | T.Cast("uint64", s.first[0])))
+            s.at = s.at + e.threads
+    # fmt: on
+    return phase
+
+
+def count_spans(e: CountExtents) -> Phase:
+    """The hits of the buckets that all thread blocks of the cluster found; called with (s, words, total, t).
+
+    Reads: `spans`, words. Writes: as `count_hit`. Barriers: none.
+    """
+    count_all = count_words(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, words, total, t):
+        s.at = t // e.lanes
+        while s.at < e.spans:
+            for u in T.unroll(e.loads):
+                s.first[u] = 0
+                s.last[u] = 0
+                if s.at + u * e.groups < e.spans:
+                    s.span = s.spans[s.at + u * e.groups]
+                    s.first[u] = T.Cast("int32", s.span & T.uint64(0xFFFFFFFF))
+                    s.last[u] = T.Cast("int32", s.span >> T.uint64(32))
+            count_all(s, words, total, t % e.lanes)
+            s.at = s.at + e.loads * e.groups
+    # fmt: on
+    return phase
+
+
+def set_reached(e: CountExtents) -> Phase:
+    """Bits of the words of a part that reach the threshold; called with (s, bits, row, first, threshold, t): into the
+    row `row` of the bitmaps `bits`, the part's first word being `first`.
+
+    Reads: `cells`. Writes: bits of other thread blocks' rows, too, hence by atomics; as scratch `cell`, `low`, `high`.
+    Barriers: votes of a warp; one has to come before.
+    """
+    at_once = e.part // PER_WARP
+
+    # fmt: off
+    @T.inline
+    def phase(s, bits, row, first, threshold, t):
+        for n in T.serial(ceildiv(at_once, e.warps)):
+            if n * e.warps + t // WARP < at_once:
+                s.cell = s.cells[(n * e.warps + t // WARP) * WARP + t % WARP]
+                s.low = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), T.Cast("int32", s.cell & T.uint32(0xFFFF)) >= threshold)
+                s.high = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), T.Cast("int32", s.cell >> T.uint32(16)) >= threshold)
+                if t % WARP == 1:
+                    s.low = s.high
+                if t % WARP < 2 and s.low != T.uint32(0):
+                    T.evaluate(T.cuda.func_call(
+                        "set_bits",
+                        bits.ptr_to([row, first // WARP + (n * e.warps + t // WARP) * 2 + t % WARP]),
+                        s.low, source_code=OR, return_type="void"))
+    # fmt: on
+    return phase

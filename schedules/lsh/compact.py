@@ -1,0 +1,118 @@
+"""Stream compaction without sorting: the words of a bitmap in ascending order, by population counts and scans.
+
+All thread blocks of a list read the whole bitmap, a few kilobytes, and so know how many words come before their share
+without asking each other. Figure 5 of Shi, Xu & Knight has one thread of a warp scan 32 counts; here a lane has some
+bits, and a scan over the warp gives their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.formats.bitmap import BITS
+
+from ..device.selection import FULL_WARP, scan_lanes
+from .extents import WARP, CompactExtents
+
+Phase = Callable[..., Any]
+
+
+def sum_of_warp(value: Any) -> Any:
+    """The sum of an int32 over a warp."""
+    total = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), T.Cast("uint32", value))
+    return T.Cast("int32", total)
+
+
+def read_bitmap(e: CompactExtents, load: Callable[..., Any]) -> Phase:
+    """The bitmap into shared memory, and how many words it has; called with (s, io, row, share, t). `load(s, io, row,
+    word)` loads one of its int32 into `bits`, without bits that stand for no word.
+
+    Reads: the bitmap. Writes: `bitmap`; `before`, words of the shares before `share`, and `total`, all words, in every
+    thread; as scratch `bits`, `mine`, `totals`.
+    Barriers: one.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, row, share, t):
+        s.before = 0
+        s.total = 0
+        for n in T.serial(ceildiv(e.bitmap, e.threads)):
+            if n * e.threads + t < e.bitmap:
+                load(s, io, row, n * e.threads + t)
+                s.bitmap[n * e.threads + t] = s.bits[0]
+                s.total = s.total + T.Cast("int32", T.popcount(s.bits[0]))
+                if n * e.threads + t < share * e.share:
+                    s.before = s.before + T.Cast("int32", T.popcount(s.bits[0]))
+        s.mine[0] = sum_of_warp(s.before)
+        s.mine[1] = sum_of_warp(s.total)
+        if t % WARP == 0:
+            s.totals[t // WARP] = s.mine[0]
+            s.totals[WARP + t // WARP] = s.mine[1]
+        T.cuda.cta_sync()
+        s.before = sum_of_warp(T.if_then_else(t % WARP < e.warps, s.totals[t % WARP], 0))
+        s.total = sum_of_warp(T.if_then_else(t % WARP < e.warps, s.totals[WARP + t % WARP], 0))
+    # fmt: on
+    return phase
+
+
+def write_share(e: CompactExtents) -> Phase:
+    """The words of a share to their places; called with (s, io, row, share, t).
+
+    Reads: `bitmap`, `before`. Writes: candidates; `before`; as scratch `bits`, `mine`, `counts`, `at`.
+    Barriers: one each round.
+    """
+    rounds = ceildiv(e.items, e.threads)
+    per_word = BITS // e.item
+    mask = (1 << e.item) - 1
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, row, share, t):
+        for n in T.serial(rounds):
+            item: T.let = n * e.threads + t
+            word: T.let = share * e.share + item // per_word
+            s.bits[0] = T.uint32(0)
+            if item < e.items and word < e.bitmap:
+                s.bits[0] = (s.bitmap[word] >> T.Cast("uint32", item % per_word * e.item)) & T.uint32(mask)
+            s.mine[0] = T.Cast("int32", T.popcount(s.bits[0]))
+            scan_lanes(t, s.mine, s.other)
+            # Two sets of sums in turn: a warp that is ahead by a round does not overwrite what others still read.
+            if t % WARP == WARP - 1:
+                s.counts[n % 2 * WARP + t // WARP] = s.mine[0]
+            T.cuda.cta_sync()
+            s.other[0] = T.if_then_else(t % WARP < e.warps, s.counts[n % 2 * WARP + t % WARP], 0)
+            s.at = s.before + s.mine[0] - T.Cast("int32", T.popcount(s.bits[0])) + sum_of_warp(
+                T.if_then_else(t % WARP < t // WARP, s.other[0], 0))
+            s.before = s.before + sum_of_warp(s.other[0])
+            while s.bits[0] != T.uint32(0):
+                if s.at < io.capacity:
+                    io.candidates[row, s.at] = (
+                        word * BITS + item % per_word * e.item + T.Cast("int32", T.cuda.ffs_u32(s.bits[0])) - 1)
+                s.at = s.at + 1
+                s.bits[0] = s.bits[0] & (s.bits[0] - T.uint32(1))
+    # fmt: on
+    return phase
+
+
+def fill_rest(e: CompactExtents) -> Phase:
+    """-1 behind the words, and how many words there are; called with (s, io, row, share, t).
+
+    Reads: `total`. Writes: candidates, counts; as scratch `at`. Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, row, share, t):
+        s.at = s.total + share * e.threads + t
+        while s.at < io.capacity:
+            io.candidates[row, s.at] = -1
+            s.at = s.at + e.shares * e.threads
+        if share == 0 and t == 0:
+            io.counts[row] = s.total
+    # fmt: on
+    return phase

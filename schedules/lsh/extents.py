@@ -1,0 +1,224 @@
+"""Static sizes of the kernels of locality sensitive hashing, and which points fit. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.formats.bitmap import BITS, bitmap_words
+from tvm_sparse.formats.wta import index_bits
+
+WARP = 32
+WIDEST = 16  # bytes of the widest load that a thread can issue
+THREADS = (128, 256, 384, 512, 768, 1024)
+CLUSTERS = (1, 2, 4, 8)  # of thread blocks; more than 8 are not portable
+SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BUCKET_LANES = (4, 8, 16, 32)
+LOADS = (1, 2, 4, 8)
+# Dynamic shared memory of a thread block: any GPU has 96 KB from compute capability 8.0 on, those with clusters 227.
+SHARED, CLUSTER_SHARED = 96 * 1024, 200 * 1024
+# Columns of a permutation that a thread holds at a time, and vectors of the row that it has in flight.
+MOST_COLUMNS, MOST_VECTORS = 16, 4
+# Bands whose codes are in shared memory at a time, all thread blocks of a cluster together.
+MOST_BANDS = 4096
+# Words that one cell of shared memory counts the hits of: 16 bits each, and there are fewer than 2^16 bands.
+PER_CELL = 2
+# Words whose cells a warp compares with the threshold at a time.
+PER_WARP = WARP * PER_CELL
+
+
+@dataclass(frozen=True)
+class HashExtents:
+    """How a thread block hashes a row: a thread finds the place of one unit at a time."""
+
+    hidden: int
+    k: int
+    units: int
+    dtype: str
+    threads: int  # of the thread block
+
+    @property
+    def bits(self) -> int:
+        """Of a place."""
+        return index_bits(self.k)
+
+    @property
+    def vec(self) -> int:
+        """Elements of one load of the row."""
+        most = WIDEST // numpy_dtype(self.dtype).itemsize
+        return next(v for v in (8, 4, 2, 1) if v <= most and self.hidden % v == 0)
+
+    @property
+    def vector_bytes(self) -> int:
+        return self.vec * numpy_dtype(self.dtype).itemsize
+
+    @property
+    def vector_words(self) -> int:
+        """Registers of 32 bits that such a load fills."""
+        return ceildiv(self.vector_bytes, 4)
+
+    @property
+    def vectors(self) -> int:
+        """Loads that a thread has in flight."""
+        return min(MOST_VECTORS, ceildiv(self.hidden // self.vec, self.threads))
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one load of a unit's columns, which are int16."""
+        return next(size for size in (16, 8, 4, 2) if 2 * self.k % size == 0)
+
+    @property
+    def column_loads(self) -> int:
+        """Such loads that a thread holds at a time; they divide the unit's columns evenly."""
+        every = 2 * self.k // self.column_bytes
+        return max(n for n in range(1, every + 1) if every % n == 0 and n * self.column_bytes <= 2 * MOST_COLUMNS)
+
+    @property
+    def column_words(self) -> int:
+        """Registers of 32 bits that one of them fills."""
+        return ceildiv(self.column_bytes, 4)
+
+    @property
+    def held(self) -> int:
+        """Columns that a thread holds at a time."""
+        return self.column_loads * self.column_bytes // 2
+
+
+@dataclass(frozen=True)
+class CountExtents:
+    """How thread blocks count the hits of a row.
+
+    The vocabulary is divided into `slices * cluster` *parts* of `part` words. For each row and slice there is a cluster
+    of thread blocks, each of which counts the words of one part and looks up its share of the bands.
+    """
+
+    vocab: int
+    cuckoo: bool
+    threads: int
+    cluster: int
+    slices: int
+    lanes: int  # of a warp that go through a bucket together
+    loads: int  # buckets that these lanes have in flight
+    exchange: int  # 0: hits go to the thread block that counts the word; 1: buckets go to all thread blocks
+    bands: int  # at which the kernel is fast; it runs with any number
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def groups(self) -> int:
+        """Groups of `lanes` in a thread block."""
+        return self.threads // self.lanes
+
+    @property
+    def part(self) -> int:
+        """Words of a part: a multiple of what a warp compares at a time."""
+        return PER_WARP * ceildiv(self.vocab, PER_WARP * self.slices * self.cluster)
+
+    @property
+    def cells(self) -> int:
+        """Words of shared memory with the hits of a part."""
+        return self.part // PER_CELL
+
+    @property
+    def bitmap(self) -> int:
+        """Words of the bitmap of the vocabulary."""
+        return bitmap_words(self.vocab)
+
+    @property
+    def tile(self) -> int:
+        """Bands of a thread block's share whose codes are in shared memory at a time."""
+        return ceildiv(min(self.bands, MOST_BANDS), self.cluster)
+
+    @property
+    def spans(self) -> int:
+        """Buckets that thread blocks tell each other of at a time."""
+        return self.tile * self.cluster if self.exchange else 0
+
+
+@dataclass(frozen=True)
+class CompactExtents:
+    """How thread blocks compact a bitmap: each reads all of it, and writes the words of its share."""
+
+    vocab: int
+    threads: int
+    shares: int
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def bitmap(self) -> int:
+        """Words of the bitmap."""
+        return bitmap_words(self.vocab)
+
+    @property
+    def share(self) -> int:
+        """Words of the bitmap of a share; the last one may have fewer."""
+        return ceildiv(self.bitmap, self.shares)
+
+    @property
+    def item(self) -> int:
+        """Bits that a thread takes at a time: fewer where there are threads enough."""
+        return next(bits for bits in (8, 16, BITS) if self.share * BITS <= self.threads * bits or bits == BITS)
+
+    @property
+    def items(self) -> int:
+        """Of a share."""
+        return self.share * BITS // self.item
+
+
+def shared_limit(machine: Machine) -> int:
+    """Bytes of dynamic shared memory that a thread block may take."""
+    return CLUSTER_SHARED if machine.has_clusters else SHARED
+
+
+@dataclass(frozen=True)
+class Room:
+    """Elements of the arrays in dynamic shared memory, in the order in which they lie; see `state` for what they are.
+
+    Spans have 8 bytes each, the others 4.
+    """
+
+    spans: int = 0
+    cells: int = 0
+    row: int = 0
+    places: int = 0
+    codes: int = 0
+    bitmap: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        hashing: HashExtents | None = None,
+        count: CountExtents | None = None,
+        compact: CompactExtents | None = None,
+    ) -> Room:
+        """For a kernel that does these. One that counts hits of codes which it does not make reads them."""
+        return cls(
+            spans=count.spans if count else 0,
+            cells=count.cells if count else 0,
+            row=hashing.hidden if hashing else 0,
+            places=count.tile * hashing.units if count and hashing else hashing.threads if hashing else 0,
+            codes=count.tile if count and not hashing else 0,
+            bitmap=compact.bitmap if compact else 0,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """A multiple of 8."""
+        words = self.cells + self.row + self.places + self.codes + self.bitmap
+        return 8 * (self.spans + ceildiv(words, 2))
+
+    def at(self, name: str) -> int:
+        """Where an array begins, in elements of its own size."""
+        place = 0
+        for other, size in vars(self).items():
+            if other == name:
+                return place // (8 if name == "spans" else 4)
+            place += size * (8 if other == "spans" else 4)
+        raise KeyError(name)

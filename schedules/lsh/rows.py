@@ -1,0 +1,194 @@
+"""From the codes of a row to the bitmap of its list, for look-up alone and for all of hashing to compaction.
+
+A row is counted by clusters of thread blocks (see `extents.CountExtents`). Each sets bits of the list's bitmap in
+global memory, and takes a ticket; the cluster that takes the last one finds the bitmap complete, does what is left to
+do for the list, and leaves bitmap and tickets zero for the next launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.operators.lsh_lookup.definition import valid_bits
+
+from ..device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait, peer_store
+from ..device.state import named, register
+from .buckets import count_own_bands, count_spans, set_reached, share_spans
+from .extents import CountExtents
+
+Phase = Callable[..., Any]
+put_flag = peer_store("put_flag", "int")
+
+
+@dataclass
+class Place:
+    """Which row, part and bands a thread block works for: registers."""
+
+    list: Any
+    row: Any  # of all rows
+    slice: Any
+    rank: Any  # of the thread block in its cluster
+    share: Any  # bands of a thread block; the last ones may have fewer
+    first: Any  # of its bands
+    count: Any  # its bands
+
+    @classmethod
+    def alloc(cls) -> Place:
+        return named(cls(*(register() for _ in range(7))))
+
+
+def locate(e: CountExtents) -> Phase:
+    """Lay out the grid; called with (s, at, io).
+
+    Writes: the place, and `base` (see `buckets.count_hit`). Barriers: none.
+    """
+    away = e.cluster > 1 and e.exchange == 0
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, io):
+        if e.cluster > 1:
+            block = T.cluster_id([io.lists * io.beam * e.slices])
+            rank = T.cta_id_in_cluster([e.cluster])
+            at.rank = rank
+        else:
+            block = T.cta_id([io.lists * io.beam * e.slices])
+            at.rank = 0
+        at.row = block // e.slices
+        at.slice = block % e.slices
+        at.list = at.row // io.beam
+        at.share = (io.bands + (e.cluster - 1)) // e.cluster
+        at.first = at.rank * at.share
+        at.count = T.max(T.min(io.bands - at.first, at.share), 0)
+        s.base = (at.slice * e.cluster + (0 if away else at.rank)) * e.part
+    # fmt: on
+    return phase
+
+
+def count_row(e: CountExtents, make_codes: Phase, code_of: Callable[..., tirx.PrimExpr]) -> Phase:
+    """All hits of a row; called with (s, at, io, t). Counts are zero, and the cluster's thread blocks have arrived at
+    a barrier that tells so.
+
+    `make_codes(s, at, io, t)` leaves the codes of the `many` bands from `begin` on in shared memory; it ends with what
+    the caller's barrier needs to find them by `code_of(s, i)`.
+
+    Reads: tables, words. Writes: `cells`, of peers too. Barriers: some; ends with one of the cluster.
+    """
+    count_own, share, count_shared = count_own_bands(e, code_of), share_spans(e, code_of), count_spans(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, io, t):
+        words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
+        if e.cluster > 1:
+            cluster_wait()
+        for n in T.serial((at.share + (e.tile - 1)) // e.tile, unroll=False):
+            s.begin = at.first + n * e.tile
+            s.many = T.max(T.min(at.count - n * e.tile, e.tile), 0)
+            make_codes(s, at, io, t)
+            T.cuda.cta_sync()
+            if e.exchange == 1:
+                share(s, io, s.begin, s.many, t, at.rank)
+                cluster_barrier()
+                count_shared(s, words, io.bands * e.vocab, t)
+                if (n + 1) * e.tile < at.share:
+                    cluster_barrier()
+            else:
+                count_own(s, io, words, io.bands * e.vocab, s.begin, s.many, t)
+                if (n + 1) * e.tile < at.share:
+                    T.cuda.cta_sync()
+        if e.cluster > 1 and e.exchange == 0:
+            cluster_barrier()
+        else:
+            T.cuda.cta_sync()
+    # fmt: on
+    return phase
+
+
+def set_bits_and_leave(e: CountExtents) -> Phase:
+    """The words that reach the threshold, into the list's bitmap; called with (s, at, io, t).
+
+    Reads: `cells`. Writes: bitmap and ticket of the list, in `io.workspace`; `settled` of all peers.
+    Barriers: two of the cluster.
+    After: only the thread blocks of the list's last cluster are left, and its bitmap is complete.
+    """
+    reach = set_reached(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, io, t):
+        reach(s, io.workspace, at.list, (at.slice * e.cluster + at.rank) * e.part, io.threshold, t)
+        T.cuda.thread_fence()
+        if e.cluster > 1:
+            cluster_barrier()
+        else:
+            T.cuda.cta_sync()
+        if at.rank == 0 and t == 0:
+            s.ticket = T.cuda.atomic_add(io.workspace.ptr_to([at.list, e.bitmap]), T.int32(1))
+            if e.cluster > 1:
+                for r in T.unroll(e.cluster):
+                    T.evaluate(put_flag(
+                        s.settled.ptr_to([0]), r, T.Cast("int32", s.ticket == io.beam * e.slices - 1)))
+            else:
+                s.settled[0] = T.Cast("int32", s.ticket == io.beam * e.slices - 1)
+        if e.cluster > 1:
+            cluster_barrier()
+        else:
+            T.cuda.cta_sync()
+        if s.settled[0] == 0:
+            T.thread_return()
+        T.cuda.thread_fence()
+    # fmt: on
+    return phase
+
+
+def load_reached(vocab: int) -> Phase:
+    """One int32 of a list's complete bitmap, and of the words that are candidates anyway; called with (s, io, row,
+    word).
+
+    Writes: `bits`, without bits that stand for no word; as scratch `extra`. Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, row, word):
+        T.ptx.ld.relaxed.gpu.global_.u32(s.bits[0], io.workspace.ptr_to([row, word]))
+        T.ptx.ld.global_.u32(s.extra[0], io.always.ptr_to([word]))
+        s.bits[0] = (s.bits[0] | s.extra[0]) & valid_bits(vocab, word)
+    # fmt: on
+    return phase
+
+
+@T.inline
+def announce_read(cluster: Any):
+    """Tell the cluster's thread blocks that this one has read the bitmap, if there are others."""
+    if cluster > 1:
+        cluster_arrive_relaxed()
+
+
+def clear_workspace(e: CountExtents) -> Phase:
+    """The list's bitmap and tickets to 0, once all thread blocks have read it; called with (s, at, io, t), after
+    `announce_read`.
+
+    Writes: `io.workspace`. Barriers: the second half of one of the cluster; of a single thread block one has to come
+    between the reads and this.
+    """
+    share = (e.bitmap + e.cluster - 1) // e.cluster
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, io, t):
+        if e.cluster > 1:
+            cluster_wait()
+        for n in T.serial((share + (e.threads - 1)) // e.threads):
+            if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
+                io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
+        if at.rank == 0 and t == 0:
+            io.workspace[at.list, e.bitmap] = 0
+    # fmt: on
+    return phase

@@ -1,0 +1,85 @@
+"""What the phases of hashing, look-up and compaction keep, in registers and in shared memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ..device.state import named, register
+from .extents import WARP, CompactExtents, CountExtents, HashExtents, Room
+
+
+def alloc_state(
+    hashing: HashExtents | None = None, count: CountExtents | None = None, compact: CompactExtents | None = None
+) -> SimpleNamespace:
+    """Within a kernel: the buffers and registers of those phases that it has.
+
+    Shared, in dynamic shared memory:
+
+    ``row``     the row, as float32
+    ``places``  of units of a tile of bands
+    ``codes``   of a tile of bands, where they are read
+    ``spans``   buckets of all thread blocks of a cluster: the end in the high half, the beginning in the low one
+    ``cells``   hit counts, see `buckets`
+    ``bitmap``  of a list
+    """
+    room = Room.of(hashing, count, compact)
+    pool = T.alloc_buffer([max(1, room.bytes // 8)], "uint64", scope="shared.dyn")
+    kinds = {
+        "spans": "uint64", "cells": "uint32", "row": "float32", "places": "int32", "codes": "int32", "bitmap": "uint32",
+    }  # fmt: skip
+    found: dict[str, Any] = {
+        name: T.decl_buffer([size], kinds[name], data=pool.data, elem_offset=room.at(name), scope="shared.dyn")
+        for name, size in vars(room).items()
+        if size
+    }
+    if hashing:
+        found |= {
+            "raw": T.alloc_local([hashing.vectors * hashing.vector_words], "uint32"),
+            "columns": T.alloc_local([hashing.column_loads * hashing.column_words], "uint32"),
+            "small": T.alloc_local([1], "uint16"),
+            "unit": register(),
+            "place": register(),
+            "best": register("float32"),
+            "value": register("float32"),
+        }
+    if count:
+        found |= {
+            "band": T.alloc_local([count.loads], "int32"),  # of the buckets in flight; -1 for none
+            "code": T.alloc_local([count.loads], "int32"),
+            "first": T.alloc_local([count.loads], "int32"),  # where a bucket begins, in all bands' words
+            "last": T.alloc_local([count.loads], "int32"),  # where it ends
+            "word": T.alloc_local([count.loads], "int32"),
+            "entry": T.alloc_local([count.loads * 8 if count.cuckoo else 1], "int32"),
+            "settled": T.alloc_shared([1], "int32"),  # whether the list's last cluster is at work
+            "row_of": register(),
+            "slot": register(),
+            "base": register(),
+            "local": register(),
+            "owner": register(),
+            "next": register(),
+            "begin": register(),  # the first band of a tile
+            "many": register(),  # bands of it
+            "ticket": register(),
+            "span": register("uint64"),
+            "cell": register("uint32"),
+            "low": register("uint32"),
+            "high": register("uint32"),
+        }
+    if compact:
+        found |= {
+            "totals": T.alloc_shared([2 * WARP], "int32"),
+            "counts": T.alloc_shared([2 * WARP], "int32"),
+            "mine": T.alloc_local([2], "int32"),
+            "other": T.alloc_local([1], "int32"),
+            "before": register(),  # words in front of those that come next
+            "total": register(),
+        }
+    found |= {
+        "bits": T.alloc_local([1], "uint32"),
+        "extra": T.alloc_local([1], "uint32"),
+        "at": register(),
+    }
+    return named(SimpleNamespace(**found))

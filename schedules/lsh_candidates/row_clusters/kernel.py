@@ -1,0 +1,74 @@
+"""The kernel of `row_clusters`, in the phases of `schedules.lsh`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.cluster import cluster_arrive
+from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...lsh.buckets import clear_counts
+from ...lsh.compact import fill_rest, read_bitmap, write_share
+from ...lsh.extents import CompactExtents, CountExtents, HashExtents
+from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
+from ...lsh.rows import (
+    Place,
+    announce_read,
+    clear_workspace,
+    count_row,
+    load_reached,
+    locate,
+    set_bits_and_leave,
+)
+from ...lsh.state import alloc_state
+
+
+def kernel_body(h: HashExtents, e: CountExtents, c: CompactExtents, overlap: int) -> Callable[..., Any]:
+    """The kernel, as the body of `interface.gpu_program`."""
+    place, clear, stage = locate(e), clear_counts(e), stage_row(h)
+    load_first, find = load_first_columns(h), find_places(h)
+    leave, load, release = set_bits_and_leave(e), load_reached(e.vocab), clear_workspace(e)
+    read, write, fill = read_bitmap(c, load), write_share(c), fill_rest(c)
+
+    # fmt: off
+    @T.inline
+    def hash_bands(s, at, io, t):
+        columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
+        if s.begin > at.first:
+            load_first(s, columns, s.begin * h.units, s.many * h.units, t)
+        find(s, columns, s.begin * h.units, s.many * h.units, t)
+
+    count = count_row(e, hash_bands, lambda s, i: code_of_places(h, s, i))
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        if overlap == 2:
+            start_consumer()
+        s = T.meta_var(alloc_state(h, e, c))
+        at = T.meta_var(Place.alloc())
+        place(s, at, io)
+        t = T.thread_id([e.threads])
+        clear(s, t)
+        if e.cluster > 1:
+            cluster_arrive()
+        if overlap == 1:
+            wait_then_start_consumer()
+        if overlap == 2:
+            wait_for_producer()
+        columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
+        load_first(s, columns, at.first * h.units, T.min(at.count, e.tile) * h.units, t)
+        rows = T.decl_buffer((io.lists * io.beam * h.hidden,), h.dtype, data=io.hidden.data)
+        stage(s, rows, at.row * h.hidden, t)
+        T.cuda.cta_sync()
+        count(s, at, io, t)
+        leave(s, at, io, t)
+        read(s, io, at.list, at.rank, t)
+        announce_read(e.cluster)
+        write(s, io, at.list, at.rank, t)
+        fill(s, io, at.list, at.rank, t)
+        release(s, at, io, t)
+    # fmt: on
+    return body
