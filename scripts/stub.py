@@ -12,14 +12,19 @@ from pathlib import Path
 from tvm_sparse.core import registry
 
 STUB = Path(__file__).parent.parent / "tvm_sparse" / "__init__.pyi"
-GENERAL = (".runtime.dispatch", ("Explanation", "explain", "load"))
+GENERAL = (
+    (".runtime.dispatch", ("Explanation", "explain", "load")),
+    (".layers.lsh_head", ("LshHead",)),
+    (".layers.beam", ("beam_search",)),
+    (".layers.lm_head", ("LmHead",)),
+)
 
 
 def stub() -> str:
     """The stub's text: one import an operator of the package."""
     lines = ["# Written by scripts/stub.py from core/registry.py.", ""]
     found = [(f".operators.{operator.name}.call", operator.public) for operator in registry.BUILTIN]
-    for module, names in sorted([*found, GENERAL]):
+    for module, names in sorted([*found, *GENERAL]):
         lines += [f"from {module} import {name} as {name}" for name in sorted(names)]
     return "\n".join(lines) + "\n"
 

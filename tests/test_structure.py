@@ -21,7 +21,7 @@ FLOORS = (
     ("runtime",),
     ("bench",),
     ("operators", "shipping", "tuning"),
-    ("schedules",),
+    ("schedules", "layers"),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

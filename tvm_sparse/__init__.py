@@ -3,6 +3,7 @@
 >>> values, indices = tvm_sparse.softmax_topk(logits, k=5)
 >>> y = tvm_sparse.bsr_matmul(x, weight)
 >>> rows = tvm_sparse.nhot_lookup(csr, table)
+>>> values, indices, info = tvm_sparse.LshHead(embedding).topk(hidden, 12)
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
 Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch. What each
@@ -14,7 +15,14 @@ from __future__ import annotations
 from typing import Any
 
 # What belongs to no operator, and where it lives.
-_GENERAL = {"explain": "runtime.dispatch", "load": "runtime.dispatch", "Explanation": "runtime.dispatch"}
+_GENERAL = {
+    "explain": "runtime.dispatch",
+    "load": "runtime.dispatch",
+    "Explanation": "runtime.dispatch",
+    "LshHead": "layers.lsh_head",
+    "beam_search": "layers.beam",
+    "LmHead": "layers.lm_head",
+}
 
 
 def _homes() -> dict[str, str]:

@@ -1,5 +1,8 @@
 # Written by scripts/stub.py from core/registry.py.
 
+from .layers.beam import beam_search as beam_search
+from .layers.lm_head import LmHead as LmHead
+from .layers.lsh_head import LshHead as LshHead
 from .operators.bsr_matmul.call import BsrWeight as BsrWeight
 from .operators.bsr_matmul.call import bsr_matmul as bsr_matmul
 from .operators.candidate_logits.call import candidate_logits as candidate_logits

@@ -51,7 +51,6 @@ class HeadTopk(Problem):
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
-    data_axes: ClassVar[tuple[str, ...]] = ("vocab",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),

@@ -1,0 +1,177 @@
+"""NumPy and PyTorch behind one set of names: what a layer does to arrays beside calling operators.
+
+`library(array)` is the one that an array belongs to. Results are new arrays of that library, on the array's device, and
+nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from ..runtime import arrays
+
+# Below this an exponential variate counts as this: its logarithm stays finite.
+_TINY = 1e-30
+
+
+class Library(Protocol):
+    """What both libraries offer. `like` is an array that tells the device."""
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any: ...
+    def arange(self, count: int, dtype: str, like: Any) -> Any: ...
+    def take(self, array: Any, index: Any) -> Any: ...
+    def take_along(self, array: Any, index: Any) -> Any: ...
+    def descending(self, array: Any) -> Any: ...
+    def argmax(self, array: Any) -> Any: ...
+    def logsumexp(self, array: Any) -> Any: ...
+    def where(self, condition: Any, array: Any, other: Any) -> Any: ...
+    def isnan(self, array: Any) -> Any: ...
+    def above_zero(self, array: Any) -> Any: ...
+    def cast(self, array: Any, dtype: str) -> Any: ...
+    def concatenate(self, parts: list[Any], axis: int) -> Any: ...
+    def gumbel(self, like: Any, generator: Any) -> Any: ...
+    def from_host(self, array: np.ndarray, like: Any) -> Any: ...
+
+
+class _NumPy:
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
+        return np.full(shape, value, dtype)
+
+    def arange(self, count: int, dtype: str, like: Any) -> Any:
+        return np.arange(count, dtype=dtype)
+
+    def take(self, array: Any, index: Any) -> Any:
+        return array[index]
+
+    def take_along(self, array: Any, index: Any) -> Any:
+        return np.take_along_axis(array, index, 1)
+
+    def descending(self, array: Any) -> Any:
+        return np.argsort(-array, axis=1, kind="stable")
+
+    def argmax(self, array: Any) -> Any:
+        return array.argmax(1)
+
+    def logsumexp(self, array: Any) -> Any:
+        most = array.max(1, keepdims=True)
+        most = np.where(np.isinf(most), 0, most)
+        with np.errstate(divide="ignore"):  # a row without a finite entry has -inf
+            return np.log(np.exp(array - most).sum(1)) + most[:, 0]
+
+    def where(self, condition: Any, array: Any, other: Any) -> Any:
+        return np.where(condition, array, other)
+
+    def isnan(self, array: Any) -> Any:
+        return np.isnan(array)
+
+    def above_zero(self, array: Any) -> Any:
+        return np.maximum(array, 0)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.astype(dtype)
+
+    def concatenate(self, parts: list[Any], axis: int) -> Any:
+        return np.concatenate(parts, axis)
+
+    def gumbel(self, like: Any, generator: Any) -> Any:
+        return -np.log(np.maximum(np.random.default_rng(generator).standard_exponential(like.shape, np.float32), _TINY))
+
+    def from_host(self, array: np.ndarray, like: Any) -> Any:
+        return array
+
+
+class _Torch:
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
+        torch = _torch()
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=like.device)
+
+    def arange(self, count: int, dtype: str, like: Any) -> Any:
+        torch = _torch()
+        return torch.arange(count, dtype=getattr(torch, dtype), device=like.device)
+
+    def take(self, array: Any, index: Any) -> Any:
+        return array.index_select(0, index)
+
+    def take_along(self, array: Any, index: Any) -> Any:
+        return array.gather(1, index)
+
+    def descending(self, array: Any) -> Any:
+        return _torch().sort(array, dim=1, descending=True, stable=True).indices
+
+    def argmax(self, array: Any) -> Any:
+        return array.argmax(1)
+
+    def logsumexp(self, array: Any) -> Any:
+        return array.logsumexp(1)
+
+    def where(self, condition: Any, array: Any, other: Any) -> Any:
+        return _torch().where(condition, array, other)
+
+    def isnan(self, array: Any) -> Any:
+        return array.isnan()
+
+    def above_zero(self, array: Any) -> Any:
+        return array.clamp(min=0)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.to(getattr(_torch(), dtype))
+
+    def concatenate(self, parts: list[Any], axis: int) -> Any:
+        return _torch().cat(parts, axis)
+
+    def gumbel(self, like: Any, generator: Any) -> Any:
+        torch = _torch()
+        if isinstance(generator, int):
+            generator = torch.Generator(like.device).manual_seed(generator)
+        noise = torch.empty_like(like, dtype=torch.float32).exponential_(generator=generator)
+        return noise.clamp_(min=_TINY).log_().neg_()
+
+    def from_host(self, array: np.ndarray, like: Any) -> Any:
+        return tensor(array, like.device)
+
+
+NUMPY, TORCH = _NumPy(), _Torch()
+
+
+def library(name: str, array: Any) -> Library:
+    """The library of the argument `name`.
+
+    Raises
+    ------
+    TypeError
+        If it is neither NumPy's nor PyTorch's.
+    """
+    if arrays.is_torch(array):
+        return TORCH
+    if arrays.is_numpy(array):
+        return NUMPY
+    raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {type(array).__name__}")
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The array in NumPy, bfloat16 by ml_dtypes: without a copy where it lies on the host."""
+    if not arrays.is_torch(array):
+        return array
+    torch = _torch()
+    array = array.detach().cpu()
+    if array.dtype is torch.bfloat16:
+        return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return array.numpy()
+
+
+def tensor(array: np.ndarray, device: Any) -> Any:
+    """The NumPy array as a torch tensor on a device."""
+    import torch
+
+    array = np.ascontiguousarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]

@@ -1,0 +1,744 @@
+"""An output head that multiplies with candidate words only, found by locality sensitive hashing.
+
+A step is two programs: `lsh_candidates` hashes the hidden states, looks their codes up, counts hits and compacts the
+words that reach the threshold into a list; `candidate_topk` multiplies with the embeddings of these alone and keeps the
+most probable. The length of the list stays on the device. Where the exact head, `head_topk`, is faster, it runs.
+
+Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..core.problem import numpy_dtype
+from ..core.registry import make
+from ..formats import wta
+from ..operators.candidate_logits.call import candidate_logits
+from ..operators.candidate_topk.call import candidate_topk
+from ..operators.head_topk.call import head_topk
+from ..operators.logsumexp.call import logsumexp
+from ..operators.lsh_candidates.call import lsh_candidates
+from ..operators.softmax.call import log_softmax
+from ..runtime import arrays, dispatch
+from ..runtime.arrays import Facts
+from ..runtime.calls import check_floats, facts_beside, inverse_temperature, machine_of, refuse_gradient
+from ..runtime.dispatch import Explanation
+from . import storage
+from .libraries import library, tensor, to_host
+from .settings import (
+    HASHED,
+    PATHS,
+    Hashing,
+    Measured,
+    Settings,
+    bitmap,
+    default_frequent,
+    frequent_ids,
+    hash_words,
+    integer,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from .fitting import Frontier
+
+FORMAT = 1  # of what `save` writes
+
+
+class HeadInfo(NamedTuple):
+    """What a call of the head tells beside its result, on the device of the result.
+
+    Attributes
+    ----------
+    candidates
+        `(lists,)` int32: how many words each list had to hold, those that did not fit included.
+    log_normaliser
+        `(rows,)` float32: log sum_j exp((logit_j + bias_j) / temperature) over the candidates of the row.
+    capacity
+        Places in a list; the vocab where every word was a candidate.
+    """
+
+    candidates: Any
+    log_normaliser: Any
+    capacity: int
+
+    @property
+    def overflow(self) -> Any:
+        """`(lists,)` int32: how many words did not fit, and were left out. Computed when it is asked for."""
+        return library("candidates", self.candidates).above_zero(self.candidates - self.capacity)
+
+
+@dataclass(frozen=True)
+class HeadExplanation:
+    """What `LshHead.explain` returns: the path that a call takes, and why.
+
+    Attributes
+    ----------
+    path
+        "lsh" or "exact".
+    why
+        As a sentence.
+    lsh, exact
+        Seconds of a step by each path as far as they are known, else None.
+    kernels
+        What runs on the path: `tvm_sparse.explain` of each of its problems.
+    """
+
+    path: str
+    why: str
+    lsh: float | None
+    exact: float | None
+    kernels: tuple[Explanation, ...]
+
+    def __str__(self) -> str:
+        known = [f"{name} {1e6 * s:.1f} us" for name, s in (("lsh", self.lsh), ("exact", self.exact)) if s is not None]
+        times = f" ({', '.join(known)})" if known else ""
+        return "\n".join([f"{self.path}: {self.why}{times}", *map(str, self.kernels)])
+
+
+class LshHead:
+    """The output head of a language model, reduced to candidate words at every step.
+
+    Row i of the hidden states has the candidates V_T + {j : L[i, j] >= threshold}, where L[i, j] counts the bands in
+    which the winner-take-all codes of the row and of the embedding of word j agree (equations 4 to 10), and V_T are the
+    frequent words. Rows of one sentence share the union of their candidates (equation 3).
+
+    Parameters
+    ----------
+    embedding
+        `(vocab, hidden)` torch tensor or NumPy array of float32, float16 or bfloat16: one row a word, as the weight of
+        an `lm_head`. Kept, not copied, if it is contiguous. The head's arrays lie on its device.
+    k, units, bands
+        K, u and W of the hash. The paper finds (8, 3, 500) and (16, 3, 500) good. More bands raise recall and cost
+        time; a larger k or more units make hits rarer and more telling. A code of units * ceil(log2 k) bits has at most
+        30 bits.
+    threshold
+        Bands that a word has to share with a row, 0 <= threshold <= bands. With random codes of 12 bits and 500 bands a
+        word has 0.12 hits in the mean, so that 3 are reached by 3 words in 10,000, 2 by 7 in 1,000: the default of 3
+        keeps words that are alike for a reason. 0 makes every word a candidate: the exact head, without tables.
+    frequent
+        Words that are candidates anyway: how many of the first ids, where ids are sorted by falling frequency, as those
+        of most vocabularies are, more or less; or an array of ids. Default: vocab / 16. Without them the paper finds
+        recall too low for beam search.
+    capacity
+        Places in a candidate list. What does not fit is left out, and counted in `info.overflow`: the words with the
+        largest ids. Default: a quarter of the vocab beside the frequent words. At least `n` of any call.
+    bias
+        `(vocab,)` float32, added to the logits; -inf bars a word.
+    seed
+        Of the permutations: the same seed makes the same head.
+    table
+        `"direct"`, for codes of at most 16 bits, or `"cuckoo"`; default: direct up to 12 bits.
+    path
+        `"auto"`: the faster one by what `fit` measured or by records, see `explain`; `"lsh"` or `"exact"`: that one. An
+        attribute of the same name may be set at any time.
+
+    Attributes
+    ----------
+    embedding, bias
+        As given.
+    settings
+        The numbers, `capacity` and `table` among them.
+    measured
+        By (rows, sentences): what `fit` measured.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parameters that cannot work together, naming them with the numbers.
+    RuntimeError
+        If the bias requires a gradient. An embedding that does is used detached: there is no backward pass.
+
+    When not to use it: for training, for a vocabulary of a few thousand words, and for batches of hundreds of unrelated
+    rows: their union is the vocabulary. When the embedding changes, build a new head.
+
+    Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
+    """
+
+    def __init__(
+        self,
+        embedding: Any,
+        *,
+        k: int = 16,
+        units: int = 3,
+        bands: int = 500,
+        threshold: int = 3,
+        frequent: Any = None,
+        capacity: int | None = None,
+        bias: Any = None,
+        seed: int = 0,
+        table: str | None = None,
+        path: str = "auto",
+    ) -> None:
+        vocab, hidden = _embedding_facts(embedding).shape
+        ids = frequent_ids(default_frequent(vocab) if frequent is None else frequent, vocab)
+        chosen = settings(
+            vocab,
+            hidden,
+            k=k,
+            units=units,
+            bands=bands,
+            threshold=threshold,
+            frequent=len(ids),
+            capacity=capacity,
+            table=table,
+        )
+        hashing = None
+        if chosen.threshold:
+            permutations = wta.permutations(hidden, chosen.k, chosen.units, chosen.bands, integer("seed", seed))
+            hashing = hash_words(embedding, permutations, chosen.table, seed)
+        self._set(embedding, bias, chosen, hashing, ids, path)
+
+    @classmethod
+    def assembled(
+        cls, embedding: Any, bias: Any, chosen: Settings, hashing: Hashing | None, frequent: Any, path: str = "auto"
+    ) -> LshHead:
+        """A head of parts that exist already: nothing is hashed. `frequent` are ids.
+
+        The arrays of `hashing` lie on the device of the embedding, and what they say is not checked.
+        """
+        head = cls.__new__(cls)
+        head._set(embedding, bias, chosen, hashing, frequent_ids(np.asarray(frequent), chosen.vocab), path)
+        return head
+
+    def _set(
+        self, embedding: Any, bias: Any, chosen: Settings, hashing: Hashing | None, ids: np.ndarray, path: str
+    ) -> None:
+        known = _embedding_facts(embedding)
+        self.embedding = arrays.ready("embedding", embedding, known)
+        self.bias = None
+        if bias is not None:
+            _, theirs, _ = facts_beside("bias", bias, (chosen.vocab,), "float32", known, "the embedding is")
+            self.bias = arrays.ready("bias", bias, theirs)
+        if path not in PATHS:
+            raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
+        self.path = path
+        self.settings = chosen
+        self.hashing = hashing
+        self.frequent = ids
+        self.measured: dict[tuple[int, int], Measured] = {}
+        self._known = known
+        self._library = library("embedding", embedding)
+        self._always = self._library.from_host(bitmap(ids, chosen.vocab), embedding)
+        self._explained: dict[tuple[int, int, int, str], tuple[Any, HeadExplanation]] = {}
+        self._constants: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"LshHead({self.settings}, dtype={self._known.dtype}, device={self._known.device}, path={self.path!r})"
+
+    @property
+    def vocab(self) -> int:
+        """The number of words."""
+        return self.settings.vocab
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def topk(
+        self,
+        hidden: Any,
+        n: int,
+        *,
+        sentences: int = 1,
+        log: bool = False,
+        temperature: float = 1.0,
+        path: str | None = None,
+    ) -> tuple[Any, Any, HeadInfo]:
+        """The n most probable words of every row, among its candidates.
+
+        Parameters
+        ----------
+        hidden
+            `(rows, hidden)` of the dtype of the embedding and on its device. Rows of one sentence follow each other.
+        n
+            1 <= n <= vocab; at most the capacity where candidates are looked up.
+        sentences
+            How many there are: rows / sentences rows share a candidate list. `sentences=rows` gives each row its own.
+        log
+            Log-probabilities in the place of probabilities.
+        temperature
+            Above 0 and finite.
+        path
+            In the place of the attribute: "auto", "lsh" or "exact".
+
+        Returns
+        -------
+        values
+            `(rows, n)` float32, descending: probabilities over the row's candidates; 0 (with `log` -inf) where there
+            are fewer than n of them.
+        indices
+            `(rows, n)` int64 words, -1 where there are fewer than n candidates. NaN in a row of `hidden` makes that
+            row's values NaN, and no other's.
+        info
+            A `HeadInfo`: number of candidates, overflow and log normaliser, on the device.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            For arguments that do not fit, naming them.
+        """
+        known = self._check_hidden(hidden, sentences)
+        rows = known.shape[0]
+        n = integer("n", n)
+        if not 1 <= n <= self.settings.vocab:
+            raise ValueError(f"n: expected 1 <= n <= vocab ({self.settings.vocab}), got {n}")
+        if not rows or self._path(rows, n, sentences, path) == "exact":
+            values, indices, normaliser = head_topk(
+                hidden, self.embedding, n, log=log, temperature=temperature, bias=self.bias, normaliser=True
+            )
+            return values, indices, HeadInfo(self._everything(sentences), normaliser, self.settings.vocab)
+        candidates, counts = self._candidates(hidden, sentences)
+        values, indices, normaliser = candidate_topk(
+            hidden,
+            self.embedding,
+            candidates,
+            n,
+            counts=counts,
+            log=log,
+            temperature=temperature,
+            bias=self.bias,
+            normaliser=True,
+        )
+        return values, indices, HeadInfo(counts, normaliser, self.settings.capacity)
+
+    def log_softmax(self, hidden: Any, *, sentences: int = 1, path: str | None = None) -> tuple[Any, Any, HeadInfo]:
+        """Log-probabilities of all candidates.
+
+        Returns
+        -------
+        log_probs
+            `(rows, capacity)` float32, -inf beyond the row's candidates. The capacity is the vocab where every word is
+            a candidate.
+        words
+            `(sentences, capacity)` int32: the candidates of each list, ascending, then -1. Rows r of a list are
+            r // (rows / sentences).
+        info
+            As of `topk`.
+        """
+        rows = self._check_hidden(hidden, sentences).shape[0]
+        logits, words, counts = self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
+        return log_softmax(logits), words, HeadInfo(counts, logsumexp(logits), words.shape[1])
+
+    def logits(self, hidden: Any, *, sentences: int = 1, path: str | None = None) -> tuple[Any, Any, Any]:
+        """Logits of all candidates: `(rows, capacity)` float32 with -inf beyond them, words and counts of the lists."""
+        rows = self._check_hidden(hidden, sentences).shape[0]
+        return self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
+
+    def sample(
+        self,
+        hidden: Any,
+        temperature: float = 1.0,
+        *,
+        top_k: int | None = None,
+        sentences: int = 1,
+        generator: Any = None,
+        path: str | None = None,
+    ) -> tuple[Any, Any, HeadInfo]:
+        """One word a row, drawn from the distribution over its candidates by the Gumbel maximum.
+
+        Parameters
+        ----------
+        temperature
+            Above 0 and finite.
+        top_k
+            Draw among so many of the most probable words.
+        generator
+            A `torch.Generator` on the device (for arrays a `numpy.random.Generator`), a seed, or None.
+
+        Returns
+        -------
+        words
+            `(rows,)` int64; -1 for a row that has no distribution, as one with NaN.
+        log_probs
+            `(rows,)` float32: of these words, under the distribution that they were drawn from (with `top_k` over these
+            words alone), which is what the acceptance test of speculative decoding needs.
+        info
+            As of `topk`, at this temperature.
+        """
+        xp = self._library
+        if top_k is not None:
+            log_probs, ids, info = self.topk(
+                hidden, top_k, sentences=sentences, log=True, temperature=temperature, path=path
+            )
+            log_probs = log_probs - xp.logsumexp(log_probs)[:, None]
+            place = xp.argmax(log_probs + xp.gumbel(log_probs, generator))[:, None]
+            drawn = xp.take_along(ids, place)[:, 0]
+        else:
+            inverse = inverse_temperature(temperature)
+            rows = self._check_hidden(hidden, sentences).shape[0]
+            logits, words, counts = self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
+            logits = logits * inverse
+            log_probs = log_softmax(logits)
+            info = HeadInfo(counts, logsumexp(logits), words.shape[1])
+            place = xp.argmax(log_probs + xp.gumbel(log_probs, generator))[:, None]
+            beam = rows // sentences
+            lists = xp.arange(rows, "int64", hidden) // max(1, beam)
+            drawn = xp.take_along(xp.take(words, lists), place)[:, 0]
+        chosen = xp.take_along(log_probs, place)[:, 0]
+        drawn = xp.cast(drawn, "int64")
+        return xp.where(xp.isnan(chosen), xp.full((1,), -1, "int64", hidden), drawn), chosen, info
+
+    def explain(self, rows: int, n: int = 1, *, sentences: int = 1, path: str | None = None) -> HeadExplanation:
+        """Which path a call with `(rows, hidden)` takes, and why.
+
+        With path "auto": the exact one if the threshold is 0 or n exceeds the capacity; else the faster one by what
+        `fit` measured for so many rows, or by records, where those of all kernels concerned are exact or of the next
+        larger batch; else LSH, which is what the head was built for.
+        """
+        key = rows, n, sentences, self._wanted(n, path)
+        found = self._explained.get(key)
+        # Other launchers: other kernels, and so perhaps other records, are in use since.
+        if found is None or found[0] is not dispatch.dispatcher.launchers:
+            found = self._explained[key] = (dispatch.dispatcher.launchers, self._explain(*key))
+        return found[1]
+
+    def capture(
+        self, rows: int, n: int, *, sentences: int = 1, log: bool = False, temperature: float = 1.0
+    ) -> CapturedHead:
+        """`topk` of `(rows, hidden)` as one CUDA graph with fixed input and outputs: see `CapturedHead`.
+
+        Raises
+        ------
+        ValueError
+            If the head does not lie on a GPU.
+        """
+        if self._known.device != "cuda":
+            raise ValueError("embedding: a CUDA graph needs a head on a GPU; use head.to('cuda')")
+        hidden = arrays.empty((rows, self.settings.hidden), self._known.dtype, self.embedding, self._known)
+        hidden.zero_()
+
+        def step() -> tuple[Any, Any, HeadInfo]:
+            return self.topk(hidden, n, sentences=sentences, log=log, temperature=temperature)
+
+        return CapturedHead(step, hidden)
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def to(self, device: Any) -> LshHead:
+        """The head with its arrays as torch tensors on a device; itself if they are there already.
+
+        A NumPy head stays one with `device="cpu"`.
+        """
+        if not arrays.is_torch(self.embedding):
+            if str(device) == "cpu":
+                return self
+            return self._moved(lambda array: tensor(array, device))
+        if self.embedding.to(device) is self.embedding:
+            return self
+        return self._moved(lambda array: array.to(device))
+
+    def _moved(self, move: Any) -> LshHead:
+        hashing = self.hashing
+        if hashing is not None:
+            hashing = hashing.mapped(move)
+        bias = None if self.bias is None else move(self.bias)
+        head = self.assembled(move(self.embedding), bias, self.settings, hashing, self.frequent, self.path)
+        head.measured = dict(self.measured)
+        return head
+
+    def save(self, path: str | Path, *, embedding: bool = True) -> Path:
+        """Write the head to a file: `.safetensors` or `.npz`; without a suffix safetensors if installed, else npz.
+
+        Parameters
+        ----------
+        path
+            Of the file. An older one is replaced.
+        embedding
+            Whether the embedding and the bias go with it. Without, `load` needs them.
+
+        Returns
+        -------
+        path
+            With its suffix.
+        """
+        held: dict[str, Any] = {"frequent": self.frequent}
+        if embedding:
+            held |= {"embedding": self.embedding, "bias": self.bias}
+        if self.hashing is not None:
+            held |= {name: getattr(self.hashing, name) for name in HASHED}
+        meta = {
+            "format": FORMAT,
+            "settings": dataclasses.asdict(self.settings),
+            "path": self.path,
+            "library": "torch" if arrays.is_torch(self.embedding) else "numpy",
+            "rehashes": self.hashing.rehashes if self.hashing is not None else 0,
+            "measured": [[*key, *dataclasses.astuple(found)] for key, found in self.measured.items()],
+        }
+        return storage.write(Path(path), {name: to_host(a) for name, a in held.items() if a is not None}, meta)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Any = None, embedding: Any = None, bias: Any = None) -> LshHead:
+        """A head that `save` wrote.
+
+        Parameters
+        ----------
+        device
+            Where its arrays are to lie, as torch tensors. Default: on the CPU, in the library that they were saved
+            from.
+        embedding, bias
+            For a file without them.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged, of another version, or says what no head can be.
+        """
+        path = Path(path)
+        held, meta = storage.read(path)
+        if meta.get("format") != FORMAT:
+            raise ValueError(f"{path}: format {meta.get('format')!r}; this version reads {FORMAT}")
+        try:
+            chosen = Settings(**meta["settings"])
+            measured = {(row[0], row[1]): Measured(*row[2:]) for row in meta["measured"]}
+            ids, own, own_bias = held["frequent"], held.get("embedding"), held.get("bias")
+            hashing = None
+            if chosen.threshold:
+                parts = {name: held.get(name) for name in HASHED}
+                hashing = Hashing(**parts, rehashes=meta["rehashes"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a head: {error}") from error
+        if own is None and embedding is None:
+            raise ValueError(f"{path}: holds no embedding; pass it as `embedding`")
+        _check_saved(path, chosen, hashing, own)
+        if embedding is not None:
+            own, own_bias = to_host(embedding), None if bias is None else to_host(bias)
+            if own.shape != (chosen.vocab, chosen.hidden):
+                raise ValueError(f"embedding: expected shape ({chosen.vocab}, {chosen.hidden}), got {own.shape}")
+        head = cls.assembled(own, own_bias, chosen, hashing, ids, meta["path"])
+        head.measured = measured
+        if device is not None or meta["library"] == "torch":
+            head = head._moved(lambda array: tensor(array, "cpu" if device is None else device))
+        return head
+
+    @classmethod
+    def fit(
+        cls, embedding: Any, hidden_samples: Any, recall: float = 0.99, n: int = 12, **options: Any
+    ) -> tuple[LshHead, Frontier]:
+        """The fastest measured head whose candidates hold at least this share of the true n most probable words.
+
+        See `tvm_sparse.layers.fitting.fit` for the options, and for what the frontier shows.
+        """
+        from .fitting import fit
+
+        return fit(cls, embedding, hidden_samples, recall, n, **options)
+
+    # ---- parts ---------------------------------------------------------------------------------------
+
+    def _check_hidden(self, hidden: Any, sentences: Any) -> Facts:
+        known = arrays.facts("hidden", hidden)
+        check_floats("hidden", known, rank=2)
+        refuse_gradient("hidden", hidden)
+        theirs = self._known
+        if known.shape[1] != self.settings.hidden or known.dtype != theirs.dtype:
+            raise ValueError(
+                f"hidden: expected shape (rows, {self.settings.hidden}) and dtype {theirs.dtype}, as the embedding has,"
+                f" got {known.shape} and {known.dtype}"
+            )
+        if (known.device, known.index) != (theirs.device, theirs.index):
+            raise ValueError(
+                f"hidden: expected an array on {theirs.device}:{theirs.index}, as the embedding is, got"
+                f" {known.device}:{known.index}"
+            )
+        if library("hidden", hidden) is not self._library:
+            raise TypeError(
+                f"hidden: expected an array of the embedding's library ({type(self.embedding).__name__}), got"
+                f" {type(hidden).__name__}"
+            )
+        sentences = integer("sentences", sentences)
+        if sentences < 1 or known.shape[0] % sentences:
+            raise ValueError(f"sentences: expected a divisor of the {known.shape[0]} rows, got {sentences}")
+        return known
+
+    def _wanted(self, n: int, path: str | None) -> str:
+        """The path that a call asks for, checked."""
+        path = self.path if path is None else path
+        if path not in PATHS:
+            raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
+        if path == "lsh" and self.settings.threshold == 0:
+            raise ValueError("path: got 'lsh', but with threshold=0 every word is a candidate, and there are no tables")
+        if path == "lsh" and n > self.settings.capacity:
+            raise ValueError(f"n: expected at most the capacity ({self.settings.capacity}), got {n}")
+        return path
+
+    def _path(self, rows: int, n: int, sentences: int, path: str | None) -> str:
+        wanted = self._wanted(n, path)
+        return self.explain(rows, n, sentences=sentences, path=path).path if wanted == "auto" else wanted
+
+    def _candidates(self, hidden: Any, sentences: int) -> tuple[Any, Any]:
+        hashing = self.hashing
+        assert hashing is not None  # the threshold is not 0
+        return lsh_candidates(
+            hidden.reshape(sentences, -1, self.settings.hidden),
+            hashing.permutations,
+            hashing.words,
+            hashing.table,
+            multipliers=hashing.multipliers,
+            always=self._always,
+            threshold=self.settings.threshold,
+            capacity=self.settings.capacity,
+        )
+
+    def _logits(self, hidden: Any, sentences: int, path: str) -> tuple[Any, Any, Any]:
+        if path == "exact":
+            counts = self._everything(sentences)
+            words = self._constant("words", 1, lambda: self._library.arange(self.settings.vocab, "int32", hidden))
+            logits = candidate_logits(hidden, self.embedding, words, bias=self.bias)
+            words = words.reshape(1, -1)
+            return logits, words if sentences == 1 else self._library.concatenate([words] * sentences, 0), counts
+        words, counts = self._candidates(hidden, sentences)
+        return candidate_logits(hidden, self.embedding, words, counts=counts, bias=self.bias), words, counts
+
+    def _everything(self, sentences: int) -> Any:
+        """The number of candidates where every word is one."""
+        vocab = self.settings.vocab
+        return self._constant(
+            "counts", sentences, lambda: self._library.full((sentences,), vocab, "int32", self.embedding)
+        )
+
+    def _constant(self, name: str, count: int, made: Any) -> Any:
+        if (name, count) not in self._constants:
+            self._constants[name, count] = made()
+        return self._constants[name, count]
+
+    def _explain(self, rows: int, n: int, sentences: int, path: str) -> HeadExplanation:
+        own = self.settings
+        machine = machine_of("embedding", self._known)
+        exact, lsh = self._problems(rows, n, sentences)
+        kernels = {
+            name: tuple(dispatch.dispatcher.explain(problem, machine) for problem in problems)
+            for name, problems in (("lsh", lsh), ("exact", exact))
+        }
+        found = self.measured.get((rows, sentences))
+        if found is not None and found.arch == machine.arch:
+            times: dict[str, float | None] = {"lsh": found.lsh, "exact": found.exact}
+            source = f"measured by fit for {rows} rows"
+        else:
+            times = {name: _recorded(which) for name, which in kernels.items()}
+            source = "by the records of their kernels"
+        if path != "auto":
+            taken, why = path, "it was asked for"
+        elif own.threshold == 0:
+            taken, why = "exact", "with threshold=0 every word is a candidate"
+        elif n > own.capacity:
+            taken, why = "exact", f"n={n} exceeds the capacity of {own.capacity} candidates"
+        elif times["lsh"] is not None and times["exact"] is not None:
+            taken = "lsh" if times["lsh"] < times["exact"] else "exact"
+            why = f"the faster one, {source}"
+        else:
+            missing = [name for name, seconds in times.items() if seconds is None]
+            taken = "lsh"
+            why = f"no record tells the time of {' and '.join(missing)}; tune these kernels, or use LshHead.fit"
+        return HeadExplanation(taken, why, times["lsh"], times["exact"], kernels[taken])
+
+    def _problems(self, rows: int, n: int, sentences: int) -> tuple[list[Any], list[Any]]:
+        """The problems that a step on each path runs."""
+        own, dtype = self.settings, self._known.dtype
+        bias = {} if self.bias is None else {"bias": 1}
+        shape = {"vocab": own.vocab, "hidden": own.hidden, "dtype": dtype}
+        exact = [make("head_topk", {"batch": rows, "k": n, **shape, **bias})] if rows else []
+        if own.threshold == 0 or n > own.capacity or not rows:
+            return exact, []
+        lists = {"lists": sentences, "beam": rows // sentences, **shape}
+        hashes = {"k": own.k, "units": own.units, "bands": own.bands, "table": own.table, "capacity": own.capacity}
+        return exact, [
+            make("lsh_candidates", {**lists, **hashes}),
+            make("candidate_topk", {**lists, "m": own.capacity, "k": n, **bias}),
+        ]
+
+
+class CapturedHead:
+    """`LshHead.topk` of one shape as a CUDA graph: calling it replays the whole step with one launch from the host.
+
+    Attributes
+    ----------
+    hidden
+        `(rows, hidden)`: what the graph reads. Write the hidden states here, or pass them to the call.
+    values, indices, info
+        What the graph writes: the same tensors at every replay.
+
+    Its kernels share the workspaces of one stream: replays of one captured head must not overlap each other.
+    """
+
+    def __init__(self, step: Any, hidden: Any) -> None:
+        import torch
+
+        self.hidden = hidden
+        stream = torch.cuda.Stream(hidden.device)
+        stream.wait_stream(torch.cuda.current_stream(hidden.device))
+        with torch.cuda.stream(stream):
+            # Loads the kernels, and allocates their workspaces for this stream.
+            for _ in range(2):
+                step()
+        stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self.values, self.indices, self.info = step()
+
+    def __call__(self, hidden: Any = None) -> tuple[Any, Any, HeadInfo]:
+        """Replay on the current stream, with these hidden states, or with what `self.hidden` holds."""
+        if hidden is not None:
+            self.hidden.copy_(hidden)
+        self._graph.replay()
+        return self.values, self.indices, self.info
+
+
+def _embedding_facts(embedding: Any) -> Facts:
+    library("embedding", embedding)
+    known = arrays.facts("embedding", embedding)
+    check_floats("embedding", known, rank=2)
+    return known
+
+
+def _recorded(kernels: Sequence[Explanation]) -> float | None:
+    """Seconds of these kernels one after the other, if records of this machine tell them."""
+    if not kernels or any(one.how not in ("exact", "bucket") for one in kernels):
+        return None
+    return sum(one.figures["seconds"] for one in kernels)
+
+
+def _check_saved(path: Path, chosen: Settings, hashing: Hashing | None, embedding: np.ndarray | None) -> None:
+    """Raise `ValueError` unless what a file says can be, and no kernel reads outside of its tables."""
+    numbers = dataclasses.asdict(chosen)
+    try:
+        again = settings(**(numbers | ({} if chosen.threshold else {"table": None, "capacity": None})))
+        if again != chosen:
+            raise ValueError(f"settings: {chosen}")
+        if embedding is not None and embedding.shape != (chosen.vocab, chosen.hidden):
+            raise ValueError(f"embedding: expected shape ({chosen.vocab}, {chosen.hidden}), got {embedding.shape}")
+        if hashing is not None:
+            _check_hashing(chosen, hashing)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_hashing(chosen: Settings, hashing: Hashing) -> None:
+    vocab, bands = chosen.vocab, chosen.bands
+    wanted: Mapping[str, tuple[int, ...]] = {
+        "permutations": (bands, chosen.units, chosen.k),
+        "words": (bands, vocab),
+        "table": (bands, (1 << wta.code_bits(chosen.k, chosen.units)) + 1),
+    }
+    if chosen.table == "cuckoo":
+        slots = hashing.table.shape[2] if hashing.table is not None and hashing.table.ndim == 4 else 1
+        wanted = {**wanted, "table": (bands, 2, slots, 4), "multipliers": (bands, 2)}
+    for name, shape in wanted.items():
+        array, dtype = getattr(hashing, name), "int16" if name == "permutations" else "int32"
+        if array is None or array.shape != shape or array.dtype != numpy_dtype(dtype):
+            raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}")
+    wta.check_permutations(hashing.permutations, chosen.hidden)
+    if hashing.words.min() < 0 or hashing.words.max() >= vocab:
+        raise ValueError(f"words: expected ids in [0, {vocab})")
+    table = hashing.table
+    if chosen.table == "direct":
+        good = (table[:, 0] == 0).all() and (table[:, -1] == vocab).all() and (np.diff(table) >= 0).all()
+    else:
+        start, length = table[..., 1].astype(np.int64), table[..., 2].astype(np.int64)
+        good = bool(((start >= 0) & (length >= 0) & (start + length <= vocab)).all())
+    if not good:
+        raise ValueError(f"table: buckets outside of the {vocab} words")

@@ -1,0 +1,210 @@
+"""What an LSH head is built from, checked: the numbers, and the tables that hashing makes of an embedding."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..formats import wta
+from .libraries import library, to_host
+
+# Arrays of a `Hashing`.
+HASHED = ("permutations", "words", "table", "multipliers")
+PATHS = ("auto", "lsh", "exact")
+# Codes of at most so many bits get a direct table where nothing else is said: 8 MB for 500 bands.
+DIRECT_BITS = 12
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of an LSH head, which can work together.
+
+    Attributes
+    ----------
+    vocab, hidden
+        Shape of the embedding.
+    k, units, bands
+        K, u and W of the paper: a band's code is made of `units` indices, each the place of the largest of `k` permuted
+        elements.
+    threshold
+        Bands that a word has to share with a row to become its candidate; 0 makes every word one.
+    frequent
+        Words that are candidates anyway.
+    capacity
+        Places in a candidate list.
+    table
+        `"direct"`: the start of every code's bucket; `"cuckoo"`: a hash table over the codes that occur. "" if the
+        threshold is 0: then nothing is looked up.
+    """
+
+    vocab: int
+    hidden: int
+    k: int
+    units: int
+    bands: int
+    threshold: int
+    frequent: int
+    capacity: int
+    table: str
+
+
+def settings(
+    vocab: int,
+    hidden: int,
+    *,
+    k: Any,
+    units: Any,
+    bands: Any,
+    threshold: Any,
+    frequent: int,
+    capacity: Any = None,
+    table: str | None = None,
+) -> Settings:
+    """Settings from what a caller says, None meaning the default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, with the numbers that do not fit.
+    """
+    k, units, bands = (integer(name, value) for name, value in (("k", k), ("units", units), ("bands", bands)))
+    threshold = integer("threshold", threshold)
+    if vocab < 1 or hidden < 1:
+        raise ValueError(f"embedding: expected at least one word and one hidden unit, got shape ({vocab}, {hidden})")
+    if vocab >= 2**31:
+        raise ValueError(f"embedding: expected a vocab below 2^31, got {vocab}")
+    if not 0 <= threshold <= bands:
+        raise ValueError(f"threshold: expected 0 <= threshold <= bands ({bands}), got {threshold}")
+    if threshold == 0:
+        return Settings(vocab, hidden, k, units, bands, 0, vocab, vocab, "")
+    wta.check_parameters(hidden, k, units, bands)
+    if vocab * bands >= 2**31:
+        raise ValueError(f"bands: {bands} bands of {vocab} words are {vocab * bands} entries; expected fewer than 2^31")
+    capacity = default_capacity(vocab, frequent) if capacity is None else integer("capacity", capacity)
+    if not max(1, frequent) <= capacity <= vocab:
+        raise ValueError(
+            f"capacity: expected between {max(1, frequent)} (the words that are candidates anyway) and the vocab"
+            f" ({vocab}), got {capacity}"
+        )
+    bits = wta.code_bits(k, units)
+    if table is None:
+        table = "direct" if bits <= DIRECT_BITS else "cuckoo"
+    if table not in wta.KINDS:
+        raise ValueError(f"table: expected one of {', '.join(wta.KINDS)} or None, got {table!r}")
+    if table == "direct" and bits > wta.MOST_DIRECT_BITS:
+        raise ValueError(
+            f"table: codes have {bits} bits (units={units}, k={k}), and a direct table at most"
+            f" {wta.MOST_DIRECT_BITS}; expected a cuckoo table"
+        )
+    return Settings(vocab, hidden, k, units, bands, threshold, frequent, capacity, table)
+
+
+def integer(name: str, value: Any) -> int:
+    """The argument `name` as an int.
+
+    Raises
+    ------
+    TypeError
+        If it is not one.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+
+
+def default_capacity(vocab: int, frequent: int) -> int:
+    """A quarter of the vocabulary beside the words that are candidates anyway, in whole 256s.
+
+    Where more words than that are to be read, the exact head is about as fast.
+    """
+    return min(vocab, -(-(frequent + vocab // 4) // 256) * 256)
+
+
+def default_frequent(vocab: int) -> int:
+    return vocab // 16
+
+
+def frequent_ids(frequent: Any, vocab: int) -> np.ndarray:
+    """The words that are candidates anyway, ascending, each once: the first so many, or those of an array.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is neither a count nor an array of ids, or an id is no word.
+    """
+    if np.ndim(frequent) == 0:
+        count = integer("frequent", frequent)
+        if not 0 <= count <= vocab:
+            raise ValueError(f"frequent: expected between 0 and the vocab ({vocab}), got {count}")
+        return np.arange(count)
+    ids = np.asarray(frequent)
+    if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+        raise TypeError(f"frequent: expected a count or one dimension of integers, got {ids.dtype} of {ids.shape}")
+    ids = np.unique(ids.astype(np.int64))
+    if ids.size and not (0 <= ids[0] and ids[-1] < vocab):
+        raise ValueError(f"frequent: expected ids in [0, {vocab}), got {int(ids[0] if ids[0] < 0 else ids[-1])}")
+    return ids
+
+
+def bitmap(ids: np.ndarray, vocab: int) -> np.ndarray:
+    """`(ceil(vocab / 32),)` int32: bit `j % 32` of word `j // 32` is set for the ids j."""
+    flags = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    flags[ids] = 1
+    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32).view(np.int32)
+
+
+@dataclass(frozen=True)
+class Hashing:
+    """Hash functions and the tables of an embedding, as `formats.wta` lays them out, in any library and on any device.
+
+    Attributes
+    ----------
+    permutations
+        `(bands, units, k)` int16 columns of the hidden state.
+    words, table, multipliers
+        As of `formats.wta.Tables`; `multipliers` is None for direct tables.
+    rehashes
+        How often bands of cuckoo tables had to be built again with other hash functions.
+    """
+
+    permutations: Any
+    words: Any
+    table: Any
+    multipliers: Any = None
+    rehashes: int = 0
+
+    def mapped(self, change: Callable[[Any], Any]) -> Hashing:
+        """With each array changed."""
+        multipliers = None if self.multipliers is None else change(self.multipliers)
+        return Hashing(change(self.permutations), change(self.words), change(self.table), multipliers, self.rehashes)
+
+    def first(self, bands: int) -> Hashing:
+        """That of the first so many bands, which is a hashing of its own: views, no copies."""
+        return self.mapped(lambda array: array[:bands])
+
+
+def hash_words(embedding: Any, permutations: np.ndarray, table: str, seed: int) -> Hashing:
+    """The tables of an embedding, on its device: built on the host."""
+    vocab = embedding.shape[0]
+    bits = wta.code_bits(permutations.shape[2], permutations.shape[1])
+    codes = wta.hash_rows(to_host(embedding), permutations)
+    built = wta.tables(codes, vocab, table, bits=bits, seed=seed)
+    move = library("embedding", embedding).from_host
+    hashing = Hashing(permutations, built.words, built.table, built.multipliers, built.rehashes)
+    return hashing.mapped(lambda array: move(array, embedding))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step by both paths, on one architecture."""
+
+    arch: str
+    lsh: float
+    exact: float
