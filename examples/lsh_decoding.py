@@ -1,6 +1,6 @@
 """Beam search with a language model that is trained here: the exact head beside the LSH head.
 
-    python examples/lsh_decoding.py             # on a GPU: trains for a minute, decodes, measures
+    python examples/lsh_decoding.py             # on a GPU: trains for about a minute, decodes, measures
     python examples/lsh_decoding.py --quick     # a small model, in seconds, also on a CPU
 
 A word-level LSTM learns the documentation strings of the Python packages that are installed. Then passages that it has
@@ -46,14 +46,14 @@ class Scale:
     hidden: int
     words: int  # of text
     streams: int  # a batch: so many places of the text at once
-    seconds: float  # of training
+    steps: int  # of training
     passages: int
     samples: int  # hidden states that the LSH heads are fitted to
     recalls: tuple[float, ...]  # of theirs
 
 
-FULL = Scale(32768, 1000, 6_000_000, streams=256, seconds=60, passages=48, samples=1200, recalls=(0.9, 0.99))
-QUICK = Scale(2000, 64, 120_000, streams=16, seconds=4, passages=3, samples=240, recalls=(0.99,))
+FULL = Scale(32768, 1000, 6_000_000, streams=256, steps=2000, passages=48, samples=1200, recalls=(0.9, 0.99))
+QUICK = Scale(2000, 64, 120_000, streams=16, steps=160, passages=3, samples=240, recalls=(0.99,))
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -109,15 +109,15 @@ class Model(torch.nn.Module):
 
 
 def train(text: np.ndarray, scale: Scale, device: str) -> Model:
-    """As many steps as the time allows; the learning rate falls to nothing at its end."""
+    """Truncated backpropagation through time; the learning rate falls to nothing."""
     torch.manual_seed(0)
     model = Model(scale.vocab, scale.hidden).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters())
     length = len(text) // scale.streams
     streams = torch.from_numpy(text[: length * scale.streams].reshape(scale.streams, length)).to(device)
     state: State | None = None
-    begun, step, at, total = time.perf_counter(), 0, 0, torch.zeros((), device=device)
-    while (spent := (time.perf_counter() - begun) / scale.seconds) < 1:
+    begun, at, losses = time.perf_counter(), 0, []
+    for step in range(scale.steps):
         if at + SPAN >= length:
             at, state = 0, None
         words, following = streams[:, at : at + SPAN], streams[:, at + 1 : at + SPAN + 1]
@@ -128,14 +128,13 @@ def train(text: np.ndarray, scale: Scale, device: str) -> Model:
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50) * (1 - spent)
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, 1.5 * (1 - step / scale.steps))
         optimizer.step()
-        total = loss.detach() if step == 0 else 0.98 * total + 0.02 * loss.detach()
-        step, at = step + 1, at + SPAN
-        if device == "cuda" and step % 20 == 0:
-            torch.cuda.synchronize()  # the clock is to see what has been done, not what has been launched
-    passes = step * SPAN / length
-    print(f"trained: {step} steps, {passes:.1f} passes over {len(text)} words, loss {total.item():.2f} a word")
+        losses.append(loss.detach())
+        at += SPAN
+    last = torch.stack(losses[-50:]).mean().item()
+    passes, seconds = scale.steps * SPAN / length, time.perf_counter() - begun
+    print(f"trained: {passes:.1f} passes over {len(text)} words in {seconds:.0f} s, loss {last:.2f} a word")
     return model.eval()
 
 
@@ -206,15 +205,15 @@ def seconds_of(run: Callable[[], Any], device: str, rounds: int = 5) -> tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, in seconds")
-    parser.add_argument("--seconds", type=float, help="of training")
+    parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--beam", type=int, default=12)
     parser.add_argument("--length", type=int, default=24, help="words of a continuation")
     parser.add_argument("--recall", type=float, nargs="+", help="that LSH heads are fitted to; default: 0.9 and 0.99")
     parser.add_argument("--save", type=Path, help="write output matrix and hidden states, for scripts/, as .npz")
     given = parser.parse_args()
     scale = QUICK if given.quick else FULL
-    if given.seconds:
-        scale = dataclasses.replace(scale, seconds=given.seconds)
+    if given.steps:
+        scale = dataclasses.replace(scale, steps=given.steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     vocabulary, text, held_out = read_text(scale)

@@ -74,6 +74,13 @@ def hits(head: Any, hidden: torch.Tensor) -> np.ndarray:
     return found
 
 
+def candidates_of(head: Any, hidden: torch.Tensor) -> np.ndarray:
+    """The list of some states that share it, by definition (equations 3 and 10)."""
+    chosen = (hits(head, hidden) >= head.settings.threshold).any(axis=0)
+    chosen[head.frequent] = True
+    return np.flatnonzero(chosen)
+
+
 def changed(head: Any, frequent: np.ndarray | None = None, **numbers: int) -> Any:
     """The head with the same tables, but another threshold or capacity, or other words that are always candidates."""
     ids = head.frequent if frequent is None else frequent

@@ -18,7 +18,21 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
-from heads import Report, Timed, changed, micro, over, problems_of, ready, show, timed, torch_full
+from heads import (
+    OURS,
+    Report,
+    Timed,
+    candidates_of,
+    changed,
+    micro,
+    over,
+    problems_of,
+    ready,
+    show,
+    timed,
+    top_check,
+    torch_full,
+)
 from lsh_recall import Data, Line, N, make_data, parsed, reached, top_only
 from real_vocabulary import installed
 from reproduction import has_plot, provenance, result_path, write_plot
@@ -101,16 +115,19 @@ def main(
             EXACT: lambda: tvm_sparse.head_topk(step, embedding, N),
             TORCH: torch_full(step, embedding, N),
         }
+        checks = {EXACT: top_check(step, embedding, N)(OURS)}
         for number, point in enumerate(points):
             if point.head is None:
                 words = order[: max(N, point.line.frequent)].sort().values.contiguous()
                 problems.append(make("candidate_topk", {"lists": 1, "beam": beam, "m": len(words), **axes}))
                 calls[str(number)] = _of_list(step, embedding, words)
             else:
+                words = torch.from_numpy(candidates_of(point.head, step)).to(where.device)
                 problems += problems_of(point.head, beam, N)
                 calls[str(number)] = _of_head(step, point.head)
+            checks[str(number)] = top_check(step, embedding, N, words)(OURS)
         with ready(problems, where):
-            found = timed(calls, {}, where.device)
+            found = timed(calls, checks, where.device)
 
         lines = []
         for name in (EXACT, TORCH):

@@ -17,7 +17,24 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from heads import Call, Report, Timed, draw, lsh_head, micro, over, problems_of, ready, show, timed
+from heads import (
+    OURS,
+    ROUNDED,
+    Call,
+    Check,
+    Report,
+    Timed,
+    candidates_of,
+    draw,
+    lsh_head,
+    micro,
+    over,
+    problems_of,
+    ready,
+    show,
+    timed,
+    top_check,
+)
 from reproduction import provenance, result_path
 
 import tvm_sparse
@@ -84,6 +101,11 @@ def parts(
     }
 
 
+def of_logarithms(check: Check) -> Check:
+    """The same check for log-probabilities."""
+    return lambda outputs: check((outputs[0].exp(), outputs[1]))
+
+
 def main(
     target: Target = "auto",
     vocab: Annotated[int, typer.Option(min=1, help="Words.")] = 40000,
@@ -119,13 +141,18 @@ def main(
         }
         found: dict[str, dict[str, Timed]] = {}
         with ready(problems_of(lsh, beam, beam), where):
-            counts = int(lsh.topk(states, beam)[2].candidates[0])
             calls = {
                 f"{name}: {part}": call
                 for name, head in outputs.items()
                 for part, call in parts(head, embedding, layers, states, beam).items()
             }
-            results = timed(calls, {}, where.device)
+            check = top_check(states, embedding, beam)
+            words = torch.from_numpy(candidates_of(lsh, states)).to(where.device)
+            counts = len(words)
+            ours = {EXACT: check(OURS), LSH: top_check(states, embedding, beam, words)(OURS)}
+            rounded = check(OURS if dtype == "float32" else ROUNDED)
+            checks = {f"{name}: {SOFTMAX}": of_logarithms(ours.get(name, rounded)) for name in outputs}
+            results = timed(calls, checks, where.device)
         for name in outputs:
             found[name] = {part: results[f"{name}: {part}"] for part in PARTS}
         own = lsh.settings

@@ -22,9 +22,9 @@ from heads import (
     Call,
     Check,
     Report,
+    candidates_of,
     changed,
     draw,
-    hits,
     lsh_head,
     micro,
     over,
@@ -89,10 +89,8 @@ def main(
         embedding, states = draw(vocab, hidden, beams[-1], dtype, where.device, seed)
         first = lsh_head(embedding, states[: beams[0]], candidates, k=k, units=units, bands=bands)
         own = first.settings
-        chosen = hits(first, states) >= own.threshold
-        chosen[:, first.frequent] = True  # their ids
         # Of every beam: its words, and a head that has room for an eighth more of them.
-        words = {rows: torch.from_numpy(chosen[:rows].any(0).nonzero()[0]).to(states.device) for rows in beams}
+        words = {rows: torch.from_numpy(candidates_of(first, states[:rows])).to(where.device) for rows in beams}
         heads = {
             rows: changed(first, capacity=min(vocab, -(-len(words[rows]) * 9 // 8 // 256) * 256)) for rows in beams
         }
