@@ -1,7 +1,8 @@
 """The second kernel of `tiles`: a block a row finds the best words of the best tiles.
 
-    join_pairs      the row's maximum and sum of exponentials, from those of the first kernel's blocks
+    load_pairs      maxima and sums of exponentials of the first kernel's blocks
     select          of tiles, then of words: the k best
+    join_pairs      the row's maximum and sum of exponentials
     write_best      values and words by their rank
     write_asked     the probabilities of words that were asked for
 """
@@ -28,6 +29,8 @@ load_float = T.ptx.ld.global_.f32
 load_pair = T.ptx.ld.global_.v2.f32
 load_long = T.ptx.ld.global_.s64
 LOWEST = T.min_value("float32")
+# Loads of a thread that are in flight together.
+LOADS = 4
 
 
 @dataclass
@@ -56,8 +59,8 @@ class State(Buffers):
         Shared: the best tiles, in order.
     ranked
         Shared: the best keys, in order; 0 where there are none.
-    room, room_sum
-        Shared: for reductions over the block.
+    pairs
+        Shared: each warp's maximum and sum of exponentials.
     keys, held
         Pool: keys that reached the bound, and ordered bits of all that is searched.
     """
@@ -71,7 +74,7 @@ class State(Buffers):
     top: Any = local("float32")
     best: Any = local("uint64")
     other: Any = local("uint64")
-    bits: Any = local("uint32")
+    bits: Any = local("uint32", LOADS)
     value: Any = local("float32")
     pair: Any = local("float32", 2)
     place: Any = local("int32")
@@ -82,22 +85,26 @@ class State(Buffers):
     maxima: Any = shared("uint64", lambda e: e.groups)
     chosen: Any = shared("int32", lambda e: e.k)
     ranked: Any = shared("uint64", lambda e: e.k)
-    room: Any = shared("float32", 32)
-    room_sum: Any = shared("float32", 32)
+    pairs: Any = shared("float32", 64)
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
 
 
 # fmt: off
-def join_pairs(e: Extents) -> Callable[..., Any]:
-    """Join the pairs of the first kernel's blocks.
+def load_pairs(e: Extents) -> Callable[..., Any]:
+    """Join the pairs of the first kernel's blocks, as far as a warp has them.
 
     Reads: `sums` of the row.
-    Writes: `m` and `d`; the normaliser.
-    Barriers: those of two reductions.
-    After: `top` is the row's maximum and `d` its sum of exponentials, in every thread.
+    Writes: `pairs`, a warp's.
+    Barriers: none. The next one makes them visible.
     """
-    warps = e.threads // 32
+
+    @T.inline
+    def join(s, factor):
+        """`pair` into `m` and `d`."""
+        s.top[0] = T.max(s.m[0], s.pair[0])
+        s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor) + s.pair[1] * T.exp2((s.pair[0] - s.top[0]) * factor)
+        s.m[0] = s.top[0]
 
     @T.inline
     def phase(io, s, factor):
@@ -107,23 +114,47 @@ def join_pairs(e: Extents) -> Callable[..., Any]:
             load_pair(
                 s.pair[0], s.pair[1],
                 io.workspaces["sums"].ptr_to(io.place(s.index, s.row, i * e.threads + s.t, 0)))
-            s.top[0] = T.max(s.m[0], s.pair[0])
-            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor) + s.pair[1] * T.exp2(
-                (s.pair[0] - s.top[0]) * factor)
-            s.m[0] = s.top[0]
-        s.top[0] = T.cuda.cta_max(s.m[0], warps, s.room.data)
-        s.d[0] = T.cuda.cta_sum(s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor), warps, s.room_sum.data)
+            join(s, factor)
+        for b in T.unroll(5):
+            s.pair[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[0], 1 << b, 32, 32)
+            s.pair[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            join(s, factor)
+        if s.t % 32 == 0:
+            s.pairs[s.t // 32 * 2] = s.m[0]
+            s.pairs[s.t // 32 * 2 + 1] = s.d[0]
+
+    return phase
+
+
+def join_pairs(e: Extents) -> Callable[..., Any]:
+    """Reads: `pairs`. Writes: `top` and `d`, of the row, in every thread; the normaliser. Barriers: none."""
+    warps = e.threads // 32
+
+    @T.inline
+    def phase(io, s, factor):
+        s.top[0] = LOWEST
+        for w in T.unroll(warps):
+            s.top[0] = T.max(s.top[0], s.pairs[w * 2])
+        s.d[0] = T.float32(0)
+        for w in T.unroll(warps):
+            s.d[0] = s.d[0] + s.pairs[w * 2 + 1] * T.exp2((s.pairs[w * 2] - s.top[0]) * factor)
         if s.t == 0:
             T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
 
     return phase
 
 
-def select(e: Extents, load: Callable[..., Any], number: Callable[..., Any], place: Callable[..., Any]) -> Any:
+def select(
+    e: Extents,
+    load: Callable[..., Any],
+    finish: Callable[..., Any],
+    number: Callable[..., Any],
+    place: Callable[..., Any],
+) -> Any:
     """Call place(s, rank, key) for the k best of `size` keys; the phase is (io, s, size).
 
-    load(io, s, i) puts the ordered bits of the i-th into `bits`, 0 for none; its number, by which equals are put in
-    order, is number(s, i).
+    load(io, s, i, j) loads the i-th into `bits[j]`, and finish(s, i, j) makes it the bits that order like it, 0 for
+    none; its number, by which equals are put in order, is number(s, i).
 
     Writes: `held`, `maxima`, `bound`, `keys`, `count`.
     Barriers: several; begins and ends with one.
@@ -133,10 +164,16 @@ def select(e: Extents, load: Callable[..., Any], number: Callable[..., Any], pla
     @T.inline
     def phase(io, s, size):
         s.best[0] = T.uint64(0)
-        for i in T.serial((size - s.t + (threads - 1)) // threads):
-            load(io, s, i * threads + s.t)
-            s.held[i * threads + s.t] = s.bits[0]
-            s.best[0] = T.max(s.best[0], join_key(s.bits[0], number(s, i * threads + s.t)))
+        for i in T.serial((size + (threads * LOADS - 1)) // (threads * LOADS)):
+            for j in T.unroll(LOADS):
+                s.bits[j] = T.uint32(0)
+                if (i * LOADS + j) * threads + s.t < size:
+                    load(io, s, (i * LOADS + j) * threads + s.t, j)
+            for j in T.unroll(LOADS):
+                if (i * LOADS + j) * threads + s.t < size:
+                    finish(s, (i * LOADS + j) * threads + s.t, j)
+                    s.held[(i * LOADS + j) * threads + s.t] = s.bits[j]
+                    s.best[0] = T.max(s.best[0], join_key(s.bits[j], number(s, (i * LOADS + j) * threads + s.t)))
         for b in T.unroll(min(lanes, 32).bit_length() - 1):
             s.best[0] = T.max(
                 s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
@@ -179,14 +216,18 @@ def select_tiles(e: Extents) -> Any:
     """Reads: `tops`. Writes: `chosen`, the tiles with the best words, as many as there are up to k."""
 
     @T.inline
-    def load(io, s, i):
-        load_uint(s.bits[0], io.workspaces["tops"].ptr_to(io.place(s.index, s.row, i)))
+    def load(io, s, i, j):
+        load_uint(s.bits[j], io.workspaces["tops"].ptr_to(io.place(s.index, s.row, i)))
+
+    @T.inline
+    def finish(s, i, j):
+        pass
 
     @T.inline
     def place(s, rank, key):
         s.chosen[rank] = T.Cast("int32", key_index(key))
 
-    return select(e, load, lambda s, i: i, place)
+    return select(e, load, finish, lambda s, i: i, place)
 
 
 def select_words(e: Extents) -> Any:
@@ -196,15 +237,19 @@ def select_words(e: Extents) -> Any:
         return s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
 
     @T.inline
-    def load(io, s, i):
-        load_float(s.value[0], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, number(s, i))))
-        s.bits[0] = T.Select(number(s, i) < s.words[0], order_bits(s.value[0]), T.uint32(0))
+    def load(io, s, i, j):
+        load_uint(s.bits[j], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, number(s, i))))
+
+    @T.inline
+    def finish(s, i, j):
+        s.bits[j] = T.Select(
+            number(s, i) < s.words[0], order_bits(T.reinterpret("float32", s.bits[j])), T.uint32(0))
 
     @T.inline
     def place(s, rank, key):
         s.ranked[rank] = key
 
-    return select(e, load, number, place)
+    return select(e, load, finish, number, place)
 
 
 @T.inline
@@ -259,6 +304,7 @@ def best(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io)."""
     count = count_words(e)
     do = SimpleNamespace(
+        load_pairs=load_pairs(e),
         join_pairs=join_pairs(e),
         select_tiles=select_tiles(e),
         select_words=select_words(e),
@@ -280,9 +326,10 @@ def best(e: Extents) -> Callable[..., Any]:
                 wait_then_start_consumer()
             count(io, s.index, s.words)
             tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
-            do.join_pairs(io, s, factor)
+            do.load_pairs(io, s, factor)
             do.select_tiles(io, s, tiles)
             do.select_words(io, s, T.min(tiles, e.k) * e.tile_n)
+            do.join_pairs(io, s, factor)
             do.write_best(io, s, factor)
             if e.ids > 0:
                 do.write_asked(io, s, factor)

@@ -33,7 +33,7 @@ def program(problem: OutputLayer, e: Extents) -> Program:
     find = best(e)
     own = (
         Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),
-        Workspace("tops", rows_shape(problem, e.tiles), "uint32"),
+        Workspace("tops", rows_shape(problem, e.list_tiles), "uint32"),
         Workspace("sums", rows_shape(problem, e.blocks, 2), "float32"),
     )
 

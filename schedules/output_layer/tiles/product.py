@@ -5,9 +5,16 @@
     find_rows       where the words of a tile lie
     load_step       a step of a tile's words
     multiply_step   its products
+Where several warps share a tile,
+
     write_parts     a warp's sums to shared memory
     finish_scores   their sum over the warps: scores, the tile's largest ones, sums of exponentials
     join_sums       a block's sums of exponentials
+
+and where each warp has tiles of its own, which need no barrier,
+
+    finish_alone    the same from a warp's registers
+    join_warps      a block's sums of exponentials
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.selection import FULL_WARP, order_bits
+from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
 from ..interface import device_region
@@ -82,8 +89,10 @@ class State(Buffers):
         Shared: each warp's sums of a tile by row and word, of two tiles in turn.
     m, d
         Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials.
-    score, other, bits
-        A score, a value of another lane, and ordered bits.
+    pairs
+        Shared: the same of each row, by the warps that have tiles of their own.
+    score, added, other, bits
+        Scores, their words' biases, values of another lane, and ordered bits.
     """
 
     index: Any
@@ -99,22 +108,31 @@ class State(Buffers):
     sums: Any = local("float32", lambda e: e.a_fragments * e.b_fragments * 4)
     m: Any = local("float32", lambda e: e.pairs_each)
     d: Any = local("float32", lambda e: e.pairs_each)
-    score: Any = local("float32")
+    pairs: Any = shared("float32", lambda e: e.tiles * e.tile_m * 2, when=lambda e: e.reduce_warps == 1)
+    score: Any = local("float32", lambda e: e.a_fragments * 2)
+    added: Any = local("float32", lambda e: e.a_fragments * 2)
     other: Any = local("float32", 2)
     bits: Any = local("uint32", 2)
-    parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch)
+    parts: Any = shared(
+        "float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch, when=lambda e: e.reduce_warps > 1)
     kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, 0, when=lambda e: e.staged)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A thread's place: its warp, and in the fragments its row, of eight, and its vector of a step, of four."""
+    """A thread's place: its tile of several that a block has in hand, its warp of those that share the tile, and in the
+    fragments its row, of eight, and its vector of a step, of four."""
 
     t: Any
+    reduce_warps: int
+
+    @property
+    def team(self) -> Any:
+        return self.t // (32 * self.reduce_warps)
 
     @property
     def warp(self) -> Any:
-        return self.t // 32
+        return self.t // 32 % self.reduce_warps
 
     @property
     def group(self) -> Any:
@@ -127,26 +145,33 @@ class Place:
 
 # fmt: off
 def take_tiles(e: Extents) -> Callable[..., Any]:
-    """Deal the tiles of a list out to the blocks: neighbours to one block, equally many to each.
+    """Deal the tiles of a list out to the blocks, and those that have several in hand: neighbours to one, equally many.
 
     Reads: the list's count.
-    Writes: `words`, `tile`, `end`, and empty sums to `m` and `d`.
+    Writes: `words`, `tile`, `end`, and empty sums to `m` and `d`, or to `pairs`.
     Barriers: none.
     """
     count = count_words(e)
+    units = e.blocks * e.tiles
 
     @T.inline
-    def phase(io, s, block):
+    def phase(io, s, p, block):
         count(io, s.index, s.words)
         # The gathered product alone writes what is beyond the count, too.
-        tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.tiles
-        each: T.int32 = tiles // e.blocks
-        rest: T.int32 = tiles % e.blocks
-        s.tile[0] = block * each + T.min(block, rest)
-        s.end[0] = s.tile[0] + each + T.Cast("int32", block < rest)
-        for i in T.unroll(e.pairs_each):
-            s.m[i] = LOWEST
-            s.d[i] = T.float32(0)
+        tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.list_tiles
+        each: T.int32 = tiles // units
+        rest: T.int32 = tiles % units
+        s.tile[0] = (block * e.tiles + p.team) * each + T.min(block * e.tiles + p.team, rest)
+        s.end[0] = s.tile[0] + each + T.Cast("int32", block * e.tiles + p.team < rest)
+        if e.reduce_warps > 1:
+            for i in T.unroll(e.pairs_each):
+                s.m[i] = LOWEST
+                s.d[i] = T.float32(0)
+        else:
+            for i in T.serial((e.tile_m - p.t % 32 + 31) // 32):
+                s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2] = LOWEST
+                s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2 + 1] = T.float32(0)
+            T.cuda.warp_sync()
 
     return phase
 
@@ -441,6 +466,98 @@ def join_sums(e: Extents) -> Callable[..., Any]:
     return phase
 
 
+def finish_alone(e: Extents) -> Callable[..., Any]:
+    """`finish_scores` for a warp that has whole sums in its registers: rows are two of each fragment's, by `member`, and
+    their words lie with eight lanes.
+
+    Reads: `sums`; the bias.
+    Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `pairs`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    find = find_word(e)
+    words = e.a_fragments * 2  # of a lane
+
+    @T.inline
+    def store_score(io, s, p, scores, row, n):
+        """`score`, of the lane's n-th word."""
+        if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
+            if io.bias is not None:
+                s.score[n] = s.score[n] + s.added[n]
+        else:
+            s.score[n] = MINUS_INFINITY
+        if s.top + row < io.beam and (e.k > 0 or s.tile[0] * e.tile_n + n * 8 + p.group < e.m):
+            T.buffer_store(
+                scores, s.score[n], io.place(s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
+
+    @T.inline
+    def sum_up(io, s, p, tops, row, factor):
+        """A row's scores in this tile into its pair."""
+        s.bits[0] = order_bits(s.score[0])
+        for n in T.unroll(words - 1):
+            s.bits[0] = T.max(s.bits[0], order_bits(s.score[n + 1]))
+        for b in T.unroll(3):
+            s.bits[0] = T.max(s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 4 << b, 32, 32))
+        # Not below the lowest number: the difference of two infinities would be NaN.
+        s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
+        s.other[1] = T.float32(0)
+        for n in T.unroll(words):
+            s.other[1] = s.other[1] + T.exp2((s.score[n] - s.other[0]) * factor)
+        for b in T.unroll(3):
+            s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 4 << b, 32, 32)
+        if p.group == 0 and s.top + row < io.beam:
+            T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
+            at = T.meta_var((p.team * e.tile_m + row) * 2)
+            s.score[0] = T.max(s.pairs[at], s.other[0])
+            s.pairs[at + 1] = s.pairs[at + 1] * T.exp2((s.pairs[at] - s.score[0]) * factor) + s.other[1] * T.exp2(
+                (s.other[0] - s.score[0]) * factor)
+            s.pairs[at] = s.score[0]
+
+    @T.inline
+    def phase(io, s, p, scores, tops, factor):
+        if io.bias is not None:
+            for n in T.unroll(words):
+                word = T.alloc_local([1], "int32")
+                find(io, s.index, T.max(T.min(s.tile[0] * e.tile_n + n * 8 + p.group, s.words[0] - 1), 0), word)
+                s.added[n] = load_element("float32", io.bias.ptr_to([word[0]]))
+        for g in T.unroll(e.b_fragments):
+            for i in T.unroll(2):
+                row = T.meta_var(g * 8 + p.member * 2 + i)
+                for n in T.unroll(words):
+                    s.score[n] = s.sums[(n // 2 * e.b_fragments + g) * 4 + n % 2 * 2 + i]
+                    store_score(io, s, p, scores, row, n)
+                if e.k > 0:
+                    sum_up(io, s, p, tops, row, factor)
+
+    return phase
+
+
+def join_warps(e: Extents) -> Callable[..., Any]:
+    """Join what the warps of a block know.
+
+    Reads: `pairs`.
+    Writes: the block's pair of each row to `sums`.
+    Barriers: of the thread block, at the begin.
+    """
+
+    @T.inline
+    def phase(io, s, p, block, sums, factor):
+        T.cuda.cta_sync()
+        for i in T.serial((e.tile_m - p.t + (e.product_threads - 1)) // e.product_threads):
+            row = T.meta_var(i * e.product_threads + p.t)
+            s.other[0] = LOWEST
+            for w in T.unroll(e.tiles):
+                s.other[0] = T.max(s.other[0], s.pairs[(w * e.tile_m + row) * 2])
+            s.other[1] = T.float32(0)
+            for w in T.unroll(e.tiles):
+                s.other[1] = s.other[1] + s.pairs[(w * e.tile_m + row) * 2 + 1] * T.exp2(
+                    (s.pairs[(w * e.tile_m + row) * 2] - s.other[0]) * factor)
+            if s.top + row < io.beam:
+                T.buffer_store(sums, s.other[0], io.place(s.index, s.top + row, block, 0))
+                T.buffer_store(sums, s.other[1], io.place(s.index, s.top + row, block, 1))
+
+    return phase
+
+
 def product(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io, scores, tops, sums); without k the last two are None."""
     do = SimpleNamespace(
@@ -454,6 +571,8 @@ def product(e: Extents) -> Callable[..., Any]:
         write_parts=write_parts(e),
         finish_scores=finish_scores(e),
         join_sums=join_sums(e),
+        finish_alone=finish_alone(e),
+        join_warps=join_warps(e),
     )
 
     @T.inline
@@ -462,12 +581,12 @@ def product(e: Extents) -> Callable[..., Any]:
             strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
             block, y = T.cta_id([e.blocks, io.lists * strips])
             t = T.thread_id([e.product_threads])
-            p = T.meta_var(Place(t))
+            p = T.meta_var(Place(t, e.reduce_warps))
             s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             if e.overlap > 0:
                 wait_then_start_consumer()
-            do.take_tiles(io, s, block)
+            do.take_tiles(io, s, p, block)
             do.load_states(io, s, p)
             if s.tile[0] < s.end[0]:
                 do.find_words(io, s, p, s.tile[0])
@@ -491,12 +610,18 @@ def product(e: Extents) -> Callable[..., Any]:
                             do.load_step(s, p, s.ahead, step + e.depth - e.steps)
                 for i in T.unroll(e.a_fragments * 2):
                     s.at[i] = s.ahead[i]
-                half: T.int32 = s.tile[0] % 2
-                do.write_parts(s, p, half)
-                do.finish_scores(io, s, p, half, scores, tops, factor)
+                if e.reduce_warps > 1:
+                    half: T.int32 = s.tile[0] % 2
+                    do.write_parts(s, p, half)
+                    do.finish_scores(io, s, p, half, scores, tops, factor)
+                else:
+                    do.finish_alone(io, s, p, scores, tops, factor)
                 s.tile[0] = s.tile[0] + 1
             if e.k > 0:
-                do.join_sums(io, s, p, block, sums, factor)
+                if e.reduce_warps > 1:
+                    do.join_sums(io, s, p, block, sums, factor)
+                else:
+                    do.join_warps(io, s, p, block, sums, factor)
 
     return kernel
 # fmt: on

@@ -12,6 +12,8 @@ from tvm_sparse.operators.head_topk.problem import HeadTopk
 
 from ..words import OutputLayer, block_of, most_words
 
+# Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
+MAX_SPLIT = 8
 # Rows of hidden states of a tile: fragments of operand B.
 TILE_M = powers(8, 64)
 # Words of a tile: one or two fragments of operand A. Half a warp or a warp finds a tile's largest score.
@@ -23,8 +25,12 @@ FEW_BLOCKS = powers(8, 1024)
 BLOCKS_EACH = (1, 2, 3, 4, 6, 8)
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
+# Words for each multiprocessor from which on a list is long: some tiles for each of its warps.
+LONG_LIST = 256
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
+# Tiles that a block has in hand, each with a warp of its own.
+TILES = powers(1, 16)
 # Steps in hand, which divide those of a word.
 DEPTH = (1, 2, 3, 4, 5, 6, 8)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
@@ -58,6 +64,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
         "tile_n": TILE_N,
         "reduce_warps": REDUCE_WARPS,
+        "tiles": TILES,
         "depth": DEPTH,
         "staged": (0, 1),
         "blocks": tuple(b for b in blocks if b <= 2048),
@@ -68,6 +75,8 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
+    if e.tiles > 1 and e.reduce_warps > 1:
+        return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
     if e.steps % e.depth:
         return f"{e.depth} steps in hand do not divide the {e.steps} of a word"
     if e.depth * (e.tile_n // 8) > MAX_LOADS:
@@ -85,21 +94,27 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
     if e.k and e.groups > e.threads:
         return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
     if e.k and e.pool_bytes > DYNAMIC_SHARED:
-        return f"{e.tiles} tiles and {e.k} of them again take {e.pool_bytes} bytes of shared memory"
+        return f"{e.list_tiles} tiles and {e.k} of them again take {e.pool_bytes} bytes of shared memory"
+    if e.staged == 0 and e.dtype == "float32" and e.steps * e.b_fragments > MAX_SPLIT:
+        return f"{e.steps * e.b_fragments} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
     return None
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
-    """All rows in a tile, if registers hold them; as many warps as leave each a few steps; blocks for all processors."""
+    """All rows in a tile, if there is room. Long lists have a tile a warp, and of short ones many warps share a tile."""
     table = space(problem, machine)
     lists = 1 if isinstance(problem, HeadTopk) else problem.lists
-    wanted = 2 * machine.cores / lists
+    long = lists * most_words(problem) > LONG_LIST * machine.cores
+    alone = [(1, tiles, 1) for tiles in (16, 8, 4, 2, 1)]
+    shared = [(reduce_warps, 1, staged) for staged in (0, 1) for reduce_warps in (8, 16, 4, 2)]
+    wanted = machine.cores * (1 if long else 2) / lists
 
     choices = [
         {
             "tile_m": tile_m,
             "tile_n": tile_n,
             "reduce_warps": reduce_warps,
+            "tiles": tiles,
             "depth": depth,
             "staged": staged,
             "blocks": blocks,
@@ -108,9 +123,8 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
-        for staged in (0, 1)
-        for reduce_warps in (8, 16, 4, 2, 1)
-        for depth in (4, 5, 3, 6, 2, 8, 1)
+        for reduce_warps, tiles, staged in (alone + shared if long else shared + alone)
+        for depth in (8, 4, 5, 3, 6, 2, 1)
         for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
         for threads in (512, 1024, 256)
         if threads in table["threads"]
@@ -132,13 +146,13 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, depth, staged, blocks, threads, overlap
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap
         The decisions of these names.
     vectors
         16-byte vectors of a row.
     steps
         Steps of a warp along a row: four lanes side by side load a vector each.
-    tiles
+    list_tiles
         Tiles of a list that is full.
     """
 
@@ -151,6 +165,7 @@ class Extents:
     tile_m: int
     tile_n: int
     reduce_warps: int
+    tiles: int
     depth: int
     staged: int
     blocks: int
@@ -158,7 +173,7 @@ class Extents:
     overlap: int
     vectors: int
     steps: int
-    tiles: int
+    list_tiles: int
 
     @classmethod
     def of(cls, problem: OutputLayer, decisions: Decisions) -> Extents:
@@ -173,13 +188,13 @@ class Extents:
             **decisions,
             vectors=vectors,
             steps=ceildiv(vectors, 4 * decisions["reduce_warps"]),
-            tiles=ceildiv(most_words(problem), decisions["tile_n"]),
+            list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
         )
 
     @property
     def product_threads(self) -> int:
         """Threads of a block of the first kernel."""
-        return 32 * self.reduce_warps
+        return 32 * self.reduce_warps * self.tiles
 
     @property
     def a_fragments(self) -> int:
@@ -200,7 +215,7 @@ class Extents:
     @property
     def pairs_each(self) -> int:
         """Scores of a tile that a thread of the first kernel finishes."""
-        return ceildiv(self.tile_m * self.tile_n, self.product_threads)
+        return ceildiv(self.tile_m * self.tile_n, self.product_threads) if self.reduce_warps > 1 else 1
 
     @property
     def pitch(self) -> int:
@@ -209,7 +224,10 @@ class Extents:
 
     @property
     def parts_bytes(self) -> int:
-        """Of the sums of all warps, twice: one tile is finished while the next one's are written."""
+        """Static shared memory of the first kernel. Of the sums of all warps, twice: one tile is finished while the next
+        one's are written; or of what a warp knows of its rows."""
+        if self.reduce_warps == 1:
+            return self.tiles * self.tile_m * 8
         return 2 * self.reduce_warps * self.tile_m * self.pitch * 4
 
     @property
@@ -232,7 +250,7 @@ class Extents:
     @property
     def row_pitch(self) -> int:
         """Scores of a row in the workspace."""
-        return self.tiles * self.tile_n
+        return self.list_tiles * self.tile_n
 
     @property
     def groups(self) -> int:
@@ -242,7 +260,7 @@ class Extents:
     @property
     def searched(self) -> int:
         """The most that the second kernel searches at a time: tiles, or words of the best tiles."""
-        return max(self.tiles, min(self.k, self.tiles) * self.tile_n)
+        return max(self.list_tiles, min(self.k, self.list_tiles) * self.tile_n)
 
     @property
     def pool_bytes(self) -> int:
