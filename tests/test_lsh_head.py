@@ -542,6 +542,30 @@ def test_a_step_is_one_graph(path: str, dtype: str) -> None:
         wanted = host.topk(hidden, 5, sentences=2, log=True)
         assert np.allclose(values.cpu(), wanted[0], atol=1e-3)
         assert info.candidates.tolist() == wanted[2].candidates.tolist()
+    assert captured.topk(states, 5, sentences=2, log=True)[0] is values
+    with pytest.raises(ValueError, match="captured was n=5, sentences=2, log=True; got 5, 1, True"):
+        captured.topk(states, 5, log=True)
+    with pytest.raises(ValueError, match="hidden: the graph takes shape"):
+        captured(states[1:])
+
+
+@pytest.mark.gpu
+def test_a_search_through_a_graph() -> None:
+    torch = pytest.importorskip("torch")
+    embedding, _ = drawn(1)
+    head = tvm_sparse.LshHead(tensor(embedding).cuda(), **SMALL)
+    weight = torch.randn(HIDDEN, HIDDEN, device="cuda") / 4
+
+    def step(words: Any, state: Any) -> tuple[Any, Any]:
+        after = torch.tanh(state @ weight + head.embedding[words])
+        return after, after
+
+    start, state = torch.tensor([1, 2], device="cuda"), torch.zeros(2, HIDDEN, device="cuda")
+    found = [
+        tvm_sparse.beam_search(step, which, start, state=state, beam=4, length=12)
+        for which in (head, head.capture(8, 4, sentences=2, log=True))
+    ]
+    assert torch.equal(found[0].sequences, found[1].sequences) and torch.equal(found[0].scores, found[1].scores)
 
 
 @pytest.mark.gpu

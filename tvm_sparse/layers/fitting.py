@@ -24,7 +24,7 @@ from ..core.problem import numpy_dtype
 from ..formats import wta
 from ..runtime import arrays
 from ..runtime.calls import machine_of
-from .libraries import to_host
+from .libraries import library, to_host
 from .settings import Hashing, Measured, Settings, hash_words, integer, settings
 
 # (k, units): codes of 9 to 15 bits. The paper's grid search ends at (8, 3) and (16, 3).
@@ -293,7 +293,10 @@ def fit(
         verdict = f"no setting reaches a recall of {recall}, the best {best:.4f}: exact head"
     else:
         point = min(eligible, key=lambda p: timed[p])
+        # Copies of its bands: views would keep the tables of all.
         head = heads[point]
+        hashing = head.hashing.mapped(library("embedding", embedding).copy)
+        head = head_class.assembled(embedding, bias, head.settings, hashing, head.frequent)
         head.measured[rows, 1] = Measured(machine.arch, timed[point], exact_seconds)
         times = f"{timed[point] * 1e6:.1f} us, the exact head {exact_seconds * 1e6:.1f} us"
         if timed[point] < exact_seconds:

@@ -23,6 +23,7 @@ class Library(Protocol):
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any: ...
     def arange(self, count: int, dtype: str, like: Any) -> Any: ...
+    def copy(self, array: Any) -> Any: ...
     def take(self, array: Any, index: Any) -> Any: ...
     def take_along(self, array: Any, index: Any) -> Any: ...
     def descending(self, array: Any) -> Any: ...
@@ -43,6 +44,9 @@ class _NumPy:
 
     def arange(self, count: int, dtype: str, like: Any) -> Any:
         return np.arange(count, dtype=dtype)
+
+    def copy(self, array: Any) -> Any:
+        return array.copy()
 
     def take(self, array: Any, index: Any) -> Any:
         return array[index]
@@ -92,6 +96,9 @@ class _Torch:
     def arange(self, count: int, dtype: str, like: Any) -> Any:
         torch = _torch()
         return torch.arange(count, dtype=getattr(torch, dtype), device=like.device)
+
+    def copy(self, array: Any) -> Any:
+        return array.clone()
 
     def take(self, array: Any, index: Any) -> Any:
         return array.index_select(0, index)

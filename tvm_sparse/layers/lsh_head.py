@@ -391,6 +391,8 @@ class LshHead:
         `fit` measured for so many rows, or by records, where those of all kernels concerned are exact or of the next
         larger batch; else LSH, which is what the head was built for.
         """
+        if sentences < 1 or rows % sentences:
+            raise ValueError(f"sentences: expected a divisor of the {rows} rows, got {sentences}")
         key = rows, n, sentences, self._wanted(n, path)
         found = self._explained.get(key)
         # Other launchers: other kernels, and so perhaps other records, are in use since.
@@ -416,7 +418,7 @@ class LshHead:
         def step() -> tuple[Any, Any, HeadInfo]:
             return self.topk(hidden, n, sentences=sentences, log=log, temperature=temperature)
 
-        return CapturedHead(step, hidden)
+        return CapturedHead(step, hidden, self.vocab, (n, sentences, log))
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -662,13 +664,14 @@ class CapturedHead:
     values, indices, info
         What the graph writes: the same tensors at every replay.
 
-    Its kernels share the workspaces of one stream: replays of one captured head must not overlap each other.
+    Its kernels share the workspaces of one stream: replays of one captured head must not overlap each other. It may take
+    the place of the head in `beam_search`.
     """
 
-    def __init__(self, step: Any, hidden: Any) -> None:
+    def __init__(self, step: Any, hidden: Any, vocab: int, choices: tuple[int, int, bool]) -> None:
         import torch
 
-        self.hidden = hidden
+        self.hidden, self.vocab, self._choices = hidden, vocab, choices
         stream = torch.cuda.Stream(hidden.device)
         stream.wait_stream(torch.cuda.current_stream(hidden.device))
         with torch.cuda.stream(stream):
@@ -683,9 +686,27 @@ class CapturedHead:
     def __call__(self, hidden: Any = None) -> tuple[Any, Any, HeadInfo]:
         """Replay on the current stream, with these hidden states, or with what `self.hidden` holds."""
         if hidden is not None:
+            if hidden.shape != self.hidden.shape or hidden.dtype != self.hidden.dtype:
+                raise ValueError(
+                    f"hidden: the graph takes shape {tuple(self.hidden.shape)} and {self.hidden.dtype}, got"
+                    f" {tuple(hidden.shape)} and {hidden.dtype}"
+                )
             self.hidden.copy_(hidden)
         self._graph.replay()
         return self.values, self.indices, self.info
+
+    def topk(self, hidden: Any, n: int, *, sentences: int = 1, log: bool = False) -> tuple[Any, Any, HeadInfo]:
+        """As `LshHead.topk`, for what was captured.
+
+        Raises
+        ------
+        ValueError
+            For anything else.
+        """
+        if (n, sentences, log) != self._choices:
+            wanted = "n={}, sentences={}, log={}".format(*self._choices)
+            raise ValueError(f"n, sentences, log: captured was {wanted}; got {n}, {sentences}, {log}")
+        return self(hidden)
 
 
 def _embedding_facts(embedding: Any) -> Facts:
