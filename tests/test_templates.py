@@ -498,6 +498,10 @@ OVERLAPPED = {
         "bsr_matmul/m=5,k=528,n=48,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",
     ),
     "nhot_lookup": ("nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",),
+    "wta_hash": ("wta_hash/batch=3,hidden=40,k=16,units=3,bands=50,dtype=float16",),
+    "lsh_lookup": ("lsh_lookup/lists=2,beam=2,vocab=700,bands=20,bits=3",),
+    "compaction": ("compaction/lists=2,vocab=3000,capacity=700",),
+    "lsh_candidates": ("lsh_candidates/lists=2,beam=2,hidden=40,vocab=700,k=8,units=2,bands=20,capacity=90",),
 }
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
-from .compact_rows import compact_rows
+from .bitmap_scan import bitmap_scan
+from .compact_slices import compact_slices
+from .copy_if import copy_if
 
-TEMPLATES: tuple[Template, ...] = (compact_rows,)
+TEMPLATES: tuple[Template, ...] = (
+    compact_slices,
+    bitmap_scan,
+    copy_if,
+)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
-    "llvm": (compact_rows,),
-    "cuda": (),
+    "llvm": (compact_slices,),
+    "cuda": (bitmap_scan, copy_if),
 }

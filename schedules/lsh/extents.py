@@ -29,6 +29,25 @@ PER_CELL = 2
 PER_WARP = WARP * PER_CELL
 
 
+# Parts of the vocabulary that CPU threads take.
+CPU_SLICES = (1, 2, 4, 8, 16, 32)
+
+
+def cpu_chunk(vocab: int, slices: int) -> int:
+    """Words of a slice for a CPU thread: whole words of the bitmap."""
+    return ceildiv(ceildiv(vocab, slices), BITS) * BITS
+
+
+def cpu_chunks(vocab: int) -> tuple[int, ...]:
+    """Sizes of slices to choose from."""
+    return tuple(sorted({cpu_chunk(vocab, slices) for slices in CPU_SLICES}))
+
+
+def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
+    """The size at which each core has a slice."""
+    return cpu_chunk(vocab, max(n for n in CPU_SLICES if n == 1 or n * lists <= machine.cores))
+
+
 @dataclass(frozen=True)
 class HashExtents:
     """How a thread block hashes a row: a thread finds the place of one unit at a time."""
@@ -46,9 +65,10 @@ class HashExtents:
 
     @property
     def vec(self) -> int:
-        """Elements of one load of the row."""
+        """Elements of one load of the row: few enough that all threads have one, if so many threads there are."""
         most = WIDEST // numpy_dtype(self.dtype).itemsize
-        return next(v for v in (8, 4, 2, 1) if v <= most and self.hidden % v == 0)
+        fitting = [v for v in (1, 2, 4, 8) if v <= most and self.hidden % v == 0]
+        return next((v for v in fitting if self.hidden // v <= self.threads), fitting[-1])
 
     @property
     def vector_bytes(self) -> int:
@@ -102,6 +122,7 @@ class CountExtents:
     lanes: int  # of a warp that go through a bucket together
     loads: int  # buckets that these lanes have in flight
     exchange: int  # 0: hits go to the thread block that counts the word; 1: buckets go to all thread blocks
+    finishers: int  # thread blocks that finish a list: 1, or all of a cluster
     bands: int  # at which the kernel is fast; it runs with any number
 
     @property

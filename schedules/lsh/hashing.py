@@ -2,7 +2,8 @@
 
 Phases are called with a state that has the buffers which their heads name: `row` (hidden float32, shared), `places`
 (an int32 a unit, shared), and in registers `raw` (`vectors * vector_words` uint32), `columns` (`column_loads *
-column_words` uint32), `small` (one uint16), `unit`, `place` (int32), `best`, `value` (float32).
+column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`, `place` (int32), `best`, `value`
+(float32).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ Phase = Callable[..., Any]
 def stage_row(e: HashExtents) -> Phase:
     """The row into shared memory, NaN as -inf; called with (s, row, first, t), `row` being a flat buffer of rows.
 
-    Reads: `hidden` elements from `row[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`.
+    Reads: `hidden` elements from `row[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`, `vector`.
     Barriers: none; one has to follow.
     """
     rounds = ceildiv(e.hidden // e.vec, e.threads * e.vectors)
+    wide = min(e.vec, 4)  # floats of one access to shared memory
 
     # fmt: off
     @T.inline
@@ -42,8 +44,10 @@ def stage_row(e: HashExtents) -> Phase:
                 if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
                     for v in T.unroll(e.vec):
                         s.value = value_at(e.dtype, s.raw, u * e.vector_words, v)
-                        s.row[((n * e.vectors + u) * e.threads + t) * e.vec + v] = T.Select(
-                            is_nan(s.value), T.float32("-inf"), s.value)
+                        s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
+                    for q in T.unroll(e.vec // wide):
+                        for v in T.vectorized(wide):
+                            s.row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = s.vector[q * wide + v]
     # fmt: on
     return phase
 

@@ -2,7 +2,8 @@
 
 A row is counted by clusters of thread blocks (see `extents.CountExtents`). Each sets bits of the list's bitmap in
 global memory, and takes a ticket; the cluster that takes the last one finds the bitmap complete, does what is left to
-do for the list, and leaves bitmap and tickets zero for the next launch.
+do for the list, and leaves bitmap and tickets zero for the next launch. With a single finisher thread blocks take
+tickets each for itself, and the last of them does all that is left.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ..device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait, peer_store
@@ -114,29 +116,31 @@ def set_bits_and_leave(e: CountExtents) -> Phase:
     """The words that reach the threshold, into the list's bitmap; called with (s, at, io, t).
 
     Reads: `cells`. Writes: bitmap and ticket of the list, in `io.workspace`; `settled` of all peers.
-    Barriers: two of the cluster.
-    After: only the thread blocks of the list's last cluster are left, and its bitmap is complete.
+    Barriers: two of the cluster; of the thread block, if it may be the one finisher.
+    After: only the list's finishers are left, and its bitmap is complete. `rank` is that of a finisher.
     """
     reach = set_reached(e)
+    joint = e.finishers > 1
+    tickets = e.slices * e.cluster // e.finishers  # of a row
 
     # fmt: off
     @T.inline
     def phase(s, at, io, t):
         reach(s, io.workspace, at.list, (at.slice * e.cluster + at.rank) * e.part, io.threshold, t)
         T.cuda.thread_fence()
-        if e.cluster > 1:
+        if joint:
             cluster_barrier()
         else:
             T.cuda.cta_sync()
+            at.rank = 0
         if at.rank == 0 and t == 0:
             s.ticket = T.cuda.atomic_add(io.workspace.ptr_to([at.list, e.bitmap]), T.int32(1))
-            if e.cluster > 1:
+            if joint:
                 for r in T.unroll(e.cluster):
-                    T.evaluate(put_flag(
-                        s.settled.ptr_to([0]), r, T.Cast("int32", s.ticket == io.beam * e.slices - 1)))
+                    T.evaluate(put_flag(s.settled.ptr_to([0]), r, T.Cast("int32", s.ticket == io.beam * tickets - 1)))
             else:
-                s.settled[0] = T.Cast("int32", s.ticket == io.beam * e.slices - 1)
-        if e.cluster > 1:
+                s.settled[0] = T.Cast("int32", s.ticket == io.beam * tickets - 1)
+        if joint:
             cluster_barrier()
         else:
             T.cuda.cta_sync()
@@ -164,10 +168,33 @@ def load_reached(vocab: int) -> Phase:
     return phase
 
 
+def copy_reached(e: CountExtents) -> Phase:
+    """A list's complete bitmap into `chosen`; called with (s, at, io, t).
+
+    Reads: bitmap and `always`. Writes: `chosen`; the bitmap and its ticket to 0; as scratch `bits`, `extra`.
+    Barriers: none; each thread block takes a share.
+    """
+    load = load_reached(e.vocab)
+    share = ceildiv(e.bitmap, e.finishers)
+
+    # fmt: off
+    @T.inline
+    def phase(s, at, io, t):
+        for n in T.serial(ceildiv(share, e.threads)):
+            if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
+                load(s, io, at.list, at.rank * share + n * e.threads + t)
+                io.chosen[at.list, at.rank * share + n * e.threads + t] = T.reinterpret("int32", s.bits[0])
+                io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
+        if at.rank == 0 and t == 0:
+            io.workspace[at.list, e.bitmap] = 0
+    # fmt: on
+    return phase
+
+
 @T.inline
-def announce_read(cluster: Any):
+def announce_read(finishers: Any):
     """Tell the cluster's thread blocks that this one has read the bitmap, if there are others."""
-    if cluster > 1:
+    if finishers > 1:
         cluster_arrive_relaxed()
 
 
@@ -178,14 +205,14 @@ def clear_workspace(e: CountExtents) -> Phase:
     Writes: `io.workspace`. Barriers: the second half of one of the cluster; of a single thread block one has to come
     between the reads and this.
     """
-    share = (e.bitmap + e.cluster - 1) // e.cluster
+    share = ceildiv(e.bitmap, e.finishers)
 
     # fmt: off
     @T.inline
     def phase(s, at, io, t):
-        if e.cluster > 1:
+        if e.finishers > 1:
             cluster_wait()
-        for n in T.serial((share + (e.threads - 1)) // e.threads):
+        for n in T.serial(ceildiv(share, e.threads)):
             if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
                 io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
         if at.rank == 0 and t == 0:

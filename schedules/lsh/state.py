@@ -39,6 +39,7 @@ def alloc_state(
         found |= {
             "raw": T.alloc_local([hashing.vectors * hashing.vector_words], "uint32"),
             "columns": T.alloc_local([hashing.column_loads * hashing.column_words], "uint32"),
+            "vector": T.alloc_local([hashing.vec], "float32"),
             "small": T.alloc_local([1], "uint16"),
             "unit": register(),
             "place": register(),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
-from .candidate_rows import candidate_rows
+from .lsh_stages import lsh_stages
+from .plain_steps import plain_steps
 from .row_clusters import row_clusters
 
 TEMPLATES: tuple[Template, ...] = (
-    candidate_rows,
+    lsh_stages,
     row_clusters,
+    plain_steps,
 )
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
-    "llvm": (candidate_rows,),
-    "cuda": (row_clusters,),
+    "llvm": (lsh_stages,),
+    "cuda": (row_clusters, plain_steps),
 }

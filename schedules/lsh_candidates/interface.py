@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import tvm
+from tvm import tirx
 from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
 
-from tvm_sparse.core.arguments import matched
+from tvm_sparse.core.arguments import beside, matched
 from tvm_sparse.core.template import Program, Workspace
-from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 from ..device.overlap import overlapping
 
+MOST_WORKSPACES = 4
 
-def gpu_program(problem: LshCandidates, body: Callable[[SimpleNamespace], None], overlapped: bool) -> Program:
-    """The program of a kernel whose body is a `T.inline` of the arguments, by the names that the operator declares.
 
-    Beside them there are the extents `lists`, `beam`, `bands`, `slots` and `capacity`, and `workspace`: each list's
-    bitmap with its ticket behind it, zero between launches. `overlapped`: the kernel is started by programmatic
-    dependent launch.
+def gpu_program(
+    problem: LshCandidates,
+    body: Callable[[SimpleNamespace], None],
+    workspaces: Sequence[Workspace],
+    overlapped: bool = False,
+) -> Program:
+    """The program of kernels whose body is a `T.inline` of the arguments, by the names that the operator declares.
+
+    Beside them there are the extents `lists`, `beam`, `bands`, `slots` and `capacity`, and the workspaces by their
+    names, two-dimensional, whose extents are numbers, "lists", "rows" (lists * beam) or "bands". `overlapped`: the
+    kernel is started by programmatic dependent launch.
     """
-    words = bitmap_words(problem.vocab)
+
+    def with_workspaces(io: SimpleNamespace, handles: Sequence[tirx.Var]) -> SimpleNamespace:
+        known = {"lists": io.lists, "rows": io.lists * io.beam, "bands": io.bands}
+        held = {
+            own.name: T.match_buffer(handle, [known[e] if isinstance(e, str) else e for e in own.shape], own.dtype)
+            for own, handle in zip(workspaces, handles, strict=False)
+        }
+        return beside(io, held)
 
     # fmt: off
     @T.prim_func
     def main(
-        hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
+        hidden: T.handle, permutations: T.handle, words: T.handle, starts: T.handle, entries: T.handle,
         multipliers: T.handle, always: T.handle, threshold: T.int32, candidates: T.handle, counts: T.handle,
-        own: T.handle
+        own0: T.handle, own1: T.handle, own2: T.handle, own3: T.handle
     ):
         lists = T.int32()
         beam = T.int32()
@@ -39,17 +52,12 @@ def gpu_program(problem: LshCandidates, body: Callable[[SimpleNamespace], None],
         slots = T.int32()
         capacity = T.int32()
         io = T.meta_var(matched(
-            problem,
-            (hidden, permutations, words_h, starts, entries, multipliers, always, threshold, candidates, counts),
+            problem, (hidden, permutations, words, starts, entries, multipliers, always, threshold, candidates, counts),
             {"lists": lists, "beam": beam, "bands": bands, "slots": slots, "capacity": capacity}))
-        workspace = T.match_buffer(own, (lists, words + 1), "int32")
-        body(with_workspace(io, workspace))
+        body(with_workspaces(io, (own0, own1, own2, own3)))
     # fmt: on
-    kernel = problem.trimmed(main).with_attr("global_symbol", "main")
+    params = list(main.params)[: len(main.params) - MOST_WORKSPACES + len(workspaces)]
+    main = problem.trimmed(tirx.PrimFunc(params, main.body, main.ret_type, main.attrs))
+    kernel = main.with_attr("global_symbol", "main")
     module = tvm.IRModule({"main": overlapping(kernel) if overlapped else kernel})
-    return Program(module, (Workspace("workspace", ("lists", words + 1), "int32"),), "tirx")
-
-
-def with_workspace(io: SimpleNamespace, workspace: tvm.tirx.Buffer) -> SimpleNamespace:
-    IRBuilder.name("workspace", workspace)
-    return SimpleNamespace(**vars(io), workspace=workspace)
+    return Program(module, tuple(workspaces), "tirx")

@@ -5,27 +5,10 @@ Each slice goes through all buckets of the list, so that several threads can wor
 
 from __future__ import annotations
 
-from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv
-from tvm_sparse.formats.bitmap import BITS
+from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
-SLICES = (1, 2, 4, 8, 16, 32)
-
-
-def _chunk(problem: LshLookup, slices: int) -> int:
-    """Words of a slice: whole words of the bitmap."""
-    return ceildiv(ceildiv(problem.vocab, slices), BITS) * BITS
-
-
-def space(problem: LshLookup, machine: Machine) -> Table:
-    return {"chunk": tuple(sorted({_chunk(problem, slices) for slices in SLICES}))}
-
-
-def default(problem: LshLookup, machine: Machine) -> Decisions:
-    """A task for each core."""
-    needed = max(n for n in SLICES if n == 1 or n * problem.lists <= machine.cores)
-    return {"chunk": _chunk(problem, needed)}
+from ..lsh.extents import cpu_chunk_each, cpu_chunks
 
 
 def build(problem: LshLookup, decisions: Decisions) -> Program:
@@ -43,7 +26,7 @@ count_slices = Template(
     operator="lsh_lookup",
     kind="llvm",
     summary="threads take lists and slices of the vocabulary",
-    space=space,
-    default=default,
+    space=lambda problem, machine: {"chunk": cpu_chunks(problem.vocab)},
+    default=lambda problem, machine: {"chunk": cpu_chunk_each(problem.vocab, problem.lists, machine)},
     program=build,
 )

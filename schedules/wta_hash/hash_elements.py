@@ -13,14 +13,26 @@ THREADS = powers(32, 512)
 
 def build(problem: WtaHash, decisions: Decisions) -> Program:
     import tvm
-    from tvm.s_tir import Schedule
+    from tvm.script import tirx as T
 
-    schedule = Schedule(tvm.IRModule({"main": problem.definition()}))
-    codes = schedule.get_sblock("codes")
-    block, thread = schedule.split(schedule.fuse(*schedule.get_loops(codes)), [None, decisions["threads"]])
-    schedule.bind(block, "blockIdx.x")
-    schedule.bind(thread, "threadIdx.x")
-    return Program(schedule.mod)
+    from tvm_sparse.core.arguments import beside, matched
+
+    from ..lsh import naive
+
+    step = naive.hash_elements(
+        problem.k, problem.units, decisions["threads"], lambda io, row, column: io.hidden[row, column]
+    )
+
+    # fmt: off
+    @T.prim_func
+    def main(hidden: T.handle, permutations: T.handle, codes: T.handle):
+        batch = T.int32()
+        bands = T.int32()
+        io = T.meta_var(matched(problem, (hidden, permutations, codes), {"batch": batch, "bands": bands}))
+        T.device_entry()
+        step(beside(io, {"rows": batch}))
+    # fmt: on
+    return Program(tvm.IRModule({"main": main.with_attr("global_symbol", "main")}), pipeline="tirx")
 
 
 hash_elements = Template(
@@ -32,4 +44,5 @@ hash_elements = Template(
     space=lambda problem, machine: {"threads": THREADS},
     default=lambda problem, machine: {"threads": 128},
     program=build,
+    explicit_threads=True,
 )

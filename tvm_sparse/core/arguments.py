@@ -62,3 +62,12 @@ def matched(
         IRBuilder.name(argument.name, buffer)
         found[argument.name] = buffer
     return SimpleNamespace(**found)
+
+
+def beside(io: SimpleNamespace, more: Mapping[str, Any]) -> SimpleNamespace:
+    """`io` with further attributes, which replace those of the same name; buffers, such as workspaces, are called after
+    them in emitted code."""
+    for name, value in more.items():
+        if isinstance(value, tirx.Buffer):
+            IRBuilder.name(name, value)
+    return SimpleNamespace(**{**vars(io), **more})

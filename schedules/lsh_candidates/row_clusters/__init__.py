@@ -26,7 +26,7 @@ The phases are in `schedules.lsh`: `hashing`, `buckets`, `rows` and `compact`.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.template import Decisions, Program, Template, Workspace
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 from .space import allowed, default, extents, space
@@ -36,8 +36,10 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
     from ..interface import gpu_program
     from .kernel import kernel_body
 
-    overlap = decisions["overlap"]
-    return gpu_program(problem, kernel_body(*extents(problem, decisions), overlap), overlapped=overlap > 0)
+    overlap, sizes = decisions["overlap"], extents(problem, decisions)
+    # Each list's bitmap, and its ticket behind it.
+    own = Workspace("workspace", ("lists", sizes[1].bitmap + 1), "int32")
+    return gpu_program(problem, kernel_body(*sizes, overlap), (own,), overlapped=overlap > 0)
 
 
 row_clusters = Template(

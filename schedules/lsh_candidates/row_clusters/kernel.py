@@ -66,7 +66,7 @@ def kernel_body(h: HashExtents, e: CountExtents, c: CompactExtents, overlap: int
         count(s, at, io, t)
         leave(s, at, io, t)
         read(s, io, at.list, at.rank, t)
-        announce_read(e.cluster)
+        announce_read(e.finishers)
         write(s, io, at.list, at.rank, t)
         fill(s, io, at.list, at.rank, t)
         release(s, at, io, t)

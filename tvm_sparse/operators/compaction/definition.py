@@ -10,24 +10,31 @@ from tvm.script import tirx as T
 from tvm_sparse.formats.bitmap import BITS
 
 
-def compact(vocab: int) -> Callable[..., Any]:
-    """The words of a row of a bitmap; called with (io, bitmap, at, row, s): the row `at` of `bitmap` is list `row`'s.
+def compact(vocab: int, counted: int) -> Callable[..., Any]:
+    """The words of a range of a list; called with (io, bitmap, at, row, first, s): the row `at` of `bitmap` is that of
+    list `row`, and the range has `counted` words from `first` on, both multiples of 32.
 
-    Reads: the bitmap's bits below `vocab`. Writes: the list's `candidates` and `counts`; as scratch `count`.
+    Reads: the bitmap's bits below `vocab`. Writes: these words at their places in the list's `candidates`, and after
+    the last range `counts` and -1 behind the words; as scratch `count`.
     """
 
     # fmt: off
     @T.inline
-    def phase(io, bitmap, at, row, s):
+    def phase(io, bitmap, at, row, first, s):
         s.count[0] = 0
-        for j in range(vocab):
-            if (T.reinterpret("uint32", bitmap[at, j // BITS]) >> T.Cast("uint32", j % BITS)) & T.uint32(1) != 0:
-                if s.count[0] < io.capacity:
-                    io.candidates[row, s.count[0]] = j
-                s.count[0] = s.count[0] + 1
-        io.counts[row] = s.count[0]
-        for j in range(io.capacity):
-            if j >= s.count[0]:
-                io.candidates[row, j] = -1
+        for w in range(first // BITS):
+            s.count[0] = s.count[0] + T.Cast("int32", T.popcount(T.reinterpret("uint32", bitmap[at, w])))
+        for j in range(counted):
+            if first + j < vocab:
+                if (T.reinterpret("uint32", bitmap[at, (first + j) // BITS]) >> T.Cast("uint32", j % BITS)) & T.uint32(
+                        1) != 0:
+                    if s.count[0] < io.capacity:
+                        io.candidates[row, s.count[0]] = first + j
+                    s.count[0] = s.count[0] + 1
+        if first + counted >= vocab:
+            io.counts[row] = s.count[0]
+            for j in range(io.capacity):
+                if j >= s.count[0]:
+                    io.candidates[row, j] = -1
     # fmt: on
     return phase

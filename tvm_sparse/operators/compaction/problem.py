@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, require_positive
+from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.bitmap import BITS, bitmap_words, pack_bits, unpack_bits
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ class Compaction(Problem):
         return bitmap_words(self.vocab) if name == BITMAP else super().extent(name)
 
     def definition(self) -> tirx.PrimFunc:
-        """One list after another."""
+        """All words of a list at a time."""
+        return self.by_slices(ceildiv(self.vocab, BITS) * BITS)
+
+    def by_slices(self, counted: int) -> tirx.PrimFunc:
+        """The function that takes `counted` words at a time, a multiple of 32, and counts those before them."""
         from types import SimpleNamespace
 
         from tvm.script import tirx as T
@@ -79,7 +84,7 @@ class Compaction(Problem):
 
         from .definition import compact
 
-        write, words = compact(self.vocab), bitmap_words(self.vocab)
+        write, slices, words = compact(self.vocab, counted), ceildiv(self.vocab, counted), bitmap_words(self.vocab)
 
         # fmt: off
         @T.prim_func(s_tir=True)
@@ -89,13 +94,13 @@ class Compaction(Problem):
             capacity = T.int32()
             io = T.meta_var(matched(
                 self, (chosen, candidates, counts), {"lists": lists, "capacity": capacity}, packed=True))
-            for n in range(lists):
-                with T.sblock("list"):
-                    row = T.axis.spatial(lists, n)
-                    T.reads(io.chosen[row, 0:words])
-                    T.writes(io.candidates[row, 0:capacity], io.counts[row])
+            for n in range(lists * slices):
+                with T.sblock("slice"):
+                    part = T.axis.spatial(lists * slices, n)
+                    T.reads(io.chosen[part // slices, 0:words])
+                    T.writes(io.candidates[part // slices, 0:capacity], io.counts[part // slices])
                     s = T.meta_var(SimpleNamespace(count=T.sblock_alloc_buffer((1,), "int32")))
-                    write(io, io.chosen, row, row, s)
+                    write(io, io.chosen, part // slices, part // slices, part % slices * counted, s)
         # fmt: on
         return main
 

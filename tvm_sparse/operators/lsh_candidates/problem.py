@@ -117,7 +117,8 @@ class LshCandidates(Problem):
             code(io, (row, i), band, s)
 
         words, every = bitmap_words(self.vocab), ceildiv(self.vocab, BITS) * BITS
-        look_up, write = look_up_list(self.vocab, every, self.table == "cuckoo", set_code), compact(self.vocab)
+        look_up = look_up_list(self.vocab, every, self.table == "cuckoo", set_code)
+        write = compact(self.vocab, every)
 
         # fmt: off
         @T.prim_func(s_tir=True)
@@ -143,7 +144,7 @@ class LshCandidates(Problem):
                     s = T.meta_var(alloc_scratch(every))
                     bitmap = T.sblock_alloc_buffer((1, words), "int32")
                     look_up(io, row, 0, bitmap, 0, s)
-                    write(io, bitmap, 0, row, s)
+                    write(io, bitmap, 0, row, 0, s)
         # fmt: on
         return self.trimmed(main)
 

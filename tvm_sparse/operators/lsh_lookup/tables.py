@@ -40,13 +40,14 @@ def require_tables(problem: Problem, bits: int) -> None:
         raise ProblemError(f"{name}: codes for a {axes['table']} table must have 1 to {most} bits, got {bits}")
     if axes["bands"] >= 2**16:
         raise ProblemError(f"{name}: bands must be below 2^16, got {axes['bands']}")
-    if axes["bands"] * axes["vocab"] >= 2**31 or axes["lists"] * axes["beam"] * axes["bands"] >= 2**31:
-        raise ProblemError(f"{name}: arrays must have fewer than 2^31 elements")
+    if max(axes["bands"], axes["lists"] * axes["beam"]) * max(axes["vocab"], axes["bands"]) >= 2**31:
+        raise ProblemError(f"{name}: arrays and hit counts must have fewer than 2^31 elements")
 
 
 def table_extent(problem: Problem, bits: int, name: str | int) -> int | None:
     """Of `Problem.extent` what follows from the axes; None for another name."""
     found = {
+        "rows": problem.axes["lists"] * problem.axes["beam"],
         BITMAP: bitmap.bitmap_words(problem.axes["vocab"]),
         STARTS: (1 << bits) + 1,
         "direct": int(problem.axes["table"] == "direct"),

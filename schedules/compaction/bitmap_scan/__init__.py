@@ -1,0 +1,36 @@
+"""Stream compaction on a GPU without sorting: population counts, a scan, one launch.
+
+Thread blocks of a list each read the whole bitmap, which is small, and write the words of a share of it: none waits for
+another one's count. Lanes take 8 to 32 bits each, and a scan over the warp and one over the warps' sums give their
+places (see `schedules.lsh.compact`).
+
+With `overlap` 1 the kernel waits for its producer kernel, and then lets its consumer kernel start; with 2 it lets the
+consumer start before it waits. In both nothing is read before the wait.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.compaction.problem import Compaction
+
+from .space import allowed, default, extents, space
+
+
+def build(problem: Compaction, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, extents(problem, decisions), decisions["overlap"])
+
+
+bitmap_scan = Template(
+    name="bitmap_scan",
+    version=1,
+    operator="compaction",
+    kind="cuda",
+    summary="population counts and a scan in one launch (Figure 5, by lanes)",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    explicit_threads=True,
+)

@@ -1,0 +1,47 @@
+"""The space of `bitmap_scan`. Loads no compiler."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, NotApplicable, Table
+from tvm_sparse.operators.compaction.problem import Compaction
+
+from ...lsh.extents import SLICES, THREADS, WARP, CompactExtents, Room, shared_limit
+
+# Words of the bitmap of a slice: with fewer most threads of its block have nothing to write.
+LEAST_SHARE = WARP
+SOME_SLICES = tuple(n for n in SLICES if n <= 32)
+
+
+def extents(problem: Compaction, decisions: Decisions) -> CompactExtents:
+    """The sizes of one point's kernel."""
+    return CompactExtents(problem.vocab, decisions["threads"], decisions["slices"])
+
+
+def space(problem: Compaction, machine: Machine) -> Table:
+    size, limit = Room.of(compact=CompactExtents(problem.vocab, THREADS[0], 1)).bytes, shared_limit(machine)
+    if size > limit:
+        raise NotApplicable(f"a bitmap of {size} bytes exceeds shared memory of {limit}")
+    return {
+        "threads": THREADS,
+        "slices": SOME_SLICES,
+        "overlap": (0, 1, 2) if machine.has_clusters else (0,),
+    }
+
+
+def allowed(problem: Compaction, machine: Machine, decisions: Decisions) -> str | None:
+    e = extents(problem, decisions)
+    if e.shares > 1 and e.share < LEAST_SHARE:
+        return f"{e.shares} slices of {e.share} words of the bitmap are too small"
+    return None
+
+
+def default(problem: Compaction, machine: Machine) -> Decisions:
+    """Slices of 128 words or more of the bitmap, and no more thread blocks than multiprocessors."""
+    fitting = (
+        n
+        for n in SOME_SLICES
+        if n == 1
+        or (n * problem.lists <= machine.cores and CompactExtents(problem.vocab, THREADS[0], n).share >= 4 * WARP)
+    )
+    return {"threads": 512, "slices": max(fitting), "overlap": 0}

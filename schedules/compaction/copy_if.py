@@ -1,0 +1,46 @@
+"""Stream compaction on a GPU as a library's copy-if does it, for comparison: a scan to global memory, then a copy.
+
+It asks nothing of the shape, and runs where `bitmap_scan` does not fit.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.operators.compaction.problem import Compaction
+
+THREADS = powers(32, 512)
+
+
+def build(problem: Compaction, decisions: Decisions) -> Program:
+    from tvm.script import tirx as T
+
+    from ..lsh import naive
+    from ..output_layer.interface import device_region
+    from .interface import gpu_program
+
+    scan = naive.scan_bitmap(problem.vocab, decisions["threads"])
+    copy = naive.copy_if(problem.vocab, decisions["threads"])
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        with device_region():
+            scan(io)
+        with device_region():
+            copy(io)
+    # fmt: on
+    return gpu_program(problem, body, with_places=True)
+
+
+copy_if = Template(
+    name="copy_if",
+    version=1,
+    operator="compaction",
+    kind="cuda",
+    summary="a scan to global memory, then a thread a word",
+    space=lambda problem, machine: {"threads": THREADS},
+    default=lambda problem, machine: {"threads": 128},
+    program=build,
+    explicit_threads=True,
+    comparison=True,
+)

@@ -1,0 +1,80 @@
+"""What the spaces of templates that count hits in shared memory have in common. Loads no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Table
+from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
+from tvm_sparse.operators.lsh_lookup.problem import LshLookup
+
+from .extents import BUCKET_LANES, CLUSTERS, LOADS, PER_WARP, SLICES, THREADS, CountExtents, Room, shared_limit
+
+TableProblem = LshLookup | LshCandidates
+
+
+def count_extents(problem: TableProblem, decisions: Decisions) -> CountExtents:
+    """How hits are counted at a point."""
+    return CountExtents(
+        vocab=problem.vocab,
+        cuckoo=problem.table == "cuckoo",
+        threads=decisions["threads"],
+        cluster=decisions["cluster"],
+        slices=decisions["slices"],
+        lanes=decisions["bucket_lanes"],
+        loads=decisions["loads"],
+        exchange=decisions["exchange"],
+        finishers=decisions["finishers"],
+        bands=problem.bands,
+    )
+
+
+def count_table(machine: Machine) -> Table:
+    return {
+        "threads": THREADS,
+        "cluster": CLUSTERS if machine.has_clusters else (1,),
+        "slices": SLICES,
+        "bucket_lanes": BUCKET_LANES,
+        "loads": LOADS,
+        "exchange": (0, 1) if machine.has_clusters else (0,),
+        "finishers": CLUSTERS if machine.has_clusters else (1,),
+        "overlap": (0, 1, 2) if machine.has_clusters else (0,),
+    }
+
+
+def count_refusal(problem: TableProblem, machine: Machine, e: CountExtents, room: Room) -> str | None:
+    """Why a point is left out, or None."""
+    parts = e.slices * e.cluster
+    if parts > 1 and e.part * (parts - 1) >= problem.vocab:
+        return f"of {parts} parts of at least {PER_WARP} words some have none of vocab={problem.vocab}"
+    if e.exchange and e.cluster == 1:
+        return "a single thread block has nobody to exchange buckets with"
+    if e.finishers not in (1, e.cluster):
+        return f"{e.finishers} thread blocks cannot finish a list of clusters of {e.cluster}: one can, or all"
+    if e.cluster > problem.bands:
+        return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
+    limit = shared_limit(machine)
+    if room.bytes > limit:
+        return f"{room.bytes} bytes exceed shared memory of {limit}"
+    if e.slices > 1 and 4 * room.bytes <= limit:
+        return f"{room.bytes} bytes of shared memory call for fewer slices than {e.slices}"
+    return None
+
+
+def likely_points(table: Table, allowed: Callable[[Decisions], str | None]) -> Iterator[Decisions]:
+    """Points of a table, the best first: as few slices as there may be, and then as many thread blocks a cluster."""
+    for slices in table["slices"]:
+        for cluster in table["cluster"][::-1]:
+            point = {
+                "threads": 512,
+                "cluster": cluster,
+                "slices": slices,
+                "bucket_lanes": 16,
+                "loads": 2,
+                "exchange": 0,
+                "finishers": cluster,
+                "overlap": 0,
+            }
+            if allowed(point) is None:
+                yield point

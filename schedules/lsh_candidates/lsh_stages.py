@@ -1,0 +1,100 @@
+"""Candidate words on a CPU: hash, look-up and compaction one after the other, threads sharing each of them.
+
+Threads take bands of rows to hash, and then slices of the lists' vocabularies to count and to compact.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template, ceildiv
+from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
+
+from ..lsh.extents import cpu_chunk_each, cpu_chunks
+
+
+def build(problem: LshCandidates, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.script import tirx as T
+
+    from tvm_sparse.core.arguments import beside, matched
+    from tvm_sparse.core.template import Workspace
+    from tvm_sparse.operators.compaction.definition import compact
+    from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
+    from tvm_sparse.operators.wta_hash.definition import hash_code
+
+    chunk, hidden_size, vocab = decisions["chunk"], problem.hidden, problem.vocab
+    slices, words = ceildiv(vocab, chunk), bitmap_words(vocab)
+
+    @T.inline
+    def set_code(io, row, i, band, s):
+        s.code[0] = io.codes[row, i, band]
+
+    make_code = hash_code(problem.k, problem.units, lambda io, row, column: io.hidden[row[0], row[1], column])
+    look_up, write = look_up_list(vocab, chunk, problem.table == "cuckoo", set_code), compact(vocab, chunk)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        for n in T.parallel(io.lists * io.beam):
+            with T.sblock("hash"):
+                row = T.axis.spatial(io.lists * io.beam, n)
+                T.reads(io.hidden[row // io.beam, row % io.beam, 0:hidden_size])
+                T.writes(io.codes[row // io.beam, row % io.beam, 0:io.bands])
+                s = T.meta_var(alloc_scratch(1))
+                for band in range(io.bands):
+                    make_code(io, (row // io.beam, row % io.beam), band, s)
+                    io.codes[row // io.beam, row % io.beam, band] = s.code[0]
+        for n in T.parallel(io.lists * slices):
+            with T.sblock("look_up"):
+                part = T.axis.spatial(io.lists * slices, n)
+                T.reads(io.codes[part // slices, 0:io.beam, 0:io.bands], io.words[0:io.bands, 0:vocab])
+                T.writes(io.chosen[part // slices, 0:words])
+                s = T.meta_var(alloc_scratch(chunk))
+                look_up(io, part // slices, part % slices * chunk, io.chosen, part // slices, s)
+        for n in T.parallel(io.lists * slices):
+            with T.sblock("compact"):
+                part = T.axis.spatial(io.lists * slices, n)
+                T.reads(io.chosen[part // slices, 0:words])
+                T.writes(io.candidates[part // slices, 0:io.capacity], io.counts[part // slices])
+                s = T.meta_var(alloc_scratch(1))
+                write(io, io.chosen, part // slices, part // slices, part % slices * chunk, s)
+
+    @T.prim_func(s_tir=True)
+    def main(
+        hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
+        multipliers: T.handle, always: T.handle, threshold: T.int32, candidates: T.handle, counts: T.handle,
+        codes_h: T.handle, chosen_h: T.handle
+    ):
+        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+        lists = T.int32()
+        beam = T.int32()
+        bands = T.int32()
+        slots = T.int32()
+        capacity = T.int32()
+        given = T.meta_var(matched(
+            problem,
+            (hidden, permutations, words_h, starts, entries, multipliers, always, threshold, candidates, counts),
+            {"lists": lists, "beam": beam, "bands": bands, "slots": slots, "capacity": capacity}, packed=True))
+        codes = T.match_buffer(codes_h, (lists, beam, bands), "int32", align=4)
+        chosen = T.match_buffer(chosen_h, (lists, words), "int32", align=4)
+        body(beside(given, {"codes": codes, "chosen": chosen}))
+    # fmt: on
+    return Program(
+        tvm.IRModule({"main": problem.trimmed(main)}),
+        (
+            Workspace("codes", ("lists", "beam", "bands"), "int32"),
+            Workspace("chosen", ("lists", words), "int32"),
+        ),
+    )
+
+
+lsh_stages = Template(
+    name="lsh_stages",
+    version=1,
+    operator="lsh_candidates",
+    kind="llvm",
+    summary="hash, look-up and compaction one after the other, threads sharing each",
+    space=lambda problem, machine: {"chunk": cpu_chunks(problem.vocab)},
+    default=lambda problem, machine: {"chunk": cpu_chunk_each(problem.vocab, problem.lists, machine)},
+    program=build,
+)

@@ -1,0 +1,73 @@
+"""Candidate words on a GPU by one plain kernel a step, through global memory: for comparison.
+
+A thread a code, a thread a bucket with counts in global memory, a thread for 32 words against the threshold, a scan,
+and a thread a word: what Shi, Xu & Knight's optimised steps are compared with. It asks nothing of the shape, and runs
+where `row_clusters` does not fit.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
+
+THREADS = powers(32, 512)
+
+
+def build(problem: LshCandidates, decisions: Decisions) -> Program:
+    from tvm.script import tirx as T
+
+    from tvm_sparse.core.arguments import beside
+    from tvm_sparse.core.template import Workspace
+    from tvm_sparse.formats.bitmap import bitmap_words
+
+    from ..lsh import naive
+    from ..output_layer.interface import device_region
+    from .interface import gpu_program
+
+    threads, vocab, words = decisions["threads"], problem.vocab, bitmap_words(problem.vocab)
+    hashed = naive.hash_elements(
+        problem.k, problem.units, threads, lambda io, row, column: io.hidden[row // io.beam, row % io.beam, column]
+    )
+    count = naive.count_in_global_memory(problem.table == "cuckoo", threads)
+    choose, scan = naive.choose_words(vocab, threads), naive.scan_bitmap(vocab, threads)
+    copy = naive.copy_if(vocab, threads)
+
+    # fmt: off
+    @T.inline
+    def body(given):
+        io = T.meta_var(beside(given, {"rows": given.lists * given.beam}))
+        with device_region():
+            hashed(io)
+        with device_region():
+            count(io)
+        with device_region():
+            choose(io)
+        with device_region():
+            scan(io)
+        with device_region():
+            copy(io)
+    # fmt: on
+    return gpu_program(
+        problem,
+        body,
+        (
+            Workspace("codes", ("rows", "bands"), "int32"),
+            Workspace("hits", ("rows", vocab), "int32"),
+            Workspace("chosen", ("lists", words), "int32"),
+            Workspace("places", ("lists", words), "int32"),
+        ),
+    )
+
+
+plain_steps = Template(
+    name="plain_steps",
+    version=1,
+    operator="lsh_candidates",
+    kind="cuda",
+    summary="a plain kernel a step, through global memory",
+    space=lambda problem, machine: {"threads": THREADS},
+    default=lambda problem, machine: {"threads": 128},
+    program=build,
+    explicit_threads=True,
+    comparison=True,
+)

@@ -1,0 +1,55 @@
+"""The kernel of `staged_hash`, in the phases of `schedules.lsh.hashing`."""
+
+from __future__ import annotations
+
+import tvm
+from tvm.script import tirx as T
+
+from tvm_sparse.core.arguments import matched
+from tvm_sparse.core.template import Program
+from tvm_sparse.operators.wta_hash.problem import WtaHash
+
+from ...device.overlap import overlapping, start_consumer, wait_for_producer, wait_then_start_consumer
+from ...lsh.extents import HashExtents
+from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
+from ...lsh.state import alloc_state
+
+
+def program(problem: WtaHash, h: HashExtents, overlap: int) -> Program:
+    """The program of a point. `overlap`: see the package's docstring."""
+    stage, load_first, find = stage_row(h), load_first_columns(h), find_places(h)
+    each = h.threads // h.units  # bands of a thread block
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        T.device_entry()
+        if overlap == 2:
+            start_consumer()
+        # Bands along the second axis: no division at the start.
+        row, tile = T.cta_id([io.batch, (io.bands + (each - 1)) // each])
+        t = T.thread_id([h.threads])
+        s = T.meta_var(alloc_state(hashing=h))
+        if overlap == 1:
+            wait_then_start_consumer()
+        if overlap == 2:
+            wait_for_producer()
+        columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
+        rows = T.decl_buffer((io.batch * h.hidden,), h.dtype, data=io.hidden.data)
+        many: T.let = T.min(io.bands - tile * each, each)
+        load_first(s, columns, tile * each * h.units, many * h.units, t)
+        stage(s, rows, row * h.hidden, t)
+        T.cuda.cta_sync()
+        find(s, columns, tile * each * h.units, many * h.units, t)
+        T.cuda.cta_sync()
+        if t < many:
+            io.codes[row, tile * each + t] = code_of_places(h, s, t)
+
+    @T.prim_func
+    def main(hidden: T.handle, permutations: T.handle, codes: T.handle):
+        batch = T.int32()
+        bands = T.int32()
+        body(matched(problem, (hidden, permutations, codes), {"batch": batch, "bands": bands}))
+    # fmt: on
+    kernel = main.with_attr("global_symbol", "main")
+    return Program(tvm.IRModule({"main": overlapping(kernel) if overlap else kernel}), pipeline="tirx")

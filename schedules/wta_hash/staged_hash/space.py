@@ -1,0 +1,42 @@
+"""The space of `staged_hash`. Loads no compiler."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, NotApplicable, Table
+from tvm_sparse.operators.wta_hash.problem import WtaHash
+
+from ...lsh.extents import HashExtents, Room, shared_limit
+
+THREADS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def extents(problem: WtaHash, decisions: Decisions) -> HashExtents:
+    """The sizes of one point's kernel."""
+    return HashExtents(problem.hidden, problem.k, problem.units, problem.dtype, decisions["threads"])
+
+
+def space(problem: WtaHash, machine: Machine) -> Table:
+    table = {"threads": THREADS, "overlap": (0, 1, 2) if machine.has_clusters else (0,)}
+    if all(allowed(problem, machine, {"threads": threads, "overlap": 0}) for threads in THREADS):
+        raise NotApplicable(f"a row of hidden={problem.hidden} exceeds shared memory")
+    return table
+
+
+def allowed(problem: WtaHash, machine: Machine, decisions: Decisions) -> str | None:
+    e = extents(problem, decisions)
+    size, limit = Room.of(e).bytes, shared_limit(machine)
+    if size > limit:
+        return f"{size} bytes exceed shared memory of {limit}"
+    if e.threads < problem.units:
+        return f"{e.threads} threads have less than one each of units={problem.units}"
+    if e.threads > THREADS[0] and e.threads >= 2 * problem.bands * problem.units:
+        return f"half of {e.threads} threads have no unit of bands={problem.bands}"
+    return None
+
+
+def default(problem: WtaHash, machine: Machine) -> Decisions:
+    """Threads for an eighth of a row's units."""
+    fitting = [t for t in THREADS if allowed(problem, machine, {"threads": t, "overlap": 0}) is None]
+    wanted = problem.bands * problem.units // 8
+    return {"threads": max((t for t in fitting if t <= wanted), default=fitting[0]), "overlap": 0}
