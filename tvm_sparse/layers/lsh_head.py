@@ -10,16 +10,16 @@ Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.problem import numpy_dtype
 from ..core.registry import make
 from ..formats import wta
+from ..formats.bitmap import pack_bits
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.candidate_topk.call import candidate_topk
 from ..operators.head_topk.call import head_topk
@@ -31,6 +31,7 @@ from ..runtime.arrays import Facts
 from ..runtime.calls import check_floats, facts_beside, inverse_temperature, machine_of, refuse_gradient
 from ..runtime.dispatch import Explanation
 from . import storage
+from .captured import CapturedHead, HeadInfo
 from .libraries import library, tensor, to_host
 from .settings import (
     HASHED,
@@ -38,7 +39,7 @@ from .settings import (
     Hashing,
     Measured,
     Settings,
-    bitmap,
+    check_hashing,
     default_frequent,
     frequent_ids,
     hash_words,
@@ -47,32 +48,9 @@ from .settings import (
 )
 
 if TYPE_CHECKING:
-    from .fitting import Frontier
+    from .frontier import Frontier
 
 FORMAT = 1  # of what `save` writes
-
-
-class HeadInfo(NamedTuple):
-    """What a call of the head tells beside its result, on the device of the result.
-
-    Attributes
-    ----------
-    candidates
-        `(lists,)` int32: how many words each list had to hold, those that did not fit included.
-    log_normaliser
-        `(rows,)` float32: log sum_j exp((logit_j + bias_j) / temperature) over the candidates of the row.
-    capacity
-        Places in a list; the vocab where every word was a candidate.
-    """
-
-    candidates: Any
-    log_normaliser: Any
-    capacity: int
-
-    @property
-    def overflow(self) -> Any:
-        """`(lists,)` int32: how many words did not fit, and were left out. Computed when it is asked for."""
-        return library("candidates", self.candidates).above_zero(self.candidates - self.capacity)
 
 
 @dataclass(frozen=True)
@@ -226,7 +204,7 @@ class LshHead:
         self.measured: dict[tuple[int, int], Measured] = {}
         self._known = known
         self._library = library("embedding", embedding)
-        self._always = self._library.from_host(bitmap(ids, chosen.vocab), embedding)
+        self._always = self._library.from_host(pack_bits(np.isin(np.arange(chosen.vocab), ids)), embedding)
         self._explained: dict[tuple[int, int, int, str], tuple[Any, HeadExplanation]] = {}
         self._constants: dict[Any, Any] = {}
 
@@ -382,7 +360,7 @@ class LshHead:
             drawn = xp.take_along(xp.take(words, lists), place)[:, 0]
         chosen = xp.take_along(log_probs, place)[:, 0]
         drawn = xp.cast(drawn, "int64")
-        return xp.where(xp.isnan(chosen), xp.full((1,), -1, "int64", hidden), drawn), chosen, info
+        return xp.where(xp.isnan(chosen), -1, drawn), chosen, info
 
     def explain(self, rows: int, n: int = 1, *, sentences: int = 1, path: str | None = None) -> HeadExplanation:
         """Which path a call with `(rows, hidden)` takes, and why.
@@ -654,61 +632,6 @@ class LshHead:
         ]
 
 
-class CapturedHead:
-    """`LshHead.topk` of one shape as a CUDA graph: calling it replays the whole step with one launch from the host.
-
-    Attributes
-    ----------
-    hidden
-        `(rows, hidden)`: what the graph reads. Write the hidden states here, or pass them to the call.
-    values, indices, info
-        What the graph writes: the same tensors at every replay.
-
-    Its kernels share the workspaces of one stream: replays of one captured head must not overlap each other. It may take
-    the place of the head in `beam_search`.
-    """
-
-    def __init__(self, step: Any, hidden: Any, vocab: int, choices: tuple[int, int, bool]) -> None:
-        import torch
-
-        self.hidden, self.vocab, self._choices = hidden, vocab, choices
-        stream = torch.cuda.Stream(hidden.device)
-        stream.wait_stream(torch.cuda.current_stream(hidden.device))
-        with torch.cuda.stream(stream):
-            # Loads the kernels, and allocates their workspaces for this stream.
-            for _ in range(2):
-                step()
-        stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self.values, self.indices, self.info = step()
-
-    def __call__(self, hidden: Any = None) -> tuple[Any, Any, HeadInfo]:
-        """Replay on the current stream, with these hidden states, or with what `self.hidden` holds."""
-        if hidden is not None:
-            if hidden.shape != self.hidden.shape or hidden.dtype != self.hidden.dtype:
-                raise ValueError(
-                    f"hidden: the graph takes shape {tuple(self.hidden.shape)} and {self.hidden.dtype}, got"
-                    f" {tuple(hidden.shape)} and {hidden.dtype}"
-                )
-            self.hidden.copy_(hidden)
-        self._graph.replay()
-        return self.values, self.indices, self.info
-
-    def topk(self, hidden: Any, n: int, *, sentences: int = 1, log: bool = False) -> tuple[Any, Any, HeadInfo]:
-        """As `LshHead.topk`, for what was captured.
-
-        Raises
-        ------
-        ValueError
-            For anything else.
-        """
-        if (n, sentences, log) != self._choices:
-            wanted = "n={}, sentences={}, log={}".format(*self._choices)
-            raise ValueError(f"n, sentences, log: captured was {wanted}; got {n}, {sentences}, {log}")
-        return self(hidden)
-
-
 def _embedding_facts(embedding: Any) -> Facts:
     library("embedding", embedding)
     known = arrays.facts("embedding", embedding)
@@ -733,33 +656,6 @@ def _check_saved(path: Path, chosen: Settings, hashing: Hashing | None, embeddin
         if embedding is not None and embedding.shape != (chosen.vocab, chosen.hidden):
             raise ValueError(f"embedding: expected shape ({chosen.vocab}, {chosen.hidden}), got {embedding.shape}")
         if hashing is not None:
-            _check_hashing(chosen, hashing)
+            check_hashing(chosen, hashing)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _check_hashing(chosen: Settings, hashing: Hashing) -> None:
-    vocab, bands = chosen.vocab, chosen.bands
-    wanted: Mapping[str, tuple[int, ...]] = {
-        "permutations": (bands, chosen.units, chosen.k),
-        "words": (bands, vocab),
-        "table": (bands, (1 << wta.code_bits(chosen.k, chosen.units)) + 1),
-    }
-    if chosen.table == "cuckoo":
-        slots = hashing.table.shape[2] if hashing.table is not None and hashing.table.ndim == 4 else 1
-        wanted = {**wanted, "table": (bands, 2, slots, 4), "multipliers": (bands, 2)}
-    for name, shape in wanted.items():
-        array, dtype = getattr(hashing, name), "int16" if name == "permutations" else "int32"
-        if array is None or array.shape != shape or array.dtype != numpy_dtype(dtype):
-            raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}")
-    wta.check_permutations(hashing.permutations, chosen.hidden)
-    if hashing.words.min() < 0 or hashing.words.max() >= vocab:
-        raise ValueError(f"words: expected ids in [0, {vocab})")
-    table = hashing.table
-    if chosen.table == "direct":
-        good = (table[:, 0] == 0).all() and (table[:, -1] == vocab).all() and (np.diff(table) >= 0).all()
-    else:
-        start, length = table[..., 1].astype(np.int64), table[..., 2].astype(np.int64)
-        good = bool(((start >= 0) & (length >= 0) & (start + length <= vocab)).all())
-    if not good:
-        raise ValueError(f"table: buckets outside of the {vocab} words")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..core.problem import numpy_dtype
 from ..formats import wta
 from .libraries import library, to_host
 
@@ -153,13 +154,6 @@ def frequent_ids(frequent: Any, vocab: int) -> np.ndarray:
     return ids
 
 
-def bitmap(ids: np.ndarray, vocab: int) -> np.ndarray:
-    """`(ceil(vocab / 32),)` int32: bit `j % 32` of word `j // 32` is set for the ids j."""
-    flags = np.zeros(-(-vocab // 32) * 32, np.uint8)
-    flags[ids] = 1
-    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32).view(np.int32)
-
-
 @dataclass(frozen=True)
 class Hashing:
     """Hash functions and the tables of an embedding, as `formats.wta` lays them out, in any library and on any device.
@@ -208,3 +202,22 @@ class Measured:
     arch: str
     lsh: float
     exact: float
+
+
+def check_hashing(chosen: Settings, hashing: Hashing) -> None:
+    """Raise `ValueError` unless these NumPy arrays are tables for such settings, which no kernel reads outside of."""
+    vocab, bands = chosen.vocab, chosen.bands
+    wanted: Mapping[str, tuple[int, ...]] = {
+        "permutations": (bands, chosen.units, chosen.k),
+        "words": (bands, vocab),
+        "table": (bands, (1 << wta.code_bits(chosen.k, chosen.units)) + 1),
+    }
+    if chosen.table == "cuckoo":
+        slots = hashing.table.shape[2] if hashing.table is not None and hashing.table.ndim == 4 else 1
+        wanted = {**wanted, "table": (bands, 2, slots, 4), "multipliers": (bands, 2)}
+    for name, shape in wanted.items():
+        array, dtype = getattr(hashing, name), "int16" if name == "permutations" else "int32"
+        if array is None or array.shape != shape or array.dtype != numpy_dtype(dtype):
+            raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}")
+    wta.check_permutations(hashing.permutations, chosen.hidden)
+    wta.check_tables(hashing.words, hashing.table)

@@ -1,0 +1,138 @@
+"""Settings of an LSH head by what they read, keep and take: what a fit found, as text, CSV and a plot."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of the frontier, a row of its table.
+
+    Attributes
+    ----------
+    k, units, bands, threshold, frequent, capacity
+        As of `LshHead`; `frequent` is a count.
+    search_recall
+        Share of the true n most probable words among the candidates, on the samples that settings are chosen with.
+    recall, recall_1
+        On the others, which are held out: of the n most probable words, and of the most probable one.
+    candidates
+        Words of a list in the mean of the held-out samples.
+    share
+        The same, as a share of the vocabulary.
+    overflowed
+        Share of the held-out lists that exceed the capacity.
+    seconds
+        Of a step, measured; None for what was not worth it.
+    """
+
+    k: int
+    units: int
+    bands: int
+    threshold: int
+    frequent: int
+    capacity: int
+    search_recall: float
+    recall: float
+    recall_1: float
+    candidates: float
+    share: float
+    overflowed: float
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What `LshHead.fit` found: settings by the share of the vocabulary that they read, and the exact head beside them.
+
+    Attributes
+    ----------
+    points
+        By rising share: those that reach the target and were measured for it, and the least that reaches each of
+        `fitting.LEVELS` on the search samples.
+    chosen
+        The one whose head was returned; None if that is the exact head.
+    target, n, rows
+        The recall that was asked for, of the n most probable words, in a step of so many rows.
+    exact_seconds
+        Of a step of the exact head.
+    device
+        Where it was measured.
+    verdict
+        What came out, as a sentence.
+    """
+
+    points: tuple[Point, ...]
+    chosen: Point | None
+    target: float
+    n: int
+    rows: int
+    exact_seconds: float
+    device: str
+    verdict: str
+
+    def __str__(self) -> str:
+        names = ("k", "u", "bands", "t", "T", "capacity", "recall", "@1", "words", "share", "us", "x exact")
+        lines = [names, *(self._cells(point) for point in self.points)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([self.verdict, *table])
+
+    def _cells(self, point: Point) -> tuple[str, ...]:
+        seconds = point.seconds
+        times = ("", "") if seconds is None else (f"{seconds * 1e6:.1f}", f"{self.exact_seconds / seconds:.2f}")
+        return (
+            *map(str, dataclasses.astuple(point)[:6]),
+            f"{point.recall:.4f}",
+            f"{point.recall_1:.4f}",
+            f"{point.candidates:.0f}",
+            f"{point.share:.1%}",
+            *times,
+        )
+
+    def csv(self) -> str:
+        """The table as CSV, with the exact head's time and the device in every row."""
+        text = io.StringIO()
+        names = [field.name for field in dataclasses.fields(Point)]
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*names, "exact_seconds", "chosen", "device"])
+        for point in self.points:
+            cells = ["" if cell is None else cell for cell in dataclasses.astuple(point)]
+            writer.writerow([*cells, self.exact_seconds, int(point == self.chosen), self.device])
+        return text.getvalue()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Recall against the share of the vocabulary that is read, and against the time of a step: a matplotlib figure.
+
+        Parameters
+        ----------
+        path
+            Where to write it, if anywhere.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            Without matplotlib, which the extra `plot` brings.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        left.plot([p.share for p in self.points], [p.recall for p in self.points], "o-", label="held out")
+        left.set(xlabel="share of the vocabulary", ylabel=f"recall of the top {self.n}", xscale="log")
+        timed = [p for p in self.points if p.seconds is not None]
+        right.plot([p.seconds * 1e6 for p in timed if p.seconds], [p.recall for p in timed], "o", label="LSH")
+        right.axvline(self.exact_seconds * 1e6, color="black", linestyle="--", label="exact head")
+        right.set(xlabel=f"microseconds a step of {self.rows} rows, {self.device}")
+        for axis in (left, right):
+            axis.axhline(self.target, color="grey", linewidth=0.8)
+            axis.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
