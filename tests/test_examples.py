@@ -30,6 +30,7 @@ def spawn(folder: Path, *command: str | Path) -> str:
         "COLUMNS": "200",
         # On a machine with more to do than cores, the threads of a kernel wait for each other for long.
         "TVM_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "XDG_DATA_HOME": str(folder / "data"),
@@ -111,7 +112,7 @@ def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
     # A search that misses a word seldom finds what is more probable by far, or less.
     assert lost["exact"] == 0 and abs(lost["LSH 0.99"]) < 0.5, printed
     with np.load(tmp_path / "states.npz") as saved:
-        assert saved["embedding"].shape == (2000, 64) and saved["hidden"].shape == (240, 64)
+        assert saved["embedding"].shape == (2000, 64) and saved["hidden"].shape[1] == 64 <= len(saved["hidden"])
 
 
 CHECKED = """
