@@ -32,6 +32,10 @@ Check = Callable[[Any], None]
 # Of the largest probability: float32 sums in another order, and logits that were rounded to 16 bits on the way.
 OURS, ROUNDED = 2e-3, 0.1
 CPU_ROUNDS = 3
+LSH, EXACT, CHAIN, TORCH, TORCH_GATHERED = (
+    "LSH head", "exact head", "product + softmax_topk", "torch product + softmax + topk",
+    "torch gather + product + softmax + topk",
+)  # fmt: skip
 # Words whose embeddings a state is a mean of: it is as near to each as a model's are to words that are likely.
 NEAREST = 12
 
@@ -184,6 +188,28 @@ def top_check(
         return check
 
     return within
+
+
+def step_contenders(
+    head: Any, states: torch.Tensor, n: int, words: torch.Tensor
+) -> tuple[dict[str, Call], dict[str, Check]]:
+    """An LSH step and its peers, by name, and how their results are checked. The states share the candidates `words`,
+    which are the head's for them."""
+    embedding = head.embedding
+    calls: dict[str, Call] = {
+        LSH: lambda: head.topk(states, n, path="lsh"),
+        EXACT: lambda: tvm_sparse.head_topk(states, embedding, n),
+        CHAIN: product_topk(states, embedding, n),
+        TORCH: torch_full(states, embedding, n),
+        # With candidates that are known: neither hash nor look-up.
+        TORCH_GATHERED: torch_gathered(states, embedding, words, n),
+    }
+    of_all, of_list = (top_check(states, embedding, n, some) for some in (None, words))
+    rounded = OURS if states.dtype == torch.float32 else ROUNDED
+    return calls, {
+        LSH: of_list(OURS), EXACT: of_all(OURS), CHAIN: of_all(rounded), TORCH: of_all(rounded),
+        TORCH_GATHERED: of_list(rounded),
+    }  # fmt: skip
 
 
 def timed(calls: Mapping[str, Call], checks: Mapping[str, Check], device: str) -> dict[str, Timed]:

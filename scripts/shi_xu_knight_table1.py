@@ -18,8 +18,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from heads import (
+    EXACT,
+    LSH,
     OURS,
     ROUNDED,
+    TORCH,
     Call,
     Check,
     Report,
@@ -47,7 +50,6 @@ PARTS = (EMBED, FIRST, SECOND, SOFTMAX, EXPANSION, REORDER, STEP)
 # Table 1's speed-ups by LSH (Tesla K20). A step is its target side and its beam expansion.
 PAPER = {FIRST: 1.0, SECOND: 1.0, SOFTMAX: 505.3 / 157, EXPANSION: (352.4 - 38.3) / (96.4 - 38.7), REORDER: 0.99,
          STEP: (735.5 + 352.4) / (387.2 + 96.4)}  # fmt: skip
-TORCH, EXACT, LSH = "torch, all words", "exact head", "LSH head"
 COLUMNS = ("vocab", "hidden", "beam", "dtype", "k", "units", "bands", "threshold", "frequent", "candidates", "output",
            "part", "microseconds", "torch_over_this", "timed", "note")  # fmt: skip
 

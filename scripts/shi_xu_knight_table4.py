@@ -22,8 +22,12 @@ import torch
 import typer
 from contenders import Libraries, Named, built
 from heads import (
+    CHAIN,
+    EXACT,
+    LSH,
     OURS,
-    ROUNDED,
+    TORCH,
+    TORCH_GATHERED,
     Call,
     Check,
     Report,
@@ -33,11 +37,10 @@ from heads import (
     micro,
     over,
     problems_of,
-    product_topk,
     show,
+    step_contenders,
     timed,
     top_check,
-    torch_full,
 )
 from reproduction import provenance, result_path
 
@@ -60,7 +63,6 @@ PAPER = {
 }  # fmt: skip
 FULL_PRODUCT, FULL_SEARCH, TORCH_SEARCH = "full: product", "full: softmax + top-n", "full: torch softmax + topk"
 FUSED_LIST, GATHERED, FUSED_TOP = "hash to list, fused", "gathered product", "gathered product to top-n, fused"
-LSH, EXACT, CHAIN, TORCH = "LSH head", "exact head", "product + softmax_topk", "torch product + softmax + topk"
 COLUMNS = ("vocab", "hidden", "beam", "n", "dtype", "k", "units", "bands", "threshold", "frequent", "candidates",
            "step", "microseconds", "naive_microseconds", "naive_over_ours", "timed", "kernel", "naive_kernel",
            "note")  # fmt: skip
@@ -136,25 +138,19 @@ class Step(NamedTuple):
             ),
             GATHERED: lambda: tvm_sparse.candidate_logits(hidden, embedding, words),
             FUSED_TOP: lambda: tvm_sparse.candidate_topk(hidden, embedding, words, n),
-            LSH: lambda: head.topk(hidden, n, path="lsh"),
-            EXACT: lambda: tvm_sparse.head_topk(hidden, embedding, n),
-            CHAIN: product_topk(hidden, embedding, n),
-            TORCH: torch_full(hidden, embedding, n),
+            **step_contenders(head, hidden, n, words)[0],
         }
 
     def checks(self) -> dict[str, Check]:
-        over_list = top_check(self.hidden, self.embedding, self.n, self.words)
-        over_all = top_check(self.hidden, self.embedding, self.n)
-        peers = OURS if self.hidden.dtype == torch.float32 else ROUNDED
-
         def same_list(outputs: Any) -> None:
             if not torch.equal(outputs[0], self.candidates):
                 raise Mismatch("the list is not that of the steps one by one")
 
         return {
-            FUSED_LIST: same_list, FUSED_TOP: over_list(OURS), LSH: over_list(OURS), EXACT: over_all(OURS),
-            CHAIN: over_all(peers), TORCH: over_all(peers),
-        }  # fmt: skip
+            FUSED_LIST: same_list,
+            FUSED_TOP: top_check(self.hidden, self.embedding, self.n, self.words)(OURS),
+            **step_contenders(self.head, self.hidden, self.n, self.words)[1],
+        }
 
     def naive(self, where: Machine, problems: dict[str, Problem]) -> Iterator[tuple[str, Problem, list[Any], Any]]:
         """Steps whose operator has templates for comparison: name, problem, inputs on the host, templates."""
@@ -272,7 +268,7 @@ def main(
                 naive_kernel=", ".join(labels.get(name, ())), note=found[name].note,
             )  # fmt: skip
         print_table(found, simple, count, vocab)
-        whole = (LSH, EXACT, CHAIN, TORCH)
+        whole = (LSH, EXACT, CHAIN, TORCH, TORCH_GATHERED)
         rows = [[name, found[name], f"{over(found[name], found[LSH])}x"] for name in whole]
         parts = [[name, found[name], ""] for name in (FUSED_LIST, GATHERED, FUSED_TOP)]
         show(f"What a decoder calls, beam {beam}, {dtype}", ("step", "us", "over LSH"), [*parts, *rows])

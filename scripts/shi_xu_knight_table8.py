@@ -12,15 +12,15 @@ The paper's are of whole decoding over its full softmax; its quality is a matter
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from heads import (
-    OURS,
-    ROUNDED,
-    Call,
-    Check,
+    CHAIN,
+    EXACT,
+    LSH,
+    TORCH,
     Report,
     candidates_of,
     changed,
@@ -29,41 +29,20 @@ from heads import (
     micro,
     over,
     problems_of,
-    product_topk,
     ready,
     show,
+    step_contenders,
     timed,
-    top_check,
-    torch_full,
 )
 from reproduction import provenance, result_path
 
-import tvm_sparse
 from tvm_sparse.cli.common import Target, errors, machine_here
 from tvm_sparse.core.registry import make
 
 BEAMS = (12, 24, 36, 48)
 PAPER = {12: 2.06, 24: 2.22, 36: 2.23, 48: 2.21}
-LSH, EXACT, CHAIN, TORCH = "LSH head", "head_topk", "product + softmax_topk", "torch product + softmax + topk"
 COLUMNS = ("beam", "vocab", "hidden", "dtype", "k", "units", "bands", "threshold", "frequent", "candidates", "capacity",
            "implementation", "microseconds", "lsh_speedup", "timed", "note")  # fmt: skip
-
-
-def contenders(
-    head: Any, states: torch.Tensor, n: int, words: torch.Tensor
-) -> tuple[dict[str, Call], dict[str, Check]]:
-    """Calls by name, and how their results are checked; `words` are the head's candidates for these states."""
-    embedding = head.embedding
-    calls: dict[str, Call] = {
-        LSH: lambda: head.topk(states, n, path="lsh"),
-        EXACT: lambda: tvm_sparse.head_topk(states, embedding, n),
-        CHAIN: product_topk(states, embedding, n),
-        TORCH: torch_full(states, embedding, n),
-    }
-    of_all = top_check(states, embedding, n)
-    peers = of_all(OURS if states.dtype == torch.float32 else ROUNDED)
-    of_list = top_check(states, embedding, n, words)
-    return calls, {LSH: of_list(OURS), EXACT: of_all(OURS), CHAIN: peers, TORCH: peers}
 
 
 def main(
@@ -100,7 +79,7 @@ def main(
         with ready(problems, where):
             for rows, head in heads.items():
                 some = states[:rows].contiguous()
-                found = timed(*contenders(head, some, n, words[rows]), where.device)
+                found = timed(*step_contenders(head, some, n, words[rows]), where.device)
                 for name, result in found.items():
                     report.add(
                         beam=rows, vocab=vocab, hidden=hidden, dtype=dtype, k=k, units=units, bands=bands,
@@ -112,9 +91,9 @@ def main(
                 kept = kept or gains[0]
                 part = f"{float(gains[0]) / float(kept):.0%}" if gains[0] and kept else "-"
                 paper = f"{PAPER[rows]:.2f}" if rows in PAPER else "-"
-                lines.append([str(rows), str(len(words[rows])), *found.values(), *gains, part, paper])
-        names = ("beam", "candidates", LSH, EXACT, "+ softmax_topk", "torch", "torch / LSH", "+ softmax_topk / LSH",
-                 "exact / LSH", "of the first", "paper's")  # fmt: skip
+                lines.append([rows, len(words[rows]), *found.values(), *gains, part, paper])
+        names = ("beam", "candidates", LSH, EXACT, "+ softmax_topk", "torch", "gathered", "torch / LSH",
+                 "+ softmax_topk / LSH", "exact / LSH", "of the first", "paper's")  # fmt: skip
         show(f"microseconds a step, {vocab} words of {hidden}, {dtype}, and the LSH head's speed-ups", names, lines)
         report.close()
 
