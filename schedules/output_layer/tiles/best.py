@@ -1,9 +1,10 @@
 """The second kernel of `tiles`: a block a row finds the best words of the best tiles.
 
+    begin_search    of tiles, then of words: what each thread looks at first is loaded
     load_pairs      maxima and sums of exponentials of the first kernel's blocks
     select          of tiles, then of words: the k best
     join_pairs      the row's maximum and sum of exponentials
-    write_best      values and words by their rank
+    write_absent    what stands where there are no words left
     write_asked     the probabilities of words that were asked for
 """
 
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
@@ -44,21 +47,19 @@ class State(Buffers):
     words
         Of the list.
     m, d, top
-        The row's maximum and sum of exponentials: a thread's, then the row's.
+        Maximum and sum of exponentials: a thread's, then the row's.
     best, other
         A thread's best key, and another one.
-    bits, value, pair, place, rank
+    bits, value, pair, place, rank, wanted
         Registers for what is loaded and counted.
     bound
-        Shared: the least key that counts.
+        Shared: the least key that counts, of tiles and of words.
     count
-        Shared: keys that reached it.
+        Shared: how many keys reached it.
     maxima
         Shared: the best key of each group of threads.
     chosen
         Shared: the best tiles, in order.
-    ranked
-        Shared: the best keys, in order; 0 where there are none.
     pairs
         Shared: each warp's maximum and sum of exponentials.
     keys, held
@@ -73,21 +74,24 @@ class State(Buffers):
     d: Any = local("float32")
     top: Any = local("float32")
     best: Any = local("uint64")
-    other: Any = local("uint64")
     bits: Any = local("uint32", LOADS)
     value: Any = local("float32")
     pair: Any = local("float32", 2)
     place: Any = local("int32")
     rank: Any = local("int32")
     wanted: Any = local("int64")
-    bound: Any = shared("uint64")
-    count: Any = shared("int32")
+    bound: Any = shared("uint64", 2)
+    count: Any = shared("int32", 2)
     maxima: Any = shared("uint64", lambda e: e.groups)
     chosen: Any = shared("int32", lambda e: e.k)
-    ranked: Any = shared("uint64", lambda e: e.k)
     pairs: Any = shared("float32", 64)
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
+
+
+def pair_warps(e: Extents) -> int:
+    """Warps that have a pair of the first kernel's blocks."""
+    return ceildiv(min(e.blocks, e.threads), 32)
 
 
 # fmt: off
@@ -108,35 +112,35 @@ def load_pairs(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s, factor):
-        s.m[0] = LOWEST
-        s.d[0] = T.float32(0)
-        for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
-            load_pair(
-                s.pair[0], s.pair[1],
-                io.workspaces["sums"].ptr_to(io.place(s.index, s.row, i * e.threads + s.t, 0)))
-            join(s, factor)
-        for b in T.unroll(5):
-            s.pair[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[0], 1 << b, 32, 32)
-            s.pair[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
-            join(s, factor)
-        if s.t % 32 == 0:
-            s.pairs[s.t // 32 * 2] = s.m[0]
-            s.pairs[s.t // 32 * 2 + 1] = s.d[0]
+        if s.t < pair_warps(e) * 32:
+            s.m[0] = LOWEST
+            s.d[0] = T.float32(0)
+            for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
+                load_pair(
+                    s.pair[0], s.pair[1],
+                    io.workspaces["sums"].ptr_to(io.place(s.index, s.row, i * e.threads + s.t, 0)))
+                join(s, factor)
+            for b in T.unroll(5):
+                s.pair[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[0], 1 << b, 32, 32)
+                s.pair[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+                join(s, factor)
+            if s.t % 32 == 0:
+                s.pairs[s.t // 32 * 2] = s.m[0]
+                s.pairs[s.t // 32 * 2 + 1] = s.d[0]
 
     return phase
 
 
 def join_pairs(e: Extents) -> Callable[..., Any]:
     """Reads: `pairs`. Writes: `top` and `d`, of the row, in every thread; the normaliser. Barriers: none."""
-    warps = e.threads // 32
 
     @T.inline
     def phase(io, s, factor):
         s.top[0] = LOWEST
-        for w in T.unroll(warps):
+        for w in T.unroll(pair_warps(e)):
             s.top[0] = T.max(s.top[0], s.pairs[w * 2])
         s.d[0] = T.float32(0)
-        for w in T.unroll(warps):
+        for w in T.unroll(pair_warps(e)):
             s.d[0] = s.d[0] + s.pairs[w * 2 + 1] * T.exp2((s.pairs[w * 2] - s.top[0]) * factor)
         if s.t == 0:
             T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
@@ -144,75 +148,116 @@ def join_pairs(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def select(
-    e: Extents,
-    load: Callable[..., Any],
-    finish: Callable[..., Any],
-    number: Callable[..., Any],
-    place: Callable[..., Any],
-) -> Any:
-    """Call place(s, rank, key) for the k best of `size` keys; the phase is (io, s, size).
+@dataclass(frozen=True)
+class Search:
+    """What `select` looks through.
 
-    load(io, s, i, j) loads the i-th into `bits[j]`, and finish(s, i, j) makes it the bits that order like it, 0 for
-    none; its number, by which equals are put in order, is number(s, i).
-
-    Writes: `held`, `maxima`, `bound`, `keys`, `count`.
-    Barriers: several; begins and ends with one.
+    Attributes
+    ----------
+    number
+        0 of tiles, 1 of words: of their counters.
+    most
+        How many there may be: memory is read so far before their number is known.
+    load
+        (io, s, i, j) loads the i-th into `bits[j]`.
+    finish
+        (s, i, j) makes it the bits that order like it, 0 for none.
+    name
+        (s, i) is the number by which equals are put in order.
+    place
+        (io, s, rank, key, factor) does with one of the k best what is to be done.
     """
-    threads, lanes = e.threads, e.threads // e.groups
+
+    number: int
+    most: int
+    load: Callable[..., Any]
+    finish: Callable[..., Any]
+    name: Callable[..., Any]
+    place: Callable[..., Any]
+
+
+def begin_search(e: Extents, search: Search) -> Callable[..., Any]:
+    """Load what each thread looks at first; the phase is (io, s). Writes: `bits`. Barriers: none."""
 
     @T.inline
-    def phase(io, s, size):
+    def phase(io, s):
+        for j in T.unroll(LOADS):
+            s.bits[j] = T.uint32(0)
+            if j * e.threads + s.t < search.most:
+                search.load(io, s, j * e.threads + s.t, j)
+
+    return phase
+
+
+def select(e: Extents, search: Search) -> Callable[..., Any]:
+    """Place the k best of `size` keys; the phase is (io, s, size, factor).
+
+    Reads: `bits`, from `begin_search`.
+    Writes: `held`, `maxima`, `bound`, `keys`, `count`.
+    Barriers: several; ends with one.
+    """
+    threads, lanes = e.threads, e.threads // e.groups
+    # Threads that compare a key with the others.
+    rankers = 16
+    at = search.number
+
+    @T.inline
+    def hold(s, i, j, size):
+        if i < size:
+            search.finish(s, i, j)
+            s.held[i] = s.bits[j]
+            s.best[0] = T.max(s.best[0], join_key(s.bits[j], search.name(s, i)))
+
+    @T.inline
+    def phase(io, s, size, factor):
         s.best[0] = T.uint64(0)
-        for i in T.serial((size + (threads * LOADS - 1)) // (threads * LOADS)):
+        for j in T.unroll(LOADS):
+            hold(s, j * threads + s.t, j, size)
+        for i in T.serial((size - 1) // (threads * LOADS)):
             for j in T.unroll(LOADS):
-                s.bits[j] = T.uint32(0)
-                if (i * LOADS + j) * threads + s.t < size:
-                    load(io, s, (i * LOADS + j) * threads + s.t, j)
+                if ((i + 1) * LOADS + j) * threads + s.t < size:
+                    search.load(io, s, ((i + 1) * LOADS + j) * threads + s.t, j)
             for j in T.unroll(LOADS):
-                if (i * LOADS + j) * threads + s.t < size:
-                    finish(s, (i * LOADS + j) * threads + s.t, j)
-                    s.held[(i * LOADS + j) * threads + s.t] = s.bits[j]
-                    s.best[0] = T.max(s.best[0], join_key(s.bits[j], number(s, (i * LOADS + j) * threads + s.t)))
+                hold(s, ((i + 1) * LOADS + j) * threads + s.t, j, size)
         for b in T.unroll(min(lanes, 32).bit_length() - 1):
             s.best[0] = T.max(
                 s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
-        if s.t == 0:
-            s.count[0] = 0
-            s.bound[0] = T.uint64(0)
-        T.cuda.cta_sync()
         if s.t % lanes == 0:
             s.maxima[s.t // lanes] = s.best[0]
         T.cuda.cta_sync()
         # The k-th largest of the maxima: k keys at least reach it. Groups without a key have 0, and share a rank.
-        if s.t < e.groups:
-            s.best[0] = s.maxima[s.t]
-            s.rank[0] = 0
-            for j in T.serial(e.groups):
-                if s.maxima[j] > s.best[0]:
-                    s.rank[0] = s.rank[0] + 1
-            if s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
-                s.bound[0] = s.best[0]
+        s.rank[0] = 0
+        for j in T.serial(e.groups // lanes):
+            if s.maxima[j * lanes + s.t % lanes] > s.best[0]:
+                s.rank[0] = s.rank[0] + 1
+        for b in T.unroll(min(lanes, 32).bit_length() - 1):
+            s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
+        if s.t % lanes == 0 and s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
+            s.bound[at] = s.best[0]
         T.cuda.cta_sync()
         for i in T.serial((size - s.t + (threads - 1)) // threads):
-            s.best[0] = join_key(s.held[i * threads + s.t], number(s, i * threads + s.t))
-            if s.best[0] >= s.bound[0]:
-                s.keys[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.best[0]
+            s.best[0] = join_key(s.held[i * threads + s.t], search.name(s, i * threads + s.t))
+            if s.best[0] >= s.bound[at]:
+                s.keys[T.cuda.atomic_add(s.count.ptr_to([at]), T.int32(1))] = s.best[0]
         T.cuda.cta_sync()
-        for i in T.serial((s.count[0] - s.t + (threads - 1)) // threads):
-            s.best[0] = s.keys[i * threads + s.t]
+        # All threads come as often: those that compare a key add up what they count.
+        for i in T.serial((s.count[at] * rankers + (threads - 1)) // threads):
+            s.place[0] = (i * threads + s.t) // rankers
+            s.best[0] = s.keys[T.min(s.place[0], s.count[at] - 1)]
             s.rank[0] = 0
-            for j in T.serial(s.count[0]):
-                if s.keys[j] > s.best[0]:
+            for j in T.serial((s.count[at] - s.t % rankers + (rankers - 1)) // rankers):
+                if s.keys[j * rankers + s.t % rankers] > s.best[0]:
                     s.rank[0] = s.rank[0] + 1
-            if s.rank[0] < e.k:
-                place(s, s.rank[0], s.best[0])
+            for b in T.unroll(rankers.bit_length() - 1):
+                s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
+            if s.t % rankers == 0 and s.place[0] < s.count[at] and s.rank[0] < e.k:
+                search.place(io, s, s.rank[0], s.best[0], factor)
         T.cuda.cta_sync()
 
     return phase
 
 
-def select_tiles(e: Extents) -> Any:
+def search_tiles(e: Extents) -> Search:
     """Reads: `tops`. Writes: `chosen`, the tiles with the best words, as many as there are up to k."""
 
     @T.inline
@@ -224,32 +269,36 @@ def select_tiles(e: Extents) -> Any:
         pass
 
     @T.inline
-    def place(s, rank, key):
+    def place(io, s, rank, key, factor):
         s.chosen[rank] = T.Cast("int32", key_index(key))
 
-    return select(e, load, finish, lambda s, i: i, place)
+    return Search(0, e.list_tiles, load, finish, lambda s, i: i, place)
 
 
-def select_words(e: Extents) -> Any:
-    """Reads: the scores of the tiles in `chosen`. Writes: `ranked`."""
+def search_words(e: Extents) -> Search:
+    """Reads: the scores of the tiles in `chosen`; `top` and `d`. Writes: values and indices."""
+    find = find_word(e)
 
-    def number(s: State, i: Any) -> Any:
+    def name(s: State, i: Any) -> Any:
         return s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
 
     @T.inline
     def load(io, s, i, j):
-        load_uint(s.bits[j], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, number(s, i))))
+        load_uint(s.bits[j], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, name(s, i))))
 
     @T.inline
     def finish(s, i, j):
         s.bits[j] = T.Select(
-            number(s, i) < s.words[0], order_bits(T.reinterpret("float32", s.bits[j])), T.uint32(0))
+            name(s, i) < s.words[0], order_bits(T.reinterpret("float32", s.bits[j])), T.uint32(0))
 
     @T.inline
-    def place(s, rank, key):
-        s.ranked[rank] = key
+    def place(io, s, rank, key, factor):
+        if key_bits(key) != T.uint32(0):
+            find(io, s.index, T.Cast("int32", key_index(key)), s.place)
+            T.buffer_store(io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, rank))
+            write_value(io, s, io.values, io.place(s.index, s.row, rank), key_value(key), factor)
 
-    return select(e, load, finish, number, place)
+    return Search(1, min(e.k, e.list_tiles) * e.tile_n, load, finish, name, place)
 
 
 @T.inline
@@ -260,25 +309,17 @@ def write_value(io, s, values, at, score, factor):
         io.log != 0, s.value[0] * T.float32(LN_2) - T.log(s.d[0]), T.exp2(s.value[0]) * (T.float32(1) / s.d[0])), at)
 
 
-def write_best(e: Extents) -> Callable[..., Any]:
-    """Reads: `ranked`, `top`, `d`. Writes: values and indices; -1 where there is no word. Barriers: none."""
-    find = find_word(e)
+def write_absent(e: Extents) -> Callable[..., Any]:
+    """Reads: `words`. Writes: -1 and no probability by the ranks for which there is no word. Barriers: none."""
 
     @T.inline
-    def phase(io, s, factor):
+    def phase(io, s):
         for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
-            s.best[0] = s.ranked[i * e.threads + s.t]
-            if key_bits(s.best[0]) == T.uint32(0):
+            if i * e.threads + s.t >= s.words[0]:
                 T.buffer_store(io.indices, T.int64(-1), io.place(s.index, s.row, i * e.threads + s.t))
                 T.buffer_store(
                     io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
                     io.place(s.index, s.row, i * e.threads + s.t))
-            else:
-                find(io, s.index, T.Cast("int32", key_index(s.best[0])), s.place)
-                T.buffer_store(
-                    io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, i * e.threads + s.t))
-                write_value(
-                    io, s, io.values, io.place(s.index, s.row, i * e.threads + s.t), key_value(s.best[0]), factor)
 
     return phase
 
@@ -302,13 +343,15 @@ def write_asked(e: Extents) -> Callable[..., Any]:
 
 def best(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io)."""
-    count = count_words(e)
+    count, tiles_search, words_search = count_words(e), search_tiles(e), search_words(e)
     do = SimpleNamespace(
         load_pairs=load_pairs(e),
+        begin_tiles=begin_search(e, tiles_search),
+        select_tiles=select(e, tiles_search),
         join_pairs=join_pairs(e),
-        select_tiles=select_tiles(e),
-        select_words=select_words(e),
-        write_best=write_best(e),
+        begin_words=begin_search(e, words_search),
+        select_words=select(e, words_search),
+        write_absent=write_absent(e),
         write_asked=write_asked(e),
     )
 
@@ -321,16 +364,22 @@ def best(e: Extents) -> Callable[..., Any]:
             s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
             for i in T.serial((e.k - t + (e.threads - 1)) // e.threads):
-                s.ranked[i * e.threads + t] = T.uint64(0)
+                s.chosen[i * e.threads + t] = 0
+            if t < 2:
+                s.count[t] = 0
+                s.bound[t] = T.uint64(0)
+            T.cuda.cta_sync()
             if e.overlap > 0:
                 wait_then_start_consumer()
+            do.begin_tiles(io, s)
             count(io, s.index, s.words)
-            tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
             do.load_pairs(io, s, factor)
-            do.select_tiles(io, s, tiles)
-            do.select_words(io, s, T.min(tiles, e.k) * e.tile_n)
+            tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
+            do.select_tiles(io, s, tiles, factor)
+            do.begin_words(io, s)
             do.join_pairs(io, s, factor)
-            do.write_best(io, s, factor)
+            do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
+            do.write_absent(io, s)
             if e.ids > 0:
                 do.write_asked(io, s, factor)
 

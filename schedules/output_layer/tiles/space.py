@@ -13,7 +13,7 @@ from tvm_sparse.operators.head_topk.problem import HeadTopk
 from ..words import OutputLayer, block_of, most_words
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
-MAX_SPLIT = 8
+MAX_SPLIT = 4
 # Rows of hidden states of a tile: fragments of operand B.
 TILE_M = powers(8, 64)
 # Words of a tile: one or two fragments of operand A. Half a warp or a warp finds a tile's largest score.
@@ -32,7 +32,7 @@ MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
 TILES = powers(1, 16)
 # Steps in hand, which divide those of a word.
-DEPTH = (1, 2, 3, 4, 5, 6, 8)
+DEPTH = (1, 2, 3, 4)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
 MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
@@ -41,8 +41,8 @@ MAX_K = 256
 LEAST_GROUPS = 64
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
-# Bytes of a load, and of the part of a row that a warp multiplies in one step.
-VECTOR, STEP = 16, 64
+# Bytes of a load, and of the part of a row that a warp multiplies in one step: a cache line.
+VECTOR, STEP = 16, 128
 # Floats between the rows of a tile's sums in shared memory beyond its words: keeps lanes off each other's banks.
 PAD = 4
 
@@ -70,6 +70,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "blocks": tuple(b for b in blocks if b <= 2048),
         "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
         "overlap": (0, 1) if machine.has_clusters else (0,),
+        "prefetch": (0, 1),
     }
 
 
@@ -79,13 +80,13 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
     if e.steps % e.depth:
         return f"{e.depth} steps in hand do not divide the {e.steps} of a word"
-    if e.depth * (e.tile_n // 8) > MAX_LOADS:
-        return f"{e.depth * (e.tile_n // 8)} loads in flight exceed {MAX_LOADS}"
+    if e.depth * (e.tile_n // 4) > MAX_LOADS:
+        return f"{e.depth * (e.tile_n // 4)} loads in flight exceed {MAX_LOADS}"
     if e.held > MAX_HELD:
         return f"{e.held} operands and sums exceed {MAX_HELD} registers"
     if (e.held + BESIDES) * e.product_threads > REGISTERS:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
-    if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 4 >= e.vectors:
+    if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.parts_bytes > STATIC_SHARED:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
@@ -120,11 +121,12 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
             "blocks": blocks,
             "threads": threads,
             "overlap": max(table["overlap"]),
+            "prefetch": 0,
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
         for reduce_warps, tiles, staged in (alone + shared if long else shared + alone)
-        for depth in (8, 4, 5, 3, 6, 2, 1)
+        for depth in (4, 3, 2, 1)
         for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
         for threads in (512, 1024, 256)
         if threads in table["threads"]
@@ -146,12 +148,12 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, prefetch
         The decisions of these names.
     vectors
         16-byte vectors of a row.
     steps
-        Steps of a warp along a row: four lanes side by side load a vector each.
+        Steps of a warp along a row.
     list_tiles
         Tiles of a list that is full.
     """
@@ -171,6 +173,7 @@ class Extents:
     blocks: int
     threads: int
     overlap: int
+    prefetch: int
     vectors: int
     steps: int
     list_tiles: int
@@ -187,7 +190,7 @@ class Extents:
             block_of(problem),
             **decisions,
             vectors=vectors,
-            steps=ceildiv(vectors, 4 * decisions["reduce_warps"]),
+            steps=ceildiv(vectors, 8 * decisions["reduce_warps"]),
             list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
         )
 
@@ -207,10 +210,10 @@ class Extents:
     @property
     def held(self) -> int:
         """Registers of a thread for words and hidden states in hand, and for sums."""
-        states = (1 if self.staged else self.steps) * self.b_fragments * 4
+        states = (1 if self.staged else self.steps) * self.b_fragments * 8
         split = 6 * self.b_fragments + 12 if self.dtype == "float32" else 0
-        operands = self.depth * (self.tile_n // 8) * 4 + states + split
-        return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 6 + 3 * self.pairs_each
+        operands = self.depth * (self.tile_n // 8) * 8 + states + split
+        return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 10 + 3 * self.pairs_each
 
     @property
     def pairs_each(self) -> int:
@@ -233,7 +236,7 @@ class Extents:
     @property
     def padded_vectors(self) -> int:
         """Vectors of a row up to the last warp's last step."""
-        return self.steps * 4 * self.reduce_warps
+        return self.steps * 8 * self.reduce_warps
 
     @property
     def kept_pitch(self) -> int:
