@@ -40,6 +40,17 @@ WITH_EMPTY_ROWS = {
     "nhot_lookup": "nhot_lookup/rows=6,vocab=20,width=40,nonzeros=3",
 }
 ROWS = (1, 2, 4, 8, 16, 32)
+# Of templates that count hits of buckets.
+COUNTING = {
+    "threads": (128, 256, 384, 512, 768, 1024),
+    "cluster": ROWS[:4],
+    "slices": (*ROWS, 64, 128, 256),
+    "bucket_lanes": (4, 8, 16, 32),
+    "loads": ROWS[:4],
+    "exchange": (0, 1),
+    "finishers": ROWS[:4],
+    "overlap": (0, 1, 2),
+}
 OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor asynchronous copies
 
 
@@ -113,6 +124,44 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "prefetch": (0, 1),
             },
             32 * (2 + 4),  # for one entry a row, at most two at once; ids are read ahead only where they are guessed
+        ),
+        ("hash_rows", "wta_hash/batch=2,hidden=9,bands=100,k=4", {"chunk": (16, 32, 64)}, 3),
+        ("hash_elements", "wta_hash/batch=2,hidden=9,bands=100,k=4", {"threads": (32, 64, 128, 256, 512)}, 5),
+        (
+            "staged_hash",
+            "wta_hash/batch=2,hidden=9,bands=100,k=4",
+            {"threads": (64, 96, 128, 192, 256, 384, 512, 768, 1024), "overlap": (0, 1, 2)},
+            7 * 3,  # 300 units have no work for half of 768 threads
+        ),
+        ("count_slices", "lsh_lookup/lists=1,beam=2,vocab=100,bands=9", {"chunk": (32, 64, 128)}, 3),
+        ("global_counts", "lsh_lookup/lists=1,beam=2,vocab=100,bands=9", {"threads": (32, 64, 128, 256, 512)}, 5),
+        (
+            "shared_counts",
+            "lsh_lookup/lists=1,beam=2,vocab=100,bands=9",
+            COUNTING,
+            # Two parts of 64 words: one thread block, or two of a cluster that finish together or not; no slices.
+            6 * 4 * 4 * 3 * (1 + 2 * 2),
+        ),
+        ("compact_slices", "compaction/lists=1,vocab=100,capacity=9", {"chunk": (32, 64, 128)}, 3),
+        ("copy_if", "compaction/lists=1,vocab=100,capacity=9", {"threads": (32, 64, 128, 256, 512)}, 5),
+        (
+            "bitmap_scan",
+            "compaction/lists=1,vocab=2000,capacity=9",
+            {"threads": COUNTING["threads"], "slices": ROWS, "overlap": (0, 1, 2)},
+            6 * 2 * 3,  # in two slices the 63 words of the bitmap still are a warp's
+        ),
+        ("lsh_stages", "lsh_candidates/lists=1,beam=2,hidden=9,vocab=100,k=4", {"chunk": (32, 64, 128)}, 3),
+        (
+            "row_clusters",
+            "lsh_candidates/lists=1,beam=2,hidden=9,vocab=60,k=4",
+            COUNTING,
+            6 * 4 * 4 * 3,  # all words go to one thread block
+        ),
+        (
+            "plain_steps",
+            "lsh_candidates/lists=1,beam=2,hidden=9,vocab=60,k=4",
+            {"threads": (32, 64, 128, 256, 512)},
+            5,
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "simd": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),
@@ -343,12 +392,13 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources is None
         call = on_llvm(tvm.runtime.load_module(compiled.path)["main"])
-        extra = workspaces(template.build(problem, candidate.values), problem)
+        program = template.build(problem, candidate.values)
         for seed, structure in enumerate(problem.structures):
-            verify(problem, structure, seed, call, extra)
+            verify(problem, structure, seed, call, workspaces(program, problem))
         # One library serves every batch.
         for seed, batch in enumerate((1, 3, problem.batch_extent + 6)):
-            verify(problem.with_batch(batch), problem.structures[seed % 2], seed, call, extra)
+            here = problem.with_batch(batch)
+            verify(here, problem.structures[seed % 2], seed, call, workspaces(program, here))
 
 
 def on_loops(module: tvm.IRModule) -> Callable[[Sequence[Any]], None]:

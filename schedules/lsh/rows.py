@@ -18,7 +18,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
-from ..device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait, peer_store
+from ..device.cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
 from ..device.state import named, register
 from .buckets import count_own_bands, count_spans, set_reached, share_spans
 from .extents import CountExtents
@@ -195,7 +195,7 @@ def copy_reached(e: CountExtents) -> Phase:
 def announce_read(finishers: Any):
     """Tell the cluster's thread blocks that this one has read the bitmap, if there are others."""
     if finishers > 1:
-        cluster_arrive_relaxed()
+        cluster_arrive()
 
 
 def clear_workspace(e: CountExtents) -> Phase:

@@ -11,6 +11,7 @@ from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
 from .extents import BUCKET_LANES, CLUSTERS, LOADS, PER_WARP, SLICES, THREADS, CountExtents, Room, shared_limit
 
+USUAL_THREADS = 512
 TableProblem = LshLookup | LshCandidates
 
 
@@ -62,16 +63,24 @@ def count_refusal(problem: TableProblem, machine: Machine, e: CountExtents, room
     return None
 
 
-def likely_points(table: Table, allowed: Callable[[Decisions], str | None]) -> Iterator[Decisions]:
-    """Points of a table, the best first: as few slices as there may be, and then as many thread blocks a cluster."""
+def likely_points(
+    problem: TableProblem, table: Table, allowed: Callable[[Decisions], str | None]
+) -> Iterator[Decisions]:
+    """Points of a table, the best first: as few slices as there may be, and then as many thread blocks a cluster.
+
+    Lanes for buckets of half as many words again as there are on average, and all of a row's buckets in flight.
+    """
+    codes = problem.k**problem.units if isinstance(problem, LshCandidates) else 1 << problem.bits
+    lanes = next((n for n in BUCKET_LANES if 2 * n * codes >= 3 * problem.vocab), BUCKET_LANES[-1])
     for slices in table["slices"]:
         for cluster in table["cluster"][::-1]:
+            at_once = USUAL_THREADS // lanes * cluster
             point = {
-                "threads": 512,
+                "threads": USUAL_THREADS,
                 "cluster": cluster,
                 "slices": slices,
-                "bucket_lanes": 16,
-                "loads": 2,
+                "bucket_lanes": lanes,
+                "loads": next((n for n in LOADS if n * at_once >= problem.bands), LOADS[-1]),
                 "exchange": 0,
                 "finishers": cluster,
                 "overlap": 0,

@@ -24,7 +24,7 @@ def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, 
 
 def space(problem: LshCandidates, machine: Machine) -> Table:
     table = count_table(machine)
-    if not any(likely_points(table, partial(allowed, problem, machine))):
+    if not any(likely_points(problem, table, partial(allowed, problem, machine))):
         raise NotApplicable(f"hidden={problem.hidden} and vocab={problem.vocab} exceed shared memory, however divided")
     return table
 
@@ -35,4 +35,4 @@ def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: LshCandidates, machine: Machine) -> Decisions:
-    return next(likely_points(space(problem, machine), partial(allowed, problem, machine)))
+    return next(likely_points(problem, space(problem, machine), partial(allowed, problem, machine)))

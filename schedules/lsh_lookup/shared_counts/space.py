@@ -14,7 +14,7 @@ from ...lsh.spaces import count_extents, count_refusal, count_table, likely_poin
 
 def space(problem: LshLookup, machine: Machine) -> Table:
     table = count_table(machine)
-    if not any(likely_points(table, partial(allowed, problem, machine))):
+    if not any(likely_points(problem, table, partial(allowed, problem, machine))):
         raise NotApplicable(f"vocab={problem.vocab} exceeds shared memory, however divided")
     return table
 
@@ -25,4 +25,4 @@ def allowed(problem: LshLookup, machine: Machine, decisions: Decisions) -> str |
 
 
 def default(problem: LshLookup, machine: Machine) -> Decisions:
-    return next(likely_points(space(problem, machine), partial(allowed, problem, machine)))
+    return next(likely_points(problem, space(problem, machine), partial(allowed, problem, machine)))
