@@ -28,8 +28,10 @@ class Point:
         The same, as a share of the vocabulary.
     overflowed
         Share of the held-out lists that exceed the capacity.
+    level
+        The recall that the threshold was chosen for, the highest if it suits several.
     seconds
-        Of a step, measured; None for what was not worth it.
+        Of a step, measured; None before it is.
     """
 
     k: int
@@ -44,6 +46,7 @@ class Point:
     candidates: float
     share: float
     overflowed: float
+    level: float
     seconds: float | None = None
 
 
@@ -54,8 +57,8 @@ class Frontier:
     Attributes
     ----------
     points
-        By rising share: those that reach the target and were measured for it, and the least that reaches each of
-        `fitting.LEVELS` on the search samples.
+        By rising share: those that reach the target and were measured for it, and the one that reads least for each of
+        the recalls 0.9, 0.95, 0.99 and 0.999.
     chosen
         The one whose head was returned; None if that is the exact head.
     target, n, rows
