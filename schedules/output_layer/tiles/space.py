@@ -25,8 +25,6 @@ FEW_BLOCKS = powers(8, 1024)
 BLOCKS_EACH = (1, 2, 3, 4, 6, 8)
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
-# Words for each multiprocessor from which on a list is long: some tiles for each of its warps.
-LONG_LIST = 256
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
@@ -70,7 +68,6 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "blocks": tuple(b for b in blocks if b <= 2048),
         "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
         "overlap": (0, 1) if machine.has_clusters else (0,),
-        "prefetch": (0, 1),
     }
 
 
@@ -102,13 +99,12 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
-    """All rows in a tile, if there is room. Long lists have a tile a warp, and of short ones many warps share a tile."""
+    """All rows in a tile, if there is room, and eight warps that share it; else a tile a warp."""
     table = space(problem, machine)
     lists = 1 if isinstance(problem, HeadTopk) else problem.lists
-    long = lists * most_words(problem) > LONG_LIST * machine.cores
+    shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
     alone = [(1, tiles, 1) for tiles in (16, 8, 4, 2, 1)]
-    shared = [(reduce_warps, 1, staged) for staged in (0, 1) for reduce_warps in (8, 16, 4, 2)]
-    wanted = machine.cores * (1 if long else 2) / lists
+    wanted = 2 * machine.cores / lists
 
     choices = [
         {
@@ -121,14 +117,13 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
             "blocks": blocks,
             "threads": threads,
             "overlap": max(table["overlap"]),
-            "prefetch": 0,
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
-        for reduce_warps, tiles, staged in (alone + shared if long else shared + alone)
-        for depth in (4, 3, 2, 1)
+        for reduce_warps, tiles, staged in shared + alone
+        for depth in (2, 1, 3, 4)
         for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
-        for threads in (512, 1024, 256)
+        for threads in (1024, 512, 256)
         if threads in table["threads"]
     ]
     return next(point for point in choices if allowed(problem, machine, point) is None)
@@ -148,7 +143,7 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, prefetch
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -173,7 +168,6 @@ class Extents:
     blocks: int
     threads: int
     overlap: int
-    prefetch: int
     vectors: int
     steps: int
     list_tiles: int

@@ -1,0 +1,116 @@
+"""The exact head beside what it has to beat: the product alone, product + softmax_topk, and torch's chain.
+
+    python scripts/head_bench.py --csv scripts/results/head-h200.csv        # under a minute
+    python scripts/head_bench.py --shape 12,40000,1000,12,float16
+
+`head_topk` reads the embedding once and writes no logits. `product` is torch's alone, without softmax or search: what
+cuBLAS takes; `limit` the time in which memory brings the embedding, where its bandwidth was measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from heads import (
+    OURS,
+    ROUNDED,
+    Call,
+    Check,
+    Report,
+    draw,
+    micro,
+    over,
+    product_topk,
+    ready,
+    show,
+    timed,
+    top_check,
+    torch_full,
+)
+from reproduction import provenance
+
+import tvm_sparse
+from tvm_sparse.cli.common import Target, errors, machine_here
+from tvm_sparse.core.registry import make
+
+# batch, vocab, hidden, k, dtype: beams of Shi, Xu & Knight 2018, and output layers of today's models.
+SHAPES = (
+    "12,25000,1000,12,float16", "12,40000,1000,12,float16", "12,66000,1000,12,float16", "12,40000,1000,12,float32",
+    "1,100352,1024,20,bfloat16", "10,100352,1024,20,bfloat16", "64,100352,1024,20,bfloat16",
+    "10,151936,2560,20,bfloat16", "10,128256,4096,20,bfloat16",
+)  # fmt: skip
+HEAD, PRODUCT, CHAIN, TORCH = "head_topk", "product", "product + softmax_topk", "torch product + softmax + topk"
+COLUMNS = ("batch", "vocab", "hidden", "k", "dtype", "implementation", "microseconds", "over_ours", "over_product",
+           "share_of_matrix_limit", "timed", "kernel", "note")  # fmt: skip
+
+
+def parsed(text: str) -> tuple[int, int, int, int, str]:
+    parts = text.split(",")
+    if len(parts) != 5 or not all(part.isdecimal() for part in parts[:4]):
+        raise typer.BadParameter(f"expected batch,vocab,hidden,k,dtype, got {text}", param_hint="--shape")
+    batch, vocab, hidden, k = map(int, parts[:4])
+    return batch, vocab, hidden, k, parts[4]
+
+
+def contenders(states: torch.Tensor, embedding: torch.Tensor, k: int) -> tuple[dict[str, Call], dict[str, Check]]:
+    """Calls by name, and how their results are checked."""
+    calls: dict[str, Call] = {
+        HEAD: lambda: tvm_sparse.head_topk(states, embedding, k),
+        PRODUCT: lambda: torch.nn.functional.linear(states, embedding),
+        CHAIN: product_topk(states, embedding, k),
+        TORCH: torch_full(states, embedding, k),
+    }
+    check = top_check(states, embedding, k)
+    peers = OURS if states.dtype == torch.float32 else ROUNDED
+    return calls, {HEAD: check(OURS), CHAIN: check(peers), TORCH: check(peers)}
+
+
+def main(
+    target: Target = "auto",
+    shape: Annotated[list[str] | None, typer.Option(help="Only these batch,vocab,hidden,k,dtype.")] = None,
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
+    seed: Annotated[int, typer.Option(help="Of states and embeddings.")] = 0,
+) -> None:
+    """Time the exact head and its peers."""
+    with errors():
+        where = machine_here(target, "comparing")
+        shapes = [parsed(text) for text in shape or SHAPES]
+        heads = [
+            make("head_topk", {"batch": batch, "vocab": vocab, "hidden": hidden, "k": k, "dtype": dtype})
+            for batch, vocab, hidden, k, dtype in shapes
+        ]
+        tops = [
+            make("softmax_topk", {"batch": batch, "vocab": vocab, "k": k, "dtype": dtype})
+            for batch, vocab, _, k, dtype in shapes
+        ]
+        report, rows = Report(csv_path, provenance(where), COLUMNS), []
+        with ready([*heads, *tops], where):
+            for problem, (batch, vocab, hidden, k, dtype) in zip(heads, shapes, strict=True):
+                embedding, states = draw(vocab, hidden, batch, dtype, where.device, seed)
+                found = timed(*contenders(states, embedding, k), where.device)
+                limit = embedding.nbytes / where.bandwidth if where.bandwidth else None
+                kernel = tvm_sparse.explain(problem)
+                for name, result in found.items():
+                    share = f"{limit / result.seconds:.3f}" if limit and result.seconds else ""
+                    report.add(
+                        batch=batch, vocab=vocab, hidden=hidden, k=k, dtype=dtype, implementation=name,
+                        microseconds=micro(result), over_ours=over(result, found[HEAD]),
+                        over_product=over(result, found[PRODUCT]), share_of_matrix_limit=share, timed=result.how,
+                        kernel=f"{kernel.candidate} ({kernel.how})" if name == HEAD else "", note=result.note,
+                    )  # fmt: skip
+                limited = "-" if limit is None else f"{limit * 1e6:.1f}"
+                rows.append([f"{batch}, {vocab}, {hidden}, {k}, {dtype}", *found.values(), limited,
+                             over(found[HEAD], found[PRODUCT]), over(found[CHAIN], found[HEAD]),
+                             over(found[TORCH], found[HEAD])])  # fmt: skip
+                del embedding, states
+        heads_of = ("batch, vocab, hidden, k, dtype", HEAD, PRODUCT, "+ softmax_topk", "torch", "limit",
+                    "head / product", "+ softmax_topk / head", "torch / head")  # fmt: skip
+        show("microseconds a call", heads_of, rows)
+        report.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

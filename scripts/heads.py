@@ -1,0 +1,288 @@
+"""What scripts about output layers share: states that resemble each other as a beam's do, lists of a wanted length,
+contenders that are checked before they are timed, and their lines in a table and a CSV.
+
+Everything lies on the device as torch tensors. Times are those of `tvm_sparse.bench`: CUDA graphs, in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from contenders import built
+from reproduction import write_csv
+
+import tvm_sparse
+from tvm_sparse.bench.timing import time_cpu, time_cuda
+from tvm_sparse.cli.common import console, table, us
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Mismatch, Problem
+from tvm_sparse.core.registry import make
+from tvm_sparse.formats import wta
+
+Call = Callable[[], Any]
+Check = Callable[[Any], None]
+# Of the largest probability: float32 sums in another order, and logits that were rounded to 16 bits on the way.
+OURS, ROUNDED = 2e-3, 0.1
+CPU_ROUNDS = 3
+LSH, EXACT, CHAIN, TORCH, TORCH_GATHERED = (
+    "LSH head", "exact head", "product + softmax_topk", "torch product + softmax + topk",
+    "torch gather + product + softmax + topk",
+)  # fmt: skip
+# Words whose embeddings a state is a mean of: it is as near to each as a model's are to words that are likely.
+NEAREST = 12
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contender."""
+
+    seconds: float | None
+    how: str = ""
+    note: str = ""
+
+
+def draw(
+    vocab: int, hidden: int, rows: int, dtype: str, device: str, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding `(vocab, hidden)`, normal, and states `(rows, hidden)`, half of each common to all; halves are means
+    of some words. Scores have a standard deviation of about 2."""
+    generator = torch.Generator(device).manual_seed(seed)
+    kind = getattr(torch, dtype)
+    embedding = torch.empty((vocab, hidden), dtype=kind, device=device).normal_(0, hidden**-0.5, generator=generator)
+    drawn = torch.randint(vocab, (rows + 1, NEAREST), generator=generator, device=device)
+    means = torch.nn.functional.normalize(embedding[drawn].float().sum(1))
+    states = torch.nn.functional.normalize(means[1:] + means[:1]) * 2 * hidden**0.5
+    return embedding, states.to(kind).contiguous()
+
+
+# ---- lists ---------------------------------------------------------------------------------------
+
+
+def hits(head: Any, hidden: torch.Tensor) -> np.ndarray:
+    """L of equation 9 for some states, `(rows, vocab)`, counted on the host from the head's own tables."""
+    parts = (head.hashing.permutations, head.hashing.words, head.hashing.table, head.hashing.multipliers)
+    permutations, words, starts, multipliers = (None if a is None else a.cpu().numpy() for a in parts)
+    first, length = wta.find_buckets(wta.hash_rows(hidden.float().cpu().numpy(), permutations), starts, multipliers)
+    found = np.empty((len(hidden), head.vocab), np.int64)
+    for row in range(len(hidden)):
+        buckets = [words[band, at : at + n] for band, (at, n) in enumerate(zip(first[row], length[row], strict=True))]
+        found[row] = np.bincount(np.concatenate(buckets), minlength=head.vocab)
+    return found
+
+
+def candidates_of(head: Any, hidden: torch.Tensor) -> np.ndarray:
+    """The list of some states that share it, by definition (equations 3 and 10)."""
+    chosen = (hits(head, hidden) >= head.settings.threshold).any(axis=0)
+    chosen[head.frequent] = True
+    return np.flatnonzero(chosen)
+
+
+def changed(head: Any, frequent: np.ndarray | None = None, **numbers: int) -> Any:
+    """The head with the same tables, but another threshold or capacity, or other words that are always candidates."""
+    ids = head.frequent if frequent is None else frequent
+    settings = dataclasses.replace(head.settings, frequent=len(ids), **numbers)
+    return type(head).assembled(head.embedding, head.bias, settings, head.hashing, ids, path="lsh")
+
+
+def lsh_head(
+    embedding: torch.Tensor, hidden: torch.Tensor, candidates: int, *, k: int = 16, units: int = 3, bands: int = 500
+) -> Any:
+    """An LSH head whose list for these states has about so many candidates: half by hits, the others frequent words."""
+    head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0)
+    most = hits(head, hidden).max(axis=0)
+    threshold = next(t for t in range(1, bands + 2) if (most >= t).sum() <= candidates // 2)
+    chosen = most >= threshold
+    # Of the first T words some are candidates already.
+    total = chosen.sum() + np.cumsum(~chosen)
+    frequent = min(int(np.searchsorted(total, candidates)) + 1, head.vocab)
+    capacity = min(head.vocab, -(-max(candidates * 5 // 4, frequent) // 256) * 256)
+    return changed(head, np.arange(frequent), threshold=min(threshold, bands), capacity=capacity)
+
+
+def problems_of(head: Any, rows: int, n: int) -> list[Problem]:
+    """What a step of the head runs, and the exact head beside it."""
+    own, dtype = head.settings, str(head.embedding.dtype).removeprefix("torch.")
+    lists = {"lists": 1, "beam": rows, "vocab": own.vocab, "hidden": own.hidden, "dtype": dtype}
+    hashed = {"k": own.k, "units": own.units, "bands": own.bands, "table": own.table, "capacity": own.capacity}
+    return [
+        make("lsh_candidates", {**lists, **hashed}),
+        make("candidate_topk", {**lists, "m": own.capacity, "k": n}),
+        make("head_topk", {"batch": rows, "vocab": own.vocab, "hidden": own.hidden, "k": n, "dtype": dtype}),
+    ]
+
+
+def ready(problems: Iterable[Problem], where: Machine) -> Any:
+    """A context in which the public functions have what they run for these problems, built side by side."""
+    return built([(problem, (), ()) for problem in dict.fromkeys(problems)], where)
+
+
+# ---- contenders ----------------------------------------------------------------------------------
+
+
+def torch_full(hidden: torch.Tensor, embedding: torch.Tensor, n: int) -> Call:
+    """Product, softmax and top-n of all words, by torch."""
+
+    def call() -> Any:
+        logits = torch.nn.functional.linear(hidden, embedding)
+        return torch.topk(torch.softmax(logits, -1, dtype=torch.float32), n)
+
+    return call
+
+
+def product_topk(hidden: torch.Tensor, embedding: torch.Tensor, n: int) -> Call:
+    """Product by torch, softmax and top-n by ours."""
+    return lambda: tvm_sparse.softmax_topk(torch.nn.functional.linear(hidden, embedding), n)
+
+
+def torch_gathered(hidden: torch.Tensor, embedding: torch.Tensor, candidates: torch.Tensor, n: int) -> Call:
+    """A copy of the candidates' embeddings, its product, softmax and top-n, by torch; `candidates` `(m,)` or a list a
+    row."""
+    words = candidates.long()
+
+    def call() -> Any:
+        if words.dim() == 1:
+            logits = torch.nn.functional.linear(hidden, embedding[words])
+        else:
+            logits = torch.bmm(embedding[words], hidden[:, :, None])[:, :, 0]
+        values, at = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), n)
+        return values, words[at] if words.dim() == 1 else words.gather(1, at)
+
+    return call
+
+
+def top_check(
+    hidden: torch.Tensor, embedding: torch.Tensor, n: int, candidates: torch.Tensor | None = None
+) -> Callable[[float], Check]:
+    """By tolerance, a function that raises `Mismatch` unless values and words are the n best of the softmax over all
+    words, or over candidates `(m,)` or `(rows, m)`, in float64. Words of nearly equal probability may stand for each
+    other."""
+    if candidates is None:
+        scores = hidden.double() @ embedding.double().T
+    else:
+        words = candidates.long().expand(len(hidden), -1)
+        # Row by row: together the copies may be larger than the embedding.
+        found = [embedding[some].double() @ row.double() for some, row in zip(words, hidden, strict=True)]
+        scores = torch.full((len(hidden), len(embedding)), -torch.inf, dtype=torch.float64, device=hidden.device)
+        scores.scatter_(1, words, torch.stack(found))
+    probabilities = torch.softmax(scores, -1)
+    best = torch.topk(probabilities, n).values
+
+    def within(tolerance: float) -> Check:
+        bound = tolerance * best[:, :1]
+
+        def check(outputs: Any) -> None:
+            values, indices = outputs[:2]
+            if values.shape != best.shape or not bool((abs(values.double() - best) <= bound).all()):
+                raise Mismatch("probabilities are not those of the reference")
+            if not bool((abs(probabilities.gather(1, indices.long()) - best) <= bound).all()):
+                raise Mismatch("words are not the best ones")
+
+        return check
+
+    return within
+
+
+def step_contenders(
+    head: Any, states: torch.Tensor, n: int, words: torch.Tensor
+) -> tuple[dict[str, Call], dict[str, Check]]:
+    """An LSH step and its peers, by name, and how their results are checked. The states share the candidates `words`,
+    which are the head's for them."""
+    embedding = head.embedding
+    calls: dict[str, Call] = {
+        LSH: lambda: head.topk(states, n, path="lsh"),
+        EXACT: lambda: tvm_sparse.head_topk(states, embedding, n),
+        CHAIN: product_topk(states, embedding, n),
+        TORCH: torch_full(states, embedding, n),
+        # With candidates that are known: neither hash nor look-up.
+        TORCH_GATHERED: torch_gathered(states, embedding, words, n),
+    }
+    of_all, of_list = (top_check(states, embedding, n, some) for some in (None, words))
+    rounded = OURS if states.dtype == torch.float32 else ROUNDED
+    return calls, {
+        LSH: of_list(OURS), EXACT: of_all(OURS), CHAIN: of_all(rounded), TORCH: of_all(rounded),
+        TORCH_GATHERED: of_list(rounded),
+    }  # fmt: skip
+
+
+def timed(calls: Mapping[str, Call], checks: Mapping[str, Check], device: str) -> dict[str, Timed]:
+    """Check contenders and time them in turn. What fails has no time, and a note; so has what is wrong."""
+    results: dict[str, Timed] = {}
+    able: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            outputs = call()
+            if name in checks:
+                checks[name](outputs)
+        except Exception as error:  # whatever a library does not support: said in its line
+            reason = str(error).strip().partition("\n")[0] or repr(error)
+            results[name] = Timed(None, note=reason[:160])
+            typer.echo(f"{name} has no time: {reason[:300]}", err=True)
+            continue
+        able[name] = call
+        results[name] = Timed(None)  # keeps the order
+    for name, (how, seconds) in (time_cuda(able) if device == "cuda" else time_cpu(able, CPU_ROUNDS)).items():
+        if isinstance(seconds, str):
+            results[name] = Timed(None, note=seconds)
+        else:
+            results[name] = Timed(statistics.median(seconds), how)
+    return results
+
+
+class Report:
+    """Lines of a script, printed at its end and written into a CSV as they come, if there is one."""
+
+    def __init__(self, path: Path | None, facts: Mapping[str, str], columns: Sequence[str]) -> None:
+        self._path, self._facts, self._columns = path, facts, columns
+        self._lines: list[list[Any]] = []
+        for name, value in facts.items():
+            typer.echo(f"{name}: {value}")
+        self._write()  # a file that cannot be written fails before anything is measured
+
+    def add(self, **cells: Any) -> None:
+        unknown = cells.keys() - set(self._columns)
+        assert not unknown, unknown
+        self._lines.append([_cell(cells.get(column)) for column in self._columns])
+        self._write()
+
+    def _write(self) -> None:
+        if self._path:
+            write_csv(self._path, self._facts, self._columns, self._lines)
+
+    def close(self) -> None:
+        if self._path:
+            typer.echo(f"written: {self._path}")
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def micro(result: Timed) -> str:
+    """Microseconds for a CSV."""
+    return "" if result.seconds is None else f"{result.seconds * 1e6:.3f}"
+
+
+def over(one: Timed | None, other: Timed | None) -> str:
+    """How many times as long `one` takes as `other`."""
+    if one is None or other is None or not one.seconds or not other.seconds:
+        return ""
+    return f"{one.seconds / other.seconds:.3f}"
+
+
+def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table whose first column is text; results are shown in microseconds."""
+    printed = table(*heads, right=heads[1:])
+    for row in rows:
+        printed.add_row(*(us(cell.seconds) if isinstance(cell, Timed) else str(cell) for cell in row))
+    typer.echo(f"\n{title}")
+    console().print(printed)
