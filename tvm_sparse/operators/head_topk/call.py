@@ -6,6 +6,7 @@ import operator
 import sys
 from typing import Any
 
+from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -23,6 +24,9 @@ from tvm_sparse.runtime.dispatch import dispatcher
 from .problem import HeadTopk
 
 WHERE = "the hidden states are"
+# Rows up to which the fused kernels are the faster way on an H200 (scripts/head_bench.py). Beyond, arithmetic and hidden
+# states in shared memory keep them from the speed of memory, and a product of the framework comes first.
+FUSED_ROWS = 16
 
 
 def head_topk(
@@ -120,7 +124,11 @@ def head_topk(
     shown = list(outputs)
     if not normaliser:
         outputs[2:2] = outputs_for(None, (hidden_sums,), hidden, known)
-    if batch and width:
+    if batch > FUSED_ROWS and width and torch is not None and type(hidden) is torch.Tensor and hidden.is_cuda:
+        found = _through_logits(hidden, embedding, k, log, temperature, bias, ids, torch)
+        for array, result in zip(shown, found if normaliser else (*found[:2], *found[3:]), strict=True):
+            array.copy_(result)
+    elif batch and width:
         problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
         launchers = dispatcher.launchers
         function = dispatcher.kernel(problem, machine_of("hidden", known)).function
@@ -138,6 +146,22 @@ def head_topk(
     elif batch:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+
+
+def _through_logits(
+    hidden: Any, embedding: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any, torch: Any
+) -> tuple[Any, ...]:
+    """Values, indices, normaliser and given of many rows: the framework's product, and `softmax_topk`."""
+    logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
+    values, indices, *given = softmax_topk(logits, k, log=True, temperature=temperature, bias=bias, ids=ids)
+    # Of the best word score and log-probability are known, and the normaliser is their difference.
+    top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
+    if bias is not None:
+        top = top + bias[indices[:, 0]]
+    normaliser = top / temperature - values[:, 0]
+    if not log:
+        values, given = values.exp(), [array.exp() for array in given]
+    return values, indices, normaliser, *given
 
 
 def _shown(results: list[Any], normaliser: bool) -> tuple[Any, ...]:
