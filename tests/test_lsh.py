@@ -373,6 +373,12 @@ def test_a_vocabulary_beyond_shared_memory_is_sliced_or_goes_another_way() -> No
     deep = parse("lsh_candidates/lists=1,beam=1,hidden=32000,vocab=1000,bands=10")
     assert "exceed shared memory" in spaces.applicable(deep, small)[1]["row_clusters"]
     assert spaces.fallback(deep, small).template == "plain_steps"
+    old = machine.Machine("cuda", "sm_75", "sm_75", cores=40)
+    for key, template in (
+        ("lsh_candidates/lists=1,beam=1,hidden=64,vocab=1000,bands=10", "plain_steps"),
+        ("compaction/lists=1,vocab=100,capacity=10", "copy_if"),
+    ):
+        assert spaces.fallback(parse(key), old).template == template
     wide = parse("compaction/lists=1,vocab=4000000,capacity=10")
     assert spaces.fallback(wide, SM90).template == "copy_if"
 

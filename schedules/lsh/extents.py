@@ -17,8 +17,10 @@ CLUSTERS = (1, 2, 4, 8)  # of thread blocks; more than 8 are not portable
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUCKET_LANES = (4, 8, 16, 32)
 LOADS = (1, 2, 4, 8)
-# Dynamic shared memory of a thread block: any GPU has 96 KB from compute capability 8.0 on, those with clusters 227.
-SHARED, CLUSTER_SHARED = 96 * 1024, 200 * 1024
+# Dynamic shared memory of a thread block, by compute capability: any GPU has 48 KB, from 8.0 on 99, and those of data
+# centres with clusters (9.0 to 11.0) 227.
+SHARED = ((120, 96 * 1024), (90, 200 * 1024), (80, 96 * 1024), (0, 48 * 1024))
+WARP_SUMS = 80  # compute capability from which a warp adds integers in one instruction
 # Columns of a permutation that a thread holds at a time, and vectors of the row that it has in flight.
 MOST_COLUMNS, MOST_VECTORS = 16, 4
 # Bands whose codes are in shared memory at a time, all thread blocks of a cluster together.
@@ -27,8 +29,6 @@ MOST_BANDS = 4096
 PER_CELL = 2
 # Words whose cells a warp compares with the threshold at a time.
 PER_WARP = WARP * PER_CELL
-
-
 # Parts of the vocabulary that CPU threads take.
 CPU_SLICES = (1, 2, 4, 8, 16, 32)
 
@@ -195,7 +195,7 @@ class CompactExtents:
 
 def shared_limit(machine: Machine) -> int:
     """Bytes of dynamic shared memory that a thread block may take."""
-    return CLUSTER_SHARED if machine.has_clusters else SHARED
+    return next(size for capability, size in SHARED if machine.capability >= capability)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, NotApplicable, Table
 from tvm_sparse.operators.compaction.problem import Compaction
 
-from ...lsh.extents import SLICES, THREADS, WARP, CompactExtents, Room, shared_limit
+from ...lsh.extents import SLICES, THREADS, WARP, WARP_SUMS, CompactExtents, Room, shared_limit
 
 # Words of the bitmap of a slice: with fewer most threads of its block have nothing to write.
 LEAST_SHARE = WARP
@@ -19,6 +19,8 @@ def extents(problem: Compaction, decisions: Decisions) -> CompactExtents:
 
 
 def space(problem: Compaction, machine: Machine) -> Table:
+    if machine.capability < WARP_SUMS:
+        raise NotApplicable("sums over a warp need compute capability 8.0")
     size, limit = Room.of(compact=CompactExtents(problem.vocab, THREADS[0], 1)).bytes, shared_limit(machine)
     if size > limit:
         raise NotApplicable(f"a bitmap of {size} bytes exceeds shared memory of {limit}")

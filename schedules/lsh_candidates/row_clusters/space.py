@@ -8,7 +8,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, NotApplicable, Table
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
-from ...lsh.extents import CompactExtents, CountExtents, HashExtents, Room
+from ...lsh.extents import WARP_SUMS, CompactExtents, CountExtents, HashExtents, Room
 from ...lsh.spaces import count_extents, count_refusal, count_table, likely_points
 
 
@@ -23,6 +23,8 @@ def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, 
 
 
 def space(problem: LshCandidates, machine: Machine) -> Table:
+    if machine.capability < WARP_SUMS:
+        raise NotApplicable("sums over a warp need compute capability 8.0")
     table = count_table(machine)
     if not any(likely_points(problem, table, partial(allowed, problem, machine))):
         raise NotApplicable(f"hidden={problem.hidden} and vocab={problem.vocab} exceed shared memory, however divided")
