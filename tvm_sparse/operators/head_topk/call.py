@@ -82,8 +82,10 @@ def head_topk(
     RuntimeError
         If an argument requires a gradient.
 
-    When not to use it: for batches of hundreds, where the product is bound by arithmetic; a matrix product followed by
-    `softmax_topk` is as fast there.
+    Of torch tensors on a GPU, more than 16 rows go through torch's product, whose scores are rounded to the dtype of
+    `hidden`, and `softmax_topk`: that is faster there. `explain` speaks of the fused kernels.
+
+    When not to use it: where the logits are needed afterwards.
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
@@ -124,10 +126,14 @@ def head_topk(
     shown = list(outputs)
     if not normaliser:
         outputs[2:2] = outputs_for(None, (hidden_sums,), hidden, known)
-    if batch > FUSED_ROWS and width and torch is not None and type(hidden) is torch.Tensor and hidden.is_cuda:
-        found = _through_logits(hidden, embedding, k, log, temperature, bias, ids, torch)
-        for array, result in zip(shown, found if normaliser else (*found[:2], *found[3:]), strict=True):
-            array.copy_(result)
+    tensors = arrays.is_torch(hidden) and arrays.is_torch(embedding)
+    if batch > FUSED_ROWS and width and tensors and hidden.is_cuda:
+        logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
+        extras = {"temperature": temperature, "bias": bias, "ids": ids}
+        of_softmax = (*outputs[:2], *outputs[3:])
+        softmax_topk(logits, k, log=log or normaliser, out=of_softmax, **extras)
+        if normaliser:
+            _normalise(logits, outputs, log, temperature, bias, torch)
     elif batch and width:
         problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
         launchers = dispatcher.launchers
@@ -148,20 +154,19 @@ def head_topk(
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
 
 
-def _through_logits(
-    hidden: Any, embedding: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any, torch: Any
-) -> tuple[Any, ...]:
-    """Values, indices, normaliser and given of many rows: the framework's product, and `softmax_topk`."""
-    logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
-    values, indices, *given = softmax_topk(logits, k, log=True, temperature=temperature, bias=bias, ids=ids)
-    # Of the best word score and log-probability are known, and the normaliser is their difference.
+def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
+    """Fill in the normaliser from log-probabilities, and turn these into what was asked for.
+
+    Of the best word score and log-probability are known, and the normaliser is their difference.
+    """
+    values, indices, normaliser, *given = outputs
     top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
     if bias is not None:
         top = top + bias[indices[:, 0]]
-    normaliser = top / temperature - values[:, 0]
+    torch.sub(top / temperature, values[:, 0], out=normaliser)
     if not log:
-        values, given = values.exp(), [array.exp() for array in given]
-    return values, indices, normaliser, *given
+        for array in (values, *given):
+            array.exp_()
 
 
 def _shown(results: list[Any], normaliser: bool) -> tuple[Any, ...]:
