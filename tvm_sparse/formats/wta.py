@@ -22,8 +22,8 @@ import numpy as np
 KINDS = ("direct", "cuckoo")
 # Bits of a code: it is an int32, and equation 7's paper asks for fewer than 31.
 MOST_BITS = 30
-# Columns are int16, and places fit a byte.
-MOST_HIDDEN, MOST_K = 2**15 - 1, 256
+# Columns are int16, places fit a byte, and hits 16 bits.
+MOST_HIDDEN, MOST_K, MOST_BANDS = 2**15 - 1, 256, 2**16 - 1
 # Bits of a code that a direct table is made for: beyond, it is mostly empty, and 500 bands take more than 131 MB.
 MOST_DIRECT_BITS = 16
 # Slots of a cuckoo table for each bucket of the fullest band, in each of the two halves: two hash functions place keys
@@ -75,8 +75,9 @@ def check_parameters(hidden: int, k: int, units: int, bands: int) -> None:
             raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
     if hidden > MOST_HIDDEN:
         raise ValueError(f"hidden: columns are int16, so at most {MOST_HIDDEN} of them, got {hidden}")
-    if k > MOST_K:
-        raise ValueError(f"k: expected at most {MOST_K}, got {k}")
+    for name, value, most in (("k", k, MOST_K), ("bands", bands, MOST_BANDS)):
+        if value > most:
+            raise ValueError(f"{name}: expected at most {most}, got {value}")
     if k > hidden:
         raise ValueError(f"k: the place among k={k} different columns needs hidden >= k, got hidden={hidden}")
     if code_bits(k, units) > MOST_BITS:

@@ -38,8 +38,8 @@ def require_tables(problem: Problem, bits: int) -> None:
     most = wta.MOST_DIRECT_BITS if axes["table"] == "direct" else wta.MOST_BITS
     if not 1 <= bits <= most:
         raise ProblemError(f"{name}: codes for a {axes['table']} table must have 1 to {most} bits, got {bits}")
-    if axes["bands"] >= 2**16:
-        raise ProblemError(f"{name}: bands must be below 2^16, got {axes['bands']}")
+    if axes["bands"] > wta.MOST_BANDS:
+        raise ProblemError(f"{name}: bands must be at most {wta.MOST_BANDS}, got {axes['bands']}")
     if max(axes["bands"], axes["lists"] * axes["beam"]) * max(axes["vocab"], axes["bands"]) >= 2**31:
         raise ProblemError(f"{name}: arrays and hit counts must have fewer than 2^31 elements")
 
