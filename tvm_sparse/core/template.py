@@ -38,8 +38,7 @@ class Workspace:
     """A buffer that a program's kernels share, owned by the runtime and passed after the outputs.
 
     `shape` gives extents, or by name the problem's batch axis, its data axes, and what `Problem.extent` makes of these.
-    It is filled with the byte `fill` once, when it
-    is allocated: a kernel that needs it so again must leave it so.
+    It is filled with the byte `fill` once, when it is allocated: a kernel that needs it so again must leave it so.
     """
 
     name: str
