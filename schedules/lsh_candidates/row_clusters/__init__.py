@@ -13,7 +13,8 @@ cluster, on neighbouring multiprocessors:
 4.  **Threshold.** A warp compares 64 counts at a time; votes give two words of the bitmap, which are combined with
     those of the beam's other rows by atomics in global memory.
 5.  **Compact.** The cluster that comes last for its list reads the bitmap, combines it with the words that are
-    candidates anyway, and writes the list, each thread block a share of it.
+    candidates anyway, and writes the list, each thread block a share of it. With `finishers` 1 that is the last thread
+    block alone, for which those of a cluster need not meet twice more.
 
 Vocabularies whose counts exceed the shared memory of a cluster are divided into `slices`, with a cluster for each.
 
