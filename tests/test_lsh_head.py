@@ -17,7 +17,7 @@ import pytest
 import tvm_sparse
 from tvm_sparse.core import machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
-from tvm_sparse.layers import fitting, storage
+from tvm_sparse.layers import fitting, storage, survey
 from tvm_sparse.layers.settings import Measured
 from tvm_sparse.runtime import dispatch
 
@@ -444,9 +444,23 @@ def test_fit_says_where_the_exact_head_wins(quick: list[str], monkeypatch: pytes
     assert "no setting reaches a recall of 1.0" in frontier.verdict
 
 
+@pytest.mark.parametrize("bits", [1, 4, 6])
+def test_hits_are_equal_codes(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(next(numbers))
+    words, states = (rng.integers(1 << bits, size=(rows, 30)).astype(np.int32) for rows in (70, 11))
+    states[0] = 1 << bits  # codes that no word has
+    monkeypatch.setattr(survey, "AT_ONCE", 70 * 5 << bits)  # five bands at a time
+    for count in (survey.hits_by_product, survey.hits_by_bucket):
+        found = {bands: hits.copy() for bands, hits in count(words, states, (7, 30), bits)}
+        assert list(found) == [7, 30]
+        for bands, hits in found.items():
+            assert np.array_equal(hits, (states[:, None, :bands] == words[None, :, :bands]).sum(axis=2))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"sentences": 17}, "sentences: expected between 1 and 16 lists of samples, got 17"),
         ({"n": 0}, r"n: expected 1 <= n <= vocab \(301\), got 0"),
         ({"recall": 0.0}, "recall: expected 0 < recall <= 1"),
         ({"rows": 40}, r"hidden_samples: expected at least 2 lists .* got \(64, 40\) for lists of 40 rows"),
@@ -460,7 +474,7 @@ def test_fit_says_where_the_exact_head_wins(quick: list[str], monkeypatch: pytes
 def test_fit_refuses(options: dict[str, Any], message: str) -> None:
     embedding, hidden = samples(False)
     with pytest.raises(ValueError, match=message):
-        tvm_sparse.LshHead.fit(embedding, hidden, **{"recall": 0.9, "n": 3} | options)
+        tvm_sparse.LshHead.fit(embedding, hidden, **{"recall": 0.9, "n": 3, "rows": 4} | options)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -474,6 +488,7 @@ def test_fit_refuses(options: dict[str, Any], message: str) -> None:
         ({"units": 11}, ValueError, "33 bits"),
         ({"bands": 0, "threshold": 0, "path": "lsh"}, ValueError, "with threshold=0 every word is a candidate"),
         ({"bands": 1 << 24}, ValueError, "16777216 bands of 301 words"),
+        ({"bands": 1 << 16}, ValueError, r"bands must be below 2\^16, got 65536"),
         ({"threshold": 49}, ValueError, r"threshold: expected 0 <= threshold <= bands \(48\), got 49"),
         ({"threshold": 2.5}, TypeError, "threshold: expected an integer, got float"),
         ({"frequent": 302}, ValueError, r"frequent: expected between 0 and the vocab \(301\), got 302"),

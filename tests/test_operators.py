@@ -437,7 +437,7 @@ def test_check_rejects_one_wrong_value_anywhere(problem: Problem) -> None:
                 # Twice what a kernel's rounding can make of it, for the dtype that it is written in.
                 step = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 4e-2}[str(broken[number].dtype)]
                 value = np.nan_to_num(float(broken[number][place]))
-                broken[number][place] = value * (1 + step) + (0 if abs(value) > 0.01 and number else step)
+                broken[number][place] = value * (1 + step) + (0 if abs(value) > 0.5 and number else step)
             with pytest.raises(Mismatch, match=problem.kernel_outputs[number].name):
                 problem.check(inputs, expected, broken)
 

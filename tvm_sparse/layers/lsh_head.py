@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.problem import Problem
 from ..core.registry import make
 from ..formats import wta
 from ..formats.bitmap import pack_bits
@@ -155,7 +156,8 @@ class LshHead:
         table: str | None = None,
         path: str = "auto",
     ) -> None:
-        vocab, hidden = _embedding_facts(embedding).shape
+        known = _embedding_facts(embedding)
+        vocab, hidden = known.shape
         ids = frequent_ids(default_frequent(vocab) if frequent is None else frequent, vocab)
         chosen = settings(
             vocab,
@@ -168,6 +170,7 @@ class LshHead:
             capacity=capacity,
             table=table,
         )
+        _problems(chosen, known.dtype, bias is not None, rows=1, n=1, sentences=1)  # refuses what no kernel computes
         hashing = None
         if chosen.threshold:
             permutations = wta.permutations(hidden, chosen.k, chosen.units, chosen.bands, integer("seed", seed))
@@ -593,7 +596,7 @@ class LshHead:
     def _explain(self, rows: int, n: int, sentences: int, path: str) -> HeadExplanation:
         own = self.settings
         machine = machine_of("embedding", self._known)
-        exact, lsh = self._problems(rows, n, sentences)
+        exact, lsh = _problems(own, self._known.dtype, self.bias is not None, rows, n, sentences)
         kernels = {
             name: tuple(dispatch.dispatcher.explain(problem, machine) for problem in problems)
             for name, problems in (("lsh", lsh), ("exact", exact))
@@ -620,27 +623,37 @@ class LshHead:
             why = f"no record tells the time of {' and '.join(missing)}; tune these kernels, or use LshHead.fit"
         return HeadExplanation(taken, why, times["lsh"], times["exact"], kernels[taken])
 
-    def _problems(self, rows: int, n: int, sentences: int) -> tuple[list[Any], list[Any]]:
-        """The problems that a step on each path runs."""
-        own, dtype = self.settings, self._known.dtype
-        bias = {} if self.bias is None else {"bias": 1}
-        shape = {"vocab": own.vocab, "hidden": own.hidden, "dtype": dtype}
-        exact = [make("head_topk", {"batch": rows, "k": n, **shape, **bias})] if rows else []
-        if own.threshold == 0 or n > own.capacity or not rows:
-            return exact, []
-        lists = {"lists": sentences, "beam": rows // sentences, **shape}
-        hashes = {"k": own.k, "units": own.units, "bands": own.bands, "table": own.table, "capacity": own.capacity}
-        return exact, [
-            make("lsh_candidates", {**lists, **hashes}),
-            make("candidate_topk", {**lists, "m": own.capacity, "k": n, **bias}),
-        ]
-
 
 def _embedding_facts(embedding: Any) -> Facts:
     library("embedding", embedding)
     known = arrays.facts("embedding", embedding)
     check_floats("embedding", known, rank=2)
     return known
+
+
+def _problems(
+    chosen: Settings, dtype: str, bias: bool, rows: int, n: int, sentences: int
+) -> tuple[list[Problem], list[Problem]]:
+    """The problems that a step runs on the exact path, and with candidates as far as it can.
+
+    Raises
+    ------
+    ProblemError
+        If one of them cannot be, with the numbers.
+    """
+    if not rows:
+        return [], []
+    added = {"bias": 1} if bias else {}
+    shape = {"vocab": chosen.vocab, "hidden": chosen.hidden, "dtype": dtype}
+    exact = [make("head_topk", {"batch": rows, "k": n, **shape, **added})]
+    if chosen.threshold == 0 or n > chosen.capacity:
+        return exact, []
+    lists = {"lists": sentences, "beam": rows // sentences, **shape}
+    hashed = {name: getattr(chosen, name) for name in ("k", "units", "bands", "table", "capacity")}
+    return exact, [
+        make("lsh_candidates", {**lists, **hashed}),
+        make("candidate_topk", {**lists, "m": chosen.capacity, "k": n, **added}),
+    ]
 
 
 def _recorded(kernels: Sequence[Explanation]) -> float | None:

@@ -6,6 +6,7 @@ import operator
 import sys
 from typing import Any
 
+from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -23,6 +24,9 @@ from tvm_sparse.runtime.dispatch import dispatcher
 from .problem import HeadTopk
 
 WHERE = "the hidden states are"
+# Rows up to which the fused kernels are the faster way on an H200 (scripts/head_bench.py). Beyond, arithmetic and hidden
+# states in shared memory keep them from the speed of memory, and a product of the framework comes first.
+FUSED_ROWS = 16
 
 
 def head_topk(
@@ -78,8 +82,10 @@ def head_topk(
     RuntimeError
         If an argument requires a gradient.
 
-    When not to use it: for batches of hundreds, where the product is bound by arithmetic; a matrix product followed by
-    `softmax_topk` is as fast there.
+    Of torch tensors on a GPU, more than 16 rows go through torch's product, whose scores are rounded to the dtype of
+    `hidden`, and `softmax_topk`: that is faster there. `explain` speaks of the fused kernels.
+
+    When not to use it: where the logits are needed afterwards.
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
@@ -120,7 +126,15 @@ def head_topk(
     shown = list(outputs)
     if not normaliser:
         outputs[2:2] = outputs_for(None, (hidden_sums,), hidden, known)
-    if batch and width:
+    tensors = arrays.is_torch(hidden) and arrays.is_torch(embedding)
+    if batch > FUSED_ROWS and width and tensors and hidden.is_cuda:
+        logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
+        extras = {"temperature": temperature, "bias": bias, "ids": ids}
+        of_softmax = (*outputs[:2], *outputs[3:])
+        softmax_topk(logits, k, log=log or normaliser, out=of_softmax, **extras)
+        if normaliser:
+            _normalise(logits, outputs, log, temperature, bias, torch)
+    elif batch and width:
         problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
         launchers = dispatcher.launchers
         function = dispatcher.kernel(problem, machine_of("hidden", known)).function
@@ -138,6 +152,21 @@ def head_topk(
     elif batch:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+
+
+def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
+    """Fill in the normaliser from log-probabilities, and turn these into what was asked for.
+
+    Of the best word score and log-probability are known, and the normaliser is their difference.
+    """
+    values, indices, normaliser, *given = outputs
+    top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
+    if bias is not None:
+        top = top + bias[indices[:, 0]]
+    torch.sub(top / temperature, values[:, 0], out=normaliser)
+    if not log:
+        for array in (values, *given):
+            array.exp_()
 
 
 def _shown(results: list[Any], normaliser: bool) -> tuple[Any, ...]:

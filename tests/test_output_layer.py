@@ -1,0 +1,223 @@
+"""The output layer's public calls: `head_topk`, `candidate_topk`, `candidate_logits`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tvm_sparse
+from tvm_sparse.core.registry import parse
+
+torch = pytest.importorskip("torch")
+
+HEADS = (
+    "head_topk/batch=5,vocab=301,hidden=40,k=7",
+    "head_topk/batch=3,vocab=97,hidden=35,k=97,dtype=float16,bias=1",
+    "head_topk/batch=2,vocab=211,hidden=64,k=3,dtype=bfloat16,bias=1,ids=4",
+)
+LISTS = (
+    "candidate_topk/lists=1,beam=5,vocab=301,hidden=40,m=60,k=7",
+    "candidate_topk/lists=4,beam=1,vocab=97,hidden=35,m=30,k=5,dtype=float16,bias=1",
+    "candidate_topk/lists=2,beam=3,vocab=240,hidden=64,m=9,k=12,dtype=bfloat16,block=8",
+)
+PLACES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def there(array: Any, place: str) -> Any:
+    """A torch tensor of an array, bfloat16 included."""
+    if not isinstance(array, np.ndarray):
+        return array
+    if array.dtype.name == "bfloat16":
+        return torch.tensor(array.astype(np.float32), device=place).bfloat16()
+    return torch.tensor(array, device=place)
+
+
+def host(array: Any) -> Any:
+    return array.cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("structure", ["random", "ties", "special", "masked"])
+@pytest.mark.parametrize("key", HEADS)
+def test_head_equals_the_reference(key: str, structure: str, place: str) -> None:
+    problem = parse(key)
+    for seed, settings in enumerate(problem.settings):
+        inputs = problem.generate(seed, structure, settings)
+        states, words, scale, log, *_ = inputs
+        bias, ids = problem.extras(inputs)
+        given = {"bias": there(bias, place) if problem.bias else None, "ids": there(ids, place) if problem.ids else None}
+        found = tvm_sparse.head_topk(
+            there(states, place), there(words, place), problem.k, log=bool(log), temperature=1 / scale,
+            normaliser=True, **given,
+        )  # fmt: skip
+        problem.check(inputs, problem.reference(inputs), [host(array) for array in found])
+        fewer = tvm_sparse.head_topk(
+            there(states, place), there(words, place), problem.k, log=bool(log), temperature=1 / scale, **given
+        )
+        for array, same in zip((*found[:2], *found[3:]), fewer, strict=True):
+            np.testing.assert_array_equal(host(array), host(same))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("structure", ["random", "ties", "few", "special"])
+@pytest.mark.parametrize("key", LISTS)
+def test_candidates_equal_the_reference(key: str, structure: str, place: str) -> None:
+    problem = parse(key)
+    for seed, settings in enumerate(problem.settings):
+        inputs = problem.generate(seed, structure, settings)
+        states, words, candidates, counts, scale, log, *bias = inputs
+        found = tvm_sparse.candidate_topk(
+            there(states.reshape(-1, problem.hidden), place), there(words, place), there(candidates, place), problem.k,
+            counts=there(counts, place), block=problem.block, log=bool(log), temperature=1 / scale,
+            bias=there(bias[0], place) if bias else None, normaliser=True,
+        )  # fmt: skip
+        shaped = [host(array).reshape(problem.lists, problem.beam, *array.shape[1:]) for array in found]
+        problem.check(inputs, problem.reference(inputs), shaped)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_candidates_in_their_three_forms_agree(place: str) -> None:
+    rng = np.random.default_rng()
+    states, words = rng.standard_normal((4, 24), np.float32), rng.standard_normal((64, 24), np.float32)
+    union = np.arange(0, 64, 3, dtype=np.int32)
+    one = tvm_sparse.candidate_topk(there(states, place), there(words, place), there(union, place), 5)
+    each = tvm_sparse.candidate_topk(
+        there(states, place), there(words, place), there(np.tile(union, (4, 1)), place), 5
+    )
+    pairs = tvm_sparse.candidate_topk(
+        there(states, place), there(words, place), there(np.tile(union, (2, 1)), place), 5
+    )
+    for found in (each, pairs):
+        np.testing.assert_array_equal(host(found[1]), host(one[1]))
+        np.testing.assert_allclose(host(found[0]), host(one[0]), rtol=1e-5)
+    blocks = np.array([1, 4, 7], np.int32)
+    rows = (blocks[:, None] * 8 + np.arange(8, dtype=np.int32)).reshape(-1)
+    by_block = tvm_sparse.candidate_topk(there(states, place), there(words, place), there(blocks, place), 6, block=8)
+    by_word = tvm_sparse.candidate_topk(there(states, place), there(words, place), there(rows, place), 6)
+    np.testing.assert_array_equal(host(by_block[1]), host(by_word[1]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_words_as_candidates_are_the_exact_head(place: str) -> None:
+    rng = np.random.default_rng()
+    states, words = (there(rng.standard_normal(s, np.float32), place) for s in ((3, 40), (150, 40)))
+    every = there(np.arange(150, dtype=np.int32), place)
+    some, all_words = tvm_sparse.candidate_topk(states, words, every, 9), tvm_sparse.head_topk(states, words, 9)
+    np.testing.assert_array_equal(host(some[1]), host(all_words[1]))
+    np.testing.assert_allclose(host(some[0]), host(all_words[0]), rtol=1e-5)
+    logits = host(tvm_sparse.candidate_logits(states, words, every))
+    np.testing.assert_allclose(logits, host(states @ words.T), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_beyond_the_count_are_minus_infinity() -> None:
+    rng = np.random.default_rng()
+    states, words = rng.standard_normal((2, 8), np.float32), rng.standard_normal((30, 8), np.float32)
+    bias = rng.standard_normal(30, np.float32)
+    candidates, out = np.array([[3, 29, 7], [5, 0, -1]], np.int32), np.empty((2, 3), np.float32)
+    found = tvm_sparse.candidate_logits(
+        states, words, candidates, counts=np.array([3, 2], np.int32), bias=bias, out=out
+    )
+    assert found is out
+    expected = np.einsum("rh,rmh->rm", states, words[candidates]) + bias[candidates]
+    expected[1, 2] = -np.inf
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_nan_stays_in_its_row(place: str) -> None:
+    rng = np.random.default_rng()
+    states, words = rng.standard_normal((3, 16), np.float32), rng.standard_normal((60, 16), np.float32)
+    whole = tvm_sparse.head_topk(there(states, place), there(words, place), 4)
+    states[1, 5] = np.nan
+    values, indices = map(host, tvm_sparse.head_topk(there(states, place), there(words, place), 4))
+    assert np.isnan(values[1]).all()
+    np.testing.assert_array_equal(indices[[0, 2]], host(whole[1])[[0, 2]])
+    np.testing.assert_array_equal(values[[0, 2]], host(whole[0])[[0, 2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 70])
+def test_many_rows_on_a_gpu(rows: int) -> None:
+    """On either side of the number from which the framework makes the product."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    states = torch.randn(rows, 64, device="cuda", generator=generator)
+    words, bias = (torch.randn(s, device="cuda", generator=generator) for s in ((5003, 64), (5003,)))
+    logits = states.double() @ words.double().T + bias
+    wanted = torch.topk(torch.log_softmax(logits / 0.7, -1), 6)
+    values, indices, normaliser = tvm_sparse.head_topk(
+        states, words, 6, log=True, temperature=0.7, bias=bias, normaliser=True
+    )
+    torch.testing.assert_close(values.double(), wanted.values, rtol=1e-4, atol=1e-3)
+    assert (indices == wanted.indices).float().mean() > 0.99
+    torch.testing.assert_close(normaliser.double(), torch.logsumexp(logits / 0.7, -1), rtol=1e-4, atol=1e-3)
+
+
+STATES, WORDS = np.zeros((4, 16), np.float32), np.zeros((50, 16), np.float32)
+BAD_HEADS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rank": ({"hidden": STATES[0]}, ValueError, "hidden: expected 2 dimensions"),
+    "width": ({"embedding": np.zeros((50, 15), np.float32)}, ValueError, "embedding: expected shape"),
+    "dtype": ({"embedding": WORDS.astype(np.float16)}, ValueError, "embedding: .*float32, got"),
+    "integers": ({"hidden": STATES.astype(np.int32)}, ValueError, "hidden: expected dtype"),
+    "no array": ({"embedding": [[1.0]]}, TypeError, "embedding: expected a torch tensor"),
+    "k": ({"k": 51}, ValueError, r"k: expected 1 <= k <= vocab \(50\), got 51"),
+    "k of a kind": ({"k": 2.5}, TypeError, "k: expected an integer"),
+    "temperature": ({"temperature": 0.0}, ValueError, "temperature: expected a finite number above 0"),
+    "bias": ({"bias": np.zeros(49, np.float32)}, ValueError, r"bias: expected shape \(50,\)"),
+    "ids": ({"ids": np.zeros((4, 2), np.int32)}, ValueError, "ids: .*int64"),
+    "out": ({"out": (np.zeros((4, 3), np.float32),)}, ValueError, "out: expected 2 arrays"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADS)
+def test_head_names_what_is_wrong(case: str) -> None:
+    changed, error, message = BAD_HEADS[case]
+    arguments = {"hidden": STATES, "embedding": WORDS, "k": 3, **changed}
+    with pytest.raises(error, match=message):
+        tvm_sparse.head_topk(**arguments)
+
+
+def test_a_gradient_is_refused() -> None:
+    words = torch.zeros(50, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="embedding: requires a gradient"):
+        tvm_sparse.head_topk(torch.zeros(4, 16), words, 3)
+
+
+LIST = np.array([0, 7, 49], np.int32)
+BAD_LISTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "above": ({"candidates": np.array([0, 50, 1], np.int32)}, ValueError, r"expected words in \[0, 50\), got 50 at"),
+    "below": ({"candidates": np.array([-1, 5, 1], np.int32)}, ValueError, "got -1 at"),
+    "beyond the blocks": ({"candidates": np.array([10], np.int32), "block": 5}, ValueError, r"in \[0, 10\), got 10"),
+    "block": ({"block": 7}, ValueError, r"block: expected a divisor of vocab \(50\), got 7"),
+    "dtype": ({"candidates": LIST.astype(np.int64)}, ValueError, "candidates: .*int32"),
+    "lists": ({"candidates": np.tile(LIST, (3, 1))}, ValueError, "divides the 4 rows, got 3"),
+    "empty": ({"candidates": LIST[:0]}, ValueError, "candidates: expected at least one"),
+    "n": ({"n": 4}, ValueError, "n: expected 1 <= n <= the 3 words of a list, got 4"),
+    "counts": ({"counts": np.zeros(2, np.int32)}, ValueError, r"counts: expected shape \(1,\)"),
+    "out": ({"out": (np.zeros((4, 2), np.float64), None)}, ValueError, "out"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LISTS)
+def test_candidates_name_what_is_wrong(case: str) -> None:
+    changed, error, message = BAD_LISTS[case]
+    arguments = {"hidden": STATES, "embedding": WORDS, "candidates": LIST, "n": 2, **changed}
+    with pytest.raises(error, match=message):
+        tvm_sparse.candidate_topk(**arguments)
+
+
+@pytest.mark.gpu
+def test_candidates_on_a_gpu_are_looked_at_on_request() -> None:
+    states, words = torch.zeros(4, 16, device="cuda"), torch.zeros(50, 16, device="cuda")
+    bad = torch.tensor([0, 50], dtype=torch.int32, device="cuda")
+    tvm_sparse.candidate_topk(states, words, bad, 1)  # unlooked at it reads no memory that is not there
+    with pytest.raises(ValueError, match="got 50 at"):
+        tvm_sparse.candidate_topk(states, words, bad, 1, validate=True)
+
+
+def test_no_rows() -> None:
+    values, indices = tvm_sparse.head_topk(STATES[:0], WORDS, 3)
+    assert values.shape == indices.shape == (0, 3)
+    values, indices = tvm_sparse.candidate_topk(STATES[:0], WORDS, LIST, 2)
+    assert values.shape == (0, 2)
