@@ -82,7 +82,8 @@ def beam_search(
     length
         Words of the longest result.
     eos
-        The word that ends a hypothesis; None: all have the full length.
+        The word that ends a hypothesis; None: all have the full length, and nothing waits for the GPU, so that a CUDA
+        graph can hold the whole search.
     length_penalty
         0: log-probabilities are compared; above, longer hypotheses are preferred (Wu et al. 2016, equation 14).
     reorder
@@ -152,7 +153,7 @@ def beam_search(
             ended = ended | (chosen == eos)
             if position % LOOK_EVERY == LOOK_EVERY - 1 and bool(ended.all()):
                 break
-    longest = int(lengths.max())
+    longest = length if eos is None else int(lengths.max())
     return Beams(sequences.reshape(sentences, beam, length)[:, :, :longest], log_probs, scores, lengths)
 
 
