@@ -658,7 +658,8 @@ def _problems(
 
 def _recorded(kernels: Sequence[Explanation]) -> float | None:
     """Seconds of these kernels one after the other, if records of this machine tell them."""
-    if not kernels or any(one.how not in ("exact", "bucket") for one in kernels):
+    # A library that was compiled without a record has decisions of its own, and no figures.
+    if not kernels or any(one.how not in ("exact", "bucket") or "seconds" not in one.figures for one in kernels):
         return None
     return sum(one.figures["seconds"] for one in kernels)
 

@@ -20,15 +20,14 @@ TILE_M = powers(8, 64)
 TILE_N = (16, 32)
 # Warps that share the columns of a word.
 REDUCE_WARPS = powers(1, 16)
-# Thread blocks of the first kernel: for short lists, and by how many there are for each multiprocessor.
-FEW_BLOCKS = powers(8, 1024)
-BLOCKS_EACH = (1, 2, 3, 4, 6, 8)
+# Thread blocks of the first kernel for each multiprocessor, those of all lists together.
+BLOCKS_EACH = (1, 2, 3, 4, 6)
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
-TILES = powers(1, 16)
+TILES = (1, 4, 8, 16)
 # Steps in hand, which divide those of a word.
 DEPTH = (1, 2, 3, 4)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
@@ -53,11 +52,10 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
     if not isinstance(problem, CandidateLogits) and problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}, the most that are ranked by counting")
-    rows = problem.batch if isinstance(problem, HeadTopk) else problem.beam
+    head = isinstance(problem, HeadTopk)
+    rows, lists = (problem.batch, 1) if head else (problem.beam, problem.lists)
     most = ceildiv(most_words(problem), min(TILE_N))
-    # A list has no more blocks than tiles; lists that are many have blocks enough with few each.
-    each = tuple(machine.cores * n for n in BLOCKS_EACH)
-    blocks = tuple(sorted({b for b in (*FEW_BLOCKS, *each) if b < 2 * most} | {1 if most < FEW_BLOCKS[0] else most}))
+    blocks = {min(most, max(1, machine.cores * n // lists)) for n in BLOCKS_EACH}
     return {
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
         "tile_n": TILE_N,
@@ -65,7 +63,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "tiles": TILES,
         "depth": DEPTH,
         "staged": (0, 1),
-        "blocks": tuple(b for b in blocks if b <= 2048),
+        "blocks": tuple(sorted(blocks)),
         "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
         "overlap": (0, 1) if machine.has_clusters else (0,),
     }
@@ -121,7 +119,7 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
         for reduce_warps, tiles, staged in shared + alone
-        for depth in (2, 1, 3, 4)
+        for depth in (2, 1, 4)
         for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
         for threads in (1024, 512, 256)
         if threads in table["threads"]
