@@ -24,6 +24,8 @@ REDUCE_WARPS = powers(1, 16)
 BLOCKS_EACH = (1, 2, 3, 4, 6)
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
+# Bytes of a row above which shared memory has room for one block of a multiprocessor: a barrier would stop all of it.
+WIDE = 4096
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
@@ -97,13 +99,11 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
-    """All rows in a tile, if there is room, and eight warps that share it; else a tile a warp."""
+    """All rows in a tile, if there is room. Eight warps share a tile; of wide rows each warp has a tile of its own."""
     table = space(problem, machine)
-    lists = 1 if isinstance(problem, HeadTopk) else problem.lists
     shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
-    alone = [(1, tiles, 1) for tiles in (16, 8, 4, 2, 1)]
-    wanted = 2 * machine.cores / lists
-
+    alone = [(1, tiles, 1) for tiles in (8, 16, 4, 1)]
+    wide = problem.hidden * numpy_dtype(problem.dtype).itemsize > WIDE
     choices = [
         {
             "tile_m": tile_m,
@@ -112,15 +112,14 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
             "tiles": tiles,
             "depth": depth,
             "staged": staged,
-            "blocks": blocks,
+            "blocks": table["blocks"][min(1, len(table["blocks"]) - 1)],
             "threads": threads,
             "overlap": max(table["overlap"]),
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
-        for reduce_warps, tiles, staged in shared + alone
-        for depth in (2, 1, 4)
-        for blocks in sorted(table["blocks"], key=lambda b: abs(b - wanted))[:1]
+        for reduce_warps, tiles, staged in (alone + shared if wide else shared + alone)
+        for depth in ((4, 2, 3, 1) if wide else (2, 1, 3, 4))
         for threads in (1024, 512, 256)
         if threads in table["threads"]
     ]
