@@ -318,7 +318,9 @@ def test_unknown_structure(operator: str) -> None:
 
 @pytest.mark.parametrize("operator", registry.operators())
 def test_unknown_setting(operator: str) -> None:
-    with pytest.raises(ProblemError, match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|threshold|none)"):
+    with pytest.raises(
+        ProblemError, match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|threshold|none)"
+    ):
         make(operator, registry.find(operator).problem.example).generate(0, settings={"logs": 1})
 
 

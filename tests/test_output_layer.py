@@ -47,7 +47,10 @@ def test_head_equals_the_reference(key: str, structure: str, place: str) -> None
         inputs = problem.generate(seed, structure, settings)
         states, words, scale, log, *_ = inputs
         bias, ids = problem.extras(inputs)
-        given = {"bias": there(bias, place) if problem.bias else None, "ids": there(ids, place) if problem.ids else None}
+        given = {
+            "bias": there(bias, place) if problem.bias else None,
+            "ids": there(ids, place) if problem.ids else None,
+        }
         found = tvm_sparse.head_topk(
             there(states, place), there(words, place), problem.k, log=bool(log), temperature=1 / scale,
             normaliser=True, **given,
@@ -83,9 +86,7 @@ def test_candidates_in_their_three_forms_agree(place: str) -> None:
     states, words = rng.standard_normal((4, 24), np.float32), rng.standard_normal((64, 24), np.float32)
     union = np.arange(0, 64, 3, dtype=np.int32)
     one = tvm_sparse.candidate_topk(there(states, place), there(words, place), there(union, place), 5)
-    each = tvm_sparse.candidate_topk(
-        there(states, place), there(words, place), there(np.tile(union, (4, 1)), place), 5
-    )
+    each = tvm_sparse.candidate_topk(there(states, place), there(words, place), there(np.tile(union, (4, 1)), place), 5)
     pairs = tvm_sparse.candidate_topk(
         there(states, place), there(words, place), there(np.tile(union, (2, 1)), place), 5
     )

@@ -15,4 +15,7 @@ candidate_dot_products = dots("candidate_logits", "candidate_dot_products")
 TEMPLATES: tuple[Template, ...] = (candidate_products, candidate_tiles_product, candidate_dot_products)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
-FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (candidate_products,), "cuda": (candidate_tiles_product, candidate_dot_products)}
+FALLBACKS: dict[str, tuple[Template, ...]] = {
+    "llvm": (candidate_products,),
+    "cuda": (candidate_tiles_product, candidate_dot_products),
+}

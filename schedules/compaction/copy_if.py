@@ -14,8 +14,8 @@ THREADS = powers(32, 512)
 def build(problem: Compaction, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
+    from ..device.region import device_region
     from ..lsh import naive
-    from ..output_layer.interface import device_region
     from .interface import gpu_program
 
     scan = naive.scan_bitmap(problem.vocab, decisions["threads"])

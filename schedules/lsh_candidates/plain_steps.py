@@ -20,8 +20,8 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
     from tvm_sparse.core.template import Workspace
     from tvm_sparse.formats.bitmap import bitmap_words
 
+    from ..device.region import device_region
     from ..lsh import naive
-    from ..output_layer.interface import device_region
     from .interface import gpu_program
 
     threads, vocab, words = decisions["threads"], problem.vocab, bitmap_words(problem.vocab)

@@ -19,8 +19,8 @@ def build(problem: LshLookup, decisions: Decisions) -> Program:
     from tvm_sparse.core.arguments import beside
     from tvm_sparse.core.template import Workspace
 
+    from ..device.region import device_region
     from ..lsh.naive import choose_words, count_in_global_memory
-    from ..output_layer.interface import device_region
     from .interface import gpu_program
 
     threads, vocab = decisions["threads"], problem.vocab

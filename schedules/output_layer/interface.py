@@ -25,6 +25,7 @@ from tvm_sparse.operators.head_topk.problem import HeadTopk
 from ..device.overlap import overlapping
 from .words import OutputLayer
 
+
 @dataclass(frozen=True)
 class Arguments:
     """What a kernel is called with: buffers and scalars by the names under which the operators declare them.
@@ -171,8 +172,3 @@ def _trimmed(problem: OutputLayer, main: tirx.PrimFunc, workspaces: Sequence[Wor
     wanted |= {f"own{i}" for i in range(len(workspaces))}
     params = [p for name, p in zip(PARAMETERS, main.params, strict=True) if name in wanted]
     return tirx.PrimFunc(params, main.body, main.ret_type, main.attrs).with_attr("global_symbol", "main")
-
-
-def device_region() -> Any:
-    """What a kernel stands in (`with device_region():`); a function may have several, which run one after the other."""
-    return T.attr({"tirx.device_entry": True})

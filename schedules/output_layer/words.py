@@ -17,3 +17,18 @@ def block_of(problem: OutputLayer) -> int:
 def most_words(problem: OutputLayer) -> int:
     """Words of a list that is full."""
     return problem.vocab if isinstance(problem, HeadTopk) else problem.m * block_of(problem)
+
+
+def lists_of(problem: OutputLayer) -> tuple[int, int]:
+    """Lists of words, and rows of hidden states of each."""
+    return (1, problem.batch) if isinstance(problem, HeadTopk) else (problem.lists, problem.beam)
+
+
+def best_of(problem: OutputLayer) -> int:
+    """Words to be found in each row; 0 of the gathered product, which finds none."""
+    return 0 if isinstance(problem, CandidateLogits) else problem.k
+
+
+def candidates_of(problem: OutputLayer) -> int:
+    """Candidates of a list; 0 of the exact head, whose list is the vocabulary."""
+    return 0 if isinstance(problem, HeadTopk) else problem.m

@@ -12,12 +12,13 @@ from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
 from tvm_sparse.operators.head_topk.problem import HeadTopk
 
+from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.words import load_element
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
-from ..interface import Arguments, device_region, gpu_program, rows_shape
-from ..words import OutputLayer, block_of, most_words
+from ..interface import Arguments, gpu_program, rows_shape
+from ..words import OutputLayer, best_of, block_of, candidates_of, most_words
 
 # Warps of a block of the first kernel, each with a score of its own.
 WARPS = 8
@@ -28,7 +29,6 @@ def program(problem: OutputLayer, threads: int) -> Program:
     """The program of one point of the space."""
     multiply = score_words(problem)
     if isinstance(problem, CandidateLogits):
-
         # fmt: off
         @T.inline
         def alone(io):
@@ -52,7 +52,7 @@ def count_words(io: Arguments, index: Any) -> Any:
     """How many words a list has."""
     if io.counts is None:
         return io.vocab
-    return T.max(T.min(io.counts[index], io.problem.m), 0) * block_of(io.problem)
+    return T.max(T.min(io.counts[index], candidates_of(io.problem)), 0) * block_of(io.problem)
 
 
 def word_at(io: Arguments, index: Any, position: Any) -> Any:
@@ -103,7 +103,7 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
 
 def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
     """The second kernel. Reads: scores. Writes: all outputs."""
-    k, ids = problem.k, problem.axes.get("ids", 0)
+    k, ids = best_of(problem), problem.axes.get("ids", 0)
     static = None if isinstance(problem, HeadTopk) else most_words(problem)
 
     def phases(io: Arguments) -> SimpleNamespace:

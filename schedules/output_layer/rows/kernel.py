@@ -18,7 +18,7 @@ from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
 from ...softmax_topk.row_scan.space import Extents
 from ..interface import Arguments, cpu_program, rows_shape
-from ..words import OutputLayer, block_of, most_words
+from ..words import OutputLayer, best_of, block_of, candidates_of, most_words
 
 # Elements of the scan's chunks and vectors: the defaults of `row_scan`.
 CHUNK, LANES = 256, 16
@@ -26,7 +26,7 @@ CHUNK, LANES = 256, 16
 
 def program(problem: OutputLayer, decisions: Decisions) -> Program:
     alone = isinstance(problem, CandidateLogits)
-    words = max(most_words(problem), 1 if alone else problem.k)
+    words = most_words(problem)
     own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
     product, best = multiply(problem, decisions), None if alone else select(problem, words)
 
@@ -45,8 +45,8 @@ def words_of(io: Arguments, index: Any) -> tirx.PrimExpr:
     """How many words a list has."""
     if io.counts is None:
         return io.vocab
-    block = block_of(io.problem)
-    return T.Cast("int64", T.max(T.min(io.counts[index], io.problem.m), 0)) * T.int64(block)
+    most, block = candidates_of(io.problem), block_of(io.problem)
+    return T.Cast("int64", T.max(T.min(io.counts[index], most), 0)) * T.int64(block)
 
 
 def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
@@ -56,7 +56,9 @@ def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
     block = block_of(io.problem)
     if block == 1:
         return T.Cast("int64", io.candidates[index, position])
-    return T.Cast("int64", io.candidates[index, position // T.int64(block)]) * T.int64(block) + position % T.int64(block)
+    return T.Cast("int64", io.candidates[index, position // T.int64(block)]) * T.int64(block) + position % T.int64(
+        block
+    )
 
 
 def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
@@ -138,15 +140,13 @@ class Row:
 
 def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
     """Reads: `scores`. Writes: all outputs."""
-    exact_head, k, ids = isinstance(problem, HeadTopk), problem.k, problem.axes.get("ids", 0)
+    exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), problem.axes.get("ids", 0)
 
     def phases(io: Arguments, index: Any, row: Any) -> SimpleNamespace:
         """Those of `row_scan` for a row, and what they are called with."""
         columns = T.Cast("int32", io.vocab) if exact_head else static
         extents = Extents(columns, k, ids, CHUNK, LANES)
-        shown = SimpleNamespace(
-            problem=SimpleNamespace(bias=0), logits=Row(io, index, row), scale=io.scale, log=io.log
-        )
+        shown = SimpleNamespace(problem=SimpleNamespace(bias=0), logits=Row(io, index, row), scale=io.scale, log=io.log)
         return SimpleNamespace(
             io=shown,
             extents=extents,

@@ -5,8 +5,12 @@ tiles of neighbouring words, an equal number for each block. Its `reduce_warps` 
 multiplies its part of all words of a tile, and the parts are added through shared memory. What a warp needs of the
 hidden states it keeps in registers from beginning to end. Words come straight from global memory into registers, 16
 bytes a lane, where they are operands of `mma` as they are (see `bsr_matmul.tensor_core`: columns are permuted alike in
-both operands). As soon as a step of a tile is multiplied, the same step of the next tile is asked for, so that all steps
-of a tile are in flight at any time. Word ids of candidates are read one tile further ahead.
+both operands). Lanes load whole cache lines, each for its neighbour too, and part them by shuffles. As soon as a step
+is multiplied, the one `depth` steps later is asked for, be it of the next tile, so that as many are in flight at any
+time. Word ids of candidates are read one tile further ahead.
+
+Where a tile is shared by one warp alone (`reduce_warps` of 1) a block has `tiles` of them in hand at a time. Its warps
+then meet at no barrier; `staged` hidden states are kept in shared memory, for all of them.
 
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
 h h' + h l' + l h', which leaves out some 2^-22 of it.
@@ -16,8 +20,8 @@ of exponentials relative to a maximum (Milakov & Gimelshein 2018, Algorithm 3) s
 
 **Second kernel: the best.** The k best words of a row lie in the k tiles whose best words are the best: if a word is
 among the k best and its tile is not among these, there are k better words. So a thread block a row finds the k best
-tiles, reads their scores again, k * tile_n of them, and finds the k best words. Both times it is the same selection: the
-k-th largest of the maxima of groups of threads is a bound below which nothing counts; what reaches it is ranked by
+tiles, reads their scores again, k * tile_n of them, and finds the k best words. Both times it is the same selection:
+the k-th largest of the maxima of groups of threads is a bound below which nothing counts; what reaches it is ranked by
 counting. Keys are unique (see `device.selection`), so that the result does not depend on who comes first, and no input
 makes the selection fail.
 """

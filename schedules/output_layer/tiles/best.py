@@ -1,11 +1,11 @@
 """The second kernel of `tiles`: a block a row finds the best words of the best tiles.
 
-    begin_search    of tiles, then of words: what each thread looks at first is loaded
-    load_pairs      maxima and sums of exponentials of the first kernel's blocks
-    select          of tiles, then of words: the k best
-    join_pairs      the row's maximum and sum of exponentials
-    write_absent    what stands where there are no words left
-    write_asked     the probabilities of words that were asked for
+begin_search    of tiles, then of words: what each thread looks at first is loaded
+load_pairs      maxima and sums of exponentials of the first kernel's blocks
+select          of tiles, then of words: the k best
+join_pairs      the row's maximum and sum of exponentials
+write_absent    what stands where there are no words left
+write_asked     the probabilities of words that were asked for
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
+from ...device.region import device_region
 from ...device.selection import FULL_WARP, join_key, key_bits, key_index, key_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
-from ..interface import device_region
 from .space import Extents
 from .words import count_words, find_word
 

@@ -1,7 +1,7 @@
 """The program of `tiles`: its workspaces, and its kernels, each a list of phases.
 
-    product     the scores of tiles of words                            (`product`)
-    best        the best words of the rows, from the best of the tiles  (`best`)
+product     the scores of tiles of words                            (`product`)
+best        the best words of the rows, from the best of the tiles  (`best`)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ def program(problem: OutputLayer, e: Extents) -> Program:
     """The program of one point of the space."""
     multiply = product(e)
     if not e.k:
-
         # fmt: off
         @T.inline
         def alone(io):

@@ -32,10 +32,10 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
+from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
-from ..interface import device_region
 from .space import STEP, VECTOR, Extents
 from .words import count_words, find_word
 
@@ -117,15 +117,25 @@ class State(Buffers):
     added: Any = local("float32", lambda e: e.a_fragments * 2)
     other: Any = local("float32", 2)
     bits: Any = local("uint32", 2)
-    parts: Any = shared(
-        "float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch, when=lambda e: e.reduce_warps > 1)
+    parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch, when=lambda e: e.reduce_warps > 1)
     kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, 0, when=lambda e: e.staged)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A thread's place: its tile of several that a block has in hand, its warp of those that share the tile, and in the
-    fragments its row, of eight, and its vector of half a step, of four. It loads for two rows, of one the half `odd`."""
+    """A thread's place.
+
+    Attributes
+    ----------
+    team
+        Its tile, of several that a block has in hand.
+    warp
+        Its warp, of those that share the tile.
+    group, member
+        In the fragments its row, of eight, and its vector of half a step, of four.
+    odd
+        Whether its row is an odd one. It loads this half of a step for both rows of a pair.
+    """
 
     t: Any
     reduce_warps: int
@@ -267,7 +277,7 @@ def find_words(e: Extents) -> Callable[..., Any]:
 
 
 def find_rows(e: Extents) -> Callable[..., Any]:
-    """Reads: `word`. Writes: `at` or `ahead`, where the words' rows are. Barriers: none. The phase is (io, s, p, at)."""
+    """Reads: `word`. Writes: `at` or `ahead`, where the rows are. Barriers: none. The phase is (io, s, p, at)."""
 
     @T.inline
     def phase(io, s, p, at):
@@ -507,8 +517,8 @@ def join_sums(e: Extents) -> Callable[..., Any]:
 
 
 def finish_alone(e: Extents) -> Callable[..., Any]:
-    """`finish_scores` for a warp that has whole sums in its registers: rows are two of each fragment's, by `member`, and
-    their words lie with eight lanes.
+    """`finish_scores` for a warp that has whole sums in its registers: rows are two of each fragment's, by `member`,
+    and their words lie with eight lanes.
 
     Reads: `sums`; the bias.
     Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `pairs`.

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
-from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk
 
-from ..words import OutputLayer, block_of, most_words
+from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
@@ -52,10 +50,9 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     size = numpy_dtype(problem.dtype).itemsize
     if problem.hidden * size % VECTOR:
         raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
-    if not isinstance(problem, CandidateLogits) and problem.k > MAX_K:
-        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}, the most that are ranked by counting")
-    head = isinstance(problem, HeadTopk)
-    rows, lists = (problem.batch, 1) if head else (problem.beam, problem.lists)
+    if best_of(problem) > MAX_K:
+        raise NotApplicable(f"k={best_of(problem)} exceeds {MAX_K}, the most that are ranked by counting")
+    lists, rows = lists_of(problem)
     most = ceildiv(most_words(problem), min(TILE_N))
     blocks = {min(most, max(1, machine.cores * n // lists)) for n in BLOCKS_EACH}
     return {
@@ -66,7 +63,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "depth": DEPTH,
         "staged": (0, 1),
         "blocks": tuple(sorted(blocks)),
-        "threads": (256,) if isinstance(problem, CandidateLogits) else THREADS,
+        "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
     }
 
@@ -175,9 +172,9 @@ class Extents:
         return cls(
             problem.dtype,
             problem.hidden,
-            0 if isinstance(problem, CandidateLogits) else problem.k,
-            problem.ids if isinstance(problem, HeadTopk) else 0,
-            0 if isinstance(problem, HeadTopk) else problem.m,
+            best_of(problem),
+            problem.axes.get("ids", 0),
+            candidates_of(problem),
             block_of(problem),
             **decisions,
             vectors=vectors,
@@ -218,8 +215,8 @@ class Extents:
 
     @property
     def parts_bytes(self) -> int:
-        """Static shared memory of the first kernel. Of the sums of all warps, twice: one tile is finished while the next
-        one's are written; or of what a warp knows of its rows."""
+        """Static shared memory of the first kernel: sums of all warps, twice, as one tile is finished while the next
+        one's are written; or what each warp knows of its rows."""
         if self.reduce_warps == 1:
             return self.tiles * self.tile_m * 8
         return 2 * self.reduce_warps * self.tile_m * self.pitch * 4
@@ -265,5 +262,3 @@ class Extents:
 def _dynamic(wanted: int, static: int) -> int:
     """Dynamic shared memory to ask for: TVM lets a kernel have more than 48 KB only if this part alone exceeds that."""
     return max(wanted, STATIC_SHARED + VECTOR) if wanted and wanted + static > STATIC_SHARED else wanted
-
-

@@ -1,6 +1,7 @@
-"""Which words a list has, for kernels that may start before the producer kernel has ended: by loads that see its writes.
+"""Which words a list has, for kernels that may start before the producer kernel has ended.
 
-A producer kernel may have made the lists, so these may be read only after the wait for it.
+A producer kernel may have made the lists, so these may be read only after the wait for it, by loads that see its
+writes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from tvm_sparse.core.problem import (
     Problem,
     ProblemError,
     Settings,
-    numpy_dtype,
     require_dtype,
     require_positive,
 )

@@ -104,7 +104,7 @@ def candidate_topk(
         if None not in beside and hidden.is_cuda:
             shapes = (hidden.shape, hidden.dtype, hidden.device, embedding.shape, embedding.dtype)
             key = ("candidates", *shapes, n, block, *beside)
-        found = dispatcher.launchers.get(key)
+        found = dispatcher.launchers.get(key) if key else None
         if found is not None and out is None and not validate and is_plain(hidden) and is_plain(embedding):
             function, beam, given, *likes = found
             lists = candidates if candidates.dim() == 2 else candidates[None]

@@ -37,8 +37,8 @@ class CandidateTopk(Problem):
     """`topk(softmax(scale * (hidden @ embedding[words].T + bias[words])), k)` over the words of a list.
 
     Rows of hidden states that share a list are its beam: `lists` of `beam` rows each. A candidate c stands for the
-    `block` words from c * block on. Fewer than k words are followed by -1, with a probability of 0. `bias` is 1 if there
-    is one.
+    `block` words from c * block on. Fewer than k words are followed by -1, with a probability of 0. `bias` is 1 if
+    there is one.
     """
 
     lists: int
@@ -232,8 +232,7 @@ class CandidateTopk(Problem):
         pairs = [words[ids] for ids in (found, wanted)]  # of -1 the last word, in both
         beside = [bias[0][ids] for ids in (found, wanted)] if bias else []
         theirs, ours = (
-            scores.pair_scores(flat, rows, added)
-            for rows, added in zip(pairs, beside or (None, None), strict=True)
+            scores.pair_scores(flat, rows, added) for rows, added in zip(pairs, beside or (None, None), strict=True)
         )
         exact = scores.is_exact(flat, *pairs, *beside)
         scores.same_ranking(self.outputs[1], found, wanted, theirs, ours, self._slack(inputs).reshape(-1), exact)

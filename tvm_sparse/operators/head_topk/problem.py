@@ -1,6 +1,6 @@
 """The exact output layer: softmax and top-k of `hidden @ embedding.T`, without the logits in between.
 
-What softmax + top-k is to logits (Milakov & Gimelshein 2018, Algorithm 4) with the product that makes them in front: the
+Softmax + top-k (Milakov & Gimelshein 2018, Algorithm 4) with the product that makes the logits in front: the
 full-vocabulary softmax that the LSH head of Shi, Xu & Knight 2018 (equations 1 and 2) is measured against.
 """
 
@@ -237,9 +237,7 @@ class HeadTopk(Problem):
             for rows, ids in zip(pairs, (found, wanted), strict=True)
         )
         exact = scores.is_exact(states, *pairs, *beside)
-        scores.same_ranking(
-            self.outputs[1], found, wanted, theirs, ours, scores.rounding(states, words), exact
-        )
+        scores.same_ranking(self.outputs[1], found, wanted, theirs, ours, scores.rounding(states, words), exact)
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
         states, words = inputs[:2]
@@ -273,7 +271,9 @@ def tolerances(
         return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0))) * np.abs(wanted)
 
     with np.errstate(invalid="ignore"):
-        return [None if a.name == "indices" else bound(a, wanted) for a, wanted in zip(arguments, expected, strict=True)]
+        return [
+            None if a.name == "indices" else bound(a, wanted) for a, wanted in zip(arguments, expected, strict=True)
+        ]
 
 
 PROBLEM = HeadTopk

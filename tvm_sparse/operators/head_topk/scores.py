@@ -1,14 +1,14 @@
 """What the problems of the output layer share: inputs, the scores of words in float64, and a comparison of rankings.
 
-A score is the dot product of a hidden state and a word's row of the embedding, plus the word's bias if there is one. Its
-float32 sum depends on the order in which it is made, so that two words whose scores differ by less than the rounding
-may come in either order. Where sums are exact, as of small integers, ties come in the order of the words.
+A score is the dot product of a hidden state and a word's row of the embedding, plus the word's bias if there is one.
+Its float32 sum depends on the order in which it is made, so that two words whose scores differ by less than the
+rounding may come in either order. Where sums are exact, as of small integers, ties come in the order of the words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tvm_sparse.core.problem import Argument, Mismatch, ProblemError, compare, numpy_dtype
 
@@ -94,9 +94,7 @@ def ranked(found: np.ndarray, k: int) -> np.ndarray:
     return columns
 
 
-def normalised(
-    found: np.ndarray, chosen: np.ndarray, scale: float, log: int
-) -> tuple[np.ndarray, np.ndarray]:
+def normalised(found: np.ndarray, chosen: np.ndarray, scale: float, log: int) -> tuple[np.ndarray, np.ndarray]:
     """Softmax of the scores `found` `(rows, n)`: its values for the scores `chosen`, and its normaliser's logarithm."""
     import numpy as np
 
@@ -174,7 +172,7 @@ def is_exact(states: np.ndarray, *others: np.ndarray) -> np.ndarray:
         return np.isinf(wide) | ((np.abs(wide) < 64) & (wide * 8 == np.round(wide * 8)))
 
     with np.errstate(invalid="ignore"):
-        rows = small(states).all(axis=1)
+        rows: np.ndarray = np.asarray(small(states).all(axis=1))
         for array in others:
             rows &= small(array).reshape(len(rows), -1).all(axis=1)
     return rows
@@ -201,8 +199,6 @@ def require_width(operator: str, hidden: int, vocab: int) -> None:
         raise ProblemError(
             f"{operator}: vocab must be below 2^31 and hidden below 2^20, got vocab={vocab}, hidden={hidden}"
         )
-
-
 
 
 def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
