@@ -35,7 +35,7 @@ from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
-from ...device.words import load_element
+from ...device.words import held_address, load_element
 from .space import STEP, VECTOR, Extents
 from .words import count_words, find_word
 
@@ -80,6 +80,8 @@ class State(Buffers):
         or in shared memory all rows of a tile, and in registers those of one step.
     hand
         Words of the steps in hand, likewise.
+    base
+        The address of the embedding.
     at, ahead
         Addresses of the words of the tile in hand and of the next one, at this lane's column of the first step.
     word
@@ -105,6 +107,7 @@ class State(Buffers):
     words: Any = local("int32")
     states: Any = local("uint32", lambda e: (1 if e.staged else e.steps) * e.b_fragments * 8)
     hand: Any = local("uint32", lambda e: e.depth * e.a_fragments * 16)
+    base: Any = local("uint64")
     at: Any = local("uint64", lambda e: e.a_fragments * 4)
     ahead: Any = local("uint64", lambda e: e.a_fragments * 4)
     word: Any = local("int32", lambda e: e.a_fragments * 4)
@@ -282,7 +285,7 @@ def find_rows(e: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, p, at):
         for i in T.unroll(e.a_fragments * 4):
-            at[i] = T.reinterpret("uint64", io.embedding.ptr_to([0, 0])) + (
+            at[i] = s.base[0] + (
                 T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
                 + T.Cast("uint64", (p.warp * (e.steps * 8) + p.odd * 4 + p.member) * VECTOR))
 
@@ -637,6 +640,7 @@ def product(e: Extents) -> Callable[..., Any]:
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             if e.overlap > 0:
                 wait_then_start_consumer()
+            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
             do.take_tiles(io, s, p, block)
             do.load_states(io, s, p)
             if s.tile[0] < s.end[0]:

@@ -72,6 +72,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
     e = Extents.of(problem, decisions)
     if e.tiles > 1 and e.reduce_warps > 1:
         return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
+    if e.reduce_warps == 1 and e.tile_m == 8 and e.depth == 4:
+        return "the compiler spills to reach the 128 registers of a higher occupancy"
     if e.steps % e.depth:
         return f"{e.depth} steps in hand do not divide the {e.steps} of a word"
     if e.depth * (e.tile_n // 4) > MAX_LOADS:
@@ -96,10 +98,12 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
-    """All rows in a tile, if there is room. Eight warps share a tile; of wide rows each warp has a tile of its own."""
+    """All rows in a tile, if there is room. Eight warps share a tile; of wide rows each warp has a tile of its own, unless
+    registers hold all hidden states."""
     table = space(problem, machine)
     shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
     alone = [(1, tiles, 1) for tiles in (8, 16, 4, 1)]
+    in_registers = [(8, 1, 0)]
     wide = problem.hidden * numpy_dtype(problem.dtype).itemsize > WIDE
     choices = [
         {
@@ -115,7 +119,7 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
         }
         for tile_m in sorted(table["tile_m"], reverse=True)
         for tile_n in table["tile_n"]
-        for reduce_warps, tiles, staged in (alone + shared if wide else shared + alone)
+        for reduce_warps, tiles, staged in (in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone)
         for depth in ((4, 2, 3, 1) if wide else (2, 1, 3, 4))
         for threads in (1024, 512, 256)
         if threads in table["threads"]
