@@ -553,8 +553,8 @@ def specvocab_sentence() -> str:
     return (
         f"{row['batch']} rows in {row['dtype']}, k = {row['k']}: PyTorch's gather, product, softmax and top-k take"
         f" {span(gains.values())} times as long as `candidate_topk`, the gather and product alone {span(logits)} times"
-        f" as long as `candidate_logits`; the exact head takes {span(exact)} times as long as `candidate_topk`. The rows that the lists"
-        f" name, each once, are read at {listed(parts)} candidates of the card's limit."
+        f" as long as `candidate_logits`; the exact head takes {span(exact)} times as long as `candidate_topk`. The"
+        f" rows that the lists name, each once, are read at {listed(parts)} candidates of the card's limit."
     )
 
 
