@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ from xml.sax.saxutils import escape
 import typer
 
 from tvm_sparse.bench.compare import NAME
-from tvm_sparse.core import machine, registry
+from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Argument, Problem
 from tvm_sparse.core.template import NotApplicable, Template
 from tvm_sparse.schedules.vocabulary import DECISIONS
@@ -119,9 +119,9 @@ def times_as(value: float) -> str:
 
 
 def span(values: Iterable[float], digits: int = 2) -> str:
-    """`0.93 to 1.13`."""
+    """`0.93 to 1.13`, or `0.93` where least and most are alike."""
     some = sorted(values)
-    return f"{some[0]:.{digits}f} to {some[-1]:.{digits}f}"
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (some[0], some[-1])))
 
 
 def percent(value: float) -> str:
@@ -158,8 +158,12 @@ class Headline:
 
 
 GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
+HEAD, SPECVOCAB, TABLE4 = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200"
+OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
+CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
+TORCH_LISTS = "torch gather + bmm + softmax + topk"
 HEADLINE_FILES = ("peers-h200", "peers-softmax-h200", "gu-tables-h200", "peers-float16-h200", "peers-rotated-h200",
-                  "argueta-chiang-table1-h200")  # fmt: skip
+                  "argueta-chiang-table1-h200", HEAD, SPECVOCAB)  # fmt: skip
 
 
 @functools.cache
@@ -170,6 +174,8 @@ def headlines() -> tuple[Headline, ...]:
     gu = list(results("gu-tables-h200").by("m", "k", "n", "block", "sparsity").values())
     half = list(results("peers-float16-h200").by_problem().values())
     lookups = [t for (_, values), t in results("argueta-chiang-table1-h200").by("nonzeros", "values").items()]
+    heads = [times for times in results(HEAD).by(*OF_HEAD).values() if "head_topk" in times]
+    lists = results(SPECVOCAB).by(*OF_LISTS).values()
     return (
         Headline("softmax_topk, float32", "PyTorch", ratios(results("peers-h200").by_problem().values(), "torch")),
         Headline("softmax, float32", "PyTorch", ratios(results("peers-softmax-h200").by_problem().values(), "torch")),
@@ -183,6 +189,13 @@ def headlines() -> tuple[Headline, ...]:
             ratios(results("peers-rotated-h200").by_problem().values(), "torch dense"),
         ),
         Headline("nhot_lookup, float32", "PyTorch, cuSPARSE", ratios(lookups)),
+        Headline("head_topk", "PyTorch", tuple(t[TORCH_HEAD] / t["head_topk"] for t in heads)),
+        Headline("head_topk", "cuBLAS, then softmax_topk", tuple(t[CHAIN] / t["head_topk"] for t in heads)),
+        Headline(
+            "candidate_topk, bfloat16, a list a row",
+            "PyTorch",
+            tuple(t[TORCH_LISTS] / t["candidate_topk"] for t in lists),
+        ),
     )
 
 
@@ -362,9 +375,229 @@ def lsh_recall_sentence() -> str:
         f" {listed(parts)} of the 12 best words. That for 0.99 is of k = {row['k']}, units = {row['units']}, bands ="
         f" {row['bands']}; the best word itself is then found at {float(row['recall_1']):.4f} of the states, and the"
         f" look-up counts up {float(row['increments']):.0f} times as many words as there are. Where 12 neighbouring"
-        f" states of a text share a list, which differ more than hypotheses of a beam do, it is"
+        f" states of a text share a list, it is"
         f" {100 * float(shared['0.99']['share']):.1f} % for 0.99."
     )
+
+
+# The steps of Shi, Xu & Knight 2018, table 4, and the programs that hold several.
+LSH_STEPS = ("WTA hash", "look-up", "candidate list", "copy of embeddings", "product", "softmax + top-n")
+FUSED_STEPS = {"hash to list, fused": "lsh_candidates", "gathered product": "candidate_logits",
+               "gathered product to top-n, fused": "candidate_topk"}  # fmt: skip
+LSH_HEAD, EXACT_HEAD, TORCH_GATHERED = "LSH head", "exact head", "torch gather + product + softmax + topk"
+
+
+def table4() -> dict[str, Row]:
+    return {row["step"]: row for row in results(TABLE4).rows}
+
+
+def step_sums() -> tuple[float, float]:
+    """Microseconds of the steps one after the other: over all words, and by LSH."""
+    steps = table4()
+    full, lsh = (
+        sum(float(steps[prefix + n]["microseconds"]) for n in LSH_STEPS if prefix + n in steps)
+        for prefix in ("full: ", "")
+    )
+    return full, lsh
+
+
+@part
+def shi_xu_knight_table4() -> str:
+    steps = table4()
+    rows = []
+    for name in LSH_STEPS:
+        full, row = steps.get(f"full: {name}"), steps[name]
+        naive = row["naive_microseconds"]
+        rows.append([name, us(float(full["microseconds"])) if full else "-", us(float(row["microseconds"]))]
+                    + [us(float(naive)) if naive else "-"]
+                    + [times_as(float(naive) / float(row["microseconds"])) if naive else "-"])  # fmt: skip
+    rows.append(["sum", *map(us, step_sums()), "-", "-"])
+    return table(["step", "all words", "LSH", "naive form", "naive over ours"], rows)
+
+
+@part
+def shi_xu_knight_calls() -> str:
+    steps = table4()
+    ours = float(steps[LSH_HEAD]["microseconds"])
+    rows = []
+    for name in (*FUSED_STEPS, LSH_HEAD, EXACT_HEAD, CHAIN, TORCH_HEAD, TORCH_GATHERED):
+        time = float(steps[name]["microseconds"])
+        rows.append([name, us(time), "-" if name in FUSED_STEPS else times_as(time / ours)])
+    return table(["program, or what a decoder calls", "microseconds", "over the LSH head"], rows)
+
+
+@part
+def shi_xu_knight_sentence() -> str:
+    steps = table4()
+    row, (full, lsh) = steps[LSH_HEAD], step_sums()
+    ours, slower = float(row["microseconds"]), []
+    for name in LSH_STEPS:
+        naive, time = steps[name]["naive_microseconds"], float(steps[name]["microseconds"])
+        if naive and float(naive) < time:
+            kernel = steps[name]["kernel"].partition("@")[0]
+            plain = steps[name]["naive_kernel"].partition(": ")[2]
+            slower.append(
+                f"The {name} is slower than its naive form here: `{kernel}`, at its default and untuned, takes"
+                f" {us(time)} microseconds, `{plain}` {us(float(naive))}."
+            )
+    others = [
+        f"{what} {us(float(steps[name]['microseconds']))} ({times_as(float(steps[name]['microseconds']) / ours)} times)"
+        for name, what in (
+            (EXACT_HEAD, "the exact head"),
+            (CHAIN, "product + `softmax_topk`"),
+            (TORCH_HEAD, "PyTorch's product, softmax and top-k"),
+        )
+    ]
+    return " ".join(
+        [
+            f"At {int(row['vocab']):,} words, hidden {row['hidden']}, beam {row['beam']}, {row['dtype']} and"
+            f" {int(row['candidates']):,} candidates the LSH head takes {us(ours)} microseconds, {listed(others)}."
+            f" One by one its steps take {us(lsh)}, and product and `softmax_topk` over all words {us(full)}.",
+            *slower,
+        ]
+    )
+
+
+def of_shape(key: Sequence[str]) -> str:
+    batch, vocab, hidden, _, dtype = key
+    return f"({batch}, {vocab}, {hidden}) in {dtype}"
+
+
+def head_share(key: Sequence[str], name: str) -> float:
+    """The share of the limit at which a contender reads the embedding."""
+    return next(
+        float(row["share_of_matrix_limit"])
+        for row in results(HEAD).rows
+        if row["implementation"] == name and tuple(row[c] for c in OF_HEAD) == key
+    )
+
+
+@part
+def head_peers() -> str:
+    rows = []
+    for key, times in results(HEAD).by(*OF_HEAD).items():
+        ours = times.get("head_topk")
+        cells = [us(ours), us(times["product"]), us(times[CHAIN]), us(times[TORCH_HEAD])]
+        if ours is None:
+            cells += ["-"] * 4
+        else:
+            ratios = (ours / times["product"], times[CHAIN] / ours, times[TORCH_HEAD] / ours)
+            cells += [*(f"{ratio:.2f}" for ratio in ratios), percent(head_share(key, "head_topk"))]
+        rows.append([*key, *cells])
+    return table(
+        [*OF_HEAD, "`head_topk`", "product", "+ `softmax_topk`", "PyTorch", "head / product", "+ `softmax_topk` / head",
+         "PyTorch / head", "of the limit"],
+        rows,
+    )  # fmt: skip
+
+
+@part
+def head_sentence() -> str:
+    found = {key: times for key, times in results(HEAD).by(*OF_HEAD).items() if "head_topk" in times}
+    chain = {key: times[CHAIN] / times["head_topk"] for key, times in found.items()}
+    lost = [f"{of_shape(key)} ({ratio:.2f})" for key, ratio in chain.items() if ratio < 1]
+    won = [ratio for ratio in chain.values() if ratio >= 1]
+    product = {key: times["head_topk"] / times["product"] for key, times in found.items()}
+    half = [ratio for key, ratio in product.items() if key[-1] != "float32"]
+    full = [ratio for key, ratio in product.items() if key[-1] == "float32"]
+    shares = [100 * head_share(key, "head_topk") for key in found]
+    missing = [
+        f"At {of_shape([row[c] for c in OF_HEAD])} it has no time, as its result did not pass the check: {row['note']}."
+        for row in results(HEAD).rows
+        if row["implementation"] == "head_topk" and not row["microseconds"]
+    ]
+    return " ".join(
+        [
+            f"The exact head takes {span(half)} times as long as the product alone in float16 and bfloat16,"
+            f" {span(full)} times in float32, and reads the embedding at {span(shares, 0)} % of the card's limit."
+            f" PyTorch's product, softmax and top-k take"
+            f" {span(times[TORCH_HEAD] / times['head_topk'] for times in found.values())} times as long."
+            f" Product + `softmax_topk` takes {span(won)} times as long at {len(won)} shapes. The head loses to it at"
+            f" {len(lost)}, (batch, vocab, hidden): {listed(lost)}.",
+            *missing,
+        ]
+    )
+
+
+@part
+def specvocab() -> str:
+    shares = {
+        tuple(row[c] for c in OF_LISTS): float(row["share_of_limit"])
+        for row in results(SPECVOCAB).rows
+        if row["implementation"] == "candidate_topk"
+    }
+    names = ("candidate_topk", TORCH_LISTS, "candidate_logits", "torch gather + bmm", "head_topk")
+    rows = []
+    for key, times in results(SPECVOCAB).by(*OF_LISTS).items():
+        ratio = times[TORCH_LISTS] / times["candidate_topk"]
+        rows.append([*key, *(us(times[name]) for name in names), f"{ratio:.2f}", percent(shares[key])])
+    return table(
+        [*OF_LISTS, "`candidate_topk`", "PyTorch", "`candidate_logits`", "PyTorch's", "`head_topk`", "PyTorch / ours",
+         "of the limit"],
+        rows,
+    )  # fmt: skip
+
+
+@part
+def specvocab_sentence() -> str:
+    found = results(SPECVOCAB).by(*OF_LISTS)
+    row = results(SPECVOCAB).rows[0]
+    gains = {key: times[TORCH_LISTS] / times["candidate_topk"] for key, times in found.items()}
+    shares: dict[str, list[float]] = {}
+    for line in results(SPECVOCAB).rows:
+        if line["implementation"] == "candidate_topk":
+            shares.setdefault(line["m"], []).append(100 * float(line["share_of_limit"]))
+    parts = [f"{span(some, 0)} % at {m}" for m, some in shares.items()]
+    logits = [times["torch gather + bmm"] / times["candidate_logits"] for times in found.values()]
+    exact = [times["head_topk"] / times["candidate_topk"] for times in found.values()]
+    return (
+        f"{row['batch']} rows in {row['dtype']}, k = {row['k']}: PyTorch's gather, product, softmax and top-k take"
+        f" {span(gains.values())} times as long as `candidate_topk`, the gather and product alone {span(logits)} times"
+        f" as long as `candidate_logits`; the exact head takes {span(exact)} times as long as `candidate_topk`. The"
+        f" rows that the lists name, each once, are read at {listed(parts)} candidates of the card's limit."
+    )
+
+
+def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
+    """File, problem, decisions and their origin of what the runs of the output layer have measured of ours."""
+    for name in (HEAD, SPECVOCAB, TABLE4):
+        for row in results(name).rows:
+            operator = FUSED_STEPS.get(row["step"]) if name == TABLE4 else row["implementation"]
+            if not operator or not row["kernel"] or not row["microseconds"]:
+                continue
+            if name == TABLE4:
+                given = {**row, "lists": "1", "m": row["candidates"], "capacity": row["candidates"]}
+                given["k"] = row["k" if operator == "lsh_candidates" else "n"]
+            else:
+                given = {**row, "lists": row["batch"], "beam": "1"}
+            axes = [f.name for f in dataclasses.fields(registry.find(operator).problem) if f.name in given]
+            problem = registry.parse(f"{operator}/{','.join(f'{axis}={given[axis]}' for axis in axes)}")
+            decisions, _, origin = row["kernel"].rpartition(" (")
+            yield name, problem, decisions, origin.rstrip(")")
+
+
+@part
+def head_decisions() -> str:
+    """Whose decisions the runs of the output layer were made with, and which are still the defaults."""
+    card = machine.Machine("cuda", "sm_90a", "sm_90a", cores=132)
+    recorded: list[str] = []
+    changed: dict[str, list[bool]] = {}
+    for name, problem, decisions, origin in measured_decisions():
+        if origin == "fallback":
+            what = f"`{problem.operator}` in `{name}.csv`"
+            changed.setdefault(what, []).append(str(spaces.fallback(problem, card)) != decisions)
+        else:
+            recorded.append(of_shape([str(problem.axes[axis]) for axis in OF_HEAD]))
+    moved = [f"{sum(some)} of {len(some)} shapes of {what}" for what, some in changed.items() if any(some)]
+    sentence = (
+        "None of these operators has been tuned: no records of them ship, and these are figures of the templates'"
+        " defaults"
+    )
+    if recorded:
+        sentence += f" (`head_topk` at {listed(recorded)}: of decisions that a record of that machine held)"
+    if moved:
+        sentence += f". The default has changed since for {listed(moved)}; these files do not have the present one"
+    return f"{sentence}."
 
 
 @part
@@ -525,6 +758,9 @@ PARTS["where-float16"] = _where("peers-float16-h200")
 PARTS["where-rotated"] = _where("peers-rotated-h200")
 PARTS["where-launch"] = _where("launch-floor-h200")
 PARTS["where-nhot"] = _where("argueta-chiang-table1-h200", "argueta-chiang-table1-float16-h200")
+PARTS["where-head"] = _where(HEAD)
+PARTS["where-specvocab"] = _where(SPECVOCAB)
+PARTS["where-table4"] = _where(TABLE4)
 PARTS["where-milakov"] = _where("milakov-gimelshein-h200")
 PARTS["where-milakov-cpu"] = _where("milakov-gimelshein-x86-64-v4")
 
@@ -547,11 +783,15 @@ def builtin() -> tuple[registry.Operator, ...]:
     return registry.BUILTIN
 
 
+# Operators that are steps of `LshHead`, which docs/ describes: README.md has no room for them.
+STEPS_OF_LSH = ("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "candidate_logits")
+
+
 @part
 def operators() -> str:
     rows = []
     for operator in builtin():
-        for name in operator.public:
+        for name in () if operator.name in STEPS_OF_LSH else operator.public:
             function = getattr(operator.call, name)
             if inspect.isfunction(function):
                 page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
