@@ -28,6 +28,8 @@ WIDE = 4096
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
 TILES = (1, 4, 8, 16)
+# Words times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
+MAX_ALONE = 64
 # Steps in hand, which divide those of a word.
 DEPTH = (1, 2, 3, 4)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
@@ -72,7 +74,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
     e = Extents.of(problem, decisions)
     if e.tiles > 1 and e.reduce_warps > 1:
         return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
-    if e.reduce_warps == 1 and e.tile_m == 8 and e.depth == 4:
+    if e.reduce_warps == 1 and e.tile_m == 8 and e.depth * e.tile_n >= MAX_ALONE:
         return "the compiler spills to reach the 128 registers of a higher occupancy"
     if e.steps % e.depth:
         return f"{e.depth} steps in hand do not divide the {e.steps} of a word"
@@ -98,8 +100,9 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
-    """All rows in a tile, if there is room. Eight warps share a tile; of wide rows each warp has a tile of its own, unless
-    registers hold all hidden states."""
+    """All rows in a tile, if there is room. Eight warps share a tile; of wide rows each warp has a tile of its own,
+    unless registers hold all hidden states.
+    """
     table = space(problem, machine)
     shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
     alone = [(1, tiles, 1) for tiles in (8, 16, 4, 1)]
