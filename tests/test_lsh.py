@@ -327,7 +327,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "row_clusters",
             "lsh_candidates/lists=1,beam=2,hidden=50,vocab=52000,k=7,units=3,bands=12,capacity=90,dtype=float16",
-            {"cluster": 1, "finishers": 1, "slices": 2, "bucket_lanes": 4, "loads": 1},
+            {"threads": 512, "cluster": 1, "exchange": 0, "finishers": 1, "slices": 2, "bucket_lanes": 4, "loads": 1},
         ),
         (
             "shared_counts",

@@ -205,3 +205,12 @@ def test_recall_of_a_models_own_states(cache: Path, tmp_path: Path) -> None:
     run(cache, "lsh_recall.py", saved, *options, "--csv", again)
     for one, other in zip(lines, lines_of(again), strict=True):
         assert abs(float(one["share"]) - float(other["share"])) < 0.1
+
+
+@pytest.mark.timeout(280)
+def test_points_of_a_space_side_by_side(cache: Path) -> None:
+    problem = "head_topk/batch=2,vocab=97,hidden=24,k=3"
+    words = ("--template", "head_rows", "--fix", "simd=8,16", "--points", "2", "--target", "cpu")
+    out = run(cache, "probes/explore.py", problem, *words)
+    assert "(default)" in out and len([line for line in out.splitlines() if "head_rows@" in line]) == 3
+    assert not any("simd=32" in line for line in out.splitlines())
