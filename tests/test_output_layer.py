@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import tvm_sparse
+from tvm_sparse.core import spaces
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 
 torch = pytest.importorskip("torch")
@@ -215,6 +218,35 @@ def test_candidates_on_a_gpu_are_looked_at_on_request() -> None:
     tvm_sparse.candidate_topk(states, words, bad, 1)  # unlooked at it reads no memory that is not there
     with pytest.raises(ValueError, match="got 50 at"):
         tvm_sparse.candidate_topk(states, words, bad, 1, validate=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "template"),
+    [
+        ("head_topk/batch=16,vocab=1000,hidden=100000,k=5", "head_dots"),  # no room for a hidden state
+        ("head_topk/batch=2,vocab=2000000,hidden=64,k=5", "head_dots"),  # nor for the best of all tiles
+        ("candidate_topk/lists=70000,beam=1,vocab=500,hidden=64,m=16,k=5", "candidate_dots"),  # an axis of the grid
+        ("candidate_topk/lists=1,beam=1,vocab=5000,hidden=64,m=1000,k=300", "candidate_dots"),
+        ("head_topk/batch=16,vocab=262144,hidden=5376,k=20,dtype=bfloat16", "head_tiles"),
+    ],
+)
+def test_what_does_not_fit_goes_another_way(key: str, template: str) -> None:
+    problem, machine = parse(key), Machine("cuda", "sm_90a", "sm_90a", cores=132)
+    chosen = spaces.fallback(problem, machine)
+    assert chosen.template == template and spaces.refusal(chosen, problem, machine) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "head_topk/batch=20000,vocab=128256,hidden=64,k=5",
+        "candidate_topk/lists=9000,beam=300,vocab=5000,hidden=64,m=1000,k=5",
+        "candidate_logits/lists=1,beam=1,vocab=5000,hidden=2000000,m=10",
+    ],
+)
+def test_extents_beyond_32_bits_are_refused(key: str) -> None:
+    with pytest.raises(ProblemError, match=r"below 2\^"):
+        parse(key)
 
 
 def test_no_rows() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
@@ -20,6 +22,8 @@ TILE_N = (16, 32)
 REDUCE_WARPS = powers(1, 16)
 # Thread blocks of the first kernel for each multiprocessor, those of all lists together.
 BLOCKS_EACH = (1, 2, 3, 4, 6)
+# Thread blocks along the second axis of a grid.
+MAX_BLOCKS_Y = 65535
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
 # Bytes of a row above which shared memory has room for one block of a multiprocessor: a barrier would stop all of it.
@@ -55,9 +59,11 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     if best_of(problem) > MAX_K:
         raise NotApplicable(f"k={best_of(problem)} exceeds {MAX_K}, the most that are ranked by counting")
     lists, rows = lists_of(problem)
+    if lists * ceildiv(rows, min(TILE_M)) > MAX_BLOCKS_Y:
+        raise NotApplicable(f"{lists} lists of {rows} rows exceed an axis of the grid")
     most = ceildiv(most_words(problem), min(TILE_N))
     blocks = {min(most, max(1, machine.cores * n // lists)) for n in BLOCKS_EACH}
-    return {
+    table = {
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
         "tile_n": TILE_N,
         "reduce_warps": REDUCE_WARPS,
@@ -68,6 +74,11 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
     }
+    if next(likely_points(problem, machine, table), None) is None:
+        raise NotApplicable(
+            f"hidden={problem.hidden} and lists of {most_words(problem)} words exceed registers or shared memory"
+        )
+    return table
 
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
@@ -100,34 +111,35 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
-    """All rows in a tile, if there is room. Eight warps share a tile; of wide rows each warp has a tile of its own,
-    unless registers hold all hidden states.
+    return next(likely_points(problem, machine, space(problem, machine)))
+
+
+def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
+    """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. Of wide
+    rows each warp has a tile of its own, unless registers hold all hidden states.
     """
-    table = space(problem, machine)
     shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
     alone = [(1, tiles, 1) for tiles in (8, 16, 4, 1)]
     in_registers = [(8, 1, 0)]
     wide = problem.hidden * numpy_dtype(problem.dtype).itemsize > WIDE
-    choices = [
-        {
-            "tile_m": tile_m,
-            "tile_n": tile_n,
-            "reduce_warps": reduce_warps,
-            "tiles": tiles,
-            "depth": depth,
-            "staged": staged,
-            "blocks": table["blocks"][min(1, len(table["blocks"]) - 1)],
-            "threads": threads,
-            "overlap": max(table["overlap"]),
-        }
-        for tile_m in sorted(table["tile_m"], reverse=True)
-        for tile_n in table["tile_n"]
-        for reduce_warps, tiles, staged in (in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone)
-        for depth in ((4, 2, 3, 1) if wide else (2, 1, 3, 4))
-        for threads in (1024, 512, 256)
-        if threads in table["threads"]
-    ]
-    return next(point for point in choices if allowed(problem, machine, point) is None)
+    for tile_m in sorted(table["tile_m"], reverse=True):
+        teams = in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone
+        for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
+            table["tile_n"], teams, (4, 2, 3, 1) if wide else (2, 1, 3, 4), table["threads"][::-1]
+        ):
+            point = {
+                "tile_m": tile_m,
+                "tile_n": tile_n,
+                "reduce_warps": reduce_warps,
+                "tiles": tiles,
+                "depth": depth,
+                "staged": staged,
+                "blocks": table["blocks"][min(1, len(table["blocks"]) - 1)],
+                "threads": threads,
+                "overlap": max(table["overlap"]),
+            }
+            if allowed(problem, machine, point) is None:
+                yield point
 
 
 @dataclass(frozen=True)

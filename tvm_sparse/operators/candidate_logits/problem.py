@@ -64,7 +64,7 @@ class CandidateLogits(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "lists", "beam", "vocab", "hidden", "m")
         require_dtype(self)
-        scores.require_width(self.operator, self.hidden, self.vocab)
+        scores.require_extents(self.operator, self.lists * self.beam, self.hidden, self.vocab, self.m)
         if self.bias not in (0, 1):
             raise ProblemError(f"candidate_logits: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
 

@@ -78,7 +78,7 @@ class CandidateTopk(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "lists", "beam", "vocab", "hidden", "m", "k", "block")
         require_dtype(self)
-        scores.require_width(self.operator, self.hidden, self.vocab)
+        scores.require_extents(self.operator, self.lists * self.beam, self.hidden, self.vocab, self.words)
         if self.k > self.words:
             raise ProblemError(
                 f"candidate_topk: k must be at most the {self.words} words of a list (m={self.m}, block={self.block}),"

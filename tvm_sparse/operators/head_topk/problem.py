@@ -80,7 +80,7 @@ class HeadTopk(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "batch", "vocab", "hidden", "k")
         require_dtype(self)
-        scores.require_width(self.operator, self.hidden, self.vocab)
+        scores.require_extents(self.operator, self.batch, self.hidden, self.vocab, self.vocab)
         if self.k > self.vocab:
             raise ProblemError(f"head_topk: k must be at most vocab ({self.vocab}), got {self.k}")
         if self.bias not in (0, 1):

@@ -194,11 +194,14 @@ def compare_ranked(
     )
 
 
-def require_width(operator: str, hidden: int, vocab: int) -> None:
+def require_extents(operator: str, rows: int, hidden: int, vocab: int, words: int) -> None:
+    """Raise `ProblemError` for extents that kernels do not count in 32 bits; `words` are those of a row."""
     if vocab >= 2**31 or hidden >= 2**20:
         raise ProblemError(
             f"{operator}: vocab must be below 2^31 and hidden below 2^20, got vocab={vocab}, hidden={hidden}"
         )
+    if rows * max(words, hidden) >= 2**31:
+        raise ProblemError(f"{operator}: rows times words must be below 2^31, got {rows} rows of {words} words")
 
 
 def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
