@@ -224,7 +224,7 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
 
     tolerance = PEER_TOLERANCE[problem.axes["dtype"]]
     values, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
-    if values.shape != wanted.shape or len(outputs) > len(expected):
+    if values.shape != wanted.shape or len(outputs) != (problem.peer_outputs or len(expected)):
         raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
     worst = float(np.max(np.abs(values - wanted), initial=0.0)) / max(float(np.max(np.abs(wanted), initial=0.0)), 1e-30)
     if not worst <= tolerance:

@@ -79,6 +79,8 @@ class Problem(ABC):
     data_axes: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one
     outputs: ClassVar[tuple[Argument, ...]]
+    # How many of the outputs, from the first on, other libraries' ways return; None: all.
+    peer_outputs: ClassVar[int | None] = None
     structures: ClassVar[tuple[str, ...]]  # how the data may lie: what `generate` can make
     tuned: ClassVar[str]  # the structure that is tuned and timed
     verified: ClassVar[tuple[str, ...]]  # the structures on which a kernel has to be right before it is timed

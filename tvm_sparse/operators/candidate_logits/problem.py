@@ -14,13 +14,14 @@ from tvm_sparse.core.problem import (
     Argument,
     Cost,
     Problem,
-    ProblemError,
     Settings,
     require_dtype,
     require_positive,
 )
 from tvm_sparse.operators.candidate_topk import lists
+from tvm_sparse.operators.candidate_topk.problem import CandidateTopk
 from tvm_sparse.operators.head_topk import scores
+from tvm_sparse.operators.softmax_topk.problem import require_extras
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,10 +47,9 @@ class CandidateLogits(Problem):
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("vocab",)
     inputs: ClassVar[tuple[Argument, ...]] = (
-        Argument("hidden", ("lists", "beam", "hidden"), "dtype", "Hidden states, the rows of a list side by side."),
-        Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
+        *CandidateTopk.inputs[:2],
         Argument("candidates", ("lists", "m"), "int32", "Words of each list, in [0, vocab)."),
-        Argument("counts", ("lists",), "int32", "How many candidates of each list count: the first min(count, m)."),
+        CandidateTopk.inputs[3],
         Argument("bias", ("vocab",), "float32", "Added to the words' logits.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
@@ -65,8 +65,7 @@ class CandidateLogits(Problem):
         require_positive(self, "lists", "beam", "vocab", "hidden", "m")
         require_dtype(self)
         scores.require_extents(self.operator, self.lists * self.beam, self.hidden, self.vocab, self.m)
-        if self.bias not in (0, 1):
-            raise ProblemError(f"candidate_logits: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
+        require_extras(self)
 
     def smaller(self, extent: int) -> Problem:
         return replace(self, lists=extent, vocab=min(self.vocab, lists.FEW_WORDS))

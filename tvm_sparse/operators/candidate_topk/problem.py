@@ -24,6 +24,8 @@ from tvm_sparse.core.problem import (
 )
 from tvm_sparse.operators.head_topk import scores
 from tvm_sparse.operators.head_topk.problem import HeadTopk, tolerances
+from tvm_sparse.operators.softmax_topk.problem import require_extras
+from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 
 from . import lists
 
@@ -59,8 +61,7 @@ class CandidateTopk(Problem):
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
         Argument("candidates", ("lists", "m"), "int32", "Candidates of each list, in [0, vocab / block)."),
         Argument("counts", ("lists",), "int32", "How many candidates of each list count: the first min(count, m)."),
-        Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies the scores."),
-        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+        *HeadTopk.inputs[2:4],
         Argument("bias", ("vocab",), "float32", "Added to the words' scores; -inf masks a word.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
@@ -68,6 +69,7 @@ class CandidateTopk(Problem):
         Argument("indices", ("lists", "beam", "k"), "int64", "Words of the values; -1 where there are none left."),
         Argument("normaliser", ("lists", "beam"), "float32", "Logarithm of the sum of exponentials of scaled scores."),
     )
+    peer_outputs: ClassVar[int | None] = HeadTopk.peer_outputs
     structures: ClassVar[tuple[str, ...]] = (*scores.STRUCTURES, "few")
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = structures
@@ -88,8 +90,7 @@ class CandidateTopk(Problem):
             raise ProblemError(f"candidate_topk: block {self.block} does not divide vocab={self.vocab}")
         if self.words >= 2**31:
             raise ProblemError(f"candidate_topk: a list must have fewer than 2^31 words, got {self.words}")
-        if self.bias not in (0, 1):
-            raise ProblemError(f"candidate_topk: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
+        require_extras(self)
 
     @property
     def words(self) -> int:
@@ -103,12 +104,11 @@ class CandidateTopk(Problem):
         """Each row's scores are made, summed, and inserted in order, one by one."""
         from tvm.script import tirx as T
 
+        from tvm_sparse.operators.softmax_topk import definition
+
         hidden, beam, m, k, dtype, block = self.hidden, self.beam, self.m, self.k, self.dtype, self.block
         with_bias = bool(self.bias)
-        lowest = T.min_value("float32")
-
-        def is_nan(x):  # by its bits: the simplifier takes x != x for false
-            return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+        take = definition.take(k)
 
         # fmt: off
         @T.prim_func(s_tir=True)
@@ -132,47 +132,26 @@ class CandidateTopk(Problem):
                     i, b = T.axis.remap("SS", [i0, b0])
                     T.reads(H[i, b, 0:hidden], E[0:vocab, 0:hidden], C[i, 0:m], K[i])
                     T.writes(V[i, b, 0:k], Z[i, b, 0:k], N[i, b])
-                    d = T.sblock_alloc_buffer((1,), "float32")
-                    top = T.sblock_alloc_buffer((1,), "float32")
-                    u = T.sblock_alloc_buffer((k + 1,), "float32")
-                    p = T.sblock_alloc_buffer((k + 1,), "int64")
-                    slot = T.sblock_alloc_buffer((1,), "int64")
                     word = T.sblock_alloc_buffer((1,), "int64")
-                    x = T.sblock_alloc_buffer((1,), "float32")
-                    top[0] = lowest
-                    d[0] = T.float32(0)
+                    s = T.meta_var(definition.Best.alloc(k))
+                    definition.begin(s)
                     for e in range(k):
-                        p[e] = T.int64(-1)
+                        s.p[e] = T.int64(-1)
                     for j in range(T.max(T.min(K[i], m), 0) * block):
                         word[0] = T.int64(C[i, j // block]) * T.int64(block) + T.int64(j % block)
-                        x[0] = T.float32(0)
+                        s.x[0] = T.float32(0)
                         for h in range(hidden):
-                            x[0] = x[0] + T.Cast("float32", H[i, b, h]) * T.Cast("float32", E[word[0], h])
+                            s.x[0] = s.x[0] + T.Cast("float32", H[i, b, h]) * T.Cast("float32", E[word[0], h])
                         if with_bias:
-                            x[0] = x[0] + B[word[0]]
-                        if x[0] > top[0]:
-                            d[0] = d[0] * T.exp((top[0] - x[0]) * scale)
-                            top[0] = x[0]
-                        d[0] = d[0] + T.exp((x[0] - top[0]) * scale)
-                        slot[0] = T.min(T.int64(j), T.int64(k))
-                        while slot[0] > T.int64(0) and (
-                            u[slot[0] - T.int64(1)] < x[0] or (is_nan(x[0]) and not is_nan(u[slot[0] - T.int64(1)]))
-                        ):
-                            u[slot[0]] = u[slot[0] - T.int64(1)]
-                            p[slot[0]] = p[slot[0] - T.int64(1)]
-                            slot[0] = slot[0] - T.int64(1)
-                        u[slot[0]] = x[0]
-                        p[slot[0]] = word[0]
+                            s.x[0] = s.x[0] + B[word[0]]
+                        take(s, scale, j, word[0])
                     for e in range(k):
-                        Z[i, b, e] = p[e]
-                        if p[e] < T.int64(0):
+                        Z[i, b, e] = s.p[e]
+                        if s.p[e] < T.int64(0):
                             V[i, b, e] = T.Select(log != 0, T.float32("-inf"), T.float32(0))
                         else:
-                            if log != 0:
-                                V[i, b, e] = (u[e] - top[0]) * scale - T.log(d[0])
-                            else:
-                                V[i, b, e] = T.exp((u[e] - top[0]) * scale) / d[0]
-                    N[i, b] = top[0] * scale + T.log(d[0])
+                            definition.write(V, [i, b, e], s, s.u[e], scale, log)
+                    N[i, b] = s.m[0] * scale + T.log(s.d[0])
         # fmt: on
         return self.trimmed(main)
 
@@ -198,10 +177,9 @@ class CandidateTopk(Problem):
         for i, of_list in enumerate(lists.of_lists(candidates, counts, self.block)):
             if len(of_list):
                 found = scores.scores(states[i], words[of_list], bias[0][of_list] if bias else None)
-                best = scores.ranked(found, min(self.k, len(of_list)))
-                chosen = np.take_along_axis(found, best, axis=1)
-                values[i, :, : best.shape[1]], normaliser[i] = scores.normalised(found, chosen, scale, log)
-                indices[i, :, : best.shape[1]] = of_list[best]
+                many = min(self.k, len(of_list))
+                (values[i, :, :many], best), normaliser[i] = best_and_asked(found, many, None, scale, log)
+                indices[i, :, :many] = of_list[best]
         return [values, indices, normaliser]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
@@ -229,13 +207,7 @@ class CandidateTopk(Problem):
             if not np.isin(rows[rows != -1], of_list).all():
                 raise Mismatch(f"indices[{i}] has words that are no candidates")
         flat = states.reshape(-1, self.hidden)
-        pairs = [words[ids] for ids in (found, wanted)]  # of -1 the last word, in both
-        beside = [bias[0][ids] for ids in (found, wanted)] if bias else []
-        theirs, ours = (
-            scores.pair_scores(flat, rows, added) for rows, added in zip(pairs, beside or (None, None), strict=True)
-        )
-        exact = scores.is_exact(flat, *pairs, *beside)
-        scores.same_ranking(self.outputs[1], found, wanted, theirs, ours, self._slack(inputs).reshape(-1), exact)
+        scores.compare_words(self.outputs[1], flat, words, bias[0] if bias else None, found, wanted)
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
         states, words, _, _, _, _, *bias = inputs

@@ -22,6 +22,8 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
+from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY, SoftmaxTopk, require_extras
+from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 
 from . import scores
 
@@ -54,8 +56,7 @@ class HeadTopk(Problem):
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
-        Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies the scores."),
-        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+        *SoftmaxTopk.inputs[1:3],
         Argument("bias", ("vocab",), "float32", "Added to every row of the scores; -inf masks a word.", when="bias"),
         Argument("ids", ("batch", "ids"), "int64", "Words whose probabilities are wanted.", when="ids"),
     )
@@ -65,15 +66,11 @@ class HeadTopk(Problem):
         Argument("normaliser", ("batch",), "float32", "Logarithm of the sum of exponentials of the scaled scores."),
         Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
     )
+    peer_outputs: ClassVar[int | None] = 2  # no normaliser
     structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = scores.STRUCTURES
-    settings: ClassVar[tuple[Settings, ...]] = (
-        {"scale": 1.0, "log": 0},
-        {"scale": 1.0, "log": 1},
-        {"scale": 0.625, "log": 0},
-        {"scale": 1.7, "log": 1},
-    )
+    settings: ClassVar[tuple[Settings, ...]] = SoftmaxTopk.settings
     example: ClassVar[Mapping[str, Any]] = {"batch": 4, "vocab": 8000, "hidden": 256, "k": 5}
     source: ClassVar[str] = "Shi, Xu & Knight 2018, equations 1 and 2; Milakov & Gimelshein 2018, Algorithm 4"
 
@@ -83,40 +80,29 @@ class HeadTopk(Problem):
         scores.require_extents(self.operator, self.batch, self.hidden, self.vocab, self.vocab)
         if self.k > self.vocab:
             raise ProblemError(f"head_topk: k must be at most vocab ({self.vocab}), got {self.k}")
-        if self.bias not in (0, 1):
-            raise ProblemError(f"head_topk: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
-        if not isinstance(self.ids, int) or isinstance(self.ids, bool) or self.ids < 0:
-            raise ProblemError(f"head_topk: ids must be an integer of at least 0, got {self.ids!r}")
+        require_extras(self)
 
     def smaller(self, extent: int) -> Problem:
         return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WORDS)))
 
     def definition(self) -> tirx.PrimFunc:
-        """Scores into a workspace-free loop: each row's scores are made, summed, and inserted in order, one by one."""
+        """Each row's scores are made, summed, and inserted in order, one by one."""
         from tvm.script import tirx as T
+
+        from tvm_sparse.operators.softmax_topk import definition
 
         hidden, k, dtype, n = self.hidden, self.k, self.dtype, self.ids
         with_bias, with_ids = bool(self.bias), bool(n)
-        lowest = T.min_value("float32")
-
-        def is_nan(x):  # by its bits: the simplifier takes x != x for false
-            return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+        take = definition.take(k)
 
         # fmt: off
         @T.inline
-        def score(x, H, E, B, row, j):
-            x[0] = T.float32(0)
+        def score(s, H, E, B, row, j):
+            s.x[0] = T.float32(0)
             for h in range(hidden):
-                x[0] = x[0] + T.Cast("float32", H[row, h]) * T.Cast("float32", E[j, h])
+                s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * T.Cast("float32", E[j, h])
             if with_bias:
-                x[0] = x[0] + B[j]
-
-        @T.inline
-        def write(V, row, i, x, m, d, scale, log):
-            if log != 0:
-                V[row, i] = (x - m[0]) * scale - T.log(d[0])
-            else:
-                V[row, i] = T.exp((x - m[0]) * scale) / d[0]
+                s.x[0] = s.x[0] + B[j]
 
         @T.prim_func(s_tir=True)
         def main(
@@ -139,38 +125,20 @@ class HeadTopk(Problem):
                     row = T.axis.spatial(batch, b)
                     T.reads(H[row, 0:hidden], E[0:vocab, 0:hidden])
                     T.writes(V[row, 0:k], Z[row, 0:k], N[row])
-                    m = T.sblock_alloc_buffer((1,), "float32")
-                    d = T.sblock_alloc_buffer((1,), "float32")
-                    u = T.sblock_alloc_buffer((k + 1,), "float32")
-                    p = T.sblock_alloc_buffer((k + 1,), "int64")
-                    slot = T.sblock_alloc_buffer((1,), "int64")
-                    x = T.sblock_alloc_buffer((1,), "float32")
-                    m[0] = lowest
-                    d[0] = T.float32(0)
+                    s = T.meta_var(definition.Best.alloc(k))
+                    definition.begin(s)
                     for j in range(vocab):
-                        score(x, H, E, B, row, j)
-                        if x[0] > m[0]:
-                            d[0] = d[0] * T.exp((m[0] - x[0]) * scale)
-                            m[0] = x[0]
-                        d[0] = d[0] + T.exp((x[0] - m[0]) * scale)
-                        slot[0] = T.min(j, T.int64(k))
-                        while slot[0] > T.int64(0) and (
-                            u[slot[0] - T.int64(1)] < x[0] or (is_nan(x[0]) and not is_nan(u[slot[0] - T.int64(1)]))
-                        ):
-                            u[slot[0]] = u[slot[0] - T.int64(1)]
-                            p[slot[0]] = p[slot[0] - T.int64(1)]
-                            slot[0] = slot[0] - T.int64(1)
-                        u[slot[0]] = x[0]
-                        p[slot[0]] = j
+                        score(s, H, E, B, row, j)
+                        take(s, scale, j, j)
                     for i in range(k):
-                        Z[row, i] = p[i]
-                        write(V, row, i, u[i], m, d, scale, log)
-                    N[row] = m[0] * scale + T.log(d[0])
+                        Z[row, i] = s.p[i]
+                        definition.write(V, [row, i], s, s.u[i], scale, log)
+                    N[row] = s.m[0] * scale + T.log(s.d[0])
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= T.int64(0) and Q[row, i] < vocab:
-                                score(x, H, E, B, row, Q[row, i])
-                                write(G, row, i, x[0], m, d, scale, log)
+                                score(s, H, E, B, row, Q[row, i])
+                                definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
         # fmt: on
@@ -197,19 +165,11 @@ class HeadTopk(Problem):
         return inputs[4] if self.bias else None, inputs[-1] if self.ids else None
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        import numpy as np
-
         states, words, scale, log = inputs[:4]
         bias, ids = self.extras(inputs)
         found = scores.scores(states, words, bias)
-        indices = scores.ranked(found, self.k)
-        values, normaliser = scores.normalised(found, np.take_along_axis(found, indices, axis=1), scale, log)
-        outputs = [values, indices, normaliser]
-        if ids is not None:
-            inside = (ids >= 0) & (ids < words.shape[0])
-            wanted = np.take_along_axis(found, np.where(inside, ids, 0), axis=1)
-            outputs.append(np.where(inside, scores.normalised(found, wanted, scale, log)[0], np.nan))
-        return outputs
+        (values, indices, *given), normaliser = best_and_asked(found, self.k, ids, scale, log)
+        return [values, indices, normaliser, *given]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         return tolerances(self.kernel_outputs, scores.rounding(inputs[0], inputs[1]), inputs[2], inputs[3], expected)
@@ -230,14 +190,7 @@ class HeadTopk(Problem):
         found, wanted = np.asarray(outputs[1]), expected[1]
         if found.min() < 0 or found.max() >= len(words):
             raise Mismatch(f"indices: {found.min()} to {found.max()} leave [0, {len(words)})")
-        pairs = [words[ids] for ids in (found, wanted)]
-        beside = [] if bias is None else [bias[ids] for ids in (found, wanted)]
-        theirs, ours = (
-            scores.pair_scores(states, rows, None if bias is None else bias[ids])
-            for rows, ids in zip(pairs, (found, wanted), strict=True)
-        )
-        exact = scores.is_exact(states, *pairs, *beside)
-        scores.same_ranking(self.outputs[1], found, wanted, theirs, ours, scores.rounding(states, words), exact)
+        scores.compare_words(self.outputs[1], states, words, bias, found, wanted)
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
         states, words = inputs[:2]
@@ -261,8 +214,6 @@ def tolerances(
 ) -> list[np.ndarray | None]:
     """Of values and normalisers, for scores that may be off by `slack` a row: the exponential passes it on."""
     import numpy as np
-
-    from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY
 
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
         off = (2.0 * scale * slack).reshape(slack.shape + (1,) * (wanted.ndim - slack.ndim))

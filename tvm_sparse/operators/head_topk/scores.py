@@ -83,56 +83,33 @@ def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None
         return found if bias is None else found + bias.astype(np.float64)
 
 
-def ranked(found: np.ndarray, k: int) -> np.ndarray:
-    """Columns of the k best scores of each row: NaN first, then by value, then by column."""
-    import numpy as np
-
-    columns = np.empty((len(found), k), np.int64)
-    for row, key in enumerate(np.where(np.isnan(found), -np.inf, -found)):
-        some = np.flatnonzero(key <= np.partition(key, k - 1)[k - 1])
-        columns[row] = some[np.lexsort((some, key[some], ~np.isnan(found[row, some])))[:k]]
-    return columns
-
-
-def normalised(found: np.ndarray, chosen: np.ndarray, scale: float, log: int) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax of the scores `found` `(rows, n)`: its values for the scores `chosen`, and its normaliser's logarithm."""
-    import numpy as np
-
-    factor = float(np.float32(scale))
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        top = np.max(np.where(np.isnan(found), -np.inf, found), axis=1, keepdims=True)
-        total = np.exp(factor * (found - top)).sum(axis=1, keepdims=True)
-        shifted = factor * (chosen - top)
-        values = shifted - np.log(total) if log else np.exp(shifted) / total
-        # Where nothing is above -inf there is no distribution, but the sum of exponentials is 0.
-        nothing = np.isneginf(found).all(axis=1, keepdims=True)
-        return values, np.where(nothing, -np.inf, np.log(total) + factor * top)[:, 0]
-
-
 def rounding(states: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """How far a score of each state may be off: relative to the product of the lengths of the state and a word."""
+    """How far a score of each state may be off: relative to the product of the lengths of the state and a word.
+
+    `words` are `(n, hidden)`, or `(rows, n, hidden)` where each state has words of its own.
+    """
+    return SUMMATION * (_lengths(states) * _lengths(words).max(axis=-1, initial=0.0) + 1e-6)
+
+
+def _lengths(vectors: np.ndarray) -> np.ndarray:
     import numpy as np
 
-    def length(array: np.ndarray) -> np.ndarray:
-        wide = array.astype(np.float32)
-        finite = np.where(np.isfinite(wide), wide, np.float32(0))
-        return np.sqrt(np.einsum("ij,ij->i", finite, finite).astype(np.float64))
-
-    return SUMMATION * (length(states) * length(words).max(initial=0.0) + 1e-6)
+    wide = vectors.astype(np.float32)
+    finite = np.where(np.isfinite(wide), wide, np.float32(0))
+    return np.sqrt(np.einsum("...h,...h->...", finite, finite).astype(np.float64))
 
 
-def same_ranking(
+def compare_words(
     argument: Argument,
+    states: np.ndarray,
+    words: np.ndarray,
+    bias: np.ndarray | None,
     found: np.ndarray,
     wanted: np.ndarray,
-    theirs: np.ndarray,
-    ours: np.ndarray,
-    slack: np.ndarray,
-    exact: np.ndarray,
 ) -> None:
-    """Compare rankings `found` and `wanted` `(rows, k)`, whose words have the scores `theirs` and `ours`.
+    """Compare rankings `found` and `wanted` `(rows, k)` of words for `states` `(rows, hidden)`.
 
-    At every rank the scores must agree within `slack` `(rows,)`, and the words too in rows that are `exact`; no word
+    At every rank the words' scores must agree within rounding, and the words too in rows whose sums are exact; no word
     stands twice. Words of -1 must be -1 in both.
 
     Raises
@@ -142,11 +119,16 @@ def same_ranking(
     """
     import numpy as np
 
+    rows = [words[ids] for ids in (found, wanted)]  # of -1 those of the last word, in both
+    added = [bias[ids] for ids in (found, wanted)] if bias is not None else []
+    theirs, ours = (pair_scores(states, *pair) for pair in zip(rows, added or (None, None), strict=True))
+    # Words that are in neither ranking do not count.
+    slack = rounding(states, np.concatenate(rows, axis=1))
     with np.errstate(invalid="ignore"):
         close = np.abs(theirs - ours) <= 2 * slack[:, None]
     close |= (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
     close &= (found >= 0) == (wanted >= 0)
-    wrong = ~close | (exact[:, None] & (found != wanted))
+    wrong = ~close | (_exact(states, *rows, *added)[:, None] & (found != wanted))
     ordered = np.sort(found, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
@@ -160,7 +142,7 @@ def same_ranking(
         )
 
 
-def is_exact(states: np.ndarray, *others: np.ndarray) -> np.ndarray:
+def _exact(states: np.ndarray, *others: np.ndarray) -> np.ndarray:
     """For which states sums with words are exact in any order: multiples of 1/8 that are small.
 
     `others` `(rows, n, hidden)` or `(rows, n)` are the words and biases that the comparison is about.

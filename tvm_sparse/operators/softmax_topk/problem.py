@@ -23,6 +23,8 @@ from tvm_sparse.core.problem import (
     require_positive,
 )
 
+from .reference import best_and_asked
+
 if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
@@ -83,35 +85,24 @@ class SoftmaxTopk(Problem):
             raise ProblemError(f"softmax_topk: k must be at most vocab ({self.vocab}), got {self.k}")
         if self.vocab >= 2**31:
             raise ProblemError(f"softmax_topk: vocab must be below 2^31, got {self.vocab}")
-        if self.bias not in (0, 1):
-            raise ProblemError(f"softmax_topk: bias must be 0 or 1 (rows that are added), got {self.bias!r}")
-        if not isinstance(self.ids, int) or isinstance(self.ids, bool) or self.ids < 0:
-            raise ProblemError(f"softmax_topk: ids must be an integer of at least 0, got {self.ids!r}")
+        require_extras(self)
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 as written, one row after another, with NaN first in the order as in torch.topk."""
         from tvm.script import tirx as T
 
+        from . import definition
+
         vocab, k, dtype, n = self.vocab, self.k, self.dtype, self.ids
         with_bias, with_ids = bool(self.bias), bool(n)
-        lowest = T.min_value("float32")
-
-        def is_nan(x):  # by its bits: the simplifier takes x != x for false
-            return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+        take = definition.take(k)
 
         # fmt: off
         @T.inline
-        def load(x, X, B, row, j):
-            x[0] = T.Cast("float32", X[row, j])
+        def load(s, X, B, row, j):
+            s.x[0] = T.Cast("float32", X[row, j])
             if with_bias:
-                x[0] = x[0] + B[j]
-
-        @T.inline
-        def write(V, row, i, x, m, d, scale, log):
-            if log != 0:
-                V[row, i] = (x - m[0]) * scale - T.log(d[0])
-            else:
-                V[row, i] = T.exp((x - m[0]) * scale) / d[0]
+                s.x[0] = s.x[0] + B[j]
 
         @T.prim_func(s_tir=True)
         def main(
@@ -131,37 +122,19 @@ class SoftmaxTopk(Problem):
                     row = T.axis.spatial(batch, b)
                     T.reads(X[row, 0:vocab])
                     T.writes(V[row, 0:k], Z[row, 0:k])
-                    m = T.sblock_alloc_buffer((1,), "float32")
-                    d = T.sblock_alloc_buffer((1,), "float32")
-                    u = T.sblock_alloc_buffer((k + 1,), "float32")
-                    p = T.sblock_alloc_buffer((k + 1,), "int64")
-                    slot = T.sblock_alloc_buffer((1,), "int32")
-                    x = T.sblock_alloc_buffer((1,), "float32")
-                    m[0] = lowest
-                    d[0] = T.float32(0)
+                    s = T.meta_var(definition.Best.alloc(k))
+                    definition.begin(s)
                     for j in range(vocab):
-                        load(x, X, B, row, j)
-                        if x[0] > m[0]:
-                            d[0] = d[0] * T.exp((m[0] - x[0]) * scale)
-                            m[0] = x[0]
-                        d[0] = d[0] + T.exp((x[0] - m[0]) * scale)
-                        slot[0] = T.min(j, k)
-                        while slot[0] > 0 and (
-                            u[slot[0] - 1] < x[0] or (is_nan(x[0]) and not is_nan(u[slot[0] - 1]))
-                        ):
-                            u[slot[0]] = u[slot[0] - 1]
-                            p[slot[0]] = p[slot[0] - 1]
-                            slot[0] = slot[0] - 1
-                        u[slot[0]] = x[0]
-                        p[slot[0]] = T.int64(j)
+                        load(s, X, B, row, j)
+                        take(s, scale, j, j)
                     for i in range(k):
-                        Z[row, i] = p[i]
-                        write(V, row, i, u[i], m, d, scale, log)
+                        Z[row, i] = s.p[i]
+                        definition.write(V, [row, i], s, s.u[i], scale, log)
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= 0 and Q[row, i] < vocab:
-                                load(x, X, B, row, Q[row, i])
-                                write(G, row, i, x[0], m, d, scale, log)
+                                load(s, X, B, row, Q[row, i])
+                                definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
         # fmt: on
@@ -213,23 +186,8 @@ class SoftmaxTopk(Problem):
         if self.bias:  # rounded to float32, as the order of the elements is that of the sums
             with np.errstate(invalid="ignore"):
                 x = x + extras[0]
-        x = x.astype(np.float64)
-        factor = float(np.float32(scale))
-        indices = np.empty((len(x), self.k), np.int64)
-        for row, key in enumerate(np.where(np.isnan(x), -np.inf, -x)):
-            # Only what reaches the k-th need be sorted: NaN first, as torch.topk has it, then ties by the lower index.
-            some = np.flatnonzero(key <= np.partition(key, self.k - 1)[self.k - 1])
-            indices[row] = some[np.lexsort((some, key[some], ~np.isnan(x[row, some])))[: self.k]]
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            shifted = factor * (x - np.max(np.where(np.isnan(x), -np.inf, x), axis=1, keepdims=True))
-            total = np.exp(shifted).sum(axis=1, keepdims=True)
-            values = shifted - np.log(total) if log else np.exp(shifted) / total
-        outputs = [np.take_along_axis(values, indices, axis=1), indices.astype(np.int64)]
-        if self.ids:
-            ids = extras[-1]
-            inside = (ids >= 0) & (ids < self.vocab)
-            outputs.append(np.where(inside, np.take_along_axis(values, np.where(inside, ids, 0), axis=1), np.nan))
-        return outputs
+        ids = extras[-1] if self.ids else None
+        return best_and_asked(x.astype(np.float64), self.k, ids, scale, log)[0]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """Equal indices, as the order is total; values within float32 rounding."""
@@ -247,6 +205,15 @@ class SoftmaxTopk(Problem):
         logits = self.batch * self.vocab
         small = self.batch * (self.k * 12 + self.ids * 12) + self.vocab * 4 * self.bias
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
+
+
+def require_extras(problem: Problem) -> None:
+    """Raise `ProblemError` unless `bias` is 0 or 1, and `ids`, where the operator has them, a whole number from 0 up."""
+    bias, ids = problem.axes["bias"], problem.axes.get("ids", 0)
+    if bias not in (0, 1):
+        raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")
+    if not isinstance(ids, int) or isinstance(ids, bool) or ids < 0:
+        raise ProblemError(f"{problem.operator}: ids must be an integer of at least 0, got {ids!r}")
 
 
 PROBLEM = SoftmaxTopk

@@ -1,0 +1,84 @@
+"""Algorithm 4 of Milakov & Gimelshein 2018 in TVMScript, a score at a time: the end of every definition with a top-k.
+
+This module loads the compiler: it is imported when a definition is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+
+@dataclass(frozen=True)
+class Best:
+    """What is kept of a row, in a block (`T.sblock`): the pair (m, d), and the k best scores so far."""
+
+    x: tirx.Buffer  # the score in hand
+    m: tirx.Buffer  # the largest
+    d: tirx.Buffer  # the sum of exponentials
+    u: tirx.Buffer  # the best, in order
+    p: tirx.Buffer  # their names
+    slot: tirx.Buffer  # where the score in hand belongs
+
+    @classmethod
+    def alloc(cls, k: int) -> Best:
+        return cls(
+            x=T.sblock_alloc_buffer((1,), "float32"),
+            m=T.sblock_alloc_buffer((1,), "float32"),
+            d=T.sblock_alloc_buffer((1,), "float32"),
+            u=T.sblock_alloc_buffer((k + 1,), "float32"),
+            p=T.sblock_alloc_buffer((k + 1,), "int64"),
+            slot=T.sblock_alloc_buffer((1,), "int32"),
+        )
+
+
+def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Whether a float32 is NaN, by its bits: the simplifier takes x != x for false."""
+    return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+
+
+# fmt: off
+@T.inline
+def begin(s):
+    """A row without scores. Writes: `m`, `d`."""
+    s.m[0] = T.min_value("float32")
+    s.d[0] = T.float32(0)
+
+
+def take(k: int) -> Callable[..., Any]:
+    """One more score; the phase is (s, scale, j, name): `x`, the j-th of the row, which is called `name`.
+
+    Writes: `m`, `d`, and `u` and `p`, with NaN first in the order as in torch.topk, and equals as they come.
+    """
+
+    @T.inline
+    def phase(s, scale, j, name):
+        if s.x[0] > s.m[0]:
+            s.d[0] = s.d[0] * T.exp((s.m[0] - s.x[0]) * scale)
+            s.m[0] = s.x[0]
+        s.d[0] = s.d[0] + T.exp((s.x[0] - s.m[0]) * scale)
+        s.slot[0] = T.min(T.Cast("int32", j), k)
+        while s.slot[0] > 0 and (
+            s.u[s.slot[0] - 1] < s.x[0] or (is_nan(s.x[0]) and not is_nan(s.u[s.slot[0] - 1]))
+        ):
+            s.u[s.slot[0]] = s.u[s.slot[0] - 1]
+            s.p[s.slot[0]] = s.p[s.slot[0] - 1]
+            s.slot[0] = s.slot[0] - 1
+        s.u[s.slot[0]] = s.x[0]
+        s.p[s.slot[0]] = T.Cast("int64", name)
+
+    return phase
+
+
+@T.inline
+def write(values, at, s, x, scale, log):
+    """The probability of a score x, or its logarithm, at the indices `at` of `values`. Reads: `m`, `d`."""
+    if log != 0:
+        T.buffer_store(values, (x - s.m[0]) * scale - T.log(s.d[0]), at)
+    else:
+        T.buffer_store(values, T.exp((x - s.m[0]) * scale) / s.d[0], at)
+# fmt: on

@@ -1,0 +1,59 @@
+"""Softmax and top-k of scores in float64, by the plainest NumPy: the reference of every operator that ends so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def best_and_asked(
+    scores: np.ndarray, k: int, ids: np.ndarray | None, scale: float, log: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Of scores `(rows, n)`: values and columns of the k best, the values of columns `ids`, and the normaliser.
+
+    Returns
+    -------
+    outputs
+        `(rows, k)` values, `(rows, k)` int64 columns, and if there are ids their values, NaN for one outside [0, n).
+    normaliser
+        `(rows,)` logarithms of the sums of exponentials.
+    """
+    import numpy as np
+
+    best = ranked(scores, k)
+    if ids is None:
+        values, normaliser = normalised(scores, np.take_along_axis(scores, best, axis=1), scale, log)
+        return [values, best], normaliser
+    inside = (ids >= 0) & (ids < scores.shape[1])
+    columns = np.concatenate([best, np.where(inside, ids, 0)], axis=1)
+    values, normaliser = normalised(scores, np.take_along_axis(scores, columns, axis=1), scale, log)
+    return [values[:, :k], best, np.where(inside, values[:, k:], np.nan)], normaliser
+
+
+def ranked(scores: np.ndarray, k: int) -> np.ndarray:
+    """Columns of the k best scores of each row: NaN first, as torch.topk has it, then by value, then by column."""
+    import numpy as np
+
+    columns = np.empty((len(scores), k), np.int64)
+    for row, key in enumerate(np.where(np.isnan(scores), -np.inf, -scores)):
+        # Only what reaches the k-th need be sorted.
+        some = np.flatnonzero(key <= np.partition(key, k - 1)[k - 1])
+        columns[row] = some[np.lexsort((some, key[some], ~np.isnan(scores[row, some])))[:k]]
+    return columns
+
+
+def normalised(scores: np.ndarray, chosen: np.ndarray, scale: float, log: int) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax of scores `(rows, n)`: its values for the scores `chosen`, and the logarithm of its normaliser."""
+    import numpy as np
+
+    factor = float(np.float32(scale))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        top = np.max(np.where(np.isnan(scores), -np.inf, scores), axis=1, keepdims=True)
+        total = np.exp(factor * (scores - top)).sum(axis=1, keepdims=True)
+        shifted = factor * (chosen - top)
+        values = shifted - np.log(total) if log else np.exp(shifted) / total
+        # Where nothing is above -inf there is no distribution, but the sum of exponentials is 0.
+        nothing = np.isneginf(scores).all(axis=1, keepdims=True)
+        return values, np.where(nothing, -np.inf, np.log(total) + factor * top)[:, 0]
