@@ -1,0 +1,153 @@
+"""The kernel of `persistent_rows`, a list of phases.
+
+before the first step
+
+    take_units      which units are whose                                  (`weights`)
+    load_weights    their weights, to registers and shared memory
+    mark            the exchange made ready                                (`exchange`)
+    begin           states before the first step
+    a barrier of the grid
+
+in each step, for each pack
+
+    load_inputs     what the next one needs                                (`step`)
+    stage           the states before the step, from all thread blocks     (`exchange`)
+    gather          products of weights and states                         (`step`)
+    reduce_lanes    their sums
+    finish          gates; the state after the step, to all thread blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.arguments import beside, matched
+from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+
+from ...device.words import held_address
+from .exchange import exchanged, find_source, mark, put, slot_elements, stage, state_bits
+from .space import WIDEST, Extents
+from .state import State
+from .step import finish, gather, load_inputs, reduce_lanes, take_inputs
+from .weights import load_weights, take_units
+
+Phase = Callable[..., Any]
+
+
+# fmt: off
+def begin(e: Extents) -> Phase:
+    """The states before the first step; the phase is (s, io, states).
+
+    Reads: `h0`, `c0`. Writes: the exchange's first slot; `cells`, `owns`. Barriers: none.
+    """
+    send = put(e)
+
+    @T.inline
+    def phase(s, io, states):
+        for u in T.unroll(e.units):
+            for p in T.serial(e.packs):
+                b = T.meta_var(p * e.pack + s.sample)
+                at = T.meta_var((u * e.groups + s.group) * (e.packs * e.pack) + b)
+                if s.lane < e.pack and u * e.groups + s.group < s.count[0] and b < e.batch:
+                    s.result[0] = T.Cast("float32", io.h0[b, s.unit[u]])
+                    s.bits[0] = state_bits(e, s.result[0])
+                    send(s, states, 0, p, s.unit[u])
+                    if e.has_cell:
+                        s.cells[at] = T.Cast("float32", io.c0[b, s.unit[u]])
+                    if e.has_own:
+                        s.owns[at] = s.result[0]
+
+    return phase
+
+
+def take_pack(e: Extents) -> Phase:
+    """A pack's way through one step; the phase is (s, io, states, step, pack)."""
+    load, take, find, copy = load_inputs(e), take_inputs(e), find_source(e), stage(e)
+    multiply, reduce, end = gather(e), reduce_lanes(e), finish(e)
+
+    @T.inline
+    def phase(s, io, states, step, pack):
+        take(s)
+        if pack + 1 < e.packs:
+            load(s, io, step, pack + 1)
+        elif step + 1 < io.steps:
+            load(s, io, step + 1, 0)
+        if e.ragged:
+            if s.lane < e.pack and pack * e.pack + s.sample < e.batch:
+                s.steps_of[0] = io.lengths[pack * e.pack + s.sample]
+        find(s, io, step if e.polled else step % 2, pack)
+        if e.stages > 0:
+            copy(s)
+        for u in T.unroll(e.units):
+            multiply(s, io, u)
+            reduce(s)
+            end(s, io, states, step, pack, u, step + 1 if e.polled else (step + 1) % 2)
+        if e.stages == 2:
+            s.front[0] = s.copies[0] - s.front[0]
+
+    return phase
+
+
+def kernel_body(e: Extents) -> Phase:
+    """The kernel, as the body of the function; called with its arguments."""
+    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e), begin(e)
+    first_inputs, go = load_inputs(e), take_pack(e)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        block = T.cta_id([e.blocks])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.of(e, t))
+        states = T.meta_var(exchanged(e, io))
+        s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
+        if e.stages > 0:
+            s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
+            s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
+        deal(s, io, block)
+        ready(s, io, states, block)
+        first_states(s, io, states)
+        load(s, io)
+        T.cuda.grid_sync()
+        first_inputs(s, io, 0, 0)
+        for step in T.serial(io.steps):
+            if e.packs == 1:
+                go(s, io, states, step, 0)
+            else:
+                for pack in T.serial(e.packs):
+                    go(s, io, states, step, pack)
+            if not e.polled:
+                if step + 1 < io.steps:
+                    T.cuda.grid_sync()
+
+    return body
+
+
+def program(problem: SparseRecurrent, e: Extents) -> Program:
+    """The program of one point of the space."""
+    words = slot_elements(e) * e.itemsize // 4
+    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
+    body = kernel_body(e)
+
+    @T.prim_func
+    def main(
+        units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
+        hidden_bias: T.handle, lengths: T.handle, reset: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle,
+        exchange: T.handle
+    ):
+        T.func_attr({"global_symbol": "main", "tirx.kernel_launch_params": ["tirx.use_cooperative_launch"]})
+        steps = T.int32()
+        entries = T.int32()
+        slots = T.meta_var(steps if e.polled else T.int32(2))
+        body(beside(
+            matched(problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, reset, output,
+                              h_n, c_n), {"steps": steps, "entries": entries}),
+            {"slots": slots, "exchange": T.match_buffer(exchange, (slots, T.int32(words)), "uint32")}))
+    return Program(tvm.IRModule({"main": problem.trimmed(main)}), (own,), pipeline="tirx")
+# fmt: on

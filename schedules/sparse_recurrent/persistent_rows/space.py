@@ -1,0 +1,336 @@
+"""The space of `persistent_rows`, and the sizes of each of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+
+WARP = 32  # lanes
+WIDEST = 16  # bytes of the widest load that a thread can issue
+WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
+# Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
+# cache, more share the weights.
+BLOCKS = (8, 16, 32, 48, 64, 96, 128)
+LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
+THREADS = (128, 256, 384, 512, 768, 1024)
+LANES = powers(4, WARP)
+# Between the powers of two are numbers that leave little unused where rows have a round number of entries.
+REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+SHARED = (0, 4, 8, 16, 32, 64)
+# Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, sums and what
+# it has in flight (addresses, counts, the gates).
+FILE, MOST_REGISTERS, BESIDES = 65536, 255, 48
+# Dynamic shared memory of a thread block, by compute capability.
+SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
+MOST_LOADS = 8  # 16-byte loads of the hidden state that a thread has in flight
+# Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
+GATHERED = 16
+MOST_DIRECT = 64  # the same, where hidden states come straight from the L2 cache, all in flight at once
+BATCHED = 4  # entries that are not in registers which a lane reads at once
+# For `cycles`: bytes that a multiprocessor reads from its shared memory in a cycle, and by how much bank conflicts prolong
+# it; bytes from the L2 cache, at most and for all multiprocessors together; multiplications; a sector of the L2 cache.
+SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS, SECTOR = 128, 1.3, 56, 4200, 128, 32
+# Cycles until a batch of gathers, a shuffle and the gates are done.
+GATHER, SHUFFLE, GATES = 45, 26, 150
+# A row may have some more entries than is typical: so many standard deviations of a random pattern's.
+DEVIATIONS = 2.5
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The sizes of one point's kernel. An *entry* is a nonzero weight; a *group* of lanes has whole units."""
+
+    batch: int
+    hidden: int
+    nonzeros: int  # entries of a row at which the kernel is fast; it runs with any number
+    cell: str
+    gates: int
+    dtype: str  # of x, states and output
+    words: int  # of an entry: 1, column and value in 16 bits each, or 2
+    ragged: bool
+    resets: bool
+    blocks: int
+    threads: int  # of a thread block
+    lanes: int  # of a group
+    registers: int  # entries of a row that a lane has in registers,
+    shared: int  # and in shared memory
+    pack: int  # samples side by side
+    stages: int  # copies of a pack's hidden states in shared memory; without any they come straight from the L2 cache
+    polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
+
+    @classmethod
+    def of(cls, problem: SparseRecurrent, decisions: Decisions) -> Extents:
+        return cls(
+            batch=problem.batch,
+            hidden=problem.hidden,
+            nonzeros=problem.nonzeros,
+            cell=problem.cell,
+            gates=problem.gates,
+            dtype=problem.dtype,
+            words=problem.words,
+            ragged=bool(problem.ragged),
+            resets=bool(problem.resets),
+            blocks=decisions["blocks"],
+            threads=decisions["threads"],
+            lanes=decisions["reduce_threads"],
+            registers=decisions["registers"],
+            shared=decisions["shared"],
+            pack=decisions["pack"],
+            stages=decisions["stages"],
+            polled=decisions["exchange"] == 1,
+        )
+
+    # How units are dealt out.
+
+    @property
+    def groups(self) -> int:
+        """Groups of a thread block."""
+        return self.threads // self.lanes
+
+    @property
+    def most(self) -> int:
+        """Units of a thread block at most."""
+        return ceildiv(self.hidden, self.blocks)
+
+    @property
+    def units(self) -> int:
+        """Units of a group at most, one after another."""
+        return ceildiv(self.most, self.groups)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a group at most."""
+        return self.units * self.gates
+
+    # How hidden states lie, in the exchange and in shared memory: [column][sample of the pack].
+
+    @property
+    def itemsize(self) -> int:
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def packs(self) -> int:
+        """Packs of samples, of which the last may be filled with zeros."""
+        return ceildiv(self.batch, self.pack)
+
+    @property
+    def column_bytes(self) -> int:
+        """The states of a column: what one gather brings."""
+        return self.pack * self.itemsize
+
+    @property
+    def column_words(self) -> int:
+        return ceildiv(self.column_bytes, 4)
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a pack's states. One more column, which is always zero, is what absent entries refer to."""
+        return ceildiv((self.hidden + 1) * self.column_bytes, WIDEST)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the same, those behind the last column included."""
+        return self.vectors * WIDEST // self.itemsize
+
+    @property
+    def loads(self) -> int:
+        """Vectors that a thread has in flight while it copies."""
+        return min(MOST_LOADS, ceildiv(self.vectors, self.threads))
+
+    # Shared memory.
+
+    @property
+    def kept_bytes(self) -> int:
+        """Entries."""
+        return self.most * self.gates * self.shared * self.lanes * self.words * 4
+
+    @property
+    def has_cell(self) -> bool:
+        """Whether units carry a cell state, in float32."""
+        return self.cell == "lstm"
+
+    @property
+    def has_own(self) -> bool:
+        """Whether units carry their own hidden state, too: they are asked for it where it may stay as it is."""
+        return self.cell == "gru" or self.ragged
+
+    @property
+    def carried_each(self) -> int:
+        """float32 values of either: of each unit and sample of the thread block."""
+        return self.most * self.packs * self.pack
+
+    @property
+    def carried_bytes(self) -> int:
+        return (self.has_cell + self.has_own) * self.carried_each * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.stages * self.vectors * WIDEST
+
+    @property
+    def shared_bytes(self) -> int:
+        return ceildiv(self.stage_bytes + self.kept_bytes + self.carried_bytes, 8) * 8
+
+    # Registers of a thread.
+
+    @property
+    def held(self) -> int:
+        """Registers for weights, sums, what is in flight and inputs of this step and the next."""
+        copied = self.loads * 4 if self.stages else 0
+        return (
+            self.rows * (self.registers * self.words + 3)
+            + self.gates * self.pack
+            + max(copied, self.gathered * self.column_words)
+        )
+
+    @property
+    def spills(self) -> bool:
+        """Whether a thread has too few registers."""
+        return self.held + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+
+    @property
+    def gathered(self) -> int:
+        """Entries that are gathered before they are multiplied."""
+        if not self.stages:
+            return max(self.gates * self.registers, BATCHED)
+        return max(GATHERED // self.column_words, BATCHED)
+
+
+def shared_limit(machine: Machine) -> int:
+    """Bytes of dynamic shared memory that a thread block can have."""
+    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)
+
+
+def longest_row(problem: SparseRecurrent) -> int:
+    """Entries that few rows of a random pattern exceed."""
+    n = min(problem.nonzeros, problem.hidden)
+    return min(problem.hidden, math.ceil(n + DEVIATIONS * math.sqrt(n * (1 - n / problem.hidden))))
+
+
+def cycles(e: Extents) -> float:
+    """A guess of a multiprocessor's cycles for one step, good enough to tell the better of two points.
+
+    The larger of the gathers' time in shared memory and that of the multiplications; what is read again from the L2
+    cache; the latency of a thread's own way; and the copy of the hidden state, whose rate the thread blocks share.
+    """
+    row = min(e.nonzeros, e.hidden)
+    held = min(row, e.registers * e.lanes)
+    kept = min(row - held, e.shared * e.lanes)
+    rows, rate = e.most * e.gates, min(L2_EACH, L2_ALL / e.blocks)
+    gathers = rows * (row * max(e.column_bytes, 4) * CONFLICTS + kept * e.words * 4) / SHARED_RATE
+    products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
+    again = rows * (row - held - kept) * e.words * 4 / rate
+    batches = e.gates * ceildiv(ceildiv(row, e.lanes), e.gathered)
+    shuffles = e.lanes.bit_length() - 1
+    way = e.units * (batches * GATHER + shuffles * SHUFFLE + GATES)
+    copied = e.vectors * WIDEST if e.stages else rows * row * SECTOR
+    brought = copied / rate + (e.stages == 1) * SHUFFLE
+    return e.packs * (max(gathers if e.stages else 0, products) + again + way + brought)
+
+
+def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
+    """Points of `pack` samples a gather that may be the best, all of them allowed: rows are in registers as far as these
+    reach, and then in shared memory as far as that does."""
+    row, table = longest_row(problem), _table(problem, machine)
+    for stages, blocks, threads, lanes in itertools.product(
+        table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
+    ):
+        wanted = next((n for n in REGISTERS if n * lanes >= row), REGISTERS[-1])
+        for registers in reversed(REGISTERS[: REGISTERS.index(wanted) + 1]):
+            point = {
+                "blocks": blocks,
+                "threads": threads,
+                "reduce_threads": lanes,
+                "registers": registers,
+                "shared": 0,
+                "pack": pack,
+                "stages": stages,
+                "exchange": 1,
+            }
+            if not Extents.of(problem, point).spills:
+                break
+        amounts = reversed(SHARED) if registers * lanes < row else (0,)
+        possible = ({**point, "shared": n} for n in amounts)
+        yield from itertools.islice((p for p in possible if allowed(problem, machine, p) is None), 1)
+
+
+@functools.lru_cache(maxsize=64)
+def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
+    """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
+
+    Raises `NotApplicable` if there is none.
+    """
+    for pack in reversed(_table(problem, machine)["pack"]):
+        found = list(likely_points(problem, machine, pack))
+        if found:
+            return tuple(min(found, key=lambda p: cycles(Extents.of(problem, p))).items())
+    raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
+
+
+def _table(problem: SparseRecurrent, machine: Machine) -> Table:
+    widest = WIDEST // numpy_dtype(problem.dtype).itemsize
+    most = min(machine.cores, ceildiv(problem.hidden, LEAST_UNITS))
+    return {
+        "blocks": tuple(sorted({min(n, most) for n in (*BLOCKS, most)})),
+        "threads": THREADS,
+        "reduce_threads": LANES,
+        "registers": REGISTERS,
+        "shared": SHARED,
+        "pack": tuple(n for n in powers(1, widest) if n < 2 * problem.batch),
+        "stages": (0, 1, 2),
+        "exchange": (0, 1),
+    }
+
+
+def space(problem: SparseRecurrent, machine: Machine) -> Table:
+    if machine.capability < WARP_MAXIMA:
+        raise NotApplicable("maxima of a warp need compute capability 8.0")
+    if problem.words == 1 and problem.hidden >> 16:
+        raise NotApplicable(f"16 bits leave no column beyond hidden={problem.hidden} for absent entries")
+    best_point(problem, machine)
+    return _table(problem, machine)
+
+
+def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
+    return dict(best_point(problem, machine))
+
+
+def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    limit, row = shared_limit(machine), longest_row(problem)
+    if e.lanes < e.pack:
+        return f"{e.lanes} lanes cannot take {e.pack} samples, one each"
+    if e.most <= e.groups // 2 and e.threads > THREADS[0]:
+        return f"half of {e.groups} groups have none of a thread block's {e.most} units"
+    if e.lanes > LANES[0] and (e.lanes // 2) >= row:
+        return f"half of {e.lanes} lanes have no entry of {row} in a row"
+    if e.pack * 2 <= min(problem.batch, WIDEST // e.itemsize) and e.column_bytes < 4:
+        return f"{e.pack} samples a gather leave too much of a load unused"
+    if not e.stages and not e.polled:
+        return "states are gathered from the exchange only where it is polled"
+    if not e.stages and e.gathered * e.column_words > MOST_DIRECT:
+        return f"{e.gathered} gathers of {e.column_bytes} bytes in flight are too many registers"
+    if not e.stages and e.registers * e.lanes < row:
+        return f"states are gathered from the exchange by entries in registers, and {row} of a row are not"
+    if e.registers and _smaller(REGISTERS, e.registers) * e.lanes >= row:
+        return f"{e.registers} entries of each of {e.lanes} lanes are more than {row} of a row need"
+    if e.shared and (e.registers + _smaller(SHARED, e.shared)) * e.lanes >= row:
+        return f"{e.shared} entries in shared memory are more than {row} of a row need"
+    if e.spills:
+        return f"{e.held} weights and sums of each of {e.threads} threads exceed the registers"
+    if e.shared_bytes > limit:
+        return f"{e.shared_bytes} bytes exceed shared memory of {limit}"
+    return None
+
+
+def _smaller(values: tuple[int, ...], value: int) -> int:
+    """The next smaller one of some ascending values, the first of which is 0."""
+    return values[max(0, values.index(value) - 1)]
