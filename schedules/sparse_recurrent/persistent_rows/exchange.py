@@ -24,6 +24,7 @@ MARK = 0xFFFFFFFF
 HALF_MARK = 0xFFFF
 # What a NaN is written as.
 NAN, HALF_NAN = 0x7FFFFFFF, 0x7FFF
+INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 # Loads that the L1 cache does not answer: it would go on showing a mark.
 load_vector = T.ptx.ld.relaxed.gpu.global_.v4.u32
 load_pair = T.ptx.ld.relaxed.gpu.global_.v2.u32
@@ -63,9 +64,8 @@ def state_bits(e: Extents, value: tirx.PrimExpr) -> tirx.PrimExpr:
 
 def exchanged(e: Extents, io: Any) -> tirx.Buffer:
     """The exchange as a list of elements' bits."""
-    return T.decl_buffer(
-        (T.Cast("int64", io.slots) * slot_elements(e),), "uint32" if e.itemsize == 4 else "uint16", data=io.exchange.data
-    )
+    slots, kind = T.Cast("int64", io.steps if e.polled else 2), "uint32" if e.itemsize == 4 else "uint16"
+    return T.decl_buffer((slots * slot_elements(e),), kind, data=io.exchange.data)
 
 
 # fmt: off
@@ -74,14 +74,14 @@ def put(e: Extents) -> Phase:
 
     Reads: `bits`. Writes: the exchange, by a store that goes to the L2 cache at once. Barriers: none.
     """
-    largest, nan = (0x7F800000, NAN) if e.itemsize == 4 else ({"float16": 0x7C00, "bfloat16": 0x7F80}[e.dtype], HALF_NAN)
+    infinity, nan = INFINITY[e.dtype], NAN if e.itemsize == 4 else HALF_NAN
 
     @T.inline
     def phase(s, states, slot, pack, column):
         at = T.meta_var(
             T.Cast("int64", slot * e.packs + pack) * e.elements + T.Cast("int64", column * e.pack + s.sample))
         s.sent[0] = T.Select(
-            (s.bits[0] & T.uint32(nan)) > T.uint32(largest), T.uint32(nan), s.bits[0])
+            (s.bits[0] & T.uint32(nan)) > T.uint32(infinity), T.uint32(nan), s.bits[0])
         if e.itemsize == 4:
             store_word(states.ptr_to([at]), s.sent[0])
         else:
@@ -103,8 +103,9 @@ def mark(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, states, block):
+        slots = T.meta_var(io.steps if e.polled else 2)
         if e.polled or e.batch % e.pack > 0:
-            for i in T.serial((s.count[0] * e.packs * io.slots - s.t + (e.threads - 1)) // e.threads):
+            for i in T.serial((s.count[0] * e.packs * slots - s.t + (e.threads - 1)) // e.threads):
                 item: T.int32 = i * e.threads + s.t
                 own: T.int32 = item % (s.count[0] * e.packs)
                 slot: T.int32 = item // (s.count[0] * e.packs)
@@ -118,7 +119,7 @@ def mark(e: Extents) -> Phase:
                         if slot > 0:
                             states[at] = tirx.const(marked, kind)
         if block == 0:
-            for i in T.serial((io.slots * (e.packs * behind) - s.t + (e.threads - 1)) // e.threads):
+            for i in T.serial((slots * (e.packs * behind) - s.t + (e.threads - 1)) // e.threads):
                 item: T.int32 = i * e.threads + s.t
                 states[T.Cast("int64", item // behind) * e.elements + T.Cast("int64", e.hidden * e.pack + item % behind)
                        ] = tirx.const(0, kind)

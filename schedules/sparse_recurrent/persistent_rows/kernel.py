@@ -22,15 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tvm
-from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import beside, matched
 from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
+from ..interface import gpu_program
 from .exchange import exchanged, find_source, mark, put, slot_elements, stage, state_bits
 from .space import WIDEST, Extents
 from .state import State
@@ -127,27 +125,11 @@ def kernel_body(e: Extents) -> Phase:
                     T.cuda.grid_sync()
 
     return body
+# fmt: on
 
 
 def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = slot_elements(e) * e.itemsize // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
-    body = kernel_body(e)
-
-    @T.prim_func
-    def main(
-        units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, reset: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle,
-        exchange: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.kernel_launch_params": ["tirx.use_cooperative_launch"]})
-        steps = T.int32()
-        entries = T.int32()
-        slots = T.meta_var(steps if e.polled else T.int32(2))
-        body(beside(
-            matched(problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, reset, output,
-                              h_n, c_n), {"steps": steps, "entries": entries}),
-            {"slots": slots, "exchange": T.match_buffer(exchange, (slots, T.int32(words)), "uint32")}))
-    return Program(tvm.IRModule({"main": problem.trimmed(main)}), (own,), pipeline="tirx")
-# fmt: on
+    return gpu_program(problem, kernel_body(e), (own,), cooperative=True)

@@ -35,8 +35,8 @@ MOST_LOADS = 8  # 16-byte loads of the hidden state that a thread has in flight
 GATHERED = 16
 MOST_DIRECT = 64  # the same, where hidden states come straight from the L2 cache, all in flight at once
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-# For `cycles`: bytes that a multiprocessor reads from its shared memory in a cycle, and by how much bank conflicts prolong
-# it; bytes from the L2 cache, at most and for all multiprocessors together; multiplications; a sector of the L2 cache.
+# For `cycles`: bytes that a multiprocessor reads from its shared memory in a cycle, and by how much bank conflicts
+# prolong it; bytes from the L2 cache, at most and for all multiprocessors together; multiplications; a sector of the L2 cache.
 SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS, SECTOR = 128, 1.3, 56, 4200, 128, 32
 # Cycles until a batch of gathers, a shuffle and the gates are done.
 GATHER, SHUFFLE, GATES = 45, 26, 150
@@ -132,7 +132,7 @@ class Extents:
 
     @property
     def vectors(self) -> int:
-        """16-byte vectors of a pack's states. One more column, which is always zero, is what absent entries refer to."""
+        """16-byte vectors of a pack's states. Absent entries refer to one more column, which is always zero."""
         return ceildiv((self.hidden + 1) * self.column_bytes, WIDEST)
 
     @property
@@ -186,7 +186,8 @@ class Extents:
         """Registers for weights, sums, what is in flight and inputs of this step and the next."""
         copied = self.loads * 4 if self.stages else 0
         return (
-            self.rows * (self.registers * self.words + 3)
+            self.rows * (self.registers * self.words + 3 + self.resets)
+            + (BATCHED * 2 if self.shared else 0)
             + self.gates * self.pack
             + max(copied, self.gathered * self.column_words)
         )
@@ -237,8 +238,10 @@ def cycles(e: Extents) -> float:
 
 
 def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
-    """Points of `pack` samples a gather that may be the best, all of them allowed: rows are in registers as far as these
-    reach, and then in shared memory as far as that does."""
+    """Points of `pack` samples a gather that may be the best, all of them allowed.
+
+    Rows are in registers as far as these reach, and then in shared memory as far as that does.
+    """
     row, table = longest_row(problem), _table(problem, machine)
     for stages, blocks, threads, lanes in itertools.product(
         table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
@@ -304,26 +307,27 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+    row, limit = longest_row(problem), shared_limit(machine)
+    lanes, registers, shared, stages = (decisions[n] for n in ("reduce_threads", "registers", "shared", "stages"))
+    if lanes > LANES[0] and lanes // 2 >= row:
+        return f"half of {lanes} lanes have no entry of {row} in a row"
+    if registers and _smaller(REGISTERS, registers) * lanes >= row:
+        return f"{registers} entries of each of {lanes} lanes are more than {row} of a row need"
+    if shared and (registers + _smaller(SHARED, shared)) * lanes >= row:
+        return f"{shared} entries in shared memory are more than {row} of a row need"
+    if not stages and decisions["exchange"] == 0:
+        return "states are gathered from the exchange only where it is polled"
+    if not stages and registers * lanes < row:
+        return f"states are gathered from the exchange by entries in registers, and {row} of a row are not"
+    if lanes < decisions["pack"]:
+        return f"{lanes} lanes cannot take {decisions['pack']} samples, one each"
     e = Extents.of(problem, decisions)
-    limit, row = shared_limit(machine), longest_row(problem)
-    if e.lanes < e.pack:
-        return f"{e.lanes} lanes cannot take {e.pack} samples, one each"
+    if e.column_bytes < 4 and e.pack < problem.batch:
+        return f"{e.pack} samples a gather leave half of a word unused"
     if e.most <= e.groups // 2 and e.threads > THREADS[0]:
         return f"half of {e.groups} groups have none of a thread block's {e.most} units"
-    if e.lanes > LANES[0] and (e.lanes // 2) >= row:
-        return f"half of {e.lanes} lanes have no entry of {row} in a row"
-    if e.pack * 2 <= min(problem.batch, WIDEST // e.itemsize) and e.column_bytes < 4:
-        return f"{e.pack} samples a gather leave too much of a load unused"
-    if not e.stages and not e.polled:
-        return "states are gathered from the exchange only where it is polled"
     if not e.stages and e.gathered * e.column_words > MOST_DIRECT:
         return f"{e.gathered} gathers of {e.column_bytes} bytes in flight are too many registers"
-    if not e.stages and e.registers * e.lanes < row:
-        return f"states are gathered from the exchange by entries in registers, and {row} of a row are not"
-    if e.registers and _smaller(REGISTERS, e.registers) * e.lanes >= row:
-        return f"{e.registers} entries of each of {e.lanes} lanes are more than {row} of a row need"
-    if e.shared and (e.registers + _smaller(SHARED, e.shared)) * e.lanes >= row:
-        return f"{e.shared} entries in shared memory are more than {row} of a row need"
     if e.spills:
         return f"{e.held} weights and sums of each of {e.threads} threads exceed the registers"
     if e.shared_bytes > limit:

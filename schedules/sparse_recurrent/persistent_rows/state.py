@@ -27,6 +27,8 @@ class State(Buffers):
         Of each row: entries of the lane that has most, in all groups of the warp.
     weights
         Of each row: entries, as they are or, of two words, the address and the value.
+    zeros
+        Of each row: its sum where all states are zero.
     begin, length
         A row's entries, while they are looked for.
     word
@@ -76,6 +78,7 @@ class State(Buffers):
     unit: Any = local("int32", lambda e: e.units)
     rounds: Any = local("int32", lambda e: e.rows)
     weights: Any = local("uint32", lambda e: max(1, e.rows * e.registers * e.words))
+    zeros: Any = local("float32", lambda e: e.rows if e.resets else 1)
     begin: Any = local("int32")
     length: Any = local("int32")
     word: Any = local("uint32", 2)
@@ -121,6 +124,4 @@ class State(Buffers):
     @classmethod
     def of(cls, e: Extents, t: Any) -> State:
         """Within a kernel: the state of the thread `t`."""
-        return cls.alloc(
-            e, e.shared_bytes, t=t, lane=t % e.lanes, group=t // e.lanes, sample=t % e.pack
-        )
+        return cls.alloc(e, e.shared_bytes, t=t, lane=t % e.lanes, group=t // e.lanes, sample=t % e.pack)

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
-from ...device.words import load_element, value_at, value_in
+from ...device.words import value_at, value_in
 from .exchange import load_half, load_pair, load_vector, load_word, missing, put, state_bits
 from .space import BATCHED, Extents
 from .weights import find_row, kept_at, place_of, read_entry, value_of
@@ -303,14 +303,14 @@ def finish(e: Extents) -> Phase:
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
-    Reads: `sums`, `x`, `reset`, `steps_of`, `cells`, `owns`.
+    Reads: `sums`, `x`, `reset`, `zeros`, `steps_of`, `cells`, `owns`.
     Writes: the exchange, the outputs, `cells`, `owns`.
     Barriers: none.
     """
     compute, send = gates(e), put(e)
 
     @T.inline
-    def load(s, io, at):
+    def load(s, io, u, at):
         if e.has_cell:
             s.cell[0] = s.cells[at]
         if e.has_own:
@@ -321,7 +321,7 @@ def finish(e: Extents) -> Phase:
         if e.resets:
             if s.reset[0] != 0:
                 for g in T.unroll(e.gates):
-                    s.sums[g * e.pack] = T.float32(0)
+                    s.sums[g * e.pack] = s.zeros[u * e.gates + g]
                 s.cell[0] = T.float32(0)
                 s.own[0] = T.float32(0)
 
@@ -330,7 +330,7 @@ def finish(e: Extents) -> Phase:
         b = T.meta_var(pack * e.pack + s.sample)
         at = T.meta_var((u * e.groups + s.group) * (e.packs * e.pack) + b)
         if s.lane < e.pack and u * e.groups + s.group < s.count[0] and b < e.batch:
-            load(s, io, at)
+            load(s, io, u, at)
             compute(s, io, u)
             s.bits[0] = state_bits(e, s.result[0])
             s.result[0] = value_in(e.dtype, s.bits[0], 0)

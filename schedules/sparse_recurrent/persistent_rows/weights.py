@@ -13,13 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import ceildiv
-
 from ...device.selection import FULL_WARP
 from ...device.words import value_in
-from .space import WARP, Extents
+from .exchange import INFINITY
+from .space import Extents
 
 Phase = Callable[..., Any]
+NAN = 0x7FC00000
 
 
 def place_of(e: Extents, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
@@ -103,12 +103,35 @@ def read_entry(e: Extents) -> Phase:
     return phase
 
 
+def sum_of_zeros(e: Extents) -> Phase:
+    """What a row adds up to if all states are zero: zero, or NaN where a value is none or infinite; the phase is (s,
+    io, row).
+
+    Reads: `begin`, `length`, `rounds`, the entries. Writes: `zeros`. Barriers: none, but all lanes of a warp take part.
+    """
+    read = read_entry(e)
+    where, special = (0, INFINITY[e.dtype] << 16) if e.words == 1 else (1, INFINITY["float32"])
+
+    @T.inline
+    def phase(s, io, row):
+        s.zeros[row] = T.float32(0)
+        for r in T.serial(s.rounds[row]):
+            read(s, io, r)
+            if (s.word[where] & T.uint32(special)) == T.uint32(special):
+                s.zeros[row] = T.reinterpret("float32", T.uint32(NAN))
+        for h in T.unroll(e.lanes.bit_length() - 1):
+            s.zeros[row] = s.zeros[row] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.zeros[row], 1 << h, 32, 32)
+
+    return phase
+
+
 def load_weights(e: Extents) -> Phase:
     """Bring the group's weights on chip; the phase is (s, io).
 
-    Reads: the entries. Writes: `weights`, `kept`. Barriers: none: a lane reads of `kept` what it wrote.
+    Reads: the entries. Writes: `weights`, `kept`, `zeros`.
+    Barriers: none: a lane reads of `kept` what it wrote. All lanes of a warp take part.
     """
-    find, read = find_row(e), read_entry(e)
+    find, read, add_zeros = find_row(e), read_entry(e), sum_of_zeros(e)
 
     @T.inline
     def phase(s, io):
@@ -125,6 +148,8 @@ def load_weights(e: Extents) -> Phase:
                             read(s, io, e.registers + r)
                             for w in T.unroll(e.words):
                                 s.kept[kept_at(e, s, u, g, r) + w] = s.word[w]
+                if e.resets:
+                    add_zeros(s, io, u * e.gates + g)
 
     return phase
 # fmt: on
