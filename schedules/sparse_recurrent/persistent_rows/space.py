@@ -35,10 +35,11 @@ MOST_LOADS = 8  # 16-byte loads of the hidden state that a thread has in flight
 GATHERED = 16
 MOST_DIRECT = 64  # the same, where hidden states come straight from the L2 cache, all in flight at once
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-# For `cycles`: bytes that a multiprocessor reads from its shared memory in a cycle, and by how much bank conflicts
-# prolong it; bytes from the L2 cache, at most and for all multiprocessors together; multiplications; a sector of the L2 cache.
-SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS, SECTOR = 128, 1.3, 56, 4200, 128, 32
-# Cycles until a batch of gathers, a shuffle and the gates are done.
+# For `cycles`, which counts them a multiprocessor. Bytes that it reads from its shared memory in one, and by how much
+# bank conflicts prolong it; bytes from the L2 cache, at most, and for all multiprocessors together; multiplications.
+SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.3, 56, 4200, 128
+SECTOR = 32  # bytes: the least that the L2 cache answers with
+# Until a batch of gathers, a shuffle and the gates are done.
 GATHER, SHUFFLE, GATES = 45, 26, 150
 # A row may have some more entries than is typical: so many standard deviations of a random pattern's.
 DEVIATIONS = 2.5
