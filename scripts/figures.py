@@ -576,6 +576,17 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
             yield name, problem, decisions, origin.rstrip(")")
 
 
+OUTPUT_LAYER = (
+    "head_topk", "candidate_topk", "candidate_logits", "lsh_candidates", "wta_hash", "lsh_lookup", "compaction",
+)  # fmt: skip
+
+
+def records_of(operator: str) -> int:
+    """Problems of an operator that a record of the H200 ships for."""
+    file = ROOT / "tuning_logs" / "sm_90a" / operator / "best.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
 @part
 def head_decisions() -> str:
     """Whose decisions the runs of the output layer were made with, and which are still the defaults."""
@@ -589,12 +600,14 @@ def head_decisions() -> str:
         else:
             recorded.append(of_shape([str(problem.axes[axis]) for axis in OF_HEAD]))
     moved = [f"{sum(some)} of {len(some)} shapes of {what}" for what, some in changed.items() if any(some)]
-    sentence = (
-        "None of these operators has been tuned: no records of them ship, and these are figures of the templates'"
-        " defaults"
-    )
+    tuned = {name: records_of(name) for name in OUTPUT_LAYER}
+    have = [f"{number} of `{name}`" for name, number in tuned.items() if number]
+    lack = [f"`{name}`" for name, number in tuned.items() if not number]
+    sentence = f"Records for {card.arch}: {listed(have)}, from 16 trials each" if have else "No records ship"
+    if have and lack:
+        sentence += f"; none of {listed(lack)}, whose figures are those of the templates' defaults"
     if recorded:
-        sentence += f" (`head_topk` at {listed(recorded)}: of decisions that a record of that machine held)"
+        sentence += f". Of `head_topk` the figures at {listed(recorded)} are of decisions that a record held"
     if moved:
         sentence += f". The default has changed since for {listed(moved)}; these files do not have the present one"
     return f"{sentence}."
