@@ -158,7 +158,7 @@ class Headline:
 
 
 GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
-HEAD, SPECVOCAB, TABLE4 = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200"
+HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
@@ -424,6 +424,20 @@ def shi_xu_knight_calls() -> str:
         time = float(steps[name]["microseconds"])
         rows.append([name, us(time), "-" if name in FUSED_STEPS else times_as(time / ours)])
     return table(["program, or what a decoder calls", "microseconds", "over the LSH head"], rows)
+
+
+@part
+def lsh_steps() -> str:
+    """Steps of the LSH head beside its peers, a line a vocabulary and dtype."""
+    names = (LSH_HEAD, EXACT_HEAD, CHAIN, TORCH_HEAD)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in results(STEPS).rows:
+        found.setdefault((row["vocab"], row["dtype"]), {})[row["implementation"]] = float(row["microseconds"])
+    rows = [
+        [vocab, dtype, *(us(times[name]) for name in names), times_as(times[TORCH_HEAD] / times[LSH_HEAD])]
+        for (vocab, dtype), times in found.items()
+    ]
+    return table(["words", "dtype", *names, "PyTorch / LSH"], rows)
 
 
 @part
