@@ -164,17 +164,24 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 
 class Sample:
-    """Some rows of a problem, the first and the last among them, and what the reference says of them."""
+    """Some rows of a problem, the first and the last among them, and what the reference says of them.
+
+    Of a problem whose rows depend on each other (`Problem.sequential`) these are all rows.
+    """
 
     def __init__(self, problem: Problem, inputs: Sequence[Any]) -> None:
         import numpy as np
 
+        self._whole = problem.sequential
+        if self._whole:
+            self.inputs, self.expected = list(inputs), problem.reference(inputs)
+            return
         self._rows = np.unique(np.linspace(0, problem.batch_extent - 1, CHECKED_ROWS).astype(int))
         self.inputs = problem.sample(inputs, self._rows)
         self.expected = problem.with_batch(len(self._rows)).reference(self.inputs)
 
     def of(self, outputs: Sequence[Any]) -> list[Any]:
-        return [array[self._rows] for array in outputs]
+        return list(outputs) if self._whole else [array[self._rows] for array in outputs]
 
 
 def has_torch(device: str) -> bool:

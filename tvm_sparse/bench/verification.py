@@ -100,7 +100,10 @@ def make_case(problem: Problem, seed: int, structure: str | None = None, setting
 def reference(
     problem: Problem, inputs: Sequence[Any], elements: int = REFERENCE_ELEMENTS
 ) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
-    """The problem's reference and tolerance, by as many rows at a time as have so many elements in and out."""
+    """The problem's reference and tolerance, by as many rows at a time as have so many elements in and out.
+
+    Rows that depend on each other (`Problem.sequential`) are made together.
+    """
     import numpy as np
 
     expected: list[np.ndarray]
@@ -115,7 +118,7 @@ def reference(
         return np.empty((problem.batch_extent, *part.shape[1:]), part.dtype)
 
     step = max(1, elements // sum(map(of_a_row, (*problem.kernel_inputs, *problem.kernel_outputs))))
-    if step >= problem.batch_extent:
+    if problem.sequential or step >= problem.batch_extent:
         expected = problem.reference(inputs)
         return expected, problem.tolerance(inputs, expected)
     expected, tolerance = [], []

@@ -75,6 +75,8 @@ class Problem(ABC):
 
     operator: ClassVar[str]
     batch_axis: ClassVar[str]  # the axis that one library serves at every extent
+    # Whether rows along that axis depend on those before, as steps of a recurrence do: then they are not sampled.
+    sequential: ClassVar[bool] = False
     # Axes that tell how the data lie: decisions are tuned for them, but programs read them when they run.
     data_axes: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one

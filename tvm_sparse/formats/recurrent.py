@@ -1,0 +1,418 @@
+"""Sparse recurrent weights as persistent kernels take them, made on the host.
+
+A matrix `(gates * hidden, hidden)`, row `gate * hidden + unit` for a gate of a unit, is cut into rows of entries
+(column, value). Two orders are free, and chosen here once for all steps:
+
+- *Units* lie in `slots`, the order in which kernels deal them out to thread blocks and lanes: `units[slot]` is the unit
+  at a slot, and the rows of its gates lie side by side.
+- *Entries* of a row. With L lanes a row, lane p % L takes position p, so that neighbouring positions are read from
+  shared memory at once. A gather of 4 bytes a lane serves 32 lanes together, of 8 bytes 16 and of 16 bytes 8, if their
+  columns differ modulo 32, 16 or 8; those that agree cost a cycle each. `banks` is that number.
+
+Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", section 4.1 (bank-aware
+weight layout) and Appendix A (Algorithm 1, here `greedy_order`). `bank_order` deals columns out by the numbers of them
+that are left in each residue class, and comes close to the fewest cycles that a row can take.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.problem import FLOATS, numpy_dtype
+
+ORDERS = ("banks", "greedy", "columns")
+UNITS = ("balanced", "plain")
+# Columns that fit the low half of a word whose high half is a value of 16 bits.
+MOST_PACKED = 1 << 16
+# Lanes of a warp.
+WARP = 32
+# Slots side by side that hold units of similar work: as many as a warp takes at once with 8 lanes a unit.
+NEIGHBOURS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentWeights:
+    """Sparse recurrent weights `(gates * hidden, hidden)` in the layout of the kernels; made by `recurrent_weights`.
+
+    Attributes
+    ----------
+    hidden, gates, dtype
+        Units, rows a unit (1 of an RNN, 3 of a GRU, 4 of an LSTM, in torch's order), and the dtype of the values.
+    units
+        `(hidden,)` int32: the unit at each slot, a permutation.
+    row_start
+        `(hidden * gates + 1,)` int32: the first entry of the row of (slot, gate) at `slot * gates + gate`.
+    entries
+        `(nonzeros, words)` int32, see `pack_entries`.
+    placed
+        Copies on other devices, kept by the calls.
+    """
+
+    hidden: int
+    gates: int
+    dtype: str
+    units: np.ndarray
+    row_start: np.ndarray
+    entries: np.ndarray
+    placed: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def nonzeros(self) -> int:
+        return len(self.entries)
+
+    @property
+    def density(self) -> float:
+        return self.nonzeros / (self.gates * self.hidden**2)
+
+    @property
+    def columns(self) -> np.ndarray:
+        """`(nonzeros,)` int64, the column of each entry."""
+        return unpack_entries(self.entries, self.dtype)[0]
+
+    @property
+    def values(self) -> np.ndarray:
+        """`(nonzeros,)` float32, the value of each entry."""
+        return unpack_entries(self.entries, self.dtype)[1]
+
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows and columns (int64) of the matrix, and values (float32), of each entry."""
+        columns, values = unpack_entries(self.entries, self.dtype)
+        return matrix_rows(self.units, self.row_start), columns, values
+
+    def dense(self) -> np.ndarray:
+        """The matrix `(gates * hidden, hidden)`, in its dtype."""
+        rows, columns, values = self.coordinates()
+        found = np.zeros((self.gates * self.hidden, self.hidden), numpy_dtype(self.dtype))
+        found[rows, columns] = values.astype(found.dtype)
+        return found
+
+    def conflicts(self, lanes: int = WARP, banks: int = 8) -> Conflicts:
+        """What gathers of this layout cost, see `conflicts`."""
+        return conflicts(self.row_start, self.columns, self.gates, lanes, banks)
+
+    def __repr__(self) -> str:
+        return (
+            f"RecurrentWeights(hidden={self.hidden}, gates={self.gates}, dtype={self.dtype}, nonzeros={self.nonzeros},"
+            f" density={self.density:.3g})"
+        )
+
+
+def recurrent_weights(
+    matrix: Any,
+    gates: int = 1,
+    *,
+    dtype: str | None = None,
+    order: str = "banks",
+    banks: int = 8,
+    units: str = "balanced",
+    neighbours: int = NEIGHBOURS,
+) -> RecurrentWeights:
+    """Lay a sparse recurrent weight out for the kernels.
+
+    Parameters
+    ----------
+    matrix
+        Shape `(gates * hidden, hidden)`, row `gate * hidden + unit`, gates in torch's order: a SciPy sparse matrix or
+        array, a torch tensor of a sparse layout, or a dense array (NumPy, torch or DLPack on the host) whose nonzeros,
+        NaN among them, are taken. Entries that stand twice are added; zeros that a sparse matrix stores are kept.
+    gates
+        Rows a unit: 1, 3 (GRU) or 4 (LSTM).
+    dtype
+        Of the values: float32, float16 or bfloat16. None: that of the matrix, float32 in the place of float64.
+    order
+        Of the entries of a row. "banks": neighbours differ modulo `banks` wherever they can. "greedy": Algorithm 1 of
+        the paper. "columns": ascending.
+    banks
+        Neighbouring positions that shared memory serves at once: 8, 16 or 32 for gathers of 16, 8 or 4 bytes.
+    units
+        "balanced": equal blocks of slots have nearly equal work, and neighbours are of similar lengths. "plain": as
+        they come.
+    neighbours
+        Of a balanced order, slots side by side that hold units of similar lengths.
+
+    Raises
+    ------
+    TypeError
+        If `matrix` is no array.
+    ValueError
+        For another shape, dtype, or order; for indices outside of the matrix.
+
+    Source: Zhu, Pool et al. 2018, section 4.1 and Appendix A.
+    """
+    for name, value, known in (("order", order, ORDERS), ("units", units, UNITS)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    for name, number in (("gates", gates), ("banks", banks), ("neighbours", neighbours)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name}: expected an integer of at least 1, got {number!r}")
+    rows, columns, values, shape, own = _coordinates(matrix)
+    if len(shape) != 2 or shape[0] != gates * shape[1] or not shape[1]:
+        raise ValueError(
+            f"weights: expected shape ({'' if gates == 1 else f'{gates} * '}hidden, hidden), gates={gates} rows for"
+            f" each of at least one unit, got {shape}"
+        )
+    dtype = own if dtype is None else dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
+    for name, index, extent in (("row", rows, shape[0]), ("column", columns, shape[1])):
+        outside = np.flatnonzero((index < 0) | (index >= extent))
+        if len(outside):
+            at = int(outside[0])
+            raise ValueError(f"weights: {name} {index[at]} of entry {at} is outside [0, {extent})")
+    hidden = int(shape[1])
+    if max(len(values), gates * hidden + 1) >= 2**31:
+        raise ValueError(f"weights: expected fewer than 2^31 entries and rows, got {len(values)} in {shape[0]} rows")
+    return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, units, neighbours)
+
+
+def lay_out(
+    rows: np.ndarray,
+    columns: np.ndarray,
+    values: np.ndarray,
+    hidden: int,
+    gates: int,
+    dtype: str,
+    order: str = "banks",
+    banks: int = 8,
+    units: str = "balanced",
+    neighbours: int = NEIGHBOURS,
+) -> RecurrentWeights:
+    """As `recurrent_weights`, of rows, columns and values of the entries, which are not checked."""
+    rows, columns = rows.astype(np.int64), columns.astype(np.int64)
+    work = np.bincount(rows % hidden, minlength=hidden)
+    dealt = balanced_units(work, neighbours) if units == "balanced" else np.arange(hidden)
+    slot = np.empty(hidden, np.int64)
+    slot[dealt] = np.arange(hidden)
+    key = (slot[rows % hidden] * gates + rows // hidden) * hidden + columns
+    if np.any(key[1:] <= key[:-1]):
+        sort = np.argsort(key, kind="stable")
+        key, values = key[sort], values[sort]
+        first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
+        if len(first) < len(key):
+            key, values = key[first], np.add.reduceat(values.astype(np.float64), first)
+    lengths = np.bincount(key // hidden, minlength=hidden * gates)
+    row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    columns = key % hidden
+    if order != "columns":
+        chosen = (bank_order if order == "banks" else greedy_order)(row_start, columns, banks)
+        columns, values = columns[chosen], values[chosen]
+    entries = pack_entries(columns, values, hidden, dtype)
+    return RecurrentWeights(hidden, gates, dtype, dealt.astype(np.int32), row_start, entries)
+
+
+# ---- entries -------------------------------------------------------------------------------------
+
+
+def entry_words(hidden: int, dtype: str) -> int:
+    """Words of 32 bits that an entry takes: 1 where column and value have 16 bits each, else 2."""
+    return 1 if numpy_dtype(dtype).itemsize == 2 and hidden <= MOST_PACKED else 2
+
+
+def pack_entries(columns: np.ndarray, values: np.ndarray, hidden: int, dtype: str) -> np.ndarray:
+    """Entries `(nonzeros, words)` int32 of values rounded to `dtype`.
+
+    One word: the column in the low half, the value's bits in the high one. Two: the bits of the value as float32, then
+    the column.
+    """
+    rounded = values.astype(numpy_dtype(dtype))
+    if entry_words(hidden, dtype) == 1:
+        word = columns.astype(np.uint32) | rounded.view(np.uint16).astype(np.uint32) << 16
+        return word.view(np.int32)[:, None]
+    return np.stack([rounded.astype(np.float32).view(np.int32), columns.astype(np.int32)], axis=1)
+
+
+def unpack_entries(entries: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Columns (int64) and values (float32) of packed entries."""
+    if entries.shape[1] == 1:
+        word = np.ascontiguousarray(entries[:, 0]).view(np.uint32)
+        values = (word >> 16).astype(np.uint16).view(numpy_dtype(dtype))
+        return (word & 0xFFFF).astype(np.int64), values.astype(np.float32)
+    bits, columns = np.ascontiguousarray(entries.T)
+    return columns.astype(np.int64), bits.view(np.float32)
+
+
+def matrix_rows(units: np.ndarray, row_start: np.ndarray) -> np.ndarray:
+    """`(nonzeros,)` int64: the row `gate * hidden + unit` of the matrix that each entry is in."""
+    hidden = len(units)
+    gates = (len(row_start) - 1) // hidden
+    rows = np.arange(gates) * hidden + units.astype(np.int64)[:, None]
+    return np.repeat(rows.reshape(-1), np.diff(row_start))
+
+
+def _coordinates(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], str]:
+    """Rows, columns, values, shape, and the dtype among those of kernels, of any kind of matrix."""
+    torch = sys.modules.get("torch")
+    own = ""
+    if torch is not None and isinstance(matrix, torch.Tensor):
+        matrix = matrix.detach().cpu()
+        own = str(matrix.dtype).removeprefix("torch.")
+        shape = tuple(matrix.shape)
+        if matrix.layout is not torch.strided and len(shape) == 2:
+            found = matrix.to_sparse_coo()
+            rows, columns = (found._indices() if not found.is_coalesced() else found.indices()).numpy()
+            values = found._values() if not found.is_coalesced() else found.values()
+            return rows, columns, values.double().numpy(), shape, _floating(own)
+        matrix = matrix.double().numpy()
+    elif hasattr(matrix, "tocoo"):
+        coo = matrix.tocoo()
+        return coo.row, coo.col, coo.data, tuple(coo.shape), _floating(coo.data.dtype.name)
+    elif not isinstance(matrix, np.ndarray):
+        if not hasattr(matrix, "__dlpack__"):
+            raise TypeError(
+                "weights: expected a SciPy sparse matrix, a torch tensor, a NumPy array or another DLPack array on the"
+                f" host, got {type(matrix).__name__}"
+            )
+        matrix = np.from_dlpack(matrix)
+    own = _floating(own or matrix.dtype.name)
+    if matrix.ndim != 2:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), tuple(matrix.shape), own
+    rows, columns = np.nonzero(matrix)
+    return rows, columns, matrix[rows, columns], tuple(matrix.shape), own
+
+
+def _floating(name: str) -> str:
+    """The dtype of kernels for a matrix of this dtype; others stay as they are, and are refused."""
+    return "float32" if name == "float64" else name
+
+
+# ---- order of units ------------------------------------------------------------------------------
+
+
+def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray:
+    """The unit at each slot, int64, so that work is spread evenly over any equal blocks of slots.
+
+    Units are sorted by work and cut into runs of `neighbours`; runs take their places by the bit-reversal permutation,
+    in which every stretch holds runs of all ranks.
+    """
+    ranked = np.argsort(-work, kind="stable")
+    runs = len(ranked) // neighbours
+    bits = max(runs - 1, 0).bit_length()
+    places = np.zeros(1 << bits, np.int64)
+    for bit in range(bits):
+        places |= (np.arange(1 << bits) >> bit & 1) << (bits - 1 - bit)
+    whole = ranked[: runs * neighbours].reshape(runs, neighbours)[places[places < runs]]
+    return np.concatenate([whole.reshape(-1), ranked[runs * neighbours :]])
+
+
+# ---- order of entries ----------------------------------------------------------------------------
+
+
+class _Rows:
+    """Rows by falling length, so that those which have a position p are the first ones."""
+
+    def __init__(self, row_start: np.ndarray) -> None:
+        lengths = np.diff(row_start).astype(np.int64)
+        self.order = np.argsort(-lengths, kind="stable")
+        self.lengths = lengths[self.order]
+        self.starts = row_start[:-1].astype(np.int64)[self.order]
+        self.longest = int(self.lengths[0]) if len(lengths) else 0
+        # How many rows have a position p.
+        self.having = np.searchsorted(-self.lengths, -np.arange(self.longest), side="left")
+
+    def residues(self, columns: np.ndarray, row_start: np.ndarray, banks: int) -> np.ndarray:
+        """`(rows, banks)`: how many columns of each row are in each residue class."""
+        lengths = np.diff(row_start)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        counts = np.bincount(row * banks + columns % banks, minlength=len(lengths) * banks)
+        return counts.reshape(-1, banks)[self.order]
+
+
+def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
+    """The entry to take at each position, int64, so that windows of `banks` positions have few columns of one residue.
+
+    A window with m columns of one residue takes m cycles. Of a row with W windows left and n columns in its fullest
+    class, the next window takes at most m = ceil(n / W) of a class, always of the class that has most left: so the
+    classes that are too full are served together, in the windows that cost more anyway.
+
+    `columns` ascend within a row; those of one class stay so.
+    """
+    rows = _Rows(row_start)
+    left = rows.residues(columns, row_start, banks)
+    taken = np.zeros_like(left)
+    most = np.zeros(len(left), np.int64)
+    chosen = np.empty(len(columns), np.int64)
+    everyone = np.arange(len(left))
+    much = 1 << 40
+    for position, many in enumerate(rows.having):
+        here, used = left[:many], taken[:many]
+        if position % banks == 0:
+            windows = -(-(rows.lengths[:many] - position) // banks)
+            most[:many] = -(-here.max(axis=1) // windows)
+            used[...] = 0
+        over = np.maximum(used - most[:many, None] + 1, 0)
+        score = (here << 8) - used - over * much
+        score[here == 0] = -(1 << 60)
+        best = score.argmax(axis=1)
+        here[everyone[:many], best] -= 1
+        used[everyone[:many], best] += 1
+        chosen[rows.starts[:many] + position] = best
+    row = np.repeat(np.arange(len(row_start) - 1), np.diff(row_start))
+    entries = np.argsort(row * banks + columns % banks, kind="stable")
+    positions = np.argsort(row * banks + chosen, kind="stable")
+    found = np.empty(len(columns), np.int64)
+    found[positions] = entries
+    return found
+
+
+def greedy_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
+    """As `bank_order`, by Algorithm 1 of Zhu, Pool et al. 2018: columns of residue b go to positions of residue b, or
+    to those of the next residue that has one left."""
+    rows = _Rows(row_start)
+    next_place = np.tile(np.arange(banks, dtype=np.int64), (len(row_start) - 1, 1))
+    found = np.empty(len(columns), np.int64)
+    everyone, around = np.arange(len(next_place)), np.arange(banks)
+    for number, many in enumerate(rows.having):
+        entry = rows.starts[:many] + number
+        banked = (columns[entry][:, None] + around) % banks
+        places = np.take_along_axis(next_place[:many], banked, axis=1)
+        first = (places < rows.lengths[:many, None]).argmax(axis=1)
+        mine = everyone[:many]
+        place = places[mine, first]
+        found[rows.starts[:many] + place] = entry
+        next_place[mine, banked[mine, first]] += banks
+    return found
+
+
+class Conflicts(NamedTuple):
+    """What the gathers of a layout cost."""
+
+    gathers: int  # of as many lanes as shared memory can serve at once, if their columns differ modulo the banks
+    cycles: int  # that they take: of each, the most different columns of one residue
+    least: int  # of a row by itself, the fewest cycles in any order of its entries
+
+    @property
+    def penalty(self) -> float:
+        """Cycles beyond one, a gather: 0 without conflicts."""
+        return (self.cycles - self.gathers) / max(1, self.gathers)
+
+
+def conflicts(row_start: np.ndarray, columns: np.ndarray, gates: int, lanes: int, banks: int) -> Conflicts:
+    """What it costs a warp to gather from shared memory by these columns, `lanes` neighbouring lanes a row.
+
+    A warp holds the same gate of 32 / lanes neighbouring slots, and its lanes are served `banks` at a time. Lanes that
+    ask for the same column share a cycle.
+    """
+    lengths = np.diff(row_start)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(columns)) - np.repeat(row_start[:-1].astype(np.int64), lengths)
+    slot, gate = row // gates, row % gates
+    at_once = WARP // lanes
+    lane = slot % at_once * lanes + position % lanes
+    # By warp and gate, gather after gather, and the lanes that are served together.
+    longest = int(lengths.max(initial=0)) // lanes + 1
+    gather = ((slot // at_once * gates + gate) * longest + position // lanes) * (
+        WARP // min(banks, WARP)
+    ) + lane // banks
+    highest = int(columns.max(initial=0)) + 1
+    asked = np.unique(gather * highest + columns)
+    gather, asked = asked // highest, asked % highest % banks
+    classes, times = np.unique(gather * banks + asked, return_counts=True)
+    first = np.flatnonzero(np.concatenate([[True], np.diff(classes // banks) > 0])) if len(classes) else classes
+    cycles = int(np.maximum.reduceat(times, first).sum()) if len(classes) else 0
+    fullest = _Rows(row_start).residues(columns, row_start, banks).max(axis=1, initial=0)
+    least = int(np.maximum(fullest, np.sort(-(-lengths // banks))[::-1]).sum())
+    return Conflicts(len(first), cycles, least)

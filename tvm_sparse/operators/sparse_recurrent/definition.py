@@ -1,0 +1,172 @@
+"""The recurrence in TVMScript, and its parts that schedules share.
+
+This module loads the compiler: it is imported when a definition is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.arguments import matched
+
+from .problem import SparseRecurrent
+
+
+def column_of(problem: SparseRecurrent, io: Any, entry: Any) -> Any:
+    """The column of an entry, int32."""
+    return io.entries[entry, 0] & 0xFFFF if problem.words == 1 else io.entries[entry, 1]
+
+
+def value_of(problem: SparseRecurrent, io: Any, entry: Any) -> Any:
+    """The value of an entry, float32."""
+    if problem.words == 2:
+        return T.reinterpret("float32", io.entries[entry, 0])
+    if problem.dtype == "bfloat16":
+        return T.reinterpret("float32", io.entries[entry, 0] & -65536)
+    return T.Cast("float32", T.reinterpret("float16", T.Cast("uint16", T.Cast("uint32", io.entries[entry, 0]) >> 16)))
+
+
+def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
+    """The gates of one unit; the phase is (s, v) for one of `samples` that are side by side.
+
+    Reads, all float32: `s.sums[gate * samples + v]`, U h of each gate; `s.x`, likewise, the projected input; of an LSTM
+    `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[0]`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
+    """
+    if cell in ("tanh", "relu"):
+
+        @T.inline
+        def phase(s, v):
+            s.h[v] = s.x[v] + s.sums[v]
+            if cell == "tanh":
+                s.h[v] = T.tanh(s.h[v])
+            elif cell == "relu":
+                s.h[v] = T.if_then_else(s.h[v] < T.float32(0), T.float32(0), s.h[v])
+
+    elif cell == "lstm":
+
+        @T.inline
+        def phase(s, v):
+            s.c[v] = T.sigmoid(s.x[samples + v] + s.sums[samples + v]) * s.c[v] + T.sigmoid(
+                s.x[v] + s.sums[v]
+            ) * T.tanh(s.x[2 * samples + v] + s.sums[2 * samples + v])
+            s.h[v] = T.sigmoid(s.x[3 * samples + v] + s.sums[3 * samples + v]) * T.tanh(s.c[v])
+
+    else:
+
+        @T.inline
+        def phase(s, v):
+            # The gates take the places of their sums.
+            s.sums[samples + v] = T.sigmoid(s.x[samples + v] + s.sums[samples + v])
+            s.sums[v] = T.tanh(
+                s.x[2 * samples + v] + T.sigmoid(s.x[v] + s.sums[v]) * (s.sums[2 * samples + v] + s.bias[0])
+            )
+            s.h[v] = (T.float32(1) - s.sums[samples + v]) * s.sums[v] + s.sums[samples + v] * s.h[v]
+
+    return phase
+
+
+def scan(problem: SparseRecurrent) -> tirx.PrimFunc:
+    """All steps, a unit of a sequence at a time."""
+    batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
+    lstm, gru, ragged, resets = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
+    update = next_state(cell)
+
+    # fmt: off
+    @T.inline
+    def load_state(io, s, t, b, column):
+        """`s.before`: the state of a unit before step t."""
+        if resets:
+            if io.reset[t, b] != 0:
+                s.before[0] = T.float32(0)
+            elif t == 0:
+                s.before[0] = T.Cast("float32", io.h0[b, column])
+            else:
+                s.before[0] = T.Cast("float32", io.output[t - 1, b, column])
+        else:
+            if t == 0:
+                s.before[0] = T.Cast("float32", io.h0[b, column])
+            else:
+                s.before[0] = T.Cast("float32", io.output[t - 1, b, column])
+
+    @T.inline
+    def take_step(io, s, cells, t, b, slot):
+        unit = T.meta_var(io.units[slot])
+        for gate in range(gates):
+            s.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
+            s.sums[gate] = T.float32(0)
+            for e in range(io.row_start[slot * gates + gate + 1] - io.row_start[slot * gates + gate]):
+                load_state(io, s, t, b, column_of(problem, io, io.row_start[slot * gates + gate] + e))
+                s.sums[gate] = s.sums[gate] + value_of(
+                    problem, io, io.row_start[slot * gates + gate] + e) * s.before[0]
+        if gru:
+            load_state(io, s, t, b, unit)
+            s.h[0] = s.before[0]
+            s.bias[0] = T.Cast("float32", io.hidden_bias[unit])
+        if lstm:
+            s.c[0] = cells[b, unit]
+            if t == 0:
+                s.c[0] = T.Cast("float32", io.c0[b, unit])
+            if resets:
+                if io.reset[t, b] != 0:
+                    s.c[0] = T.float32(0)
+        update(s, 0)
+        io.output[t, b, unit] = T.Cast(dtype, s.h[0])
+        io.h_n[b, unit] = T.Cast(dtype, s.h[0])
+        if lstm:
+            cells[b, unit] = s.c[0]
+            io.c_n[b, unit] = T.Cast(dtype, s.c[0])
+
+    @T.inline
+    def pass_over(io, t, b, unit):
+        """A step after the last one of its sequence."""
+        io.output[t, b, unit] = T.Cast(dtype, T.float32(0))
+        if t == 0:
+            io.h_n[b, unit] = io.h0[b, unit]
+            if lstm:
+                io.c_n[b, unit] = io.c0[b, unit]
+
+    @T.inline
+    def all_steps(io, cells):
+        for step in range(io.steps):
+            for place in range(hidden):
+                for sample in range(batch):
+                    with T.sblock("unit"):
+                        # A step reads what the one before wrote.
+                        t = T.axis.opaque(io.steps, step)
+                        slot = T.axis.opaque(hidden, place)
+                        b = T.axis.opaque(batch, sample)
+                        s = T.meta_var(SimpleNamespace(
+                            x=T.sblock_alloc_buffer((gates,), "float32"),
+                            sums=T.sblock_alloc_buffer((gates,), "float32"),
+                            before=T.sblock_alloc_buffer((1,), "float32"),
+                            h=T.sblock_alloc_buffer((1,), "float32"),
+                            c=T.sblock_alloc_buffer((1,), "float32"),
+                            bias=T.sblock_alloc_buffer((1,), "float32")))
+                        if ragged:
+                            if t < io.lengths[b]:
+                                take_step(io, s, cells, t, b, slot)
+                            else:
+                                pass_over(io, t, b, io.units[slot])
+                        else:
+                            take_step(io, s, cells, t, b, slot)
+
+    @T.prim_func(s_tir=True)
+    def main(
+        units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
+        hidden_bias: T.handle, lengths: T.handle, reset: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
+    ):
+        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+        steps = T.int32()
+        entries = T.int32()
+        io = T.meta_var(matched(
+            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, reset, output, h_n, c_n),
+            {"steps": steps, "entries": entries}, packed=True))
+        cells = T.sblock_alloc_buffer((batch, hidden), "float32")
+        all_steps(io, cells)
+    # fmt: on
+    return problem.trimmed(main)

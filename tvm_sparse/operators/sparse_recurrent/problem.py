@@ -1,0 +1,244 @@
+"""A recurrent layer whose recurrent weight is sparse, over all steps of a sequence.
+
+Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip". The input product, which
+does not depend on the states, is made beforehand for all steps. With U the recurrent weight, x[t] the projected input
+of step t with the biases in it, * by elements, and gates in torch's order:
+
+    tanh, relu   h[t] = f(x[t] + U h[t-1])
+    lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f * c[t-1] + i * g;  h[t] = o * tanh(c[t])
+    gru          r, z = sigmoid(x[t] + U h[t-1]);  n = tanh(x_n[t] + r * (U_n h[t-1] + b));
+                 h[t] = (1 - z) * n + z * h[t-1]
+
+Sums and gates are float32. The state h that is carried from step to step is rounded to the dtype of the output; c is
+carried in float32. The weight is in the layout of `formats.recurrent`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Problem,
+    ProblemError,
+    Settings,
+    numpy_dtype,
+    require_dtype,
+    require_positive,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+# Rows of the recurrent weight for each unit.
+GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
+
+# Half a unit in the last place, relative.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Half a unit of the smallest numbers, absolute; float32's and bfloat16's may be flushed to zero.
+SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
+# Standard deviation of what tanh and sigmoid add: six of them are some roundings of an exponential and a quotient with
+# float32, and with 16 bits more than the 2^-11 that the GPU's tanh.approx is off by.
+ACTIVATION = {"float32": 2.0**-23, "float16": 2.0**-13, "bfloat16": 2.0**-13}
+# Standard deviations that an element may be off by, of what independent roundings make: among 10^7 elements none is.
+DEVIATIONS = 6
+# The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: a rounding fades in
+# the steps after it, in the place of growing from step to step.
+NORM = 0.45
+
+
+@dataclass(frozen=True)
+class SparseRecurrent(Problem):
+    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences.
+
+    `nonzeros` is their number in a typical row of the weight. `ragged` = 1: sequences have lengths of their own.
+    `resets` = 1: states may be set to zero before any step.
+    """
+
+    steps: int
+    batch: int
+    hidden: int
+    nonzeros: int
+    cell: str = "tanh"
+    dtype: str = "float32"
+    ragged: int = field(default=0, metadata=OPTIONAL)
+    resets: int = field(default=0, metadata=OPTIONAL)
+
+    operator: ClassVar[str] = "sparse_recurrent"
+    batch_axis: ClassVar[str] = "steps"
+    sequential: ClassVar[bool] = True
+    data_axes: ClassVar[tuple[str, ...]] = ("nonzeros",)
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
+        Argument(
+            "row_start",
+            ("hidden * gates + 1",),
+            "int32",
+            "First entry of the row of a slot and a gate, at slot * gates + gate.",
+        ),
+        Argument(
+            "entries",
+            ("entries", "words"),
+            "int32",
+            "Column and value. One word where both have 16 bits: column in the low half, value's bits in the high one;"
+            " else two: the value as float32, the column in [0, hidden).",
+        ),
+        Argument("x_projected", ("steps", "batch", "gates * hidden"), "dtype", "Input product with its biases."),
+        Argument("h0", ("batch", "hidden"), "dtype", "State before the first step."),
+        Argument("c0", ("batch", "hidden"), "dtype", "Cell state before the first step.", when="lstm"),
+        Argument("hidden_bias", ("hidden",), "dtype", "b in the sum that the reset gate scales.", when="gru"),
+        Argument("lengths", ("batch",), "int32", "Steps of each sequence.", when="ragged"),
+        Argument("reset", ("steps", "batch"), "int32", "Nonzero: states are zero before the step.", when="resets"),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("output", ("steps", "batch", "hidden"), "dtype", "State after each step; zero after the last one."),
+        Argument("h_n", ("batch", "hidden"), "dtype", "State after the last step of each sequence."),
+        Argument("c_n", ("batch", "hidden"), "dtype", "Cell state after it.", when="lstm"),
+    )
+    structures: ClassVar[tuple[str, ...]] = (
+        "random", "ragged", "empty_rows", "one_long_row", "empty", "special",
+    )  # fmt: skip
+    tuned: ClassVar[str] = "random"
+    verified: ClassVar[tuple[str, ...]] = structures
+    example: ClassVar[Mapping[str, Any]] = {"steps": 16, "batch": 2, "hidden": 256, "nonzeros": 20, "cell": "lstm"}
+    source: ClassVar[str] = "Zhu, Pool et al. 2018"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "steps", "batch", "hidden", "nonzeros")
+        require_dtype(self)
+        if self.cell not in GATES:
+            raise ProblemError(f"{self.operator}: cell must be one of {', '.join(GATES)}, got {self.cell!r}")
+        for name in ("ragged", "resets"):
+            if self.axes[name] not in (0, 1):
+                raise ProblemError(f"{self.operator}: {name} must be 0 or 1, got {self.axes[name]!r}")
+        if self.steps * self.batch * self.gates * self.hidden >= 2**31:
+            raise ProblemError(f"{self.operator}: x_projected must have fewer than 2^31 elements; cut the sequence up")
+
+    @property
+    def gates(self) -> int:
+        return GATES[self.cell]
+
+    @property
+    def words(self) -> int:
+        """Of an entry."""
+        from tvm_sparse.formats.recurrent import entry_words
+
+        return entry_words(self.hidden, self.dtype)
+
+    def extent(self, name: str | int) -> int:
+        """Beside the axes: `words`, expressions of `gates`, and the cells that arguments depend on."""
+        rows = self.gates * self.hidden
+        known = {
+            "gates * hidden": rows,
+            "hidden * gates + 1": rows + 1,
+            "entries": rows * min(self.nonzeros, self.hidden),
+            "lstm": int(self.cell == "lstm"),
+            "gru": int(self.cell == "gru"),
+        }
+        if name == "words":
+            return self.words
+        return known[name] if name in known else super().extent(name)
+
+    def distance(self, other: Problem) -> float | None:
+        """Octaves of batch, hidden and nonzeros, a little for steps, and a step for lengths and resets."""
+        if not isinstance(other, SparseRecurrent) or (self.cell, self.dtype) != (other.cell, other.dtype):
+            return None
+        mine, theirs = ((p.batch, p.hidden, p.nonzeros) for p in (self, other))
+        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+        steps = abs(math.log2(self.steps / other.steps))
+        return octaves + 0.1 * steps + 0.1 * ((self.ragged != other.ragged) + (self.resets != other.resets))
+
+    def definition(self) -> tirx.PrimFunc:
+        """A loop over steps; in each, a sum of a row's entries for each gate, unit and sequence."""
+        from .definition import scan
+
+        return scan(self)
+
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """A weight whose elements are nonzero with a chance of nonzeros / hidden, laid out as the calls do it, but:
+
+        `ragged`: rows of none to twice as many, in ascending order, units as they come. `empty_rows`: every second row
+        is empty. `one_long_row`: one row is full, the others have one or none. `empty`: no entries. `special`: NaN,
+        infinities and -0.0 in inputs and states of one sequence; for cells that bound their states, an infinite weight.
+
+        Lengths are from 0 to the number of steps; a fifth of the steps begin anew.
+        """
+        import numpy as np
+
+        from tvm_sparse.formats.recurrent import lay_out
+
+        structure, _ = self.chosen(structure, settings)
+        hidden, gates, few = self.hidden, self.gates, min(self.nonzeros, self.hidden)
+        rng = np.random.default_rng([seed, self.batch, hidden, self.nonzeros, gates])
+        count = gates * hidden
+        if structure == "ragged":
+            counts = np.minimum(rng.integers(0, 2 * few, count, endpoint=True), hidden)
+        elif structure == "one_long_row":
+            counts = rng.integers(0, 2, count)
+            counts[count // 2] = hidden
+        elif structure == "empty":
+            counts = np.zeros(count, np.int64)
+        else:
+            counts = rng.binomial(hidden, few / hidden, count)
+            if structure == "empty_rows":
+                counts[::2] = 0
+        drawn = [rng.choice(hidden, each, replace=False, shuffle=False) for each in counts]
+        columns = np.concatenate([np.zeros(0, np.int64), *drawn])
+        # Never near zero: an entry that is left out shows.
+        values = rng.uniform(0.5, 1.5, len(columns)) * rng.choice([-1.0, 1.0], len(columns))
+        values *= np.repeat(NORM / np.sqrt(np.maximum(counts, 1)), counts)
+        if structure == "special" and len(values) and self.cell != "relu":
+            values[rng.integers(len(values))] = np.inf
+        rows = np.repeat(np.arange(count), counts)
+        free = ("columns", 8, "plain") if structure == "ragged" else ("banks", 8, "balanced")
+        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, *free)
+
+        dtype = numpy_dtype(self.dtype)
+        x = (0.7 * rng.standard_normal((self.steps, self.batch, count), dtype=np.float32)).astype(dtype)
+        h0 = rng.uniform(-0.8, 0.8, (self.batch, hidden)).astype(dtype)
+        c0 = (0.7 * rng.standard_normal((self.batch, hidden))).astype(dtype)
+        bias = (0.3 * rng.standard_normal(hidden)).astype(dtype)
+        if structure == "special":
+            for value in (-0.0, np.inf, -np.inf):
+                for array in (x[:, -1], h0[-1], c0[-1]):
+                    flat = array.reshape(-1)
+                    flat[rng.integers(flat.size)] = value
+            x[self.steps // 2, -1, rng.integers(count)] = np.nan
+        lengths = rng.integers(0, self.steps, self.batch, endpoint=True)
+        lengths[rng.integers(self.batch)] = self.steps
+        reset = rng.integers(-2, 8, (self.steps, self.batch))
+        reset[reset > 0] = 0
+        inputs = [weights.units, weights.row_start, weights.entries, x, h0, c0, bias]
+        inputs += [lengths.astype(np.int32), reset.astype(np.int32)]
+        return [array for argument, array in zip(self.inputs, inputs, strict=True) if self.has(argument)]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        from .reference import run
+
+        return run(self, inputs)
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """What roundings make of each element, carried from step to step: see `reference.run`."""
+        from .reference import run
+
+        return list(run(self, inputs, errors=True))
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        """The weight once; a product and a sum an entry and sequence, and some 5 operations an activation."""
+        nnz = self.extent("entries") if inputs is None else len(inputs[2])
+        rows, states = self.gates * self.hidden, self.batch * self.hidden
+        floats = self.steps * self.batch * rows + self.steps * states
+        floats += 2 * states * (1 + self.extent("lstm")) + self.hidden * self.extent("gru")
+        words = nnz * self.words + rows + 1 + self.hidden
+        words += self.ragged * self.batch + self.resets * self.steps * self.batch
+        each = 2 * nnz + 5 * self.hidden * (self.gates + self.extent("lstm"))
+        return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
+
+
+PROBLEM = SparseRecurrent

@@ -1,0 +1,158 @@
+"""The recurrence in NumPy, and what a kernel's roundings may make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.formats.recurrent import matrix_rows, unpack_entries
+
+from .problem import ACTIVATION, DEVIATIONS, ROUNDING, SMALLEST, SparseRecurrent
+
+
+class _Rows:
+    """The weight by rows of the matrix, of which sums are made."""
+
+    def __init__(self, problem: SparseRecurrent, units: np.ndarray, row_start: np.ndarray, entries: np.ndarray) -> None:
+        columns, values = unpack_entries(entries, problem.dtype)
+        rows = matrix_rows(units, row_start)
+        self.count = problem.gates * problem.hidden
+        order = np.argsort(rows, kind="stable")
+        self.columns, self.values = columns[order], values[order].astype(np.float64)
+        self.held, self.starts, lengths = np.unique(rows[order], return_index=True, return_counts=True)
+        self.roundings = np.zeros(self.count)
+        self.roundings[self.held] = lengths
+        finite = np.where(np.isfinite(self.values), self.values, 0.0)
+        self.absolute, self.squares = np.abs(finite), finite**2
+
+    def times(self, values: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """Sums `(batch, gates * hidden)` for states `(batch, hidden)`."""
+        found = np.zeros((len(states), self.count))
+        if len(self.held):
+            for into, state in zip(found, states, strict=True):
+                into[self.held] = np.add.reduceat(values * state[self.columns], self.starts)
+        return found
+
+
+def run(problem: SparseRecurrent, inputs: Sequence[Any], errors: bool = False) -> list[np.ndarray]:
+    """The outputs in float64, with h rounded to the dtype after every step; or, with `errors`, how far a kernel may be
+    off in each of their elements.
+
+    Errors are carried along to first order, as variances: those of a sum of many terms are independent. A sum adds the
+    roundings of float32, which grow like the square root of their number, an activation its own (`problem.ACTIVATION`),
+    and rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u:
+    a variance of d * u. An element is then within `problem.DEVIATIONS` deviations, and the unit that its own rounding
+    may differ by.
+    """
+    given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
+    rows = _Rows(problem, given["units"], given["row_start"], given["entries"])
+    steps, batch, hidden, gates, cell = problem.steps, problem.batch, problem.hidden, problem.gates, problem.cell
+    dtype = numpy_dtype(problem.dtype)
+    h = given["h0"].astype(np.float64)
+    c = given["c0"].astype(np.float64) if cell == "lstm" else np.zeros_like(h)
+    bias = given["hidden_bias"].astype(np.float64) if cell == "gru" else np.zeros(hidden)
+    lengths = given.get("lengths", np.full(batch, steps))
+    output = np.zeros((steps, batch, hidden))
+    off_h, off_c, off_output = (
+        np.zeros_like(h),
+        np.zeros_like(h),
+        np.zeros_like(output),
+    )  # variances; of h after rounding
+    off_last = np.zeros_like(h)
+    with np.errstate(all="ignore"):
+        for t in range(steps):
+            lives = (t < lengths)[:, None]
+            if problem.resets:
+                begins = (given["reset"][t] != 0)[:, None] & lives
+                h, c, off_h, off_c = (np.where(begins, 0.0, array) for array in (h, c, off_h, off_c))
+            x = given["x_projected"][t].astype(np.float64).reshape(batch, gates, hidden)
+            sums = rows.times(rows.values, h).reshape(batch, gates, hidden)
+            new_h, new_c, local = _cell(cell, x, sums, h, c, bias)
+            rounded = new_h.astype(dtype).astype(np.float64)
+            if errors:
+                size = rows.times(rows.absolute, np.abs(_finite(h))).reshape(x.shape) + np.abs(_finite(x))
+                size += np.abs(bias) if cell == "gru" else 0.0
+                off = rows.times(rows.squares, off_h).reshape(x.shape)
+                off += (rows.roundings.reshape(gates, hidden) + 2) * (2.0**-24 * size) ** 2
+                before, new_off_c = _carried(problem, local, off, off_h, off_c, new_h, new_c)
+                unit = 2 * (ROUNDING[problem.dtype] * np.abs(_finite(rounded)) + SMALLEST[problem.dtype])
+                new_off_h = before + np.sqrt(before) * unit
+                off_output[t] = np.where(lives, DEVIATIONS * np.sqrt(before) + unit, 0.0)
+                off_last = np.where(lives, off_output[t], off_last)
+                off_h, off_c = np.where(lives, new_off_h, off_h), np.where(lives, new_off_c, off_c)
+            output[t] = np.where(lives, rounded, 0.0)
+            h, c = np.where(lives, rounded, h), np.where(lives, new_c, c)
+        if not errors:
+            return [output, h, *([c] if cell == "lstm" else [])]
+        last_c = DEVIATIONS * np.sqrt(off_c) + ROUNDING[problem.dtype] * np.abs(_finite(c)) + SMALLEST[problem.dtype]
+        return [off_output, off_last, *([last_c] if cell == "lstm" else [])]
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    """What is not finite has no rounding."""
+    return np.where(np.isfinite(array), array, 0.0)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _cell(
+    cell: str, x: np.ndarray, sums: np.ndarray, h: np.ndarray, c: np.ndarray, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """The new states, before they are rounded, and what they were made of."""
+    a = (x + sums).swapaxes(0, 1)
+    if cell == "tanh":
+        return np.tanh(a[0]), c, {}
+    if cell == "relu":
+        return np.where(a[0] < 0, 0.0, a[0]), c, {}
+    if cell == "lstm":
+        i, f, o = (_sigmoid(a[gate]) for gate in (0, 1, 3))
+        g = np.tanh(a[2])
+        new = f * c + i * g
+        return o * np.tanh(new), new, {"i": i, "f": f, "g": g, "o": o, "c": c, "d": np.tanh(new)}
+    r, z = _sigmoid(a[0]), _sigmoid(a[1])
+    scaled = sums[:, 2] + bias
+    n = np.tanh(x[:, 2] + r * scaled)
+    return (1 - z) * n + z * h, c, {"r": r, "z": z, "n": n, "s": scaled, "h": h}
+
+
+def _carried(
+    problem: SparseRecurrent,
+    local: dict[str, np.ndarray],
+    off: np.ndarray,
+    off_h: np.ndarray,
+    off_c: np.ndarray,
+    new_h: np.ndarray,
+    new_c: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Variances of the new states, from those of the sums `(batch, gates, hidden)` and of the states before."""
+    own = ACTIVATION[problem.dtype] ** 2
+
+    def sigmoid(value: np.ndarray, variance: np.ndarray) -> np.ndarray:
+        return _finite(value * (1 - value)) ** 2 * variance + own
+
+    def tanh(value: np.ndarray, variance: np.ndarray) -> np.ndarray:
+        return _finite(1 - value**2) ** 2 * variance + own
+
+    def product(one: np.ndarray, off_one: np.ndarray, other: np.ndarray, off_other: np.ndarray) -> np.ndarray:
+        return _finite(one) ** 2 * off_other + _finite(other) ** 2 * off_one
+
+    if problem.cell == "tanh":
+        return tanh(new_h, off[:, 0]), off_c
+    if problem.cell == "relu":
+        return off[:, 0], off_c
+    if problem.cell == "lstm":
+        i, f, g, o, d = (local[name] for name in "ifgod")
+        off_i, off_f, off_o = (sigmoid(local[name], off[:, gate]) for name, gate in (("i", 0), ("f", 1), ("o", 3)))
+        new = product(f, off_f, local["c"], off_c) + product(i, off_i, g, tanh(g, off[:, 2]))
+        new += (2.0**-23 * _finite(new_c)) ** 2
+        return product(o, off_o, d, tanh(d, new)), new
+    r, z, n = (local[name] for name in "rzn")
+    off_r, off_z = sigmoid(r, off[:, 0]), sigmoid(z, off[:, 1])
+    off_n = tanh(n, product(r, off_r, local["s"], off[:, 2]))
+    mixed = product(1 - z, off_z, n, off_n) + product(z, off_z, local["h"], off_h)
+    return mixed + (2.0**-23 * _finite(new_h)) ** 2, off_c
