@@ -45,13 +45,13 @@ def gpu_program(
     @T.prim_func
     def main(
         units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, reset: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle,
+        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle,
         own0: T.handle, own1: T.handle, own2: T.handle
     ):
         steps = T.int32()
         entries = T.int32()
         body(_arguments(
-            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, reset, output, h_n, c_n),
+            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
             steps, entries, workspaces, (own0, own1, own2), packed=False))
     # fmt: on
     kernel = _finished(problem, main, workspaces)
@@ -67,7 +67,7 @@ def cpu_program(problem: SparseRecurrent, body: Body) -> Program:
     @T.prim_func(s_tir=True)
     def main(
         units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, reset: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle,
+        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle,
         own0: T.handle, own1: T.handle, own2: T.handle
     ):
         T.func_attr({"tirx.noalias": True})
@@ -75,7 +75,7 @@ def cpu_program(problem: SparseRecurrent, body: Body) -> Program:
         entries = T.int32()
         # Arrays of other libraries are aligned to their elements, no more; unaligned vector loads cost nothing.
         body(_arguments(
-            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, reset, output, h_n, c_n),
+            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
             steps, entries, (), (own0, own1, own2), packed=True))
     # fmt: on
     return Program(tvm.IRModule({"main": _finished(problem, main, ())}))

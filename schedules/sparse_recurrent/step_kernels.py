@@ -42,7 +42,7 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
     from .interface import gpu_program
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
-    lstm, gru, ragged, resets = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
+    lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
     threads, lanes = decisions["threads"], decisions["reduce_threads"]
     samples = min(batch, SAMPLES)
     update = next_state(cell)
@@ -55,8 +55,8 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
             into[at] = T.Cast("float32", io.h0[b, unit])
         else:
             into[at] = T.Cast("float32", io.output[t - 1, b, unit])
-        if resets:
-            if io.reset[t, b] != 0:
+        if resetting:
+            if io.resets[t, b] != 0:
                 into[at] = T.float32(0)
 
     @T.inline
@@ -93,8 +93,8 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
             s.one.c[0] = io.cells[b, unit]
             if t == 0:
                 s.one.c[0] = T.Cast("float32", io.c0[b, unit])
-            if resets:
-                if io.reset[t, b] != 0:
+            if resetting:
+                if io.resets[t, b] != 0:
                     s.one.c[0] = T.float32(0)
         update(s.one, 0)
         io.output[t, b, unit] = T.Cast(dtype, s.one.h[0])

@@ -1,7 +1,8 @@
 """The sparse recurrent layer on a CPU: in each step threads share the units, SIMD vectors run along the batch.
 
-States are kept as float32 `(hidden, batch)`, so that an entry's value meets `simd` sequences in one load; two such
-buffers take turns. A step ends when all threads have: TVM's parallel loop is the barrier.
+A thread takes `chunk` units at a time. States are kept as float32 `(hidden, batch)`, so that an entry's value meets
+`simd` sequences in one load; two such buffers take turns. A step ends when all threads have: TVM's parallel loop is the
+barrier.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 # Sequences whose sums are held at once, a vector a gate: up to one register of AVX-512.
 SIMD = powers(1, 16)
+# Units that a thread takes at a time; all of them: there is one thread, and no barrier.
+CHUNK = powers(16, 8192)
+# Products for which it pays to ask another thread, some ten microseconds of work.
+WORK = 1 << 15
 
 
 def space(problem: SparseRecurrent, machine: Machine) -> Table:
-    return {"simd": tuple(s for s in SIMD if s < 2 * problem.batch)}
+    return {
+        "chunk": tuple(c for c in CHUNK if c == CHUNK[0] or c < 2 * problem.hidden),
+        "simd": tuple(s for s in SIMD if s < 2 * problem.batch),
+    }
 
 
 def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
-    return {"simd": max(space(problem, machine)["simd"])}
+    table = space(problem, machine)
+    each = problem.gates * min(problem.nonzeros, problem.hidden) * problem.batch
+    enough = [c for c in table["chunk"] if c * each >= WORK]
+    return {"chunk": min(enough, default=max(table["chunk"])), "simd": max(table["simd"])}
 
 
 def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
@@ -32,8 +43,10 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
     from .interface import cpu_program
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
-    lstm, gru, ragged, resets = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
-    simd = decisions["simd"]
+    lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
+    simd, chunk = decisions["simd"], decisions["chunk"]
+    chunks = ceildiv(hidden, chunk)
+    loop = T.parallel if chunks > 1 else T.serial
     parts, padded = ceildiv(batch, simd), ceildiv(batch, simd) * simd
     whole = batch == padded
     update = next_state(cell, simd)
@@ -42,9 +55,9 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
     @T.inline
     def begin(io, states, cells):
         """The states before the first step; zeros in the places that pad the batch."""
-        for j in T.parallel(hidden):
+        for unit_of in range(hidden):
             with T.sblock("begin"):
-                unit = T.axis.spatial(hidden, j)
+                unit = T.axis.spatial(hidden, unit_of)
                 for b in range(padded):
                     states[0, unit, b] = T.float32(0)
                     states[1, unit, b] = T.float32(0)
@@ -55,8 +68,8 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
                     if lstm:
                         cells[unit, b] = T.Cast("float32", io.c0[b, unit])
                         io.c_n[b, unit] = io.c0[b, unit]
-                    if resets:
-                        if io.reset[0, b] != 0:
+                    if resetting:
+                        if io.resets[0, b] != 0:
                             states[0, unit, b] = T.float32(0)
 
     @T.inline
@@ -80,9 +93,9 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
         if lstm:
             io.c_n[b, unit] = T.Cast(dtype, s.c[v])
             cells[unit, b] = s.c[v]
-        if resets:
+        if resetting:
             if t + 1 < io.steps:
-                if io.reset[t + 1, b] != 0:
+                if io.resets[t + 1, b] != 0:
                     states[(t + 1) % 2, unit, b] = T.float32(0)
 
     @T.inline
@@ -104,38 +117,43 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
             s.h[v] = states[t % 2, unit, b]
         if lstm:
             s.c[v] = cells[unit, b]
-            if resets:
-                if io.reset[t, b] != 0:
+            if resetting:
+                if io.resets[t, b] != 0:
                     s.c[v] = T.float32(0)
+
+    @T.inline
+    def one_unit(io, s, states, cells, t, slot):
+        unit = T.meta_var(io.units[slot])
+        if gru:
+            s.bias[0] = T.Cast("float32", io.hidden_bias[unit])
+        for part in range(parts):
+            sum_rows(io, s, states, t, slot, part * simd)
+            for v in range(simd):
+                if whole:
+                    load_rest(io, s, states, cells, t, unit, part * simd + v, v)
+                    update(s, v)
+                    one_sequence(io, s, states, cells, t, unit, part * simd + v, v)
+                else:
+                    if part * simd + v < batch:
+                        load_rest(io, s, states, cells, t, unit, part * simd + v, v)
+                        update(s, v)
+                        one_sequence(io, s, states, cells, t, unit, part * simd + v, v)
 
     @T.inline
     def all_steps(io, states, cells):
         for step in range(io.steps):
-            for place in T.parallel(hidden):
-                with T.sblock("unit"):
+            for part_of in loop(chunks):
+                with T.sblock("chunk"):
                     t = T.axis.opaque(io.steps, step)
-                    slot = T.axis.spatial(hidden, place)
+                    n = T.axis.spatial(chunks, part_of)
                     s = T.meta_var(SimpleNamespace(
                         x=T.sblock_alloc_buffer((gates * simd,), "float32"),
                         sums=T.sblock_alloc_buffer((gates * simd,), "float32"),
                         h=T.sblock_alloc_buffer((simd,), "float32"),
                         c=T.sblock_alloc_buffer((simd,), "float32"),
                         bias=T.sblock_alloc_buffer((1,), "float32")))
-                    unit = T.meta_var(io.units[slot])
-                    if gru:
-                        s.bias[0] = T.Cast("float32", io.hidden_bias[unit])
-                    for part in range(parts):
-                        sum_rows(io, s, states, t, slot, part * simd)
-                        for v in range(simd):
-                            if whole:
-                                load_rest(io, s, states, cells, t, unit, part * simd + v, v)
-                                update(s, v)
-                                one_sequence(io, s, states, cells, t, unit, part * simd + v, v)
-                            else:
-                                if part * simd + v < batch:
-                                    load_rest(io, s, states, cells, t, unit, part * simd + v, v)
-                                    update(s, v)
-                                    one_sequence(io, s, states, cells, t, unit, part * simd + v, v)
+                    for i in range(T.min(chunk, hidden - n * chunk)):
+                        one_unit(io, s, states, cells, t, n * chunk + i)
 
     @T.inline
     def body(io):

@@ -115,7 +115,7 @@ BUILTIN = (
     Operator("head_topk", public=("head_topk",)),
     Operator("candidate_topk", public=("candidate_topk",)),
     Operator("candidate_logits", public=("candidate_logits",)),
-    Operator("sparse_recurrent", public=("sparse_recurrent",)),
+    Operator("sparse_recurrent", public=("sparse_recurrent", "recurrent_weights", "RecurrentWeights")),
 )
 
 

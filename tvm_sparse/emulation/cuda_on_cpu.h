@@ -965,6 +965,7 @@ COC_UNCHECKED inline void* generic(uint32_t shared) {
 }
 COC_UNCHECKED inline void* generic(const void* p) { return (void*)p; }
 COC_UNCHECKED inline void* generic(uint64_t p) { return (void*)p; }
+COC_UNCHECKED inline void* generic(unsigned long long p) { return (void*)p; }
 COC_UNCHECKED inline char* dynamic_shared() { return self().block->dynamic_shared; }
 COC_UNCHECKED inline void* map_shared(const void* p, unsigned rank) {
   uint32_t offset = shared_address(p);

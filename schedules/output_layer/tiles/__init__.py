@@ -1,16 +1,18 @@
 """The output layer on a GPU: words are streamed through tensor cores, and the best of a row found by its tiles' best.
 
-**First kernel: the product.** A tile is `tile_n` words by `tile_m` rows of hidden states. A thread block goes through
-tiles of neighbouring words, an equal number for each block. Its `reduce_warps` warps share the columns of a row: each
-multiplies its part of all words of a tile, and the parts are added through shared memory. What a warp needs of the
-hidden states it keeps in registers from beginning to end. Words come straight from global memory into registers, 16
-bytes a lane, where they are operands of `mma` as they are (see `bsr_matmul.tensor_core`: columns are permuted alike in
-both operands). Lanes load whole cache lines, each for its neighbour too, and part them by shuffles. As soon as a step
-is multiplied, the one `depth` steps later is asked for, be it of the next tile, so that as many are in flight at any
-time. Word ids of candidates are read one tile further ahead.
+**First kernel: the product.** A tile is `tile_n` words by `tile_m` rows of hidden states. Tiles are dealt out to the
+thread blocks in turn, so that at any time all of them read neighbouring words. The `reduce_warps` warps of a block
+share the columns of a row: each multiplies its part of all words of a tile, and the parts are added through shared
+memory. What a warp needs of the hidden states it keeps in registers from beginning to end, or all of them lie in shared
+memory (`staged`). Words come straight from global memory into registers, 16 bytes a lane, where they are operands of
+`mma` as they are (see `bsr_matmul.tensor_core`: columns are permuted alike in both operands). Lanes load whole cache
+lines, each for its neighbour too, and part them by shuffles. A vocabulary larger than the L2 cache is marked to leave
+it first (`evict_first`), so that scores stay. As soon as a step is multiplied, the one `depth` steps later is asked
+for, be it of the next tile, so that as many are in flight at any time. Word ids of candidates are read one tile
+further ahead.
 
 Where a tile is shared by one warp alone (`reduce_warps` of 1) a block has `tiles` of them in hand at a time. Its warps
-then meet at no barrier; `staged` hidden states are kept in shared memory, for all of them.
+then meet at no barrier.
 
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
 h h' + h l' + l h', which leaves out some 2^-22 of it.

@@ -28,6 +28,8 @@ MAX_BLOCKS_Y = 65535
 THREADS = (256, 512, 1024)
 # Bytes of a row above which shared memory has room for one block of a multiprocessor: a barrier would stop all of it.
 WIDE = 4096
+# Bytes of words above which the L2 cache of no machine holds them.
+CACHE = 48 * 2**20
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
@@ -73,6 +75,8 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "blocks": tuple(sorted(blocks)),
         "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
+        # Candidates may be read again in the next step, the vocabulary does not fit.
+        "evict_first": (0,) if candidates_of(problem) else (0, 1),
     }
     if next(likely_points(problem, machine, table), None) is None:
         raise NotApplicable(
@@ -119,13 +123,19 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     rows each warp has a tile of its own, unless registers hold all hidden states.
     """
     shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
-    alone = [(1, tiles, 1) for tiles in (8, 16, 4, 1)]
+    alone = [(1, tiles, 1) for tiles in (16, 8, 4, 1)]
     in_registers = [(8, 1, 0)]
-    wide = problem.hidden * numpy_dtype(problem.dtype).itemsize > WIDE
+    row = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    wide, large = row > WIDE, most_words(problem) * row > CACHE
+    # Large tiles where there are many, with as many loads in flight.
+    many = large and not wide
     for tile_m in sorted(table["tile_m"], reverse=True):
         teams = in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
-            table["tile_n"], teams, (4, 2, 3, 1) if wide else (2, 1, 3, 4), table["threads"][::-1]
+            table["tile_n"][:: -1 if many else 1],
+            teams,
+            (1, 2, 3, 4) if many else (2, 4, 1, 3) if wide else (2, 1, 3, 4),
+            table["threads"][::-1],
         ):
             point = {
                 "tile_m": tile_m,
@@ -134,9 +144,10 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "tiles": tiles,
                 "depth": depth,
                 "staged": staged,
-                "blocks": table["blocks"][min(1, len(table["blocks"]) - 1)],
+                "blocks": table["blocks"][0 if tiles > 1 else min(1, len(table["blocks"]) - 1)],
                 "threads": threads,
                 "overlap": max(table["overlap"]),
+                "evict_first": max(table["evict_first"]) if large else 0,
             }
             if allowed(problem, machine, point) is None:
                 yield point
@@ -156,7 +167,7 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -181,6 +192,7 @@ class Extents:
     blocks: int
     threads: int
     overlap: int
+    evict_first: int
     vectors: int
     steps: int
     list_tiles: int
@@ -200,6 +212,11 @@ class Extents:
             steps=ceildiv(vectors, 8 * decisions["reduce_warps"]),
             list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
         )
+
+    @property
+    def stride(self) -> int:
+        """Tiles that all blocks have in hand together: from one tile of a warp or block to its next."""
+        return self.blocks * self.tiles
 
     @property
     def product_threads(self) -> int:

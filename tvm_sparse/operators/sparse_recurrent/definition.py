@@ -73,15 +73,15 @@ def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
 def scan(problem: SparseRecurrent) -> tirx.PrimFunc:
     """All steps, a unit of a sequence at a time."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
-    lstm, gru, ragged, resets = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
+    lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
     update = next_state(cell)
 
     # fmt: off
     @T.inline
     def load_state(io, s, t, b, column):
         """`s.before`: the state of a unit before step t."""
-        if resets:
-            if io.reset[t, b] != 0:
+        if resetting:
+            if io.resets[t, b] != 0:
                 s.before[0] = T.float32(0)
             elif t == 0:
                 s.before[0] = T.Cast("float32", io.h0[b, column])
@@ -111,8 +111,8 @@ def scan(problem: SparseRecurrent) -> tirx.PrimFunc:
             s.c[0] = cells[b, unit]
             if t == 0:
                 s.c[0] = T.Cast("float32", io.c0[b, unit])
-            if resets:
-                if io.reset[t, b] != 0:
+            if resetting:
+                if io.resets[t, b] != 0:
                     s.c[0] = T.float32(0)
         update(s, 0)
         io.output[t, b, unit] = T.Cast(dtype, s.h[0])
@@ -158,13 +158,13 @@ def scan(problem: SparseRecurrent) -> tirx.PrimFunc:
     @T.prim_func(s_tir=True)
     def main(
         units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, reset: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
+        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
     ):
         T.func_attr({"global_symbol": "main", "tirx.noalias": True})
         steps = T.int32()
         entries = T.int32()
         io = T.meta_var(matched(
-            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, reset, output, h_n, c_n),
+            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
             {"steps": steps, "entries": entries}, packed=True))
         cells = T.sblock_alloc_buffer((batch, hidden), "float32")
         all_steps(io, cells)

@@ -94,13 +94,14 @@ class SparseRecurrent(Problem):
         Argument("c0", ("batch", "hidden"), "dtype", "Cell state before the first step.", when="lstm"),
         Argument("hidden_bias", ("hidden",), "dtype", "b in the sum that the reset gate scales.", when="gru"),
         Argument("lengths", ("batch",), "int32", "Steps of each sequence.", when="ragged"),
-        Argument("reset", ("steps", "batch"), "int32", "Nonzero: states are zero before the step.", when="resets"),
+        Argument("resets", ("steps", "batch"), "int32", "Nonzero: states are zero before the step.", when="resets"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
         Argument("output", ("steps", "batch", "hidden"), "dtype", "State after each step; zero after the last one."),
         Argument("h_n", ("batch", "hidden"), "dtype", "State after the last step of each sequence."),
         Argument("c_n", ("batch", "hidden"), "dtype", "Cell state after it.", when="lstm"),
     )
+    peer_outputs: ClassVar[int | None] = 1
     structures: ClassVar[tuple[str, ...]] = (
         "random", "ragged", "empty_rows", "one_long_row", "empty", "special",
     )  # fmt: skip

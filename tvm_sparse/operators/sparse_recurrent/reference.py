@@ -66,7 +66,7 @@ def run(problem: SparseRecurrent, inputs: Sequence[Any], errors: bool = False) -
         for t in range(steps):
             lives = (t < lengths)[:, None]
             if problem.resets:
-                begins = (given["reset"][t] != 0)[:, None] & lives
+                begins = (given["resets"][t] != 0)[:, None] & lives
                 h, c, off_h, off_c = (np.where(begins, 0.0, array) for array in (h, c, off_h, off_c))
             x = given["x_projected"][t].astype(np.float64).reshape(batch, gates, hidden)
             sums = rows.times(rows.values, h).reshape(batch, gates, hidden)

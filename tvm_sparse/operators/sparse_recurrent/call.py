@@ -1,0 +1,255 @@
+"""The public call of the sparse recurrent layer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
+from tvm_sparse.operators.nhot_lookup.problem import typical
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.arrays import Facts
+from tvm_sparse.runtime.calls import (
+    check_floats,
+    facts_beside,
+    machine_of,
+    outputs_for,
+    passed,
+    put_down,
+    refuse_gradient,
+    repeated,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import GATES, SparseRecurrent
+
+__all__ = ["RecurrentWeights", "recurrent_weights", "sparse_recurrent"]
+
+# For messages about the device of an argument.
+WHERE = "x_projected is"
+
+
+def sparse_recurrent(
+    weights: RecurrentWeights,
+    x_projected: Any,
+    h0: Any,
+    c0: Any = None,
+    *,
+    cell: str,
+    hidden_bias: Any = None,
+    lengths: Any = None,
+    resets: Any = None,
+    out: Any = None,
+    validate: bool = False,
+) -> tuple[Any, ...]:
+    """All steps of a recurrent layer with a sparse recurrent weight U, whose input product is made beforehand.
+
+        tanh, relu   h[t] = f(x[t] + U h[t-1])
+        lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f c[t-1] + i g;  h[t] = o tanh(c[t])
+        gru          r, z = sigmoid(x[t] + U h[t-1]);  n = tanh(x_n[t] + r (U_n h[t-1] + b));
+                     h[t] = (1 - z) n + z h[t-1]
+
+    Parameters
+    ----------
+    weights
+        U, `(gates * hidden, hidden)`, made once by `recurrent_weights`. Copied to the device of `x_projected` at the
+        first call there, and kept.
+    x_projected
+        Shape `(steps, batch, gates * hidden)`, of the weights' dtype: the input product with its biases, gates in
+        torch's order (i, f, g, o; r, z, n), of a GRU all biases but the hidden one of n. A torch tensor on CPU or CUDA,
+        a NumPy array, or another DLPack array; so are all that follow.
+    h0, c0
+        `(batch, hidden)`, the states before the first step; c0 for "lstm" alone.
+    cell
+        "tanh", "relu", "lstm" or "gru".
+    hidden_bias
+        `(hidden,)`, b of a GRU; None: zeros.
+    lengths
+        `(batch,)` int32 or int64: the steps of each sequence, in [0, steps]. From a sequence's end on its output is 0,
+        and its states stay as they are.
+    resets
+        `(steps, batch)`, bool or int32: where it is nonzero the states are set to zero before the step, to begin
+        another sequence.
+    out
+        The arrays to write into, as they are returned: contiguous, on the same device, none of them an input.
+    validate
+        Also check lengths that lie on a GPU, which costs a synchronisation; those on the host are always checked.
+        Unchecked ones count as if they were in [0, steps].
+
+    Returns
+    -------
+    output, h_n[, c_n]
+        `(steps, batch, hidden)` and `(batch, hidden)` of the weights' dtype: the state after each step, and the states
+        after the last step of each sequence; c_n for "lstm" alone.
+
+    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates as in torch.
+
+    Raises
+    ------
+    TypeError
+        If `weights` are no `RecurrentWeights`, or another argument is no array.
+    ValueError
+        For another cell, gates that do not match it, shapes, dtypes or devices that do not fit, lengths outside of
+        [0, steps], an argument that the cell does not have, or an `x_projected` of 2^31 elements or more.
+    RuntimeError
+        If an argument requires a gradient.
+
+    When not to use it: with weights that are not sparse, or batches of hundreds, for which a dense product a step is
+    faster; with steps whose input depends on the output before, as in sampling a text, which need a call a step.
+
+    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip".
+    """
+    if not isinstance(weights, RecurrentWeights):
+        raise TypeError(
+            f"weights: expected RecurrentWeights, got {type(weights).__name__}; make them by recurrent_weights(matrix)"
+        )
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    given = (x_projected, h0, c0, hidden_bias, lengths, resets, *outputs)
+    what = ("sparse_recurrent", cell, weights.gates, weights.hidden, weights.dtype, weights.nonzeros)
+    launchers = dispatcher.launchers
+    found = None if validate else repeated(launchers, what, given)
+    if found is not None and (placed := weights.placed.get(x_projected.device)) is not None:
+        function, like = found
+        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
+        function(*placed, *[one for one in given[:6] if one is not None], *results)
+        return results
+
+    known, states = _checked(weights, x_projected, h0, c0, cell, hidden_bias)
+    steps, batch, _ = known.shape
+    extras = _checked_extras(known, lengths, resets, validate)
+    wanted: list[tuple[str, tuple[int, ...], str]] = [("output", (steps, batch, weights.hidden), known.dtype)]
+    wanted += [(name, (batch, weights.hidden), known.dtype) for name in ("h_n", "c_n")[: 1 + (cell == "lstm")]]
+    results = tuple(outputs_for(out, tuple(wanted), x_projected, known))
+    if not steps:
+        for result, (_, _, state) in zip(results[1:], states, strict=False):
+            _copy(result, state)
+    elif batch:
+        try:
+            problem = problem_of(weights, steps, batch, cell, int(lengths is not None), int(resets is not None))
+        except ProblemError as error:
+            raise ValueError(f"x_projected: {error}") from None
+        function = dispatcher.kernel(problem, machine_of("x_projected", known)).function
+        bias = [] if cell != "gru" else [_bias(hidden_bias, weights.hidden, x_projected, known)]
+        function(
+            *_placed(weights, x_projected, known),
+            passed(("x_projected", known, x_projected)),
+            *map(passed, states),
+            *map(passed, bias),
+            *map(passed, extras),
+            *map(arrays.argument, results),
+        )
+        # Lengths on the host are looked at every time, and what had to be converted is converted every time.
+        as_given = all(any(one is theirs for theirs in given) for _, _, one in (*bias, *extras))
+        if arrays.is_torch(results[0]) and as_given and (lengths is None or known.device != "cpu"):
+            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+    return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
+
+
+def problem_of(
+    weights: RecurrentWeights, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
+) -> SparseRecurrent:
+    """The problem of a call. Raises `ProblemError` if there is none."""
+    nonzeros = min(weights.hidden, typical(weights.nonzeros, weights.gates * weights.hidden))
+    return SparseRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)
+
+
+Beside = tuple[str, Facts, Any]
+
+
+def _checked(
+    weights: RecurrentWeights, x_projected: Any, h0: Any, c0: Any, cell: str, hidden_bias: Any
+) -> tuple[Facts, list[Beside]]:
+    """Facts of the projected input, and the states that the cell has."""
+    if cell not in GATES:
+        raise ValueError(f"cell: expected one of {', '.join(GATES)}, got {cell!r}")
+    if weights.gates != GATES[cell]:
+        raise ValueError(f"weights: expected {GATES[cell]} gates for cell={cell!r}, got {weights.gates}")
+    known = arrays.facts("x_projected", x_projected)
+    check_floats("x_projected", known, rank=3)
+    refuse_gradient("x_projected", x_projected)
+    rows = weights.gates * weights.hidden
+    if known.shape[2] != rows or known.dtype != weights.dtype:
+        raise ValueError(
+            f"x_projected: expected shape (steps, batch, {rows}) and dtype {weights.dtype}, as the weights have, got"
+            f" {known.shape} and {known.dtype}"
+        )
+    if (c0 is None) == (cell == "lstm"):
+        raise ValueError(f"c0: expected {'a state' if cell == 'lstm' else 'None'} for cell={cell!r}")
+    if hidden_bias is not None and cell != "gru":
+        raise ValueError(f"hidden_bias: expected None for cell={cell!r}, whose biases are all in x_projected")
+    shape = (known.shape[1], weights.hidden)
+    states = [facts_beside("h0", h0, shape, known.dtype, known, WHERE)]
+    if c0 is not None:
+        states.append(facts_beside("c0", c0, shape, known.dtype, known, WHERE))
+    return known, states
+
+
+def _checked_extras(known: Facts, lengths: Any, resets: Any, validate: bool) -> list[Beside]:
+    """Lengths and resets, those that there are, as int32."""
+    steps, batch, _ = known.shape
+    found = []
+    if lengths is not None:
+        theirs = arrays.facts("lengths", lengths)
+        if theirs.shape != (batch,) or theirs.dtype not in ("int32", "int64"):
+            raise ValueError(
+                f"lengths: expected shape ({batch},) and dtype int32 or int64, got {theirs.shape} and {theirs.dtype}"
+            )
+        if theirs.device == "cpu" or validate:
+            values = arrays.as_numpy(lengths)
+            outside = (values < 0) | (values > steps)
+            if outside.any():
+                at = int(outside.argmax())
+                raise ValueError(f"lengths: expected values in [0, {steps}], got {values[at]} for sequence {at}")
+        found.append(facts_beside("lengths", _as_int32("lengths", lengths, theirs), (batch,), "int32", known, WHERE))
+    if resets is not None:
+        theirs = arrays.facts("resets", resets)
+        if theirs.shape != (steps, batch) or theirs.dtype not in ("bool", "int32"):
+            raise ValueError(
+                f"resets: expected shape ({steps}, {batch}) and dtype bool or int32, got {theirs.shape} and"
+                f" {theirs.dtype}"
+            )
+        found.append(facts_beside("resets", _as_int32("resets", resets, theirs), (steps, batch), "int32", known, WHERE))
+    return found
+
+
+def _as_int32(name: str, array: Any, known: Facts) -> Any:
+    if known.dtype == "int32":
+        return array
+    if arrays.is_torch(array):
+        return array.to(sys.modules["torch"].int32)
+    if arrays.is_numpy(array):
+        return array.astype("int32")
+    raise ValueError(f"{name}: expected int32 of an array that is neither torch's nor NumPy's, got {known.dtype}")
+
+
+def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
+    """The hidden bias of a GRU, zeros if there is none."""
+    if hidden_bias is None:
+        hidden_bias = arrays.full((hidden,), 0, known.dtype, like, known)
+    return facts_beside("hidden_bias", hidden_bias, (hidden,), known.dtype, known, WHERE)
+
+
+def _placed(weights: RecurrentWeights, like: Any, known: Facts) -> tuple[Any, ...]:
+    """The weights' arrays as a kernel takes them on the device of the facts; kept by the weights."""
+    held = weights.units, weights.row_start, weights.entries
+    place = like.device if arrays.is_torch(like) else (known.device, known.index)
+    found = weights.placed.get(place)
+    if found is None:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"
+            found = tuple(torch.from_numpy(array).to(device) for array in held)
+        elif known.device == "cpu":
+            found = tuple(map(arrays.argument, held))
+        else:
+            raise TypeError("weights: PyTorch copies them to a GPU; import torch")
+        weights.placed[place] = found
+    return found
+
+
+def _copy(into: Any, state: Any) -> None:
+    if arrays.is_torch(into):
+        into.copy_(state)
+    else:
+        into[...] = arrays.as_numpy(state)

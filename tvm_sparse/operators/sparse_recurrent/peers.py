@@ -1,0 +1,125 @@
+"""Other libraries' ways to compute `sparse_recurrent`, and ours as its user calls it. They return the output alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm_sparse.bench.contenders import BOTH, Call, Peer, torch_tensor
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.formats.recurrent import RecurrentWeights
+
+from .call import problem_of, sparse_recurrent
+from .problem import SparseRecurrent
+
+
+def _weights(problem: SparseRecurrent, inputs: Sequence[Any]) -> RecurrentWeights:
+    return RecurrentWeights(problem.hidden, problem.gates, problem.dtype, *inputs[:3])
+
+
+def _named(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> dict[str, Any]:
+    """The dense arguments by name, as tensors."""
+    if problem.ragged or problem.resets:
+        raise TypeError("lengths and resets are not compared")
+    names = (argument.name for argument in problem.kernel_inputs[3:])
+    return {name: torch_tensor(array, device) for name, array in zip(names, inputs[3:], strict=True)}
+
+
+def _torch_layer(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> Call:
+    """torch's layer, dense: cuDNN on a GPU.
+
+    It makes the input product too, here with the identity for one of its operands: the input of step t and sequence b
+    is a unit vector, whose column of the input weight is x_projected[t, b]; or, where that is smaller, the input is
+    x_projected and the weight the identity.
+    """
+    import torch
+
+    given = _named(problem, inputs, device)
+    x = given["x_projected"]
+    steps, batch, rows = x.shape
+    flat = x.reshape(steps * batch, rows)
+    few = len(flat) < rows
+    unit = torch.eye(min(len(flat), rows), dtype=x.dtype, device=device)
+    layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(problem.cell, torch.nn.RNN)
+    options = {"nonlinearity": problem.cell} if problem.gates == 1 else {}
+    module = layer(len(unit), problem.hidden, **options).to(device, x.dtype)
+    with torch.no_grad():
+        module.weight_ih_l0.copy_(flat.T if few else unit)
+        module.weight_hh_l0.copy_(torch_tensor(_weights(problem, inputs).dense(), device))
+        module.bias_ih_l0.zero_()
+        module.bias_hh_l0.zero_()
+        if problem.cell == "gru":
+            module.bias_hh_l0[2 * problem.hidden :] = given["hidden_bias"]
+    module.flatten_parameters()
+    fed = unit.reshape(steps, batch, -1) if few else x
+    h0 = given["h0"][None]
+    states = (h0, given["c0"][None]) if problem.cell == "lstm" else h0
+
+    def call() -> Any:
+        with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+            return module(fed, states)[0]
+
+    return call
+
+
+def _step_loop(problem: SparseRecurrent, given: dict[str, Any], product: Callable[[Any], Any]) -> Call:
+    """The steps one by one, with states `(hidden, batch)` and the products `(gates * hidden, batch)` of a library."""
+    import torch
+
+    # Transposed beforehand, as the products have it.
+    x = given["x_projected"].transpose(1, 2).contiguous()
+    h0: Any = given["h0"].T.contiguous()
+    c0: Any = given["c0"].T.contiguous() if problem.cell == "lstm" else None
+    bias: Any = given["hidden_bias"][:, None] if problem.cell == "gru" else None
+
+    def call() -> Any:
+        h, c, states = h0, c0, []
+        for step in x:
+            u = product(h)
+            if problem.cell == "tanh":
+                h = torch.tanh(step + u)
+            elif problem.cell == "relu":
+                h = torch.relu(step + u)
+            elif problem.cell == "lstm":
+                i, f, g, o = (step + u).chunk(4)
+                c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+                h = torch.sigmoid(o) * torch.tanh(c)
+            else:
+                (x_r, x_z, x_n), (u_r, u_z, u_n) = step.chunk(3), u.chunk(3)
+                z = torch.sigmoid(x_z + u_z)
+                n = torch.tanh(x_n + torch.sigmoid(x_r + u_r) * (u_n + bias))
+                h = n + z * (h - n)
+            states.append(h)
+        return torch.stack(states).transpose(1, 2)
+
+    return call
+
+
+def _dense_steps(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> Call:
+    weight = torch_tensor(_weights(problem, inputs).dense(), device)
+    return _step_loop(problem, _named(problem, inputs, device), lambda h: weight @ h)
+
+
+def _csr_steps(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> Call:
+    import warnings
+
+    given = _named(problem, inputs, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse tensors are in beta
+        weight = torch_tensor(_weights(problem, inputs).dense(), device).to_sparse_csr()
+    return _step_loop(problem, given, lambda h: weight @ h)
+
+
+def ours(problem: SparseRecurrent, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    weights = _weights(problem, inputs)
+    names = (argument.name for argument in problem.kernel_inputs[3:])
+    given = {name: convert(array) for name, array in zip(names, inputs[3:], strict=True)}
+    called = problem_of(weights, problem.steps, problem.batch, problem.cell, problem.ragged, problem.resets)
+    return lambda: sparse_recurrent(weights, **given, cell=problem.cell), called
+
+
+PEERS = (
+    Peer("torch layer (cuDNN on a GPU), with its input product", "torch", BOTH, _torch_layer),
+    Peer("torch dense steps (cuBLAS)", "torch", BOTH, _dense_steps),
+    Peer("torch CSR steps (cuSPARSE)", "torch", BOTH, _csr_steps),
+)
