@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
+
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
 from tvm_sparse.operators.nhot_lookup.problem import typical
@@ -232,7 +234,10 @@ def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
 
 def _placed(weights: RecurrentWeights, like: Any, known: Facts) -> tuple[Any, ...]:
     """The weights' arrays as a kernel takes them on the device of the facts; kept by the weights."""
-    held = weights.units, weights.row_start, weights.entries
+    entries = weights.entries
+    if not len(entries):  # NumPy gives an empty array strides that no kernel takes; no row refers to this entry
+        entries = np.zeros((1, entries.shape[1]), entries.dtype)
+    held = weights.units, weights.row_start, entries
     place = like.device if arrays.is_torch(like) else (known.device, known.index)
     found = weights.placed.get(place)
     if found is None:
