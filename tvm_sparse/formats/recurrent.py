@@ -285,16 +285,21 @@ def _floating(name: str) -> str:
 def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray:
     """The unit at each slot, int64, so that work is spread evenly over any equal blocks of slots.
 
-    Units are sorted by work and cut into runs of `neighbours`; runs take their places by the bit-reversal permutation,
-    in which every stretch holds runs of all ranks.
+    Units are sorted by work and cut into runs of `neighbours`. The run with most work stands beside that with least,
+    the second beside the second last, and so on; these pairs take their places by the bit-reversal permutation, in
+    which every stretch holds pairs of all ranks.
     """
     ranked = np.argsort(-work, kind="stable")
     runs = len(ranked) // neighbours
-    bits = max(runs - 1, 0).bit_length()
+    pairs = runs // 2
+    bits = max(pairs - 1, 0).bit_length()
     places = np.zeros(1 << bits, np.int64)
     for bit in range(bits):
         places |= (np.arange(1 << bits) >> bit & 1) << (bits - 1 - bit)
-    whole = ranked[: runs * neighbours].reshape(runs, neighbours)[places[places < runs]]
+    places = places[places < pairs]
+    order = np.stack([places, runs - 1 - places], axis=1).reshape(-1)
+    order = np.concatenate([order, np.arange(pairs, runs - pairs)])
+    whole = ranked[: runs * neighbours].reshape(runs, neighbours)[order]
     return np.concatenate([whole.reshape(-1), ranked[runs * neighbours :]])
 
 
