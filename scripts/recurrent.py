@@ -208,9 +208,9 @@ def dense_loop(drawn: Drawn, dtype: str) -> Call:
     zeros = torch.zeros((case.batch, case.hidden), dtype=x.dtype, device=x.device)
 
     def call() -> torch.Tensor:
-        found, h = torch.empty_like(x), zeros
+        found, h = x.clone(), zeros
         for t in range(case.steps):
-            h = act(torch.addmm(x[t], h, weight, out=found[t]))
+            h = act(torch.addmm(found[t], h, weight, out=found[t]))
         return found
 
     return call
@@ -227,9 +227,9 @@ def sparse_loop(drawn: Drawn) -> Call:
     turned = x.transpose(1, 2).contiguous()
 
     def call() -> torch.Tensor:
-        found, h = torch.empty_like(turned), zeros
+        found, h = turned.clone(), zeros
         for t in range(case.steps):
-            h = act(torch.addmm(turned[t], weight, h, out=found[t]))
+            h = act(torch.addmm(found[t], weight, h, out=found[t]))
         return found.transpose(1, 2)
 
     return call

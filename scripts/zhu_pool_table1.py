@@ -53,32 +53,33 @@ COLUMNS = ("configuration", "cell", "hidden", "batch", "steps", "density", "nonz
 
 @dataclass(frozen=True)
 class Line:
-    """A configuration: decisions that differ from the default point, the order of entries, and the paper's figures.
-
-    `pack` None: as many samples as the default has.
-    """
+    """A configuration: decisions that differ from the default point, the order of entries, and the paper's figures."""
 
     name: str
     order: str
-    pack: int | None
+    wide: bool  # as many samples a gather as the default has, or as few as the space allows
     exchange: int
     paper: tuple[float, float] | None = None  # speed-up over dense GEMM, and penalty, on a V100
 
 
 LINES = (
-    Line("naive", "columns", 1, 0, (2.53, 1.3)),
-    Line("wide loads", "columns", None, 0, (4.28, 1.0)),
-    Line("bank-aware layout, Algorithm 1", "greedy", None, 0, (4.56, 0.3)),
-    Line("bank-aware layout, by residues", "banks", None, 0),
-    Line("Lamport exchange", "banks", None, 1, (5.44, 0.3)),
+    Line("naive", "columns", False, 0, (2.53, 1.3)),
+    Line("wide loads", "columns", True, 0, (4.28, 1.0)),
+    Line("bank-aware layout, Algorithm 1", "greedy", True, 0, (4.56, 0.3)),
+    Line("bank-aware layout, by residues", "banks", True, 0),
+    Line("Lamport exchange", "banks", True, 1, (5.44, 0.3)),
 )
 
 
 def decisions_of(line: Line, problem: Problem, where: Machine) -> Mapping[str, int]:
     """The line's point of the template's space."""
-    default = spaces.find(TEMPLATE).default(problem, where)
-    wanted = {"exchange": line.exchange, "stages": max(1, default["stages"])}
-    return {**default, **wanted, **({"pack": line.pack} if line.pack else {})}
+    template = spaces.find(TEMPLATE)
+    default = template.default(problem, where)
+    point = {**default, "exchange": line.exchange, "stages": max(1, default["stages"])}
+    if line.wide:
+        return point
+    narrower = ({**point, "pack": pack} for pack in sorted(template.space(problem, where)["pack"]))
+    return next((one for one in narrower if template.point(problem, where, one) is None), point)
 
 
 def banks_of(pack: int, dtype: str) -> int:
