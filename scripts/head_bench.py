@@ -15,11 +15,10 @@ from typing import Annotated
 import torch
 import typer
 from heads import (
-    OURS,
-    ROUNDED,
     Call,
     Check,
     Report,
+    bounds,
     draw,
     micro,
     over,
@@ -35,7 +34,6 @@ from reproduction import provenance
 import tvm_sparse
 from tvm_sparse.cli.common import Target, errors, machine_here
 from tvm_sparse.core.registry import make
-from tvm_sparse.operators.head_topk.call import FUSED_ROWS
 
 # batch, vocab, hidden, k, dtype: beams of Shi, Xu & Knight 2018, and output layers of today's models.
 SHAPES = (
@@ -65,9 +63,7 @@ def contenders(states: torch.Tensor, embedding: torch.Tensor, k: int) -> tuple[d
         TORCH: torch_full(states, embedding, k),
     }
     check = top_check(states, embedding, k)
-    peers = OURS if states.dtype == torch.float32 else ROUNDED
-    # Many rows go through torch's product here too.
-    ours = OURS if len(states) <= FUSED_ROWS else peers
+    ours, peers = bounds(states)
     return calls, {HEAD: check(ours), CHAIN: check(peers), TORCH: check(peers)}
 
 

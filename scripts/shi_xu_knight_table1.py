@@ -21,12 +21,12 @@ from heads import (
     EXACT,
     LSH,
     OURS,
-    ROUNDED,
     TORCH,
     Call,
     Check,
     Report,
     Timed,
+    bounds,
     candidates_of,
     draw,
     lsh_head,
@@ -151,8 +151,9 @@ def main(
             check = top_check(states, embedding, beam)
             words = torch.from_numpy(candidates_of(lsh, states)).to(where.device)
             counts = len(words)
-            ours = {EXACT: check(OURS), LSH: top_check(states, embedding, beam, words)(OURS)}
-            rounded = check(OURS if dtype == "float32" else ROUNDED)
+            exact, peers = bounds(states)
+            ours = {EXACT: check(exact), LSH: top_check(states, embedding, beam, words)(OURS)}
+            rounded = check(peers)
             checks = {f"{name}: {SOFTMAX}": of_logarithms(ours.get(name, rounded)) for name in outputs}
             results = timed(calls, checks, where.device)
         for name in outputs:
