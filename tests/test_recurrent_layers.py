@@ -483,3 +483,122 @@ def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
 def test_what_does_not_fit_a_stack_is_named(call: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message), torch.no_grad():
         call()
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layer_on_the_gpu(cell: str, dtype: str) -> None:
+    """As on the CPU, with resets and lengths, in one launch and in several."""
+    made, kind = module(cell, 16, 77), getattr(torch, dtype)
+    layer = layer_of(made, cell, dtype=dtype)
+    for batch in (1, 5, 16, 21):
+        x = torch.randn(9, batch, 77 * layer.weights.gates).to(kind)
+        states = [torch.randn(batch, 77).to(kind) for _ in range(2 if cell == "lstm" else 1)]
+        lengths, resets = torch.randint(0, 10, (batch,)), torch.rand(9, batch) < 0.2
+        for given in ({}, {"resets": resets}, {"lengths": lengths}, {"resets": resets, "lengths": lengths}):
+            wanted = layer(x, *states, **given)
+            placed = {name: array.cuda() for name, array in given.items()}
+            for some in (placed, {**placed, **({"lengths": lengths} if "lengths" in given else {})}):
+                found = layer(x.cuda(), *(state.cuda() for state in states), **some)
+                for one, other in zip(found, wanted, strict=True):
+                    assert one.is_cuda and one.dtype is kind
+                    close(one.cpu(), other, 4 * TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layer_is_cudnn_s(cell: str) -> None:
+    made = module(cell, 64, 512, density=0.1).cuda()
+    layer, x = layer_of(made, cell), torch.randn(64, 4, 64, device="cuda")
+    with torch.no_grad():
+        wanted = made(x)
+    found = layer(projected(layer, made, x))
+    close(found[0].cpu(), wanted[0].cpu(), 5e-3)  # cuDNN's products may be in TF32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [4, 20])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_call_is_one_graph(cell: str, batch: int) -> None:
+    layer = layer_of(module(cell, 8, 96), cell).to("cuda")
+    names = ("h0", "c0") if cell == "lstm" else ("h0",)
+    captured = layer.capture(12, batch, resets=True, lengths=True)
+    assert set(captured.inputs) == {"x_projected", *names, "resets", "lengths"}
+    for _ in range(3):
+        inputs = {"x_projected": torch.randn(12, batch, 96 * layer.weights.gates, device="cuda")}
+        inputs |= {name: torch.randn(batch, 96, device="cuda") for name in names}
+        inputs["resets"] = (torch.rand(12, batch, device="cuda") < 0.2).int()
+        inputs["lengths"] = torch.randint(0, 13, (batch,), device="cuda", dtype=torch.int32)
+        found = [part.clone() for part in captured(**inputs)]
+        states = [inputs[name] for name in names]
+        wanted = layer(inputs["x_projected"], *states, resets=inputs["resets"], lengths=inputs["lengths"])
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    again = captured(x_projected=inputs["x_projected"])
+    assert all(torch.equal(one, other) for one, other in zip(again, wanted, strict=True))
+    with pytest.raises(ValueError, match="h0: the graph takes shape"):
+        captured(h0=torch.zeros(batch, 95, device="cuda"))
+    with pytest.raises(TypeError, match="bias: the graph was captured with x_projected"):
+        captured(bias=inputs["h0"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_stack_on_the_gpu(cell: str, tmp_path: Path) -> None:
+    made = module(cell, 24, 64, num_layers=2, bidirectional=True)
+    stack = tvm_sparse.from_torch(made)
+    x, lengths = torch.randn(10, 3, 24), torch.tensor([3, 10, 0])
+    wanted = flat(stack(x, lengths=lengths))
+    moved = copy.deepcopy(stack).to("cuda")
+    loaded = RecurrentStack.load(stack.save(tmp_path / "stack.npz"), device="cuda")
+    for one in (moved, loaded, tvm_sparse.from_torch(made.cuda())):
+        for where in ("cpu", "cuda"):
+            found = flat(one(x.cuda(), lengths=lengths.to(where)))
+            for these, others in zip(found, wanted, strict=True):
+                assert these.is_cuda
+                close(these.cpu(), others, 1e-4)
+    # In a graph of the caller's own.
+    placed, given = x.cuda(), lengths.cuda()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        moved(placed, lengths=given)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        output, _ = moved(placed, lengths=given)
+    placed.copy_(torch.randn(10, 3, 24))
+    graph.replay()
+    torch.cuda.synchronize()
+    close(output.cpu(), moved(placed, lengths=given)[0].cpu(), 1e-6)
+    with pytest.raises(ValueError, match="lengths: expected values"):
+        moved(placed, lengths=[11, 1, 1])
+
+
+@pytest.mark.gpu
+def test_half_precision_stacks_on_the_gpu() -> None:
+    made = module("lstm", 32, 128, density=0.1)
+    x = torch.randn(20, 4, 32)
+    with torch.no_grad():
+        wanted = made(x)[0]
+    for kind in (torch.float16, torch.bfloat16):
+        stack = tvm_sparse.from_torch(made).to("cuda", kind)
+        close(stack(x.to("cuda", kind))[0].float().cpu(), wanted, 5e-2)
+
+
+@pytest.mark.gpu
+def test_weights_on_the_gpu_are_prepared() -> None:
+    weight = torch.randn(3 * 40, 40, device="cuda")
+    layer = tvm_sparse.SparseGRU(weight, torch.randn(120, device="cuda"), density=0.2)
+    assert np.array_equal(layer.weights.dense(), tvm_sparse.prune(weight.cpu(), 0.2).numpy())
+    sparse = tvm_sparse.SparseGRU(tvm_sparse.prune(weight, 0.2).to_sparse_csr())
+    assert np.array_equal(sparse.weights.dense(), layer.weights.dense())
+    for method in ("magnitude", "row_balanced", "block"):
+        ours = tvm_sparse.pruning_mask(weight, 0.3, method=method, block=8)
+        assert ours.is_cuda and torch.equal(
+            ours.cpu(), tvm_sparse.pruning_mask(weight.cpu(), 0.3, method=method, block=8)
+        )
+    with pytest.raises(ValueError, match="lengths: expected an array on the host or beside x_projected"):
+        layer(torch.zeros(2, 1, 120), lengths=torch.ones(1, dtype=torch.int32, device="cuda"))

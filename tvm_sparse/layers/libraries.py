@@ -63,7 +63,7 @@ class _NumPy:
 
     def kth_largest(self, array: Any, k: int) -> Any:
         place = array.shape[1] - k
-        return np.partition(array, place, axis=1)[:, place]
+        return np.partition(array, place, axis=1)[:, place].copy()
 
     def logsumexp(self, array: Any) -> Any:
         most = array.max(1, keepdims=True)
@@ -118,6 +118,8 @@ class _Torch:
         return array.argmax(1)
 
     def kth_largest(self, array: Any, k: int) -> Any:
+        if array.device.type == "cpu":  # five times as fast as torch's there
+            return _torch().from_numpy(NUMPY.kth_largest(array.numpy(), k))
         return array.kthvalue(array.shape[1] - k + 1, dim=1).values
 
     def logsumexp(self, array: Any) -> Any:

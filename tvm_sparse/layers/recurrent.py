@@ -19,7 +19,7 @@ from ..core import machine
 from ..core.problem import FLOATS, numpy_dtype
 from ..core.registry import make
 from ..formats.compressed import check_compressed
-from ..formats.recurrent import RecurrentWeights, entry_words, recurrent_weights
+from ..formats.recurrent import RecurrentWeights, entry_words, lay_out, recurrent_weights
 from ..operators.nhot_lookup.problem import typical
 from ..operators.sparse_recurrent.call import sparse_recurrent
 from ..operators.sparse_recurrent.problem import GATES
@@ -198,7 +198,7 @@ class _Layer:
             if state is not None:
                 facts_beside(name, state, wanted, self.dtype, known, "x_projected is")
         states = tuple(self._zeros(x_projected, known) if state is None else state for state in states)
-        resets, lengths = self._resets(resets, x_projected, known), self._lengths(lengths, x_projected, known)
+        resets, lengths = self._resets(resets, known), checked_lengths(lengths, x_projected, *known.shape[:2])
         parts = list(_parts(steps, batch, self.hidden))
         if len(parts) == 1:
             return self._launch(x_projected, states, resets, lengths, out)
@@ -315,12 +315,8 @@ class _Layer:
             return self
         if dtype not in FLOATS:
             raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
-        import scipy.sparse
-
-        rows, columns, values = self.weights.coordinates()
-        shape = (self.weights.gates * self.hidden, self.hidden)
-        matrix = scipy.sparse.coo_array((values, (rows, columns)), shape=shape)
-        return self._like(recurrent_weights(matrix, self.weights.gates, dtype=dtype), self.device)
+        again = lay_out(*self.weights.coordinates(), self.hidden, self.weights.gates, dtype)
+        return self._like(again, self.device)
 
     def _like(self, weights: RecurrentWeights, device: Any) -> Self:
         found = type(self).__new__(type(self))
@@ -400,7 +396,7 @@ class _Layer:
             )
         return known
 
-    def _resets(self, resets: Any, x: Any, known: Facts) -> Any:
+    def _resets(self, resets: Any, known: Facts) -> Any:
         """As the operator takes them."""
         if resets is None:
             return None
@@ -418,28 +414,6 @@ class _Layer:
         if found.dtype == "int32":
             return resets
         return library("resets", resets).cast(resets if found.dtype == "bool" else resets != 0, "int32")
-
-    def _lengths(self, lengths: Any, x: Any, known: Facts) -> Any:
-        """As the operator takes them, on the device of x; those on the host are checked."""
-        if lengths is None:
-            return None
-        if not arrays.is_torch(lengths):
-            lengths = np.asarray(lengths)
-        found, (steps, batch, _) = arrays.facts("lengths", lengths), known.shape
-        if found.shape != (batch,) or not found.dtype.startswith(("int", "uint")):
-            raise ValueError(
-                f"lengths: expected shape ({batch},) (batch) of integers, got {found.shape} and {found.dtype}"
-            )
-        if found.device != "cpu":
-            if (found.device, found.index) != (known.device, known.index):
-                raise ValueError(f"lengths: expected an array on the host or beside x_projected, got {lengths.device}")
-            return lengths if found.dtype == "int32" else TORCH.cast(lengths, "int32")
-        lengths = to_host(lengths)
-        outside = np.flatnonzero((lengths < 0) | (lengths > steps))
-        if len(outside):
-            at = int(outside[0])
-            raise ValueError(f"lengths: expected values in [0, {steps}] (steps), got {lengths[at]} at {at}")
-        return library("x_projected", x).from_host(lengths.astype(np.int32), x)
 
     def _left(self, lengths: Any, time: slice) -> Any:
         """Of the lengths, what lies within the steps of a launch."""
@@ -685,6 +659,33 @@ class SparseGRU(_Layer):
         """Run the layer over all steps, as `SparseRNN` does, with `x_projected` `(steps, batch, 3 * hidden)`."""
         output, h_n = self._call(x_projected, (h0,), resets, lengths, out)
         return output, h_n
+
+
+def checked_lengths(lengths: Any, x: Any, steps: int, batch: int) -> Any:
+    """Lengths as the operator takes them, int32 on the device of x; those on the host are checked.
+
+    Raises
+    ------
+    ValueError
+        For another shape, dtype or device, and for values outside of [0, steps].
+    """
+    if lengths is None:
+        return None
+    if not arrays.is_torch(lengths):
+        lengths = np.asarray(lengths)
+    found, beside = arrays.facts("lengths", lengths), arrays.facts("x_projected", x)
+    if found.shape != (batch,) or not found.dtype.startswith(("int", "uint")):
+        raise ValueError(f"lengths: expected shape ({batch},) (batch) of integers, got {found.shape} and {found.dtype}")
+    if found.device != "cpu":
+        if (found.device, found.index) != (beside.device, beside.index):
+            raise ValueError(f"lengths: expected an array on the host or beside x_projected, got {lengths.device}")
+        return lengths if found.dtype == "int32" else TORCH.cast(lengths, "int32")
+    lengths = to_host(lengths)
+    outside = np.flatnonzero((lengths < 0) | (lengths > steps))
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"lengths: expected values in [0, {steps}] (steps), got {lengths[at]} at {at}")
+    return library("x_projected", x).from_host(lengths.astype(np.int32), x)
 
 
 def _check_weights(weights: RecurrentWeights) -> None:

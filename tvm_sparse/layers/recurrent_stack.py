@@ -13,7 +13,7 @@ from ..operators.sparse_recurrent.problem import GATES
 from . import storage
 from .libraries import tensor, to_host
 from .pruning import BLOCK
-from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, projected_bias
+from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
 CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
@@ -222,9 +222,8 @@ class RecurrentStack(torch.nn.Module):
         if len(given) != 1 + lstm or any(state is not None and tuple(state.shape) != wanted for state in given):
             shapes = [tuple(state.shape) for state in given if state is not None]
             raise ValueError(f"hx: expected {'two of' if lstm else 'one of'} shape {wanted}, got {shapes}")
-        turned = _Turned(lengths, resets, steps, batch, x.device) if self.bidirectional else None
-        if lengths is not None:
-            lengths = torch.as_tensor(lengths)
+        lengths = checked_lengths(lengths, x, steps, batch)
+        turned = _Turned(lengths, resets, steps, x.device) if self.bidirectional else None
         last: list[list[Any]] = [[] for _ in given]
         for number in range(self.num_layers):
             outputs = []
@@ -302,12 +301,11 @@ class RecurrentStack(torch.nn.Module):
 class _Turned:
     """Sequences from their ends to their beginnings: what a backward direction reads and gives."""
 
-    def __init__(self, lengths: Any, resets: Any, steps: int, batch: int, device: Any) -> None:
+    def __init__(self, lengths: Any, resets: Any, steps: int, device: Any) -> None:
         self._places: Any = None
         if lengths is not None:
-            count = torch.as_tensor(lengths).to(device=device, dtype=torch.int64)
-            if count.shape != (batch,):
-                raise ValueError(f"lengths: expected shape ({batch},) (batch), got {tuple(count.shape)}")
+            # As kernels take them, which lengths on a GPU are not checked for.
+            count = lengths.long().clamp(0, steps)
             step = torch.arange(steps, device=device)[:, None]
             self._places = torch.where(step < count, count - 1 - step, step)
         self.resets: Any = None
