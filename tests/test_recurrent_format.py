@@ -112,12 +112,18 @@ def structure(seed: int, rows: int, hidden: int) -> tuple[np.ndarray, np.ndarray
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), np.concatenate(columns)
 
 
-@given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 90), st.sampled_from([1, 8, 16, 32]))
-def test_orders_permute_within_rows(seed: int, rows: int, hidden: int, banks: int) -> None:
-    row_start, columns = structure(seed, rows, hidden)
-    row = np.repeat(np.arange(rows), np.diff(row_start))
-    for order in (bank_order, greedy_order):
-        chosen = order(row_start, columns, banks)
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 12),
+    st.integers(1, 90),
+    st.sampled_from([1, 8, 16, 32]),
+    st.sampled_from([1, 4, 8, 32]),
+    st.sampled_from([1, 3, 4]),
+)
+def test_orders_permute_within_rows(seed: int, slots: int, hidden: int, banks: int, lanes: int, gates: int) -> None:
+    row_start, columns = structure(seed, slots * gates, hidden)
+    row = np.repeat(np.arange(slots * gates), np.diff(row_start))
+    for chosen in (bank_order(row_start, columns, banks, lanes, gates), greedy_order(row_start, columns, banks)):
         assert sorted(chosen) == list(range(len(columns)))
         np.testing.assert_array_equal(row[chosen], row)
 
@@ -184,6 +190,16 @@ def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks:
         assert found["banks"].penalty < 0.75 * found["greedy"].penalty < 0.75 * found["columns"].penalty
 
 
+@pytest.mark.parametrize(("lanes", "banks"), [(8, 32), (8, 16), (4, 8), (16, 32)])
+@pytest.mark.parametrize("gates", [1, 4])
+def test_rows_of_a_warp_are_ordered_with_regard_to_each_other(lanes: int, banks: int, gates: int) -> None:
+    matrix = scipy.sparse.random_array((gates * 600, 600), density=0.1, rng=np.random.default_rng(1))
+    together = recurrent_weights(matrix, gates, banks=banks, lanes=lanes).conflicts(lanes, banks).penalty
+    alone = recurrent_weights(matrix, gates, banks=banks).conflicts(lanes, banks).penalty
+    plain = recurrent_weights(matrix, gates, order="columns").conflicts(lanes, banks).penalty
+    assert together < 0.7 * alone and together < 0.55 * plain
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=200), st.integers(1, 9))
 def test_balanced_units_are_a_permutation_with_like_neighbours(work: list[int], neighbours: int) -> None:
     dealt = balanced_units(np.array(work), neighbours)
@@ -245,6 +261,7 @@ def test_large_weights_take_seconds() -> None:
         ),
         (np.zeros((2, 2)), {"units": "sorted"}, ValueError, "units: expected one of balanced, plain, got 'sorted'"),
         (np.zeros((2, 2)), {"banks": 0}, ValueError, "banks: expected an integer of at least 1, got 0"),
+        (np.zeros((2, 2)), {"lanes": 3}, ValueError, "lanes: expected a power of two up to 32, got 3"),
         (np.zeros((2, 2)), {"gates": True}, ValueError, "gates: expected an integer of at least 1, got True"),
         ([[1.0]], {}, TypeError, "weights: expected a SciPy sparse matrix, .* got list"),
     ],

@@ -28,8 +28,9 @@ ORDERS = ("banks", "greedy", "columns")
 UNITS = ("balanced", "plain")
 # Columns that fit the low half of a word whose high half is a value of 16 bits.
 MOST_PACKED = 1 << 16
-# Lanes of a warp.
+# Lanes of a warp, and those of them that a row may have.
 WARP = 32
+LANES = (1, 2, 4, 8, 16, 32)
 # Slots side by side that hold units of similar work: as many as a warp takes at once with 8 lanes a unit.
 NEIGHBOURS = 4
 
@@ -108,6 +109,7 @@ def recurrent_weights(
     dtype: str | None = None,
     order: str = "banks",
     banks: int = 8,
+    lanes: int = WARP,
     units: str = "balanced",
     neighbours: int = NEIGHBOURS,
 ) -> RecurrentWeights:
@@ -131,6 +133,9 @@ def recurrent_weights(
     units
         "balanced": equal blocks of slots have nearly equal work, and neighbours are of similar lengths. "plain": as
         they come.
+    lanes
+        Lanes that a row is for, of a warp's 32. With fewer than `banks`, "banks" orders rows of neighbouring slots,
+        which a warp goes through together, with regard to each other.
     neighbours
         Of a balanced order, slots side by side that hold units of similar lengths.
 
@@ -149,6 +154,8 @@ def recurrent_weights(
     for name, number in (("gates", gates), ("banks", banks), ("neighbours", neighbours)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}: expected an integer of at least 1, got {number!r}")
+    if lanes not in LANES:
+        raise ValueError(f"lanes: expected a power of two up to {WARP}, got {lanes!r}")
     rows, columns, values, shape, own = _coordinates(matrix)
     if len(shape) != 2 or shape[0] != gates * shape[1] or not shape[1]:
         raise ValueError(
@@ -166,7 +173,7 @@ def recurrent_weights(
     hidden = int(shape[1])
     if max(len(values), gates * hidden + 1) >= 2**31:
         raise ValueError(f"weights: expected fewer than 2^31 entries and rows, got {len(values)} in {shape[0]} rows")
-    return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, units, neighbours)
+    return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, lanes, units, neighbours)
 
 
 def lay_out(
@@ -178,6 +185,7 @@ def lay_out(
     dtype: str,
     order: str = "banks",
     banks: int = 8,
+    lanes: int = WARP,
     units: str = "balanced",
     neighbours: int = NEIGHBOURS,
 ) -> RecurrentWeights:
@@ -198,7 +206,10 @@ def lay_out(
     row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     columns = key % hidden
     if order != "columns":
-        chosen = (bank_order if order == "banks" else greedy_order)(row_start, columns, banks)
+        if order == "banks":
+            chosen = bank_order(row_start, columns, banks, lanes, gates)
+        else:
+            chosen = greedy_order(row_start, columns, banks)
         columns, values = columns[chosen], values[chosen]
     entries = pack_entries(columns, values, hidden, dtype)
     return RecurrentWeights(hidden, gates, dtype, dealt.astype(np.int32), row_start, entries)
@@ -309,53 +320,67 @@ def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray
 class _Rows:
     """Rows by falling length, so that those which have a position p are the first ones."""
 
-    def __init__(self, row_start: np.ndarray) -> None:
-        lengths = np.diff(row_start).astype(np.int64)
-        self.order = np.argsort(-lengths, kind="stable")
-        self.lengths = lengths[self.order]
-        self.starts = row_start[:-1].astype(np.int64)[self.order]
-        self.longest = int(self.lengths[0]) if len(lengths) else 0
+    def __init__(self, lengths: np.ndarray, which: np.ndarray | None = None) -> None:
+        which = np.arange(len(lengths)) if which is None else which
+        self.order = which[np.argsort(-lengths[which], kind="stable")]
+        self.lengths = lengths[self.order].astype(np.int64)
+        longest = int(self.lengths[0]) if len(self.lengths) else 0
         # How many rows have a position p.
-        self.having = np.searchsorted(-self.lengths, -np.arange(self.longest), side="left")
-
-    def residues(self, columns: np.ndarray, row_start: np.ndarray, banks: int) -> np.ndarray:
-        """`(rows, banks)`: how many columns of each row are in each residue class."""
-        lengths = np.diff(row_start)
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        counts = np.bincount(row * banks + columns % banks, minlength=len(lengths) * banks)
-        return counts.reshape(-1, banks)[self.order]
+        self.having = np.searchsorted(-self.lengths, -np.arange(longest), side="left")
 
 
-def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
+def _residues(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
+    """`(rows, banks)`: how many columns of each row are in each residue class."""
+    lengths = np.diff(row_start)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(row * banks + columns % banks, minlength=len(lengths) * banks).reshape(-1, banks)
+
+
+def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int, lanes: int = WARP, gates: int = 1) -> np.ndarray:
     """The entry to take at each position, int64, so that windows of `banks` positions have few columns of one residue.
 
-    A window with m columns of one residue takes m cycles. Of a row with W windows left and n columns in its fullest
-    class, the next window takes at most m = ceil(n / W) of a class, always of the class that has most left: so the
-    classes that are too full are served together, in the windows that cost more anyway.
+    With fewer lanes a row than banks, a window is made of `lanes` positions of several neighbouring slots, which a warp
+    goes through together.
+
+    A window with m columns of one residue takes m cycles. If W windows are left, and the fullest class has n columns,
+    the next window takes at most m = ceil(n / W) of a class, always of the class that has most left: so the classes
+    that are too full are served together, in the windows that cost more anyway.
 
     `columns` ascend within a row; those of one class stay so.
     """
-    rows = _Rows(row_start)
-    left = rows.residues(columns, row_start, banks)
-    taken = np.zeros_like(left)
-    most = np.zeros(len(left), np.int64)
+    lengths = np.diff(row_start).astype(np.int64)
+    together = max(1, banks // lanes)  # slots of a window
+    width = min(banks, lanes)
+    slot, gate = np.divmod(np.arange(len(lengths)), gates)
+    window = slot // together * gates + gate
+    left = _residues(row_start, columns, banks)
+    shared = np.zeros((int(window.max(initial=-1)) + 1, banks), np.int64)  # what the rows of a window have left
+    np.add.at(shared, window, left)
+    longest = np.zeros(len(shared), np.int64)
+    np.maximum.at(longest, window, lengths)
+    taken, most = np.zeros_like(shared), np.zeros(len(shared), np.int64)
     chosen = np.empty(len(columns), np.int64)
-    everyone = np.arange(len(left))
     much = 1 << 40
-    for position, many in enumerate(rows.having):
-        here, used = left[:many], taken[:many]
-        if position % banks == 0:
-            windows = -(-(rows.lengths[:many] - position) // banks)
-            most[:many] = -(-here.max(axis=1) // windows)
-            used[...] = 0
-        over = np.maximum(used - most[:many, None] + 1, 0)
-        score = (here << 8) - used - over * much
-        score[here == 0] = -(1 << 60)
-        best = score.argmax(axis=1)
-        here[everyone[:many], best] -= 1
-        used[everyone[:many], best] += 1
-        chosen[rows.starts[:many] + position] = best
-    row = np.repeat(np.arange(len(row_start) - 1), np.diff(row_start))
+    turns = [_Rows(lengths, np.flatnonzero(slot % together == turn)) for turn in range(together)]
+    for position in range(int(lengths.max(initial=0))):
+        if position % width == 0:
+            windows = np.maximum(-(-(longest - position) // width), 1)
+            most = -(-shared.max(axis=1) // windows)
+            taken[...] = 0
+        for rows in turns:
+            if position >= len(rows.having):
+                continue
+            mine = rows.order[: rows.having[position]]
+            where = window[mine]
+            here, used = left[mine], taken[where]
+            score = (shared[where] << 16) + (here << 8) - used - np.maximum(used - most[where, None] + 1, 0) * much
+            score[here == 0] = -(1 << 60)
+            best = score.argmax(axis=1)
+            left[mine, best] -= 1
+            shared[where, best] -= 1
+            taken[where, best] += 1
+            chosen[row_start[mine] + position] = best
+    row = np.repeat(np.arange(len(lengths)), lengths)
     entries = np.argsort(row * banks + columns % banks, kind="stable")
     positions = np.argsort(row * banks + chosen, kind="stable")
     found = np.empty(len(columns), np.int64)
@@ -366,19 +391,19 @@ def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.nda
 def greedy_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
     """As `bank_order`, by Algorithm 1 of Zhu, Pool et al. 2018: columns of residue b go to positions of residue b, or
     to those of the next residue that has one left."""
-    rows = _Rows(row_start)
-    next_place = np.tile(np.arange(banks, dtype=np.int64), (len(row_start) - 1, 1))
+    lengths, starts = np.diff(row_start), row_start[:-1].astype(np.int64)
+    rows = _Rows(lengths)
+    next_place = np.tile(np.arange(banks, dtype=np.int64), (len(lengths), 1))
     found = np.empty(len(columns), np.int64)
-    everyone, around = np.arange(len(next_place)), np.arange(banks)
     for number, many in enumerate(rows.having):
-        entry = rows.starts[:many] + number
-        banked = (columns[entry][:, None] + around) % banks
-        places = np.take_along_axis(next_place[:many], banked, axis=1)
-        first = (places < rows.lengths[:many, None]).argmax(axis=1)
-        mine = everyone[:many]
-        place = places[mine, first]
-        found[rows.starts[:many] + place] = entry
-        next_place[mine, banked[mine, first]] += banks
+        mine = rows.order[:many]
+        entry = starts[mine] + number
+        banked = (columns[entry][:, None] + np.arange(banks)) % banks
+        places = np.take_along_axis(next_place[mine], banked, axis=1)
+        first = (places < lengths[mine, None]).argmax(axis=1)[:, None]
+        place, bank = (np.take_along_axis(array, first, axis=1)[:, 0] for array in (places, banked))
+        found[starts[mine] + place] = entry
+        next_place[mine, bank] += banks
     return found
 
 
@@ -418,6 +443,6 @@ def conflicts(row_start: np.ndarray, columns: np.ndarray, gates: int, lanes: int
     classes, times = np.unique(gather * banks + asked, return_counts=True)
     first = np.flatnonzero(np.concatenate([[True], np.diff(classes // banks) > 0])) if len(classes) else classes
     cycles = int(np.maximum.reduceat(times, first).sum()) if len(classes) else 0
-    fullest = _Rows(row_start).residues(columns, row_start, banks).max(axis=1, initial=0)
-    least = int(np.maximum(fullest, np.sort(-(-lengths // banks))[::-1]).sum())
+    fullest = _residues(row_start, columns, banks).max(axis=1, initial=0)
+    least = int(np.maximum(fullest, -(-lengths // banks)).sum())
     return Conflicts(len(first), cycles, least)

@@ -197,8 +197,8 @@ class SparseRecurrent(Problem):
         if structure == "special" and len(values) and self.cell != "relu":
             values[rng.integers(len(values))] = np.inf
         rows = np.repeat(np.arange(count), counts)
-        free = ("columns", 8, "plain") if structure == "ragged" else ("banks", 8, "balanced")
-        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, *free)
+        order, units = ("columns", "plain") if structure == "ragged" else ("banks", "balanced")
+        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, units=units)
 
         dtype = numpy_dtype(self.dtype)
         x = (0.7 * rng.standard_normal((self.steps, self.batch, count), dtype=np.float32)).astype(dtype)
