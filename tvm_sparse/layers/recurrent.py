@@ -37,7 +37,7 @@ NONLINEARITIES = ("tanh", "relu")
 # Sequences of a launch.
 BATCH = 16
 # Bytes of hidden states, all steps of a launch together: kernels that exchange them by marked slots keep each.
-EXCHANGED = 1 << 28
+EXCHANGED = 1 << 26
 LEAST_STEPS = 64
 # Arrays of `RecurrentWeights` that a file holds.
 HELD = ("units", "row_start", "entries")
