@@ -291,7 +291,8 @@ def contenders(
         makers |= {(MODULE, dtype): functools.partial(module, drawn, dtype) for dtype in dtypes}
         if loops:
             makers |= {(DENSE, dtype): functools.partial(dense_loop, drawn, dtype) for dtype in dtypes}
-            makers[SPARSE, "float32"] = functools.partial(sparse_loop, drawn)
+            if case.density < 1:
+                makers[SPARSE, "float32"] = functools.partial(sparse_loop, drawn)
         if drawn.device == "cuda" and importlib.util.find_spec("flashrnn"):
             makers[FLASH, "bfloat16"] = functools.partial(flash, drawn)
     wanted = reference(drawn)

@@ -190,16 +190,20 @@ class _Layer:
     # ---- calls -----------------------------------------------------------------------------------
 
     def _call(self, x_projected: Any, states: tuple[Any, ...], resets: Any, lengths: Any, out: Any) -> tuple[Any, ...]:
+        shape = tuple(getattr(x_projected, "shape", ()))
+        parts = list(_parts(shape[0], shape[1], self.hidden)) if len(shape) == 3 else []
+        if len(parts) == 1 and resets is None and lengths is None:
+            # The operator checks the arguments of its one launch.
+            states = tuple(self._zeros(x_projected) if state is None else state for state in states)
+            return self._launch(x_projected, states, None, None, out)
         known = self._check(x_projected)
-        steps, batch, _ = known.shape
         names = ("h0", "c0")[: len(states)]
-        wanted = (batch, self.hidden)
+        wanted = (shape[1], self.hidden)
         for name, state in zip(names, states, strict=True):
             if state is not None:
                 facts_beside(name, state, wanted, self.dtype, known, "x_projected is")
-        states = tuple(self._zeros(x_projected, known) if state is None else state for state in states)
-        resets, lengths = self._resets(resets, known), checked_lengths(lengths, x_projected, *known.shape[:2])
-        parts = list(_parts(steps, batch, self.hidden))
+        states = tuple(self._zeros(x_projected) if state is None else state for state in states)
+        resets, lengths = self._resets(resets, known), checked_lengths(lengths, x_projected, *shape[:2])
         if len(parts) == 1:
             return self._launch(x_projected, states, resets, lengths, out)
         shapes = [("output", (*known.shape[:2], self.hidden)), *((f"{name[0]}_n", wanted) for name in names)]
@@ -422,10 +426,10 @@ class _Layer:
         most = xp.full((1,), time.stop - time.start, "int32", lengths)
         return xp.where(left < most, left, most)
 
-    def _zeros(self, x: Any, known: Facts) -> Any:
-        shape = (known.shape[1], self.hidden)
-        key = ("zeros", known.shape[1], *_place(x))
+    def _zeros(self, x: Any) -> Any:
+        key = ("zeros", x.shape[1], *_place(x))
         if key not in self._constants:
+            shape = (x.shape[1], self.hidden)
             self._constants[key] = library("x_projected", x).full(shape, 0.0, self.dtype, x)
         return self._constants[key]
 
@@ -708,6 +712,6 @@ def _is_dense(array: Any) -> bool:
     return array.layout is torch.strided
 
 
-def _place(array: Any) -> tuple[str, str]:
+def _place(array: Any) -> tuple[str, Any]:
     """Library and device, as a key."""
-    return ("torch", str(array.device)) if arrays.is_torch(array) else ("numpy", "cpu")
+    return ("torch", array.device) if arrays.is_torch(array) else ("numpy", None)
