@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
-
 from tvm_sparse.core.problem import ProblemError
-from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
+from tvm_sparse.formats.recurrent import RecurrentWeights, banks_for, recurrent_weights
 from tvm_sparse.operators.nhot_lookup.problem import typical
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
@@ -111,8 +109,11 @@ def sparse_recurrent(
     what = ("sparse_recurrent", cell, weights.gates, weights.hidden, weights.dtype, weights.nonzeros)
     launchers = dispatcher.launchers
     found = None if validate else repeated(launchers, what, given)
-    if found is not None and (placed := weights.placed.get(x_projected.device)) is not None:
-        function, like = found
+    if found is not None:
+        function, like, banks = found
+        placed = weights.for_banks(banks).placed.get(x_projected.device)
+        if placed is None:
+            placed = _placed(weights.for_banks(banks), x_projected, arrays.facts("x_projected", x_projected))
         results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
         function(*placed, *[one for one in given[:6] if one is not None], *results)
         return results
@@ -133,8 +134,9 @@ def sparse_recurrent(
             raise ValueError(f"x_projected: {error}") from None
         function = dispatcher.kernel(problem, machine_of("x_projected", known)).function
         bias = [] if cell != "gru" else [_bias(hidden_bias, weights.hidden, x_projected, known)]
+        banks = banks_for(batch, known.dtype)
         function(
-            *_placed(weights, x_projected, known),
+            *_placed(weights.for_banks(banks), x_projected, known),
             passed(("x_projected", known, x_projected)),
             *map(passed, states),
             *map(passed, bias),
@@ -144,7 +146,7 @@ def sparse_recurrent(
         # Lengths on the host are looked at every time, and what had to be converted is converted every time.
         as_given = all(any(one is theirs for theirs in given) for _, _, one in (*bias, *extras))
         if arrays.is_torch(results[0]) and as_given and (lengths is None or known.device != "cpu"):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), banks))
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 
@@ -234,13 +236,14 @@ def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
 
 def _placed(weights: RecurrentWeights, like: Any, known: Facts) -> tuple[Any, ...]:
     """The weights' arrays as a kernel takes them on the device of the facts; kept by the weights."""
-    entries = weights.entries
-    if not len(entries):  # NumPy gives an empty array strides that no kernel takes; no row refers to this entry
-        entries = np.zeros((1, entries.shape[1]), entries.dtype)
-    held = weights.units, weights.row_start, entries
     place = like.device if arrays.is_torch(like) else (known.device, known.index)
     found = weights.placed.get(place)
     if found is None:
+        import numpy as np
+
+        # An empty array has no address, and strides of its own: in its place there is an entry that no row has.
+        entries = weights.entries if weights.nonzeros else np.zeros((1, weights.entries.shape[1]), np.int32)
+        held = weights.units, weights.row_start, entries
         torch = sys.modules.get("torch")
         if torch is not None:
             device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"

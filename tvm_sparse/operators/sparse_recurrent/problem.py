@@ -172,7 +172,7 @@ class SparseRecurrent(Problem):
         """
         import numpy as np
 
-        from tvm_sparse.formats.recurrent import lay_out
+        from tvm_sparse.formats.recurrent import banks_for, lay_out
 
         structure, _ = self.chosen(structure, settings)
         hidden, gates, few = self.hidden, self.gates, min(self.nonzeros, self.hidden)
@@ -198,7 +198,8 @@ class SparseRecurrent(Problem):
             values[rng.integers(len(values))] = np.inf
         rows = np.repeat(np.arange(count), counts)
         order, units = ("columns", "plain") if structure == "ragged" else ("banks", "balanced")
-        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, units=units)
+        banks = banks_for(self.batch, self.dtype)
+        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, banks, units)
 
         dtype = numpy_dtype(self.dtype)
         x = (0.7 * rng.standard_normal((self.steps, self.batch, count), dtype=np.float32)).astype(dtype)

@@ -13,7 +13,7 @@ from tvm_sparse.formats.recurrent import matrix_rows, unpack_entries
 from .problem import ACTIVATION, DEVIATIONS, ROUNDING, SMALLEST, SparseRecurrent
 
 
-class _Rows:
+class Rows:
     """The weight by rows of the matrix, of which sums are made."""
 
     def __init__(self, problem: SparseRecurrent, units: np.ndarray, row_start: np.ndarray, entries: np.ndarray) -> None:
@@ -48,7 +48,7 @@ def run(problem: SparseRecurrent, inputs: Sequence[Any], errors: bool = False) -
     may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
-    rows = _Rows(problem, given["units"], given["row_start"], given["entries"])
+    rows = Rows(problem, given["units"], given["row_start"], given["entries"])
     steps, batch, hidden, gates, cell = problem.steps, problem.batch, problem.hidden, problem.gates, problem.cell
     dtype = numpy_dtype(problem.dtype)
     h = given["h0"].astype(np.float64)
