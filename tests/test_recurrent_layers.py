@@ -297,7 +297,7 @@ def test_layers_are_saved(cell: str, dtype: str, suffix: str, tmp_path: Path) ->
     path = layer.save(tmp_path / f"layer{suffix}")
     again = type(layer).load(path)
     x = torch.randn(3, 2, 14 * layer.weights.gates).to(getattr(torch, dtype))
-    assert again.cell == cell
+    assert again.cell == cell and again.weights.order == "banks"
     assert all(torch.equal(a, b) for a, b in zip(layer(x), again(x), strict=True))
 
 
@@ -318,6 +318,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ("hidden", 8),
         ("cell", "lstm"),
         ("dtype", "float16"),
+        ("order", "random"),
+        ("banks", 7),
         ("format", 99),
     ]
     for name, value in changes:

@@ -19,7 +19,7 @@ from ..core import machine
 from ..core.problem import FLOATS, numpy_dtype
 from ..core.registry import make
 from ..formats.compressed import check_compressed
-from ..formats.recurrent import RecurrentWeights, entry_words, lay_out, recurrent_weights
+from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, recurrent_weights
 from ..operators.nhot_lookup.problem import typical
 from ..operators.sparse_recurrent.call import sparse_recurrent
 from ..operators.sparse_recurrent.problem import GATES
@@ -319,7 +319,8 @@ class _Layer:
             return self
         if dtype not in FLOATS:
             raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
-        again = lay_out(*self.weights.coordinates(), self.hidden, self.weights.gates, dtype)
+        own = self.weights
+        again = lay_out(*own.coordinates(), self.hidden, own.gates, dtype, own.order or "banks", own.banks)
         return self._like(again, self.device)
 
     def _like(self, weights: RecurrentWeights, device: Any) -> Self:
@@ -345,7 +346,9 @@ class _Layer:
         held = {name: getattr(self.weights, name) for name in HELD}
         if self.hidden_bias is not None:
             held["hidden_bias"] = self.hidden_bias
-        return held, {"cell": self.cell, "hidden": self.hidden, "dtype": self.dtype}
+        own = self.weights
+        order = {"order": own.order, "banks": own.banks}
+        return held, {"cell": self.cell, "hidden": self.hidden, "dtype": self.dtype, **order}
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = None) -> Self:
@@ -365,13 +368,15 @@ class _Layer:
     @classmethod
     def assembled(cls, held: dict[str, np.ndarray], meta: dict[str, Any], device: Any, source: str) -> Self:
         """A layer of what `parts` gave, checked: no kernel reads outside of its arrays. Errors name the `source`."""
-        cell, hidden, dtype = (meta.get(name) for name in ("cell", "hidden", "dtype"))
+        cell, hidden, dtype, order, banks = (meta.get(name) for name in ("cell", "hidden", "dtype", "order", "banks"))
         if cell not in cls.cells or dtype not in FLOATS or not isinstance(hidden, int) or hidden < 1:
             raise ValueError(f"{source}: not a {cls.__name__}: cell {cell!r}, hidden {hidden!r}, dtype {dtype!r}")
+        if order not in ("", *ORDERS) or banks not in BANKS:
+            raise ValueError(f"{source}: no order of entries: {order!r} for {banks!r} banks")
         layer = cls.__new__(cls)
         try:
             units, row_start, entries = (held[name] for name in HELD)
-            weights = RecurrentWeights(hidden, GATES[cell], dtype, units, row_start, entries)
+            weights = RecurrentWeights(hidden, GATES[cell], dtype, units, row_start, entries, order, banks)
             _check_weights(weights)
             layer._set(weights, cell, device)
             if cell == "gru":
