@@ -284,6 +284,25 @@ def test_what_does_not_fit_is_named(call: Any, error: type, message: str) -> Non
         call()
 
 
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_calls_are_explained(target: str) -> None:
+    layer = tvm_sparse.SparseGRU(torch.randn(96, 32), density=0.2)
+    found = layer.explain(7, 20, resets=True, target=target)
+    assert found.launches == layer.launches(7, 20) == ((7, 16), (7, 4))
+    assert [kernel.arch for kernel in found.kernels] == [(layer.explain(1, 1, target=target).kernels[0].arch)] * 2
+    assert "2 launches: 7 steps of 16, 7 steps of 4" in str(found) and "resets=1" in str(found)
+    assert "nothing to compute" in str(layer.explain(0, 5, target=target))
+
+
+def test_there_is_no_backward_pass() -> None:
+    stack = tvm_sparse.from_torch(torch.nn.GRU(4, 6))
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="x_projected: requires a gradient"):
+        stack(x)
+    with torch.no_grad():
+        assert not stack(x)[0].requires_grad
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
