@@ -877,15 +877,19 @@ def builtin() -> tuple[registry.Operator, ...]:
 STEPS_OF_LSH = ("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "candidate_logits")
 
 
+def own_functions(operator: registry.Operator) -> list[Callable[..., Any]]:
+    """The operator's public calls, without what prepares their arguments."""
+    found = (getattr(operator.call, name) for name in operator.public)
+    return [one for one in found if inspect.isfunction(one) and one.__module__ == operator.call.__name__]
+
+
 @part
 def operators() -> str:
     rows = []
     for operator in builtin():
-        for name in () if operator.name in STEPS_OF_LSH else operator.public:
-            function = getattr(operator.call, name)
-            if inspect.isfunction(function):
-                page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
-                rows.append([page, first_sentence(function.__doc__), operator.problem.source])
+        for function in () if operator.name in STEPS_OF_LSH else own_functions(operator):
+            page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
+            rows.append([page, first_sentence(function.__doc__), operator.problem.source])
     return table(["function", "what it computes", "source"], rows)
 
 
@@ -893,8 +897,7 @@ def operators() -> str:
 def operators_of_docs() -> str:
     rows = []
     for operator in builtin():
-        functions = [n for n in operator.public if inspect.isfunction(getattr(operator.call, n))]
-        pages = ", ".join(f"[{code(name)}]({operator.name}.md)" for name in functions)
+        pages = ", ".join(f"[{code(found.__name__)}]({operator.name}.md)" for found in own_functions(operator))
         sources = operator.problem.source
         machines = sorted({{"llvm": "CPU", "cuda": "CUDA"}[t.kind] for t in operator.templates})
         count = sum(not t.comparison for t in operator.templates)

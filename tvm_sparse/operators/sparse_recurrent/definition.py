@@ -14,15 +14,13 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import matched
 
-from .problem import SparseRecurrent
 
-
-def column_of(problem: SparseRecurrent, io: Any, entry: Any) -> Any:
+def column_of(problem: Any, io: Any, entry: Any) -> Any:
     """The column of an entry, int32."""
     return io.entries[entry, 0] & 0xFFFF if problem.words == 1 else io.entries[entry, 1]
 
 
-def value_of(problem: SparseRecurrent, io: Any, entry: Any) -> Any:
+def value_of(problem: Any, io: Any, entry: Any) -> Any:
     """The value of an entry, float32."""
     if problem.words == 2:
         return T.reinterpret("float32", io.entries[entry, 0])
@@ -70,7 +68,7 @@ def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
     return phase
 
 
-def scan(problem: SparseRecurrent) -> tirx.PrimFunc:
+def scan(problem: Any) -> tirx.PrimFunc:
     """All steps, a unit of a sequence at a time."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
