@@ -163,7 +163,8 @@ class _Layer:
                         "density: is for a dense weight, a NumPy array or a torch tensor; a sparse one keeps the"
                         " entries that it has"
                     )
-                weight_hh = prune(weight_hh, density, method=method, block=block)
+                options: dict[str, Any] = {"method": method, "block": block, "gates": _gates_of(weight_hh, cell)}
+                weight_hh = prune(weight_hh, density, **options)
             weights = recurrent_weights(weight_hh, GATES[cell], dtype=dtype, order=order)
         self._set(weights, cell, device)
 
@@ -460,7 +461,7 @@ class SparseRNN(_Layer):
     density
         Prune a dense weight to this share of its entries first.
     method, block
-        How, as of `tvm_sparse.pruning_mask`.
+        How, as of `tvm_sparse.pruning_mask`; blocks have rows of all gates.
     dtype
         Of weights, inputs, states and outputs: "float32", "float16" or "bfloat16"; default: that of the weight
         (float32 in the place of float64). Sums are made in float32; the states that go from step to step are rounded.
@@ -709,6 +710,11 @@ def _check_weights(weights: RecurrentWeights) -> None:
     if weights.units.shape != (hidden,) or (np.sort(weights.units) != np.arange(hidden)).any():
         raise ValueError(f"units: expected each of {hidden} units once")
     check_compressed(weights.row_start, weights.columns, weights.nonzeros, (rows, hidden), stored_in="entry")
+
+
+def _gates_of(weight_hh: Any, cell: str) -> int:
+    """Gates of a weight that is about to be pruned, if its rows are as many; else it is refused later."""
+    return GATES[cell] if len(weight_hh.shape) and not weight_hh.shape[0] % GATES[cell] else 1
 
 
 def _is_dense(array: Any) -> bool:
