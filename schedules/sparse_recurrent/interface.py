@@ -25,7 +25,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import beside, matched
-from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 Body = Callable[[SimpleNamespace], None]
@@ -34,11 +34,11 @@ MOST_WORKSPACES = 3
 
 
 def gpu_program(
-    problem: SparseRecurrent, body: Body, workspaces: Sequence[Workspace] = (), cooperative: bool = False
+    problem: SparseRecurrent, body: Body, workspaces: Sequence[Workspace] = (), resident: Resident | None = None
 ) -> Program:
     """The program of CUDA kernels with explicit threads, each in a region of its own (`device_region`).
 
-    `cooperative`: all blocks of a kernel are resident together, or its launch fails.
+    `resident`: what of the kernel has to run at the same time; it is launched cooperatively then.
     """
 
     # fmt: off
@@ -55,9 +55,9 @@ def gpu_program(
             steps, entries, workspaces, (own0, own1, own2), packed=False))
     # fmt: on
     kernel = _finished(problem, main, workspaces)
-    if cooperative:
+    if resident is not None:
         kernel = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_cooperative_launch"])
-    return Program(tvm.IRModule({"main": kernel}), tuple(workspaces), pipeline="tirx")
+    return Program(tvm.IRModule({"main": kernel}), tuple(workspaces), pipeline="tirx", resident=resident)
 
 
 def cpu_program(problem: SparseRecurrent, body: Body) -> Program:
