@@ -627,6 +627,96 @@ def head_decisions() -> str:
     return f"{sentence}."
 
 
+# Recurrent layers. Their scripts may not have run yet.
+RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
+    "rnn-h200", "zhu-pool-table1-h200", "zhu-pool-figures-h200", "zhu-pool-tables23-h200"
+)  # fmt: skip
+OF_CALL = ("cell", "hidden", "batch", "steps", "density")
+
+
+def if_kept(name: str, written: Callable[[], str]) -> str:
+    """Where and when a script's results were measured, and what is `written` of them; else that there are none."""
+    if not (RESULTS / f"{name}.csv").exists():
+        return "No results of it are kept yet."
+    return f"{_where(name)()}\n\n{written()}"
+
+
+def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str]) -> Iterator[list[str]]:
+    """Of each call a line: `first` of its columns (`more` of them before those of a call), times, and ratios."""
+    cases: dict[tuple[str, ...], dict[str, Times]] = {}
+    for (*key, dtype), times in results(name).by(*more, *OF_CALL, "dtype").items():
+        cases.setdefault(tuple(key), {})[dtype] = times
+    for key, by_dtype in cases.items():
+        single, half = by_dtype.get("float32", {}), by_dtype.get("float16", {})
+        cells = [first(key)]
+        for times in (single, half):
+            cells += [us(times.get(n)) for n in ("sparse layer", "sparse layer + input product", "torch module")]
+        cells += [us(single.get(n)) for n in ("dense step loop", "sparse step loop")]
+        ours = half.get("sparse layer + input product")
+        cells.append(times_as(half["torch module"] / ours) if ours and "torch module" in half else "-")
+        step = single.get("sparse layer")
+        yield [*cells, f"{step / int(key[-2]):.2f}" if step else "-"]
+
+
+RNN_COLUMNS = ("ours, float32", "with product", "cuDNN", "ours, float16", "with product", "cuDNN", "cuBLAS loop",
+               "cuSPARSE loop", "cuDNN / ours, float16", "a step, float32")  # fmt: skip
+
+
+@part
+def rnn_peers() -> str:
+    def first(key: Sequence[str]) -> str:
+        cell, *numbers, density = key
+        return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
+
+    return if_kept(
+        RNN,
+        lambda: table(["cell, hidden x batch x steps, density", *RNN_COLUMNS], recurrent_rows(RNN, first=first)),
+    )
+
+
+@part
+def zhu_pool_table1() -> str:
+    def written() -> str:
+        columns = ("speed_up", "paper_speed_up", "expected_penalty", "measured_penalty", "paper_penalty")
+        rows = [
+            [row["configuration"], us(float(row["microseconds"])) if row["microseconds"] else "-",
+             *(row[name] or "-" for name in columns)]
+            for row in results(ZHU_TABLE1).rows
+        ]  # fmt: skip
+        head = ["configuration", "microseconds", "over the dense loop", "paper's", "bank conflicts, expected",
+                "measured", "paper's"]  # fmt: skip
+        return table(head, rows)
+
+    return if_kept(ZHU_TABLE1, written)
+
+
+@part
+def zhu_pool_figures() -> str:
+    def first(key: Sequence[str]) -> str:
+        figure, _, hidden, batch, steps, density = key
+        return f"{figure}: {hidden} x {batch} x {steps}, {float(density):.3g}"
+
+    return if_kept(
+        ZHU_FIGURES,
+        lambda: table(
+            ["figure: hidden x batch x steps, density", *RNN_COLUMNS],
+            recurrent_rows(ZHU_FIGURES, "figure", first=first),
+        ),
+    )
+
+
+@part
+def zhu_pool_tables23() -> str:
+    def first(key: Sequence[str]) -> str:
+        table_, cell, hidden, batch, _, density = key
+        return f"{table_}: {cell}, {hidden} at {float(density):.3g}, batch {batch}"
+
+    return if_kept(
+        ZHU_TABLES,
+        lambda: table(["table: layer", *RNN_COLUMNS], recurrent_rows(ZHU_TABLES, "table", first=first)),
+    )
+
+
 @part
 def softmax_peers() -> str:
     cases = results("peers-softmax-h200").by_problem()
@@ -1070,7 +1160,12 @@ def filled(text: str, where: Path) -> str:
             raise SystemExit(f"{where}: no generated part {name!r}; nearest: {', '.join(near) or ', '.join(PARTS)}")
         content = PARTS[name]()
         if not content.startswith(("|", "```")):
-            content = textwrap.fill(content, WIDTH, break_long_words=False, break_on_hyphens=False)
+            content = "\n\n".join(
+                block
+                if block.startswith("|")
+                else textwrap.fill(block, WIDTH, break_long_words=False, break_on_hyphens=False)
+                for block in content.split("\n\n")
+            )
         return f"{begin}\n\n{content}\n\n{end}"
 
     return PART.sub(fill, text)
