@@ -24,9 +24,9 @@ DECISIONS: Mapping[str, str] = {
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
-        "What thread blocks send each other. Where they count hits, 0: hits, to the block that counts the word; 1: where"
-        " the buckets are, so that each block goes through all of them. States of a recurrent layer, 0: all meet at a"
-        " barrier; 1: whoever needs a state looks for it where it is to be."
+        "What thread blocks send each other. Where they count hits, 0: hits, to the block that counts the word; 1:"
+        " where the buckets are, so that each block goes through all of them. States of a recurrent layer, 0: all meet"
+        " at a barrier; 1: whoever needs a state looks for it where it is to be."
     ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",

@@ -1,8 +1,8 @@
 """The sparse recurrent layer on a GPU in one launch: weights stay on chip, thread blocks exchange hidden states.
 
 Zhu, Pool et al. 2018, "Sparse Persistent RNNs". All thread blocks are resident at the same time: the launch is a
-cooperative one, which the runtime checks beforehand (`runtime.residency`), and which fails in the place of waiting for
-ever where they are not.
+cooperative one, which the runtime checks beforehand (`core.template.Resident`), and which fails in the place of waiting
+for ever where they are not.
 
 **Who does what.** Slots, the units in the order in which the host deals them out, go to `blocks` thread blocks in equal
 parts, and in each to groups of `reduce_threads` neighbouring lanes. A group has all gates of a unit, so that nothing
@@ -55,4 +55,5 @@ persistent_rows = Template(
     program=build,
     allowed=allowed,
     explicit_threads=True,
+    cooperative=True,
 )

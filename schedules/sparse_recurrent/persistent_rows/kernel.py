@@ -24,7 +24,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
@@ -132,4 +132,4 @@ def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = slot_elements(e) * e.itemsize // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
-    return gpu_program(problem, kernel_body(e), (own,), cooperative=True)
+    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.formats.recurrent import matrix_rows, unpack_entries
 
-from .problem import ACTIVATION, DEVIATIONS, ROUNDING, SMALLEST, SparseRecurrent
+from .problem import ACTIVATION, DEVIATIONS, ROUNDING, SMALLEST, RecurrentLayer
 
 
 class _Rows:
     """The weight by rows of the matrix, of which sums are made."""
 
-    def __init__(self, problem: SparseRecurrent, units: np.ndarray, row_start: np.ndarray, entries: np.ndarray) -> None:
-        columns, values = unpack_entries(entries, problem.dtype)
-        rows = matrix_rows(units, row_start)
-        self.count = problem.gates * problem.hidden
+    def __init__(self, count: int, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+        self.count = count
         order = np.argsort(rows, kind="stable")
         self.columns, self.values = columns[order], values[order].astype(np.float64)
         self.held, self.starts, lengths = np.unique(rows[order], return_index=True, return_counts=True)
@@ -37,7 +34,7 @@ class _Rows:
         return found
 
 
-def run(problem: SparseRecurrent, inputs: Sequence[Any], errors: bool = False) -> list[np.ndarray]:
+def run(problem: RecurrentLayer, inputs: Sequence[Any], errors: bool = False) -> list[np.ndarray]:
     """The outputs in float64, with h rounded to the dtype after every step; or, with `errors`, how far a kernel may be
     off in each of their elements.
 
@@ -48,7 +45,7 @@ def run(problem: SparseRecurrent, inputs: Sequence[Any], errors: bool = False) -
     may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
-    rows = _Rows(problem, given["units"], given["row_start"], given["entries"])
+    rows = _Rows(problem.gates * problem.hidden, *problem.coordinates(inputs))
     steps, batch, hidden, gates, cell = problem.steps, problem.batch, problem.hidden, problem.gates, problem.cell
     dtype = numpy_dtype(problem.dtype)
     h = given["h0"].astype(np.float64)
@@ -121,7 +118,7 @@ def _cell(
 
 
 def _carried(
-    problem: SparseRecurrent,
+    problem: RecurrentLayer,
     local: dict[str, np.ndarray],
     off: np.ndarray,
     off_h: np.ndarray,
