@@ -91,7 +91,8 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
         """One sequence: its output, and what the next step starts from."""
         io.output[t, b, unit] = T.Cast(dtype, s.h[v])
         io.h_n[b, unit] = T.Cast(dtype, s.h[v])
-        states[(t + 1) % 2, unit, b] = T.Cast("float32", T.Cast(dtype, s.h[v]))
+        # Read back: of two casts, to bfloat16 and from it, TVM makes none.
+        states[(t + 1) % 2, unit, b] = T.Cast("float32", io.output[t, b, unit])
         if lstm:
             io.c_n[b, unit] = T.Cast(dtype, s.c[v])
             cells[unit, b] = s.c[v]
