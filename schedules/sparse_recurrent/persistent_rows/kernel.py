@@ -11,7 +11,7 @@ before the first step
 in each step, for each pack
 
     load_inputs     what the next one needs                                (`step`)
-    stage           the states before the step, from all thread blocks     (`exchange`)
+    stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
     gather          products of weights and states                         (`step`)
     reduce_lanes    their sums
     finish          gates; the state after the step, to all thread blocks
@@ -28,9 +28,10 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
+from ...recurrent.exchange import WIDEST, exchanged, put, slot_elements, stage, state_bits
 from ..interface import gpu_program
-from .exchange import exchanged, find_source, mark, put, slot_elements, stage, state_bits
-from .space import WIDEST, Extents
+from .exchange import find_source, mark
+from .space import Extents
 from .state import State
 from .step import finish, gather, load_inputs, reduce_lanes, take_inputs
 from .weights import load_weights, take_units
@@ -66,7 +67,8 @@ def begin(e: Extents) -> Phase:
 
 def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, states, step, pack)."""
-    load, take, find, copy = load_inputs(e), take_inputs(e), find_source(e), stage(e)
+    load, take, find = load_inputs(e), take_inputs(e), find_source(e)
+    copy = stage(e, e.vectors, lambda number: number, e.stages == 1)
     multiply, reduce, end = gather(e), reduce_lanes(e), finish(e)
 
     @T.inline

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
-from .exchange import load_half, load_pair, load_vector, load_word, missing, put, state_bits
+from ...recurrent.exchange import load_half, load_pair, load_vector, load_word, missing, put, state_bits
+from ...recurrent.gates import gates
 from .space import BATCHED, Extents
 from .weights import find_row, kept_at, place_of, read_entry, value_of
 
@@ -21,16 +21,6 @@ load_shared = {
     16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
 }  # fmt: skip
 load_exchanged = {16: load_vector, 8: load_pair, 4: load_word, 2: load_half}
-# 1 / (1 + e^-x) by the approximations of the hardware: an error of 2 units in the last place and |x| / 2 more of the
-# exponential, where x is large and the result as good as 0 or 1. 1 / inf is 0.
-SIGMOID = """
-__device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-"""
-
-
-def sigmoid(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """1 / (1 + e^-x)."""
-    return T.cuda.func_call("sigmoid_of", x, source_code=SIGMOID, return_type="float32")
 
 
 # fmt: off
@@ -264,38 +254,6 @@ def reduce_lanes(e: Extents) -> Phase:
                     T.uint32(FULL_WARP), s.sums[g * e.pack], e.pack << h, 32, 32)
 
     return phase
-
-
-def gates(e: Extents) -> Phase:
-    """The state after the step from the sums and the inputs; the phase is (s, io, u).
-
-    Reads: `sums`, `x`, `own`, `cell`, the bias. Writes: `result`, `cell`. Barriers: none.
-    """
-    k = e.pack
-
-    @T.inline
-    def plain(s, io, u):
-        if e.cell == "tanh":
-            s.result[0] = T.tanh(s.x[u] + s.sums[0])
-        else:  # of a comparison with NaN the other side is taken
-            s.result[0] = s.x[u] + s.sums[0]
-            s.result[0] = T.Select(s.result[0] < T.float32(0), T.float32(0), s.result[0])
-
-    @T.inline
-    def lstm(s, io, u):
-        s.cell[0] = (
-            sigmoid(s.x[u * 4 + 1] + s.sums[k]) * s.cell[0]
-            + sigmoid(s.x[u * 4] + s.sums[0]) * T.tanh(s.x[u * 4 + 2] + s.sums[2 * k]))
-        s.result[0] = sigmoid(s.x[u * 4 + 3] + s.sums[3 * k]) * T.tanh(s.cell[0])
-
-    @T.inline
-    def gru(s, io, u):
-        s.passed[0] = sigmoid(s.x[u * 3 + 1] + s.sums[k])
-        s.result[0] = T.tanh(s.x[u * 3 + 2] + sigmoid(s.x[u * 3] + s.sums[0]) * (
-            s.sums[2 * k] + T.Cast("float32", io.hidden_bias[s.unit[u]])))
-        s.result[0] = (T.float32(1) - s.passed[0]) * s.result[0] + s.passed[0] * s.own[0]
-
-    return {"lstm": lstm, "gru": gru}.get(e.cell, plain)
 
 
 def finish(e: Extents) -> Phase:
