@@ -19,6 +19,7 @@ from tvm_sparse.formats.recurrent import (
     RecurrentWeights,
     balanced_units,
     bank_order,
+    banks_for,
     conflicts,
     entry_words,
     greedy_order,
@@ -117,13 +118,12 @@ def structure(seed: int, rows: int, hidden: int) -> tuple[np.ndarray, np.ndarray
     st.integers(1, 12),
     st.integers(1, 90),
     st.sampled_from([1, 8, 16, 32]),
-    st.sampled_from([1, 4, 8, 32]),
     st.sampled_from([1, 3, 4]),
 )
-def test_orders_permute_within_rows(seed: int, slots: int, hidden: int, banks: int, lanes: int, gates: int) -> None:
+def test_orders_permute_within_rows(seed: int, slots: int, hidden: int, banks: int, gates: int) -> None:
     row_start, columns = structure(seed, slots * gates, hidden)
     row = np.repeat(np.arange(slots * gates), np.diff(row_start))
-    for chosen in (bank_order(row_start, columns, banks, lanes, gates), greedy_order(row_start, columns, banks)):
+    for chosen in (bank_order(row_start, columns, banks, gates), greedy_order(row_start, columns, banks)):
         assert sorted(chosen) == list(range(len(columns)))
         np.testing.assert_array_equal(row[chosen], row)
 
@@ -193,11 +193,35 @@ def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks:
 @pytest.mark.parametrize(("lanes", "banks"), [(8, 32), (8, 16), (4, 8), (16, 32)])
 @pytest.mark.parametrize("gates", [1, 4])
 def test_rows_of_a_warp_are_ordered_with_regard_to_each_other(lanes: int, banks: int, gates: int) -> None:
-    matrix = scipy.sparse.random_array((gates * 600, 600), density=0.1, rng=np.random.default_rng(1))
-    together = recurrent_weights(matrix, gates, banks=banks, lanes=lanes).conflicts(lanes, banks).penalty
-    alone = recurrent_weights(matrix, gates, banks=banks).conflicts(lanes, banks).penalty
-    plain = recurrent_weights(matrix, gates, order="columns").conflicts(lanes, banks).penalty
-    assert together < 0.7 * alone and together < 0.55 * plain
+    matrix = scipy.sparse.random_array((gates * 1000, 1000), density=0.2, rng=np.random.default_rng(1))
+    weights = {order: recurrent_weights(matrix, gates, order=order, banks=banks) for order in ORDERS}
+    penalty = {order: laid_out.conflicts(lanes, banks).penalty for order, laid_out in weights.items()}
+    assert penalty["banks"] < 0.7 * penalty["columns"] and penalty["banks"] < 0.7 * penalty["greedy"]
+    # With full rows there is no conflict at all, whatever the number of lanes.
+    full = recurrent_weights(np.ones((gates * 64, 64)), gates, banks=banks)
+    for some in (1, 2, 4, 8, 16, 32):
+        assert full.conflicts(some, banks).penalty == 0
+
+
+def test_weights_for_other_banks_are_the_same_weights() -> None:
+    matrix = pruned(70, 3, 0.3)
+    weights = recurrent_weights(matrix, 3, dtype="float16")
+    for banks in (8, 16, 32):
+        other = weights.for_banks(banks)
+        np.testing.assert_array_equal(other.dense(), weights.dense())
+        again = recurrent_weights(matrix, 3, dtype="float16", banks=banks)
+        np.testing.assert_array_equal(other.entries, again.entries)
+        assert weights.for_banks(banks) is other and other.for_banks(banks) is other
+    assert weights.for_banks(8) is weights and weights.for_banks(32).banks == 32
+    for order in ("greedy", "columns"):
+        kept = recurrent_weights(matrix, 3, order=order)
+        assert kept.for_banks(32) is kept
+
+
+def test_banks_are_those_of_the_widest_gather() -> None:
+    found = {(batch, dtype): banks_for(batch, dtype) for batch in (1, 2, 3, 4, 16) for dtype in ("float32", "float16")}
+    assert [found[batch, "float32"] for batch in (1, 2, 3, 4, 16)] == [32, 16, 8, 8, 8]
+    assert [found[batch, "float16"] for batch in (1, 2, 3, 4, 16)] == [32, 32, 16, 16, 8]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=200), st.integers(1, 9))
@@ -260,8 +284,7 @@ def test_large_weights_take_seconds() -> None:
             "order: expected one of banks, greedy, columns, got 'random'",
         ),
         (np.zeros((2, 2)), {"units": "sorted"}, ValueError, "units: expected one of balanced, plain, got 'sorted'"),
-        (np.zeros((2, 2)), {"banks": 0}, ValueError, "banks: expected an integer of at least 1, got 0"),
-        (np.zeros((2, 2)), {"lanes": 3}, ValueError, "lanes: expected a power of two up to 32, got 3"),
+        (np.zeros((2, 2)), {"banks": 0}, ValueError, "banks: expected one of 1, 2, 4, 8, 16, 32, got 0"),
         (np.zeros((2, 2)), {"gates": True}, ValueError, "gates: expected an integer of at least 1, got True"),
         ([[1.0]], {}, TypeError, "weights: expected a SciPy sparse matrix, .* got list"),
     ],

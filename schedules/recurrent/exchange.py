@@ -17,6 +17,8 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ..device.selection import FULL_WARP
+
 Phase = Callable[..., Any]
 WIDEST = 16  # bytes of the widest load that a thread can issue
 MARK = 0xFFFFFFFF
@@ -29,8 +31,10 @@ load_vector = T.ptx.ld.relaxed.gpu.global_.v4.u32
 load_pair = T.ptx.ld.relaxed.gpu.global_.v2.u32
 load_word = T.ptx.ld.relaxed.gpu.global_.u32
 load_half = T.ptx.ld.relaxed.gpu.global_.u16
+store_vector = T.ptx.st.relaxed.gpu.global_.v4.u32
 store_word = T.ptx.st.relaxed.gpu.global_.u32
 store_half = T.ptx.st.relaxed.gpu.global_.u16
+STORE_EXCHANGED = {16: store_vector, 8: T.ptx.st.relaxed.gpu.global_.v2.u32, 4: store_word, 2: store_half}
 store_shared = T.ptx.st.shared.v4.u32
 
 
@@ -58,10 +62,6 @@ class Exchanged(Protocol):
         """Of the states of a column in a pack."""
 
     @property
-    def elements(self) -> int:
-        """Of a pack, those included that fill its last vector of 16 bytes."""
-
-    @property
     def polled(self) -> bool:
         """Whether thread blocks wait for the data themselves; else at a grid barrier."""
 
@@ -73,15 +73,31 @@ class Exchanged(Protocol):
     def loads(self) -> int:
         """Vectors that a thread has in flight while it copies."""
 
+    @property
+    def hidden(self) -> int:
+        """Columns."""
+
+    @property
+    def column_words(self) -> int:
+        """Words of a column's states, a half counted as one."""
+
+    @property
+    def pitch(self) -> int:
+        """16-byte vectors from one pack to the next."""
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+
 
 def missing(e: Exchanged, words: tirx.Buffer, at: Any, count: int) -> tirx.PrimExpr:
-    """Whether one of the `count` words from `words[at]` on has a mark, or of 16 bits half a one."""
+    """Whether one of the `count` words from `words[at]` on has a mark, or, where halves are sent, half a one."""
     if e.column_bytes == 2 and count == 1:
         return words[at] == T.uint32(HALF_MARK)
     found = None
     for i in range(count):
         word = words[at + i]
-        if e.itemsize == 4:
+        if e.column_bytes > 2:
             this = word == T.uint32(MARK)
         else:  # a half of all ones: the usual test for a zero half, of the complement
             this = ((~word - T.uint32(0x00010001)) & word & T.uint32(0x80008000)) != T.uint32(0)
@@ -89,42 +105,101 @@ def missing(e: Exchanged, words: tirx.Buffer, at: Any, count: int) -> tirx.PrimE
     return found
 
 
-def slot_elements(e: Exchanged) -> int:
-    """Elements of a slot."""
-    return e.packs * e.elements
-
-
 def state_bits(e: Exchanged, value: tirx.PrimExpr) -> tirx.PrimExpr:
     """A float32 in the problem's dtype, as bits in a word."""
-    if e.itemsize == 4:
+    return element_bits(e.dtype, T.Cast(e.dtype, value))
+
+
+def element_bits(dtype: str, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The bits, in a word, of a value of the dtype."""
+    if dtype == "float32":
         return T.reinterpret("uint32", value)
-    return T.Cast("uint32", T.reinterpret("uint16", T.Cast(e.dtype, value)))
-
-
-def exchanged(e: Exchanged, io: Any) -> tirx.Buffer:
-    """The exchange as a list of elements' bits."""
-    slots, kind = T.Cast("int64", io.steps if e.polled else 2), "uint32" if e.itemsize == 4 else "uint16"
-    return T.decl_buffer((slots * slot_elements(e),), kind, data=io.exchange.data)
+    return T.Cast("uint32", T.reinterpret("uint16", value))
 
 
 # fmt: off
 def put(e: Exchanged) -> Phase:
-    """Give the others a state; the phase is (s, states, slot, pack, column), `states` being `exchanged`.
+    """Give the others the states of a unit; the phase is (s, slot, pack, column, mine).
 
-    Reads: `bits`. Writes: the exchange, by a store that goes to the L2 cache at once. Barriers: none.
+    The first lane of a group collects those of a pack's samples and stores them at once, `mine` being whether the group
+    has the unit.
+
+    Reads: `bits`. Writes: `sent`; the exchange, by a store that goes to the L2 cache at once.
+    Barriers: none, but all lanes of a warp take part.
     """
     infinity, nan = INFINITY[e.dtype], NAN if e.itemsize == 4 else HALF_NAN
+    store = STORE_EXCHANGED[e.column_bytes]
+    # 16 bits: the first exchange makes words, each further one doubles their number.
+    halves = e.itemsize == 2 and e.pack > 1
+    doublings = e.column_words.bit_length() - 1
 
     @T.inline
-    def phase(s, states, slot, pack, column):
-        at = T.meta_var(
-            T.Cast("int64", slot * e.packs + pack) * e.elements + T.Cast("int64", column * e.pack + s.sample))
-        s.sent[0] = T.Select(
-            (s.bits[0] & T.uint32(nan)) > T.uint32(infinity), T.uint32(nan), s.bits[0])
-        if e.itemsize == 4:
-            store_word(states.ptr_to([at]), s.sent[0])
-        else:
-            store_half(states.ptr_to([at]), T.Cast("uint16", s.sent[0]))
+    def phase(s, slot, pack, column, mine):
+        s.sent[0] = T.Select((s.bits[0] & T.uint32(nan)) > T.uint32(infinity), T.uint32(nan), s.bits[0])
+        if halves:
+            s.sent[0] = s.sent[0] | (T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sent[0], 1, 32, 32) << T.uint32(16))
+        for d in T.unroll(doublings):
+            for i in T.unroll(e.column_words):
+                if i < (1 << d):
+                    s.sent[(1 << d) + i] = T.tvm_warp_shuffle_xor(
+                        T.uint32(FULL_WARP), s.sent[i], (2 if halves else 1) << d, 32, 32)
+        if s.lane == 0 and mine:
+            at = T.meta_var(
+                s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
+                + T.Cast("uint64", column) * T.uint64(e.column_bytes))
+            if e.column_bytes == 2:
+                store(at, T.Cast("uint16", s.sent[0]))
+            else:
+                store(at, *[s.sent[i] for i in range(e.column_words)])
+
+    return phase
+
+
+def mark(e: Exchanged) -> Phase:
+    """Make the exchange ready; the phase is (s, io, block).
+
+    Writes: the mark from the second slot on, and zeros in what is behind the last column of each pack.
+    Barriers: none; one of the grid has to follow.
+    """
+    words = e.hidden * e.column_bytes // 4  # of states
+    rest = e.hidden * e.column_bytes % 4  # bytes of states in the word behind them
+
+    @T.inline
+    def phase(s, io, block):
+        slots = T.meta_var(io.steps if e.polled else 2)
+        for i in T.serial((slots * (e.packs * e.pitch) - (block * e.threads + s.t) + (e.blocks * e.threads - 1))
+                          // (e.blocks * e.threads)):
+            number: T.int32 = i * (e.blocks * e.threads) + block * e.threads + s.t
+            for v in T.unroll(4):
+                word = T.meta_var(number % e.pitch * 4 + v)
+                s.copied[v] = T.Select(word < words, T.uint32(MARK), T.uint32(0))
+                if rest > 0:
+                    s.copied[v] = T.Select(word == words, T.uint32(HALF_MARK), s.copied[v])
+            # The states before the first step are on their way to the first slot.
+            if number >= e.packs * e.pitch:
+                store_vector(s.base[0] + T.Cast("uint64", number) * T.uint64(WIDEST),
+                             s.copied[0], s.copied[1], s.copied[2], s.copied[3])
+            else:
+                for v in T.unroll(4):
+                    word = T.meta_var(number % e.pitch * 4 + v)
+                    if word > words or (rest == 0 and word == words):
+                        store_word(s.base[0] + T.Cast("uint64", number * WIDEST + v * 4), T.uint32(0))
+                    if rest > 0:
+                        if word == words:
+                            store_half(s.base[0] + T.Cast("uint64", number * WIDEST + v * 4 + 2), T.uint16(0))
+
+    return phase
+
+
+def find_source(e: Exchanged) -> Phase:
+    """Where the states of a pack before a step are; the phase is (s, io, slot, pack).
+
+    Writes: `source`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, slot, pack):
+        s.source[0] = s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
 
     return phase
 

@@ -16,7 +16,7 @@ def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
 
 step_rows = Template(
     name="step_rows",
-    version=1,
+    version=2,
     operator="sparse_recurrent",
     kind="llvm",
     summary="step by step; threads share the units, vectors run along the batch",

@@ -64,10 +64,14 @@ def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> I
                 yield template.candidate(decisions)
 
 
-def fallback(problem: Problem, machine: Machine) -> Candidate:
-    """What runs without tuning: the first fallback template that fits, at its default point."""
+def fallback(problem: Problem, machine: Machine, cooperative: bool = True) -> Candidate:
+    """What runs without tuning: the first fallback template that fits, at its default point.
+
+    `cooperative`: it may be one that needs all its thread blocks at the same time.
+    """
     tables, _ = applicable(problem, machine)
-    template = next(t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
+    possible = (t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
+    template = next(t for t in possible if cooperative or not t.cooperative)
     return template.candidate(template.default(problem, machine))
 
 

@@ -60,8 +60,17 @@ class BlockRecurrentWeights:
 
     @property
     def held(self) -> tuple[np.ndarray, ...]:
-        """The arrays in the order in which kernels take them."""
-        return self.group_start, self.groups, self.weights
+        """The arrays in the order in which kernels take them.
+
+        An empty array has no address, and strides of its own: in its place there is a group that no tile has.
+        """
+        if len(self.groups):
+            return self.group_start, self.groups, self.weights
+        return self.group_start, np.zeros(1, np.int32), np.zeros((1, ROWS, COLUMNS), self.weights.dtype)
+
+    def laid_out_for(self, batch: int) -> BlockRecurrentWeights:
+        """These weights: their order is the same for every batch."""
+        return self
 
     @property
     def density(self) -> float:

@@ -17,7 +17,7 @@ that are left in each residue class, and comes close to the fewest cycles that a
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +28,10 @@ ORDERS = ("banks", "greedy", "columns")
 UNITS = ("balanced", "plain")
 # Columns that fit the low half of a word whose high half is a value of 16 bits.
 MOST_PACKED = 1 << 16
-# Lanes of a warp, and those of them that a row may have.
+# Lanes of a warp.
 WARP = 32
-LANES = (1, 2, 4, 8, 16, 32)
+# Neighbouring positions that shared memory may serve at once.
+BANKS = (1, 2, 4, 8, 16, 32)
 # Slots side by side that hold units of similar work: as many as a warp takes at once with 8 lanes a unit.
 NEIGHBOURS = 4
 
@@ -49,6 +50,8 @@ class RecurrentWeights:
         `(hidden * gates + 1,)` int32: the first entry of the row of (slot, gate) at `slot * gates + gate`.
     entries
         `(nonzeros, words)` int32, see `pack_entries`.
+    order, banks
+        Of the entries, see `recurrent_weights`; "" where it is not known.
     placed
         Copies on other devices, kept by the calls.
     """
@@ -59,12 +62,19 @@ class RecurrentWeights:
     units: np.ndarray
     row_start: np.ndarray
     entries: np.ndarray
+    order: str = ""
+    banks: int = 8
     placed: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _others: dict[int, RecurrentWeights] = field(default_factory=dict, repr=False)
 
     @property
     def held(self) -> tuple[np.ndarray, ...]:
-        """The arrays in the order in which kernels take them."""
-        return self.units, self.row_start, self.entries
+        """The arrays in the order in which kernels take them.
+
+        An empty array has no address, and strides of its own: in its place there is an entry that no row has.
+        """
+        entries = self.entries if self.nonzeros else np.zeros((1, self.entries.shape[1]), np.int32)
+        return self.units, self.row_start, entries
 
     @property
     def nonzeros(self) -> int:
@@ -88,6 +98,25 @@ class RecurrentWeights:
         """Rows and columns (int64) of the matrix, and values (float32), of each entry."""
         columns, values = unpack_entries(self.entries, self.dtype)
         return matrix_rows(self.units, self.row_start), columns, values
+
+    def for_banks(self, banks: int) -> RecurrentWeights:
+        """These weights with their entries in the order for as many banks, if it is by banks; made once, and kept."""
+        if self.order != "banks" or banks == self.banks:
+            return self
+        found = self._others.get(banks)
+        if found is None:
+            row, _, _ = _places(self.row_start)
+            columns, values = unpack_entries(self.entries, self.dtype)
+            ascending = np.argsort(row * self.hidden + columns)
+            columns, values = columns[ascending], values[ascending]
+            chosen = bank_order(self.row_start, columns, banks, self.gates)
+            entries = pack_entries(columns[chosen], values[chosen], self.hidden, self.dtype)
+            found = self._others[banks] = replace(self, entries=entries, banks=banks, placed={}, _others=self._others)
+        return found
+
+    def laid_out_for(self, batch: int) -> RecurrentWeights:
+        """These weights in the order for a batch."""
+        return self.for_banks(banks_for(batch, self.dtype))
 
     def dense(self) -> np.ndarray:
         """The matrix `(gates * hidden, hidden)`, in its dtype."""
@@ -114,7 +143,6 @@ def recurrent_weights(
     dtype: str | None = None,
     order: str = "banks",
     banks: int = 8,
-    lanes: int = WARP,
     units: str = "balanced",
     neighbours: int = NEIGHBOURS,
 ) -> RecurrentWeights:
@@ -138,9 +166,6 @@ def recurrent_weights(
     units
         "balanced": equal blocks of slots have nearly equal work, and neighbours are of similar lengths. "plain": as
         they come.
-    lanes
-        Lanes that a row is for, of a warp's 32. With fewer than `banks`, "banks" orders rows of neighbouring slots,
-        which a warp goes through together, with regard to each other.
     neighbours
         Of a balanced order, slots side by side that hold units of similar lengths.
 
@@ -156,17 +181,17 @@ def recurrent_weights(
     for name, value, known in (("order", order, ORDERS), ("units", units, UNITS)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    for name, number in (("gates", gates), ("banks", banks), ("neighbours", neighbours)):
+    for name, number in (("gates", gates), ("neighbours", neighbours)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}: expected an integer of at least 1, got {number!r}")
-    if lanes not in LANES:
-        raise ValueError(f"lanes: expected a power of two up to {WARP}, got {lanes!r}")
+    if banks not in BANKS:
+        raise ValueError(f"banks: expected one of {', '.join(map(str, BANKS))}, got {banks!r}")
     rows, columns, values, hidden, dtype = matrix_entries(matrix, gates, dtype)
     if max(len(values), gates * hidden + 1) >= 2**31:
         raise ValueError(
             f"weights: expected fewer than 2^31 entries and rows, got {len(values)} in {gates * hidden} rows"
         )
-    return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, lanes, units, neighbours)
+    return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, units, neighbours)
 
 
 def lay_out(
@@ -178,7 +203,6 @@ def lay_out(
     dtype: str,
     order: str = "banks",
     banks: int = 8,
-    lanes: int = WARP,
     units: str = "balanced",
     neighbours: int = NEIGHBOURS,
 ) -> RecurrentWeights:
@@ -200,12 +224,20 @@ def lay_out(
     columns = key % hidden
     if order != "columns":
         if order == "banks":
-            chosen = bank_order(row_start, columns, banks, lanes, gates)
+            chosen = bank_order(row_start, columns, banks, gates)
         else:
             chosen = greedy_order(row_start, columns, banks)
         columns, values = columns[chosen], values[chosen]
     entries = pack_entries(columns, values, hidden, dtype)
-    return RecurrentWeights(hidden, gates, dtype, dealt.astype(np.int32), row_start, entries)
+    return RecurrentWeights(hidden, gates, dtype, dealt.astype(np.int32), row_start, entries, order, banks)
+
+
+def banks_for(batch: int, dtype: str) -> int:
+    """Neighbours that shared memory serves at once where a gather brings the states of as many sequences as 16 bytes
+    hold, of those that there are."""
+    size = numpy_dtype(dtype).itemsize
+    together = min(16 // size, 1 << (batch - 1).bit_length())
+    return 128 // max(4, together * size)
 
 
 # ---- entries -------------------------------------------------------------------------------------
@@ -319,9 +351,7 @@ def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray
     runs = len(ranked) // neighbours
     pairs = runs // 2
     bits = max(pairs - 1, 0).bit_length()
-    places = np.zeros(1 << bits, np.int64)
-    for bit in range(bits):
-        places |= (np.arange(1 << bits) >> bit & 1) << (bits - 1 - bit)
+    places = _reversed_bits(np.arange(1 << bits), 1 << bits)
     places = places[places < pairs]
     order = np.stack([places, runs - 1 - places], axis=1).reshape(-1)
     order = np.concatenate([order, np.arange(pairs, runs - pairs)])
@@ -335,90 +365,113 @@ def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray
 class _Rows:
     """Rows by falling length, so that those which have a position p are the first ones."""
 
-    def __init__(self, lengths: np.ndarray, which: np.ndarray | None = None) -> None:
-        which = np.arange(len(lengths)) if which is None else which
-        self.order = which[np.argsort(-lengths[which], kind="stable")]
-        self.lengths = lengths[self.order].astype(np.int64)
-        longest = int(self.lengths[0]) if len(self.lengths) else 0
+    def __init__(self, row_start: np.ndarray) -> None:
+        lengths = np.diff(row_start).astype(np.int64)
+        self.order = np.argsort(-lengths, kind="stable")
+        self.lengths = lengths[self.order]
+        self.starts = row_start[:-1].astype(np.int64)[self.order]
+        longest = int(self.lengths[0]) if len(lengths) else 0
         # How many rows have a position p.
         self.having = np.searchsorted(-self.lengths, -np.arange(longest), side="left")
 
 
+def _places(row_start: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each entry, int64: its row, its position in it, and the row's length."""
+    lengths = np.diff(row_start).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return row, np.arange(len(row)) - np.repeat(row_start[:-1].astype(np.int64), lengths), lengths[row]
+
+
 def _residues(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
     """`(rows, banks)`: how many columns of each row are in each residue class."""
-    lengths = np.diff(row_start)
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    return np.bincount(row * banks + columns % banks, minlength=len(lengths) * banks).reshape(-1, banks)
+    row, rows = _places(row_start)[0], len(row_start) - 1
+    return np.bincount(row * banks + columns % banks, minlength=rows * banks).reshape(-1, banks)
 
 
-def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int, lanes: int = WARP, gates: int = 1) -> np.ndarray:
-    """The entry to take at each position, int64, so that windows of `banks` positions have few columns of one residue.
+def _ranks(key: np.ndarray) -> np.ndarray:
+    """How many of the same key stand before each."""
+    order = np.argsort(key, kind="stable")
+    begins = np.concatenate([[True], np.diff(key[order]) > 0])[: len(key)]
+    places = np.arange(len(key))
+    ranks = np.empty(len(key), np.int64)
+    ranks[order] = places - np.maximum.accumulate(np.where(begins, places, 0))
+    return ranks
 
-    With fewer lanes a row than banks, a window is made of `lanes` positions of several neighbouring slots, which a warp
-    goes through together.
 
-    A window with m columns of one residue takes m cycles. If W windows are left, and the fullest class has n columns,
-    the next window takes at most m = ceil(n / W) of a class, always of the class that has most left: so the classes
-    that are too full are served together, in the windows that cost more anyway.
+def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int, gates: int = 1) -> np.ndarray:
+    """The entry to take at each position, int64, so that neighbours have different residues modulo `banks`.
+
+    First, what comes into each window of `banks` positions. A window with m columns of one residue takes m cycles. If W
+    windows are left, and the fullest class has n columns, the next window takes at most m = ceil(n / W) of a class,
+    always of the class that has most left: so the classes that are too full are served together, in the windows that
+    cost more anyway.
+
+    Then, where in its window it stands, which counts where a row has fewer lanes than banks: a warp then reads from
+    rows of neighbouring slots at once. Residue r goes to position r xor (bits of slot % banks in reverse order), if it
+    is free: at 32 / L neighbouring slots the same L neighbouring positions have 32 different residues, for every power
+    of two L.
 
     `columns` ascend within a row; those of one class stay so.
     """
-    lengths = np.diff(row_start).astype(np.int64)
-    together = max(1, banks // lanes)  # slots of a window
-    width = min(banks, lanes)
-    slot, gate = np.divmod(np.arange(len(lengths)), gates)
-    window = slot // together * gates + gate
-    left = _residues(row_start, columns, banks)
-    shared = np.zeros((int(window.max(initial=-1)) + 1, banks), np.int64)  # what the rows of a window have left
-    np.add.at(shared, window, left)
-    longest = np.zeros(len(shared), np.int64)
-    np.maximum.at(longest, window, lengths)
-    taken, most = np.zeros_like(shared), np.zeros(len(shared), np.int64)
+    rows = _Rows(row_start)
+    left = _residues(row_start, columns, banks)[rows.order]
+    taken, most = np.zeros_like(left), np.zeros(len(left), np.int64)
     chosen = np.empty(len(columns), np.int64)
+    everyone = np.arange(len(left))
     much = 1 << 40
-    turns = [_Rows(lengths, np.flatnonzero(slot % together == turn)) for turn in range(together)]
-    for position in range(int(lengths.max(initial=0))):
-        if position % width == 0:
-            windows = np.maximum(-(-(longest - position) // width), 1)
-            most = -(-shared.max(axis=1) // windows)
-            taken[...] = 0
-        for rows in turns:
-            if position >= len(rows.having):
-                continue
-            mine = rows.order[: rows.having[position]]
-            where = window[mine]
-            here, used = left[mine], taken[where]
-            score = (shared[where] << 16) + (here << 8) - used - np.maximum(used - most[where, None] + 1, 0) * much
-            score[here == 0] = -(1 << 60)
-            best = score.argmax(axis=1)
-            left[mine, best] -= 1
-            shared[where, best] -= 1
-            taken[where, best] += 1
-            chosen[row_start[mine] + position] = best
-    row = np.repeat(np.arange(len(lengths)), lengths)
+    for place, many in enumerate(rows.having):
+        here, used = left[:many], taken[:many]
+        if place % banks == 0:
+            windows = -(-(rows.lengths[:many] - place) // banks)
+            most[:many] = -(-here.max(axis=1) // windows)
+            used[...] = 0
+        score = (here << 8) - used - np.maximum(used - most[:many, None] + 1, 0) * much
+        score[here == 0] = -(1 << 60)
+        best = score.argmax(axis=1)
+        here[everyone[:many], best] -= 1
+        used[everyone[:many], best] += 1
+        chosen[rows.starts[:many] + place] = best
+
+    row, position, length = _places(row_start)
+    begin = position // banks * banks
+    window = row * (int(length.max(initial=0)) + 1) + begin
+    wanted = begin + (chosen ^ _reversed_bits(row // gates % banks, banks))
+    fits = (_ranks(window * banks + chosen) == 0) & (wanted < length)
+    start = np.arange(len(columns)) - position
+    residues = np.full(len(columns), -1)
+    residues[(start + wanted)[fits]] = chosen[fits]
+    # Both ascend by windows, which have as many free places as residues without one.
+    residues[residues < 0] = chosen[~fits]
+
     entries = np.argsort(row * banks + columns % banks, kind="stable")
-    positions = np.argsort(row * banks + chosen, kind="stable")
     found = np.empty(len(columns), np.int64)
-    found[positions] = entries
+    found[np.argsort(row * banks + residues, kind="stable")] = entries
+    return found
+
+
+def _reversed_bits(numbers: np.ndarray, extent: int) -> np.ndarray:
+    """Numbers below a power of two with their bits in reverse order."""
+    bits = extent.bit_length() - 1
+    found = np.zeros_like(numbers)
+    for bit in range(bits):
+        found |= (numbers >> bit & 1) << (bits - 1 - bit)
     return found
 
 
 def greedy_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
     """As `bank_order`, by Algorithm 1 of Zhu, Pool et al. 2018: columns of residue b go to positions of residue b, or
     to those of the next residue that has one left."""
-    lengths, starts = np.diff(row_start), row_start[:-1].astype(np.int64)
-    rows = _Rows(lengths)
-    next_place = np.tile(np.arange(banks, dtype=np.int64), (len(lengths), 1))
+    rows = _Rows(row_start)
+    next_place = np.tile(np.arange(banks, dtype=np.int64), (len(rows.order), 1))
     found = np.empty(len(columns), np.int64)
     for number, many in enumerate(rows.having):
-        mine = rows.order[:many]
-        entry = starts[mine] + number
+        entry = rows.starts[:many] + number
         banked = (columns[entry][:, None] + np.arange(banks)) % banks
-        places = np.take_along_axis(next_place[mine], banked, axis=1)
-        first = (places < lengths[mine, None]).argmax(axis=1)[:, None]
+        places = np.take_along_axis(next_place[:many], banked, axis=1)
+        first = (places < rows.lengths[:many, None]).argmax(axis=1)[:, None]
         place, bank = (np.take_along_axis(array, first, axis=1)[:, 0] for array in (places, banked))
-        found[starts[mine] + place] = entry
-        next_place[mine, bank] += banks
+        found[rows.starts[:many] + place] = entry
+        next_place[np.arange(many), bank] += banks
     return found
 
 
@@ -442,8 +495,7 @@ def conflicts(row_start: np.ndarray, columns: np.ndarray, gates: int, lanes: int
     ask for the same column share a cycle.
     """
     lengths = np.diff(row_start)
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(columns)) - np.repeat(row_start[:-1].astype(np.int64), lengths)
+    row, position, _ = _places(row_start)
     slot, gate = row // gates, row % gates
     at_once = WARP // lanes
     lane = slot % at_once * lanes + position % lanes

@@ -18,7 +18,9 @@ from typing import Any
 
 from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError, digest
+from ..artifacts.residency import too_large
 from ..core import machine as machines
+from ..core import spaces
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import make, parse
@@ -156,9 +158,25 @@ class Dispatcher:
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
         sources = self._sources(machine)
         choice = self._choose(problem, machine, sources)
-        located = self._find(choice, machine, sources)
         if choice.how in ("nearby", "fallback"):
             logger.warning("%s on %s: %s (%s)", problem, machine.arch, choice.how, choice.why)
+        kernel = self._loaded(problem, machine, choice, sources)
+        if kernel.entry.resident is None:
+            return kernel
+
+        def other() -> Any:
+            why = "the GPU has no room for all thread blocks of a cooperative kernel at the same time"
+            candidate = spaces.fallback(problem, machine, cooperative=False)
+            choice = Choice("fallback", why, problem, candidate, None, {})
+            with self._lock:
+                found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, self._sources(machine))
+            return found.function
+
+        return dataclasses.replace(kernel, function=loading.or_else(kernel.function, problem, other))
+
+    def _loaded(self, problem: Problem, machine: Machine, choice: Choice, sources: list[_Source]) -> Kernel:
+        """The kernel of a choice, if need be compiled."""
+        located = self._find(choice, machine, sources)
         if located is None:
             logger.info("compiling %s for %s into the user's cache", choice.candidate, problem)
             located = self._compile(choice, machine)
@@ -217,7 +235,8 @@ class Dispatcher:
         for source in reversed([source for source in sources if source.name != "cache"]):
             for entry in source.entries:
                 if entry.chosen == "exact":
-                    known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True)
+                    reason = too_large(entry.resident, entry.resources, machine)
+                    known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, too_large=reason)
         return choose(problem, machine, known)
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
@@ -225,6 +244,8 @@ class Dispatcher:
         for source in sources:
             for entry in source.entries:
                 if entry.candidate == choice.candidate and entry.kind == machine.kind and entry.arch == machine.arch:
+                    if too_large(entry.resident, entry.resources, machine):
+                        continue
                     if _same_program(entry.problem, choice.compiled_for):
                         return source.folder, entry
         return None

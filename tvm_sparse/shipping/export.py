@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError
-from ..core import registry
+from ..core import registry, spaces
 from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import parse
@@ -28,6 +28,8 @@ def export(
 ) -> list[Entry]:
     """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
 
+    Beside a cooperative kernel goes the one that takes its place where a GPU has no room for it.
+
     A folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
 
     Raises
@@ -43,6 +45,12 @@ def export(
         for key, (best, figures) in sorted(chosen.items())
         if only(problem := parse(key))
     ]
+    beside = {
+        problem: spaces.fallback(problem, machine, cooperative=False)
+        for problem, candidate, _, _ in jobs
+        if spaces.find(candidate.template).cooperative
+    }
+    jobs += [(problem, candidate, "fallback", {}) for problem, candidate in beside.items()]
     if not jobs:
         places = ", ".join(map(str, roots))
         others = [arch for arch in recorded_archs(roots, registry.operators()) if arch != machine.arch]

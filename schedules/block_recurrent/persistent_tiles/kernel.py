@@ -4,7 +4,7 @@ before the first step
 
     take_tiles      which tiles are whose                                  (`weights`)
     load_weights    their weights, to registers and shared memory
-    mark            the exchange made ready
+    mark            the exchange made ready                                (`recurrent.exchange`)
     begin           states before the first step
     a barrier of the grid
 
@@ -27,10 +27,10 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-from ...device.words import held_address
-from ...recurrent.exchange import HALF_MARK, exchanged, put, slot_elements, stage, state_bits
+from ...device.words import held_address, value_in
+from ...recurrent.exchange import element_bits, find_source, mark, put, stage
 from ..interface import gpu_program
-from .space import COLUMNS, SAMPLES, WIDEST, Extents
+from .space import SAMPLES, WIDEST, Extents
 from .state import State
 from .step import finish, is_item, item, load_inputs, multiply_tiles, take_inputs
 from .weights import load_weights, take_tiles
@@ -39,48 +39,17 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-def mark(e: Extents) -> Phase:
-    """Make the exchange ready; the phase is (s, io, states, block).
-
-    Writes: all blocks together, the mark in all slots but the first, if the exchange is polled; and zeros behind the
-        last column of every sample.
-    Barriers: none; one of the grid has to follow.
-    """
-    behind = e.elements - e.hidden
-
-    @T.inline
-    def phase(s, io, states, block):
-        first = T.meta_var(block * e.threads + s.t)
-        if e.polled:
-            many = T.meta_var((io.steps - 1) * e.vectors)
-            for i in T.serial((many - first + (e.blocks * e.threads - 1)) // (e.blocks * e.threads)):
-                number: T.int32 = i * (e.blocks * e.threads) + first
-                for v in T.unroll(COLUMNS):
-                    states[T.Cast("int64", e.vectors + number) * COLUMNS + v] = T.Cast("uint16", T.Select(
-                        number % e.across * COLUMNS + v < e.hidden, T.uint32(HALF_MARK), T.uint32(0)))
-        if behind > 0:
-            rows = T.meta_var((io.steps if e.polled else 2) * e.batch)
-            for i in T.serial((rows * behind - first + (e.blocks * e.threads - 1)) // (e.blocks * e.threads)):
-                number: T.int32 = i * (e.blocks * e.threads) + first
-                if not e.polled:
-                    states[T.Cast("int64", number // behind) * e.elements + (e.hidden + number % behind)] = T.uint16(0)
-                elif number < e.batch * behind:
-                    states[T.Cast("int64", number // behind) * e.elements + (e.hidden + number % behind)] = T.uint16(0)
-
-    return phase
-
-
 def begin(e: Extents) -> Phase:
-    """The items, and the states before the first step; the phase is (s, io, states).
+    """The items, and the states before the first step; the phase is (s, io).
 
     Reads: `h0`, `c0`, `lengths`. Writes: `unit`, `length`, `cells`, `owns`, `samples`; the exchange's first slot.
     Barriers: none.
     """
     send = put(e)
-    apart = (e.pitch if e.stages else e.across) * WIDEST  # bytes from sample to sample
+    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from sample to sample
 
     @T.inline
-    def phase(s, io, states):
+    def phase(s, io):
         for f in T.unroll(e.fragments):
             # Samples that there are not are read as the last one; their sums are left out.
             s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.batch - 1) * apart)
@@ -88,9 +57,9 @@ def begin(e: Extents) -> Phase:
             b = T.meta_var(item(e, s, j)[1])
             s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
             if is_item(e, s, j):
-                s.owns[j] = T.Cast("float32", io.h0[b, s.unit[j]])
-                s.bits[0] = state_bits(e, s.owns[j])
-                send(s, states, 0, b, s.unit[j])
+                s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[j]])
+                s.owns[j] = value_in(e.dtype, s.bits[0], 0)
+                send(s, 0, b, s.unit[j], True)
                 if e.cell == "lstm":
                     s.cells[j] = T.Cast("float32", io.c0[b, s.unit[j]])
                 if e.ragged:
@@ -103,22 +72,22 @@ def kernel_body(e: Extents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
     deal, load, ready, first_states = take_tiles(e), load_weights(e), mark(e), begin(e)
     take, inputs, multiply, end = take_inputs(e), load_inputs(e), multiply_tiles(e), finish(e)
-    copy = stage(e, e.vectors, lambda number: number // e.across * e.pitch + number % e.across, guarded=False)
+    find = find_source(e)
+    copy = stage(e, e.vectors, lambda number: number // e.pitch * e.copy_pitch + number % e.pitch, guarded=False)
 
     @T.inline
-    def one_step(s, io, states, step):
+    def one_step(s, io, step):
         take(s)
         if step + 1 < io.steps:
             inputs(s, io, step + 1)
-        slot: T.int32 = step if e.polled else step % 2
-        s.source[0] = s.base[0] + T.Cast("uint64", slot) * T.uint64(e.vectors * WIDEST)
+        find(s, io, step if e.polled else step % 2, 0)
         if e.stages > 0:
             copy(s)
         half: T.int32 = step % e.halves
         multiply(s, io, half)
         T.cuda.cta_sync()
         for j in T.unroll(e.items):
-            end(s, io, states, step, j, half, step + 1 if e.polled else (step + 1) % 2)
+            end(s, io, step, j, half, step + 1 if e.polled else (step + 1) % 2)
 
     @T.inline
     def body(io):
@@ -126,18 +95,17 @@ def kernel_body(e: Extents) -> Phase:
         block = T.cta_id([e.blocks])
         t = T.thread_id([e.threads])
         s = T.meta_var(State.of(e, t))
-        states = T.meta_var(exchanged(e, io))
         s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
         if e.stages > 0:
             s.front[0] = T.cuda.cvta_generic_to_shared(s.stage.ptr_to([0]))
         deal(s, io, block)
-        ready(s, io, states, block)
-        first_states(s, io, states)
+        ready(s, io, block)
+        first_states(s, io)
         load(s, io)
         T.cuda.grid_sync()
         inputs(s, io, 0)
         for step in T.serial(io.steps):
-            one_step(s, io, states, step)
+            one_step(s, io, step)
             if not e.polled:
                 if step + 1 < io.steps:
                     T.cuda.grid_sync()
@@ -148,6 +116,6 @@ def kernel_body(e: Extents) -> Phase:
 
 def program(problem: BlockRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
-    words = slot_elements(e) * e.itemsize // 4
+    words = e.vectors * WIDEST // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
     return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
-from tvm_sparse.formats.block_recurrent import COLUMNS, ROWS, tile_units
+from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 WARP = 32  # lanes
 TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
-WIDEST = 16  # bytes of a vector: a row of a group
+WIDEST, LINE = 16, 128  # bytes of a vector, which is a row of a group, and of a cache line
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
 QUAD = 4
 # Samples of an operand's fragment, and the most that there may be: sums of more take too many registers.
@@ -52,7 +52,7 @@ class Extents:
     ragged: bool
     resets: bool
     tiles: int
-    across: int  # groups of a full tile, and 16-byte vectors of a sample's states
+    across: int  # groups of a full tile
     blocks: int
     threads: int  # of a thread block
     registers: int  # rounds of a tile whose weights a warp has in registers,
@@ -129,14 +129,18 @@ class Extents:
         return self.itemsize
 
     @property
-    def elements(self) -> int:
-        """Of a sample, zeros behind the last column included."""
-        return self.across * COLUMNS
+    def column_words(self) -> int:
+        return 1
+
+    @property
+    def pitch(self) -> int:
+        """Vectors from one sample to the next: whole cache lines."""
+        return ceildiv(self.across, LINE // WIDEST) * (LINE // WIDEST)
 
     @property
     def vectors(self) -> int:
         """Of all samples."""
-        return self.batch * self.across
+        return self.batch * self.pitch
 
     @property
     def loads(self) -> int:
@@ -146,14 +150,14 @@ class Extents:
     # Shared memory.
 
     @property
-    def pitch(self) -> int:
-        """Vectors from one sample in shared memory to the next: 4 beyond a multiple of 8, so that the two samples that
-        eight lanes read of neighbouring groups lie in different banks."""
-        return (self.across + 3) // 8 * 8 + 4
+    def copy_pitch(self) -> int:
+        """Vectors from one sample in shared memory to the next: half a line beyond whole ones, so that the two samples
+        that eight lanes read of neighbouring groups lie in different banks."""
+        return self.pitch + LINE // WIDEST // 2
 
     @property
     def stage_bytes(self) -> int:
-        return self.batch * self.pitch * WIDEST if self.stages else 0
+        return self.batch * self.copy_pitch * WIDEST if self.stages else 0
 
     @property
     def kept_bytes(self) -> int:

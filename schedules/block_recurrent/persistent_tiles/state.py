@@ -19,8 +19,8 @@ class State(Buffers):
         The thread and its warp, in its block.
     row, member
         In fragments: its row of a tile, of eight, which is its sample too; and its group of a quad.
-    sample
-        Of a pack that it sends: there is one.
+    lane
+        0: each thread sends the states that it has.
     tile, count
         The first of the block's tiles, and how many units the block has.
     begin, groups
@@ -47,7 +47,7 @@ class State(Buffers):
     x, reset, fresh
         The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
     next_x, next_reset, next_fresh
-        Those of the step after it.
+        Those of the step after it, projections as they are: to make floats of them would wait for their loads.
     unit, length
         Of each item: its unit, and the steps of its sequence.
     cells, owns
@@ -63,7 +63,7 @@ class State(Buffers):
     warp: Any
     row: Any
     member: Any
-    sample: Any
+    lane: Any
     tile: Any = local("int32")
     count: Any = local("int32")
     begin: Any = local("int32")
@@ -84,7 +84,7 @@ class State(Buffers):
     x: Any = local("float32", lambda e: e.items * e.gates)
     reset: Any = local("int32", lambda e: e.items)
     fresh: Any = local("int32", lambda e: e.fragments)
-    next_x: Any = local("float32", lambda e: e.items * e.gates)
+    next_x: Any = local("uint32", lambda e: e.items * e.gates)
     next_reset: Any = local("int32", lambda e: e.items)
     next_fresh: Any = local("int32", lambda e: e.fragments)
     unit: Any = local("int32", lambda e: e.items)
@@ -115,4 +115,4 @@ class State(Buffers):
     @classmethod
     def of(cls, e: Extents, t: Any) -> State:
         """Within a kernel: the state of the thread `t`."""
-        return cls.alloc(e, e.shared_bytes, t=t, warp=t // WARP, row=t % WARP // 4, member=t % 4, sample=0)
+        return cls.alloc(e, e.shared_bytes, t=t, warp=t // WARP, row=t % WARP // 4, member=t % 4, lane=0)

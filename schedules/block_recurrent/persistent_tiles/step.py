@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.words import value_in
-from ...recurrent.exchange import load_vector, missing, put, state_bits
+from ...recurrent.exchange import element_bits, load_vector, missing, put, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, SAMPLES, Extents
 from .weights import find_tile, load_shared, read_round, recall_round
@@ -44,7 +44,8 @@ def load_inputs(e: Extents) -> Phase:
             b = T.meta_var(item(e, s, j)[1])
             if is_item(e, s, j):
                 for g in T.unroll(e.gates):
-                    s.next_x[j * e.gates + g] = T.Cast("float32", io.x_projected[step, b, g * e.hidden + s.unit[j]])
+                    s.next_x[j * e.gates + g] = element_bits(
+                        e.dtype, io.x_projected[step, b, g * e.hidden + s.unit[j]])
                 if e.resets:
                     s.next_reset[j] = io.resets[step, b]
         if e.resets:
@@ -63,7 +64,7 @@ def take_inputs(e: Extents) -> Phase:
     @T.inline
     def phase(s):
         for i in T.unroll(e.items * e.gates):
-            s.x[i] = s.next_x[i]
+            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
         if e.resets:
             for j in T.unroll(e.items):
                 s.reset[j] = s.next_reset[j]
@@ -284,7 +285,7 @@ def sum_parts(e: Extents) -> Phase:
 
 
 def finish(e: Extents) -> Phase:
-    """An item's new state, to all who need it; the phase is (s, io, states, step, j, half, slot).
+    """An item's new state, to all who need it; the phase is (s, io, step, j, half, slot).
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
@@ -311,13 +312,13 @@ def finish(e: Extents) -> Phase:
         s.cells[j] = s.cell[0]
 
     @T.inline
-    def phase(s, io, states, step, j, half, slot):
+    def phase(s, io, step, j, half, slot):
         b = T.meta_var(item(e, s, j)[1])
         if is_item(e, s, j):
             add(s, j, half)
             new_state(s, io, step, j)
             if step + 1 < io.steps:
-                send(s, states, slot, b, s.unit[j])
+                send(s, slot, b, s.unit[j], True)
             if e.ragged:
                 io.output[step, b, s.unit[j]] = T.Cast(
                     e.dtype, T.Select(step < s.length[j], s.owns[j], T.float32(0)))

@@ -27,10 +27,9 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...device.words import held_address
-from ...recurrent.exchange import WIDEST, exchanged, put, slot_elements, stage, state_bits
+from ...device.words import held_address, value_in
+from ...recurrent.exchange import WIDEST, element_bits, find_source, mark, put, stage
 from ..interface import gpu_program
-from .exchange import find_source, mark
 from .space import Extents
 from .state import State
 from .step import finish, gather, load_inputs, reduce_lanes, take_inputs
@@ -41,38 +40,40 @@ Phase = Callable[..., Any]
 
 # fmt: off
 def begin(e: Extents) -> Phase:
-    """The states before the first step; the phase is (s, io, states).
+    """The states before the first step; the phase is (s, io).
 
-    Reads: `h0`, `c0`. Writes: the exchange's first slot; `cells`, `owns`. Barriers: none.
+    Reads: `h0`, `c0`. Writes: the exchange's first slot; `cells`, `owns`.
+    Barriers: none, but all lanes of a warp take part.
     """
     send = put(e)
 
     @T.inline
-    def phase(s, io, states):
+    def phase(s, io):
         for u in T.unroll(e.units):
             for p in T.serial(e.packs):
                 b = T.meta_var(p * e.pack + s.sample)
                 at = T.meta_var((u * e.groups + s.group) * (e.packs * e.pack) + b)
-                if s.lane < e.pack and u * e.groups + s.group < s.count[0] and b < e.batch:
-                    s.result[0] = T.Cast("float32", io.h0[b, s.unit[u]])
-                    s.bits[0] = state_bits(e, s.result[0])
-                    send(s, states, 0, p, s.unit[u])
+                mine = T.meta_var(u * e.groups + s.group < s.count[0])
+                s.bits[0] = T.uint32(0)
+                if s.lane < e.pack and mine and b < e.batch:
+                    s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[u]])
                     if e.has_cell:
                         s.cells[at] = T.Cast("float32", io.c0[b, s.unit[u]])
                     if e.has_own:
-                        s.owns[at] = s.result[0]
+                        s.owns[at] = value_in(e.dtype, s.bits[0], 0)
+                send(s, 0, p, s.unit[u], mine)
 
     return phase
 
 
 def take_pack(e: Extents) -> Phase:
-    """A pack's way through one step; the phase is (s, io, states, step, pack)."""
+    """A pack's way through one step; the phase is (s, io, step, pack)."""
     load, take, find = load_inputs(e), take_inputs(e), find_source(e)
     copy = stage(e, e.vectors, lambda number: number, e.stages == 1)
     multiply, reduce, end = gather(e), reduce_lanes(e), finish(e)
 
     @T.inline
-    def phase(s, io, states, step, pack):
+    def phase(s, io, step, pack):
         take(s)
         if pack + 1 < e.packs:
             load(s, io, step, pack + 1)
@@ -87,7 +88,7 @@ def take_pack(e: Extents) -> Phase:
         for u in T.unroll(e.units):
             multiply(s, io, u)
             reduce(s)
-            end(s, io, states, step, pack, u, step + 1 if e.polled else (step + 1) % 2)
+            end(s, io, step, pack, u, step + 1 if e.polled else (step + 1) % 2)
         if e.stages == 2:
             s.front[0] = s.copies[0] - s.front[0]
 
@@ -105,23 +106,22 @@ def kernel_body(e: Extents) -> Phase:
         block = T.cta_id([e.blocks])
         t = T.thread_id([e.threads])
         s = T.meta_var(State.of(e, t))
-        states = T.meta_var(exchanged(e, io))
         s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
         if e.stages > 0:
             s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
             s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
         deal(s, io, block)
-        ready(s, io, states, block)
-        first_states(s, io, states)
+        ready(s, io, block)
+        first_states(s, io)
         load(s, io)
         T.cuda.grid_sync()
         first_inputs(s, io, 0, 0)
         for step in T.serial(io.steps):
             if e.packs == 1:
-                go(s, io, states, step, 0)
+                go(s, io, step, 0)
             else:
                 for pack in T.serial(e.packs):
-                    go(s, io, states, step, pack)
+                    go(s, io, step, pack)
             if not e.polled:
                 if step + 1 < io.steps:
                     T.cuda.grid_sync()
@@ -132,6 +132,6 @@ def kernel_body(e: Extents) -> Phase:
 
 def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
-    words = slot_elements(e) * e.itemsize // 4
+    words = e.packs * e.pitch * WIDEST // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
     return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

@@ -38,6 +38,7 @@ BATCHED = 4  # entries that are not in registers which a lane reads at once
 # For `cycles`, which counts them a multiprocessor. Bytes that it reads from its shared memory in one, and by how much
 # bank conflicts prolong it; bytes from the L2 cache, at most, and for all multiprocessors together; multiplications.
 SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.3, 56, 4200, 128
+LINE = 128  # bytes of a cache line
 SECTOR = 32  # bytes: the least that the L2 cache answers with
 # Until a batch of gathers, a shuffle and the gates are done.
 GATHER, SHUFFLE, GATES = 45, 26, 150
@@ -137,9 +138,9 @@ class Extents:
         return ceildiv((self.hidden + 1) * self.column_bytes, WIDEST)
 
     @property
-    def elements(self) -> int:
-        """Elements of the same, those behind the last column included."""
-        return self.vectors * WIDEST // self.itemsize
+    def pitch(self) -> int:
+        """Vectors from one pack to the next in the exchange: whole cache lines."""
+        return ceildiv(self.vectors, LINE // WIDEST) * (LINE // WIDEST)
 
     @property
     def loads(self) -> int:

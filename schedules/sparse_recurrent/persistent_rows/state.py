@@ -54,13 +54,13 @@ class State(Buffers):
     x, reset, steps_of
         The inputs of a step: projections of each row, whether the sample begins anew, and how many steps it has.
     next_x, next_reset
-        Those of the step after it.
+        Those of the step after it, projections as they are: to make floats of them would wait for their loads.
     cell, own, result
         Of the unit in hand: the cell's state, the hidden state before, and the one after.
     last_cell, last_own
         What the former stay where a sequence has ended.
     bits, sent
-        The latter in the problem's dtype, and as it is sent.
+        The latter in the problem's dtype, and the states of a pack as they are sent.
     stages
         Shared: copies of a pack's states.
     kept
@@ -97,7 +97,7 @@ class State(Buffers):
     x: Any = local("float32", lambda e: e.rows)
     reset: Any = local("int32")
     steps_of: Any = local("int32")
-    next_x: Any = local("float32", lambda e: e.rows)
+    next_x: Any = local("uint32", lambda e: e.rows)
     next_reset: Any = local("int32")
     cell: Any = local("float32")
     own: Any = local("float32")
@@ -105,7 +105,7 @@ class State(Buffers):
     last_own: Any = local("float32")
     result: Any = local("float32")
     bits: Any = local("uint32")
-    sent: Any = local("uint32")
+    sent: Any = local("uint32", lambda e: e.column_words)
     stages: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
     kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
     cells: Any = pooled(

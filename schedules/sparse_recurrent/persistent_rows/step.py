@@ -11,7 +11,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
-from ...recurrent.exchange import load_half, load_pair, load_vector, load_word, missing, put, state_bits
+from ...recurrent.exchange import element_bits, load_half, load_pair, load_vector, load_word, missing, put, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, Extents
 from .weights import find_row, kept_at, place_of, read_entry, value_of
@@ -36,10 +36,10 @@ def load_inputs(e: Extents) -> Phase:
         if s.lane < e.pack and pack * e.pack + s.sample < e.batch:
             for u in T.unroll(e.units):
                 for g in T.unroll(e.gates):
-                    s.next_x[u * e.gates + g] = T.Cast(
-                        "float32", io.x_projected[step, pack * e.pack + s.sample, g * e.hidden + s.unit[u]])
+                    s.next_x[u * e.gates + g] = element_bits(
+                        e.dtype, io.x_projected[step, pack * e.pack + s.sample, g * e.hidden + s.unit[u]])
             if e.resets:
-                s.next_reset[0] = io.reset[step, pack * e.pack + s.sample]
+                s.next_reset[0] = io.resets[step, pack * e.pack + s.sample]
 
     return phase
 
@@ -53,7 +53,7 @@ def take_inputs(e: Extents) -> Phase:
     @T.inline
     def phase(s):
         for i in T.unroll(e.rows):
-            s.x[i] = s.next_x[i]
+            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
         s.reset[0] = s.next_reset[0]
 
     return phase
@@ -257,13 +257,13 @@ def reduce_lanes(e: Extents) -> Phase:
 
 
 def finish(e: Extents) -> Phase:
-    """A unit's new state, to all who need it; the phase is (s, io, states, step, pack, u, slot).
+    """A unit's new state, to all who need it; the phase is (s, io, step, pack, u, slot).
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
     Reads: `sums`, `x`, `reset`, `zeros`, `steps_of`, `cells`, `owns`.
     Writes: the exchange, the outputs, `cells`, `owns`.
-    Barriers: none.
+    Barriers: none, but all lanes of a warp take part.
     """
     compute, send = gates(e), put(e)
 
@@ -284,10 +284,12 @@ def finish(e: Extents) -> Phase:
                 s.own[0] = T.float32(0)
 
     @T.inline
-    def phase(s, io, states, step, pack, u, slot):
+    def phase(s, io, step, pack, u, slot):
         b = T.meta_var(pack * e.pack + s.sample)
         at = T.meta_var((u * e.groups + s.group) * (e.packs * e.pack) + b)
-        if s.lane < e.pack and u * e.groups + s.group < s.count[0] and b < e.batch:
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        s.bits[0] = T.uint32(0)
+        if s.lane < e.pack and mine and b < e.batch:
             load(s, io, u, at)
             compute(s, io, u)
             s.bits[0] = state_bits(e, s.result[0])
@@ -297,8 +299,9 @@ def finish(e: Extents) -> Phase:
                     s.result[0] = s.last_own[0]
                     s.bits[0] = state_bits(e, s.last_own[0])
                     s.cell[0] = s.last_cell[0]
-            if step + 1 < io.steps:
-                send(s, states, slot, pack, s.unit[u])
+        if step + 1 < io.steps:
+            send(s, slot, pack, s.unit[u], mine)
+        if s.lane < e.pack and mine and b < e.batch:
             if e.ragged:
                 io.output[step, b, s.unit[u]] = T.Cast(
                     e.dtype, T.Select(step < s.steps_of[0], s.result[0], T.float32(0)))

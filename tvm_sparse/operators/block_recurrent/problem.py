@@ -128,7 +128,8 @@ class BlockRecurrent(RecurrentLayer):
         rows, columns, values = coordinates(self.hidden, self.gates, start, groups, size)
         if structure == "special" and len(values) and self.cell != "relu":
             values[rng.integers(len(values))] = np.inf
-        return list(lay_out_blocks(rows, columns, values, self.hidden, self.gates, self.dtype).held)
+        found = lay_out_blocks(rows, columns, values, self.hidden, self.gates, self.dtype)
+        return [found.group_start, found.groups, found.weights]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         """The weight once, and `states_cost`."""

@@ -131,6 +131,8 @@ class LayerWeights(Protocol):
     @property
     def placed(self) -> dict[Any, Any]: ...
 
+    def laid_out_for(self, batch: int) -> LayerWeights: ...
+
 
 Weights = TypeVar("Weights", bound=LayerWeights)
 
@@ -157,8 +159,12 @@ def run_layer(
     given = (x_projected, h0, c0, hidden_bias, lengths, resets, *outputs)
     launchers = dispatcher.launchers
     found = None if validate else repeated(launchers, what, given)
-    if found is not None and (placed := weights.placed.get(x_projected.device)) is not None:
-        function, like = found
+    if found is not None:
+        function, like, batch = found
+        arranged = weights.laid_out_for(batch)
+        placed = arranged.placed.get(x_projected.device)
+        if placed is None:
+            placed = _placed(arranged, x_projected, arrays.facts("x_projected", x_projected))
         results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
         function(*placed, *[one for one in given[:6] if one is not None], *results)
         return results
@@ -180,7 +186,7 @@ def run_layer(
         function = dispatcher.kernel(problem, machine_of("x_projected", known)).function
         bias = [] if cell != "gru" else [_bias(hidden_bias, weights.hidden, x_projected, known)]
         function(
-            *_placed(weights, x_projected, known),
+            *_placed(weights.laid_out_for(batch), x_projected, known),
             passed(("x_projected", known, x_projected)),
             *map(passed, states),
             *map(passed, bias),
@@ -190,7 +196,7 @@ def run_layer(
         # Lengths on the host are looked at every time, and what had to be converted is converted every time.
         as_given = all(any(one is theirs for theirs in given) for _, _, one in (*bias, *extras))
         if arrays.is_torch(results[0]) and as_given and (lengths is None or known.device != "cpu"):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), batch))
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 
@@ -280,10 +286,10 @@ def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
 
 def _placed(weights: LayerWeights, like: Any, known: Facts) -> tuple[Any, ...]:
     """The weights' arrays as a kernel takes them on the device of the facts; kept by the weights."""
-    held = weights.held
     place = like.device if arrays.is_torch(like) else (known.device, known.index)
     found = weights.placed.get(place)
     if found is None:
+        held = weights.held
         torch = sys.modules.get("torch")
         if torch is not None:
             device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"

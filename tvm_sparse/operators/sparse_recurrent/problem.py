@@ -271,7 +271,7 @@ class SparseRecurrent(RecurrentLayer):
         """
         import numpy as np
 
-        from tvm_sparse.formats.recurrent import lay_out
+        from tvm_sparse.formats.recurrent import banks_for, lay_out
 
         hidden, gates, few = self.hidden, self.gates, min(self.nonzeros, self.hidden)
         count = gates * hidden
@@ -295,7 +295,8 @@ class SparseRecurrent(RecurrentLayer):
             values[rng.integers(len(values))] = np.inf
         rows = np.repeat(np.arange(count), counts)
         order, units = ("columns", "plain") if structure == "ragged" else ("banks", "balanced")
-        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, units=units)
+        banks = banks_for(self.batch, self.dtype)
+        weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, banks, units)
         return [weights.units, weights.row_start, weights.entries]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:

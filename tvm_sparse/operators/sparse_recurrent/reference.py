@@ -12,7 +12,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from .problem import ACTIVATION, DEVIATIONS, ROUNDING, SMALLEST, RecurrentLayer
 
 
-class _Rows:
+class Rows:
     """The weight by rows of the matrix, of which sums are made."""
 
     def __init__(self, count: int, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
@@ -45,7 +45,7 @@ def run(problem: RecurrentLayer, inputs: Sequence[Any], errors: bool = False) ->
     may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
-    rows = _Rows(problem.gates * problem.hidden, *problem.coordinates(inputs))
+    rows = Rows(problem.gates * problem.hidden, *problem.coordinates(inputs))
     steps, batch, hidden, gates, cell = problem.steps, problem.batch, problem.hidden, problem.gates, problem.cell
     dtype = numpy_dtype(problem.dtype)
     h = given["h0"].astype(np.float64)
