@@ -27,7 +27,8 @@ SHARED = (0, 1, 2, 4, 6, 8, 12, 16)
 MULTIPLES = (1, 2, 3, 4)
 # Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, operands and
 # sums (addresses, counts, the gates).
-FILE, MOST_REGISTERS, BESIDES = 65536, 255, 56
+FILE, MOST_REGISTERS, BESIDES = 65536, 255, 44
+SCHEDULED = 12  # of so many registers the compiler takes one more, to have loads in flight
 # Dynamic shared memory of a thread block, by compute capability.
 SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
 MOST_LOADS = 8  # 16-byte loads of hidden states that a thread has in flight while it copies them
@@ -211,13 +212,13 @@ class Extents:
             + self.fragments * 5
             + (BATCHED * 9 if self.shared else 0)
             + (self.loads * 4 if self.stages else 0) // 2
-            + self.items * (2 * self.gates + 2 + 2 * self.resets + self.ragged)
+            + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
         )
 
     @property
     def spills(self) -> bool:
         """Whether a thread has too few registers."""
-        return self.held + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+        return self.held + self.held // SCHEDULED + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
 
 
 def shared_limit(machine: Machine) -> int:
@@ -234,27 +235,35 @@ def rounds_of(problem: BlockRecurrent, threads: int) -> int:
 def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of the table, the best first.
 
-    As few tiles a block as there can be; so many warps that each has few rounds; weights in registers as far as these
-    reach, and then in shared memory.
+    As few tiles a block as there can be; so many warps that each has few rounds; all weights on the chip, in registers
+    as far as these reach, and then in shared memory; no copy of the states where a block has one tile.
     """
     wanted = [n for n in table["threads"] if rounds_of(problem, n) <= ROUNDS and 128 <= n <= 512]
-    threads = sorted(table["threads"], key=lambda n: (n != (wanted or [512])[0], abs(n - 512)))
-    for blocks, number in itertools.product(sorted(table["blocks"], reverse=True), threads):
-        rounds = rounds_of(problem, number)
-        for direct in (1, 0):
-            stages = 0 if direct and ceildiv(problem.tiles, blocks) == 1 else 1
-            for registers in reversed(REGISTERS):
-                if registers > next((n for n in REGISTERS if n >= rounds), REGISTERS[-1]):
-                    continue
-                for shared in reversed(SHARED) if registers < rounds else (0,):
-                    yield {
-                        "blocks": blocks,
-                        "threads": number,
-                        "registers": registers,
-                        "shared": shared,
-                        "stages": stages,
-                        "exchange": 1,
-                    }
+    first = (wanted or [512])[0]
+
+    def rank(point: tuple[int, ...]) -> tuple[float, ...]:
+        threads, stages, registers, shared = point
+        rounds = rounds_of(problem, threads)
+        return (
+            -min(registers + shared, rounds) / rounds,
+            threads != first,
+            abs(threads - 512),
+            stages,
+            -registers,
+            shared,
+        )
+
+    ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers", "shared"))), key=rank)
+    for blocks in reversed(table["blocks"]):
+        for threads, stages, registers, shared in ranked:
+            yield {
+                "blocks": blocks,
+                "threads": threads,
+                "registers": registers,
+                "shared": shared,
+                "stages": stages,
+                "exchange": 1,
+            }
 
 
 def space(problem: BlockRecurrent, machine: Machine) -> Table:
