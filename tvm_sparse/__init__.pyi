@@ -3,6 +3,9 @@
 from .layers.beam import beam_search as beam_search
 from .layers.lm_head import LmHead as LmHead
 from .layers.lsh_head import LshHead as LshHead
+from .operators.block_recurrent.call import BlockRecurrentWeights as BlockRecurrentWeights
+from .operators.block_recurrent.call import block_recurrent as block_recurrent
+from .operators.block_recurrent.call import block_recurrent_weights as block_recurrent_weights
 from .operators.bsr_matmul.call import BsrWeight as BsrWeight
 from .operators.bsr_matmul.call import bsr_matmul as bsr_matmul
 from .operators.candidate_logits.call import candidate_logits as candidate_logits
