@@ -158,7 +158,7 @@ class Headline:
 
 
 GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
-HEAD, SPECVOCAB, TABLE4 = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200"
+HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
@@ -427,6 +427,20 @@ def shi_xu_knight_calls() -> str:
 
 
 @part
+def lsh_steps() -> str:
+    """Steps of the LSH head beside its peers, a line a vocabulary and dtype."""
+    names = (LSH_HEAD, EXACT_HEAD, CHAIN, TORCH_HEAD)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in results(STEPS).rows:
+        found.setdefault((row["vocab"], row["dtype"]), {})[row["implementation"]] = float(row["microseconds"])
+    rows = [
+        [vocab, dtype, *(us(times[name]) for name in names), times_as(times[TORCH_HEAD] / times[LSH_HEAD])]
+        for (vocab, dtype), times in found.items()
+    ]
+    return table(["words", "dtype", *names, "PyTorch / LSH"], rows)
+
+
+@part
 def shi_xu_knight_sentence() -> str:
     steps = table4()
     row, (full, lsh) = steps[LSH_HEAD], step_sums()
@@ -576,6 +590,17 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
             yield name, problem, decisions, origin.rstrip(")")
 
 
+OUTPUT_LAYER = (
+    "head_topk", "candidate_topk", "candidate_logits", "lsh_candidates", "wta_hash", "lsh_lookup", "compaction",
+)  # fmt: skip
+
+
+def records_of(operator: str) -> int:
+    """Problems of an operator that a record of the H200 ships for."""
+    file = ROOT / "tuning_logs" / "sm_90a" / operator / "best.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
 @part
 def head_decisions() -> str:
     """Whose decisions the runs of the output layer were made with, and which are still the defaults."""
@@ -589,15 +614,107 @@ def head_decisions() -> str:
         else:
             recorded.append(of_shape([str(problem.axes[axis]) for axis in OF_HEAD]))
     moved = [f"{sum(some)} of {len(some)} shapes of {what}" for what, some in changed.items() if any(some)]
-    sentence = (
-        "None of these operators has been tuned: no records of them ship, and these are figures of the templates'"
-        " defaults"
-    )
+    tuned = {name: records_of(name) for name in OUTPUT_LAYER}
+    have = [f"{number} of `{name}`" for name, number in tuned.items() if number]
+    lack = [f"`{name}`" for name, number in tuned.items() if not number]
+    sentence = f"Records for {card.arch}: {listed(have)}, from 16 trials each" if have else "No records ship"
+    if have and lack:
+        sentence += f"; none of {listed(lack)}, whose figures are those of the templates' defaults"
     if recorded:
-        sentence += f" (`head_topk` at {listed(recorded)}: of decisions that a record of that machine held)"
+        sentence += f". Of `head_topk` the figures at {listed(recorded)} are of decisions that a record held"
     if moved:
         sentence += f". The default has changed since for {listed(moved)}; these files do not have the present one"
     return f"{sentence}."
+
+
+# Recurrent layers. Their scripts may not have run yet.
+RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
+    "rnn-h200", "zhu-pool-table1-h200", "zhu-pool-figures-h200", "zhu-pool-tables23-h200"
+)  # fmt: skip
+OF_CALL = ("cell", "hidden", "batch", "steps", "density")
+
+
+def if_kept(name: str, written: Callable[[], str]) -> str:
+    """Where and when a script's results were measured, and what is `written` of them; else that there are none."""
+    if not (RESULTS / f"{name}.csv").exists():
+        return "No results of it are kept yet."
+    return f"{_where(name)()}\n\n{written()}"
+
+
+def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str]) -> Iterator[list[str]]:
+    """Of each call a line: `first` of its columns (`more` of them before those of a call), times, and ratios."""
+    cases: dict[tuple[str, ...], dict[str, Times]] = {}
+    for (*key, dtype), times in results(name).by(*more, *OF_CALL, "dtype").items():
+        cases.setdefault(tuple(key), {})[dtype] = times
+    for key, by_dtype in cases.items():
+        single, half = by_dtype.get("float32", {}), by_dtype.get("float16", {})
+        cells = [first(key)]
+        for times in (single, half):
+            cells += [us(times.get(n)) for n in ("sparse layer", "sparse layer + input product", "torch module")]
+        cells += [us(single.get(n)) for n in ("dense step loop", "sparse step loop")]
+        ours = half.get("sparse layer + input product")
+        cells.append(times_as(half["torch module"] / ours) if ours and "torch module" in half else "-")
+        step = single.get("sparse layer")
+        yield [*cells, f"{step / int(key[-2]):.2f}" if step else "-"]
+
+
+RNN_COLUMNS = ("ours, float32", "with product", "cuDNN", "ours, float16", "with product", "cuDNN", "cuBLAS loop",
+               "cuSPARSE loop", "cuDNN / ours, float16", "a step, float32")  # fmt: skip
+
+
+@part
+def rnn_peers() -> str:
+    def first(key: Sequence[str]) -> str:
+        cell, *numbers, density = key
+        return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
+
+    return if_kept(
+        RNN,
+        lambda: table(["cell, hidden x batch x steps, density", *RNN_COLUMNS], recurrent_rows(RNN, first=first)),
+    )
+
+
+@part
+def zhu_pool_table1() -> str:
+    def written() -> str:
+        columns = ("speed_up", "paper_speed_up", "expected_penalty", "measured_penalty", "paper_penalty")
+        rows = [
+            [row["configuration"], us(float(row["microseconds"])) if row["microseconds"] else "-",
+             *(row[name] or "-" for name in columns)]
+            for row in results(ZHU_TABLE1).rows
+        ]  # fmt: skip
+        head = ["configuration", "microseconds", "over the dense loop", "paper's", "bank conflicts, expected",
+                "measured", "paper's"]  # fmt: skip
+        return table(head, rows)
+
+    return if_kept(ZHU_TABLE1, written)
+
+
+@part
+def zhu_pool_figures() -> str:
+    def first(key: Sequence[str]) -> str:
+        figure, _, hidden, batch, steps, density = key
+        return f"{figure}: {hidden} x {batch} x {steps}, {float(density):.3g}"
+
+    return if_kept(
+        ZHU_FIGURES,
+        lambda: table(
+            ["figure: hidden x batch x steps, density", *RNN_COLUMNS],
+            recurrent_rows(ZHU_FIGURES, "figure", first=first),
+        ),
+    )
+
+
+@part
+def zhu_pool_tables23() -> str:
+    def first(key: Sequence[str]) -> str:
+        table_, cell, hidden, batch, _, density = key
+        return f"{table_}: {cell}, {hidden} at {float(density):.3g}, batch {batch}"
+
+    return if_kept(
+        ZHU_TABLES,
+        lambda: table(["table: layer", *RNN_COLUMNS], recurrent_rows(ZHU_TABLES, "table", first=first)),
+    )
 
 
 @part
@@ -787,15 +904,19 @@ def builtin() -> tuple[registry.Operator, ...]:
 STEPS_OF_LSH = ("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "candidate_logits")
 
 
+def own_functions(operator: registry.Operator) -> list[Callable[..., Any]]:
+    """The operator's public calls, without what prepares their arguments."""
+    found = (getattr(operator.call, name) for name in operator.public)
+    return [one for one in found if inspect.isfunction(one) and one.__module__ == operator.call.__name__]
+
+
 @part
 def operators() -> str:
     rows = []
     for operator in builtin():
-        for name in () if operator.name in STEPS_OF_LSH else operator.public:
-            function = getattr(operator.call, name)
-            if inspect.isfunction(function):
-                page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
-                rows.append([page, first_sentence(function.__doc__), operator.problem.source])
+        for function in () if operator.name in STEPS_OF_LSH else own_functions(operator):
+            page = f"[{code(required(function))}](docs/operators/{operator.name}.md)"
+            rows.append([page, first_sentence(function.__doc__), operator.problem.source])
     return table(["function", "what it computes", "source"], rows)
 
 
@@ -803,8 +924,7 @@ def operators() -> str:
 def operators_of_docs() -> str:
     rows = []
     for operator in builtin():
-        functions = [n for n in operator.public if inspect.isfunction(getattr(operator.call, n))]
-        pages = ", ".join(f"[{code(name)}]({operator.name}.md)" for name in functions)
+        pages = ", ".join(f"[{code(found.__name__)}]({operator.name}.md)" for found in own_functions(operator))
         sources = operator.problem.source
         machines = sorted({{"llvm": "CPU", "cuda": "CUDA"}[t.kind] for t in operator.templates})
         count = sum(not t.comparison for t in operator.templates)
@@ -1040,7 +1160,12 @@ def filled(text: str, where: Path) -> str:
             raise SystemExit(f"{where}: no generated part {name!r}; nearest: {', '.join(near) or ', '.join(PARTS)}")
         content = PARTS[name]()
         if not content.startswith(("|", "```")):
-            content = textwrap.fill(content, WIDTH, break_long_words=False, break_on_hyphens=False)
+            content = "\n\n".join(
+                block
+                if block.startswith("|")
+                else textwrap.fill(block, WIDTH, break_long_words=False, break_on_hyphens=False)
+                for block in content.split("\n\n")
+            )
         return f"{begin}\n\n{content}\n\n{end}"
 
     return PART.sub(fill, text)

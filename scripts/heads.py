@@ -20,7 +20,7 @@ from contenders import built
 from reproduction import write_csv
 
 import tvm_sparse
-from tvm_sparse.bench.timing import time_cpu, time_cuda
+from tvm_sparse.bench.timing import ROUNDS, time_cpu, time_cuda
 from tvm_sparse.cli.common import console, table, us
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Mismatch, Problem
@@ -219,8 +219,11 @@ def step_contenders(
     }  # fmt: skip
 
 
-def timed(calls: Mapping[str, Call], checks: Mapping[str, Check], device: str) -> dict[str, Timed]:
-    """Check contenders and time them in turn. What fails has no time, and a note; so has what is wrong."""
+def timed(
+    calls: Mapping[str, Call], checks: Mapping[str, Check], device: str, rounds: int = ROUNDS["cuda"]
+) -> dict[str, Timed]:
+    """Check contenders and time them in turn, on a GPU in so many rounds. What fails has no time, and a note; so has
+    what is wrong."""
     results: dict[str, Timed] = {}
     able: dict[str, Call] = {}
     for name, call in calls.items():
@@ -235,7 +238,8 @@ def timed(calls: Mapping[str, Call], checks: Mapping[str, Check], device: str) -
             continue
         able[name] = call
         results[name] = Timed(None)  # keeps the order
-    for name, (how, seconds) in (time_cuda(able) if device == "cuda" else time_cpu(able, CPU_ROUNDS)).items():
+    times = time_cuda(able, rounds) if device == "cuda" else time_cpu(able, CPU_ROUNDS)
+    for name, (how, seconds) in times.items():
         if isinstance(seconds, str):
             results[name] = Timed(None, note=seconds)
         else:

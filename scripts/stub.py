@@ -17,6 +17,9 @@ GENERAL = (
     (".layers.lsh_head", ("LshHead",)),
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),
+    (".layers.recurrent", ("SparseGRU", "SparseLSTM", "SparseRNN", "project_inputs")),
+    (".layers.recurrent_stack", ("RecurrentStack", "from_torch")),
+    (".layers.pruning", ("GradualPruning", "constant_schedule", "cubic_schedule", "prune", "pruning_mask")),
 )
 
 

@@ -115,6 +115,20 @@ def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
         assert saved["embedding"].shape == (2000, 64) and saved["hidden"].shape[1] == 64 <= len(saved["hidden"])
 
 
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("options", [(), ("--master", "--method", "row_balanced")])
+def test_a_pruned_lstm_is_trained_and_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    pytest.importorskip("torch")
+    quick = (sys.executable, EXAMPLES / "pruned_lstm.py", "--quick", *options, "--save", "layers.npz")
+    printed = spawn(tmp_path, *quick)
+    loss = {name.strip(): float(value) for name, value in re.findall(r"^ *([a-z][a-z, ]+) +(\d\.\d+) +[\d.]+$", printed,
+                                                                     re.MULTILINE)}  # fmt: skip
+    assert loss["pruned gradually, sparse"] == pytest.approx(loss["pruned gradually, torch"], abs=1e-3), printed
+    assert loss["pruned gradually, torch"] < loss["pruned at once"], printed
+    assert re.search(r"pruned to (9\.[4-9]|10\.[0-6])%", printed) and "step_rows" in printed, printed
+    assert (tmp_path / "layers.npz").exists()
+
+
 CHECKED = """
 import random
 import sys

@@ -353,3 +353,65 @@ def test_generated_weights_are_what_the_structure_says() -> None:
         assert finite == (structure != "special")
         norms = np.sqrt((np.nan_to_num(weights.dense(), posinf=0) ** 2).sum(axis=1))
         assert norms.max() < 0.7
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+def on_gpu(*tensors: Any) -> tuple[Any, ...]:
+    return tuple(one.cuda() for one in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_gpu_computes_what_a_cpu_does(cell: str, dtype: str) -> None:
+    module, x, kind = layer(cell, 200), torch.randn(STEPS, BATCH, INPUTS), getattr(torch, dtype)
+    weights, projected, extra = parts(module, cell, x, kind)
+    begin = states(cell, BATCH, 200, kind)
+    lengths, resets = torch.tensor([4, STEPS, 0]), torch.rand(STEPS, BATCH) < 0.2
+    bias = {name: value.cuda() for name, value in extra.items()}
+    for more in ({}, {"lengths": lengths}, {"resets": resets}, {"lengths": lengths.int(), "resets": resets.int()}):
+        wanted = tvm_sparse.sparse_recurrent(weights, projected, *begin, cell=cell, **extra, **more)
+        there = {name: value.cuda() for name, value in more.items()}
+        for validate in (False, True, False):
+            found = tvm_sparse.sparse_recurrent(
+                weights, *on_gpu(projected, *begin), cell=cell, validate=validate, **bias, **there
+            )
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one.cpu().float(), other.float(), rtol=0, atol=CLOSE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_all_steps_are_captured_in_a_graph(cell: str) -> None:
+    module, x = layer(cell), torch.randn(STEPS, BATCH, INPUTS)
+    weights, projected, extra = parts(module, cell, x)
+    bias = {name: value.cuda() for name, value in extra.items()}
+    given = on_gpu(projected, *states(cell))
+    out = tvm_sparse.sparse_recurrent(weights, *given, cell=cell, **bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tvm_sparse.sparse_recurrent(weights, *given, cell=cell, out=out, **bias)
+    for _ in range(3):
+        given[0].normal_()
+        for one in out:
+            one.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        kept = [one.clone() for one in out]
+        wanted = tvm_sparse.sparse_recurrent(weights, *given, cell=cell, **bias)
+        assert all(map(torch.equal, kept, wanted))
+
+
+@pytest.mark.gpu
+def test_what_lies_elsewhere_is_refused_and_lengths_on_a_gpu_are_checked_if_asked() -> None:
+    given = (WEIGHTS, X.cuda(), H0.cuda())
+    with pytest.raises(ValueError, match=r"h0: expected an array on cuda:0, as x_projected is, got cpu:0"):
+        tvm_sparse.sparse_recurrent(*given[:2], H0, cell="tanh")
+    beyond = torch.tensor([9, 1], device="cuda")
+    with pytest.raises(ValueError, match=r"lengths: expected values in \[0, 4\], got 9 for sequence 0"):
+        tvm_sparse.sparse_recurrent(*given, cell="tanh", lengths=beyond, validate=True)
+    found = tvm_sparse.sparse_recurrent(*given, cell="tanh", lengths=beyond)
+    wanted = tvm_sparse.sparse_recurrent(*given, cell="tanh", lengths=beyond.clamp(0, 4))
+    assert all(map(torch.equal, found, wanted))

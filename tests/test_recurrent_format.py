@@ -71,6 +71,10 @@ def test_every_kind_of_matrix_is_taken() -> None:
         np.testing.assert_array_equal(weights.dense(), matrix)
     half = recurrent_weights(tensor.detach().bfloat16(), 3)
     assert half.dtype == "bfloat16" and half.entries.shape[1] == 1
+    same = recurrent_weights(matrix.astype(numpy_dtype("bfloat16")), 3)
+    assert same.dtype == "bfloat16" and np.array_equal(same.entries, half.entries)
+    blocks = tensor.detach().bfloat16().to_sparse_bsr((3, 2))
+    np.testing.assert_array_equal(recurrent_weights(blocks, 3).dense(), half.dense())
     assert recurrent_weights(tensor.detach().half().to_sparse(), 3).dtype == "float16"
     assert recurrent_weights(torch.zeros(6, 6)).nonzeros == 0
 

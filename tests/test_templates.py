@@ -163,6 +163,18 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             {"threads": (32, 64, 128, 256, 512)},
             5,
         ),
+        (
+            "step_rows",
+            "sparse_recurrent/steps=3,batch=3,hidden=40,nonzeros=5",
+            {"chunk": (16, 32, 64), "simd": (1, 2, 4)},
+            9,
+        ),
+        (
+            "step_kernels",
+            "sparse_recurrent/steps=3,batch=3,hidden=40,nonzeros=5",
+            {"threads": (64, 128, 256, 512), "reduce_threads": ROWS},
+            4 * 6,
+        ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "simd": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),
         (

@@ -4,6 +4,7 @@
 >>> y = tvm_sparse.bsr_matmul(x, weight)
 >>> rows = tvm_sparse.nhot_lookup(csr, table)
 >>> values, indices, info = tvm_sparse.LshHead(embedding).topk(hidden, 12)
+>>> output, h_n, c_n = tvm_sparse.SparseLSTM(weight_hh, density=0.1)(x_projected)
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
 Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch. What each
@@ -22,6 +23,17 @@ _GENERAL = {
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
     "LmHead": "layers.lm_head",
+    "SparseRNN": "layers.recurrent",
+    "SparseLSTM": "layers.recurrent",
+    "SparseGRU": "layers.recurrent",
+    "project_inputs": "layers.recurrent",
+    "from_torch": "layers.recurrent_stack",
+    "RecurrentStack": "layers.recurrent_stack",
+    "prune": "layers.pruning",
+    "pruning_mask": "layers.pruning",
+    "cubic_schedule": "layers.pruning",
+    "constant_schedule": "layers.pruning",
+    "GradualPruning": "layers.pruning",
 }
 
 

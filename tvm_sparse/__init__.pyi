@@ -3,6 +3,17 @@
 from .layers.beam import beam_search as beam_search
 from .layers.lm_head import LmHead as LmHead
 from .layers.lsh_head import LshHead as LshHead
+from .layers.pruning import GradualPruning as GradualPruning
+from .layers.pruning import constant_schedule as constant_schedule
+from .layers.pruning import cubic_schedule as cubic_schedule
+from .layers.pruning import prune as prune
+from .layers.pruning import pruning_mask as pruning_mask
+from .layers.recurrent import SparseGRU as SparseGRU
+from .layers.recurrent import SparseLSTM as SparseLSTM
+from .layers.recurrent import SparseRNN as SparseRNN
+from .layers.recurrent import project_inputs as project_inputs
+from .layers.recurrent_stack import RecurrentStack as RecurrentStack
+from .layers.recurrent_stack import from_torch as from_torch
 from .operators.block_recurrent.call import BlockRecurrentWeights as BlockRecurrentWeights
 from .operators.block_recurrent.call import block_recurrent as block_recurrent
 from .operators.block_recurrent.call import block_recurrent_weights as block_recurrent_weights

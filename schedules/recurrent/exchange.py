@@ -28,9 +28,6 @@ NAN, HALF_NAN = 0x7FFFFFFF, 0x7FFF
 INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 # Loads that the L1 cache does not answer: it would go on showing a mark.
 load_vector = T.ptx.ld.relaxed.gpu.global_.v4.u32
-load_pair = T.ptx.ld.relaxed.gpu.global_.v2.u32
-load_word = T.ptx.ld.relaxed.gpu.global_.u32
-load_half = T.ptx.ld.relaxed.gpu.global_.u16
 store_vector = T.ptx.st.relaxed.gpu.global_.v4.u32
 store_word = T.ptx.st.relaxed.gpu.global_.u32
 store_half = T.ptx.st.relaxed.gpu.global_.u16
@@ -90,12 +87,10 @@ class Exchanged(Protocol):
         """Thread blocks."""
 
 
-def missing(e: Exchanged, words: tirx.Buffer, at: Any, count: int) -> tirx.PrimExpr:
-    """Whether one of the `count` words from `words[at]` on has a mark, or, where halves are sent, half a one."""
-    if e.column_bytes == 2 and count == 1:
-        return words[at] == T.uint32(HALF_MARK)
+def missing(e: Exchanged, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
+    """Whether one of the four words of a vector has a mark, or, where halves are sent, half a one."""
     found = None
-    for i in range(count):
+    for i in range(4):
         word = words[at + i]
         if e.column_bytes > 2:
             this = word == T.uint32(MARK)
@@ -231,7 +226,7 @@ def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool
         while s.waiting[0] != 0:
             s.waiting[0] = 0
             for i in T.unroll(e.loads):
-                if missing(e, s.copied, i * 4, 4):
+                if missing(e, s.copied, i * 4):
                     load(s, base + i * e.threads, i)
                     s.waiting[0] = 1
 

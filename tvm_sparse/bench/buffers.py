@@ -38,10 +38,12 @@ class Guarded:
     """Room for one array at a time, of at most `size` bytes, `offset` bytes after where an allocator would put it."""
 
     def __init__(self, kind: str, size: int, offset: int) -> None:
+        import numpy as np
         import tvm
 
         self._begin = GUARD_BYTES + offset
         self._buffer = tvm.runtime.empty((self._begin + size + GUARD_BYTES,), "uint8", device_of(kind))
+        self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: new memory costs more than a copy
 
     def place(self, shape: Sequence[int], dtype: str) -> Any:
         """The tensor of this shape and dtype that lies here, as kernels take it."""
@@ -51,11 +53,9 @@ class Guarded:
 
     def write(self, content: np.ndarray | int) -> None:
         """Give the tensor these contents, or the same byte everywhere, and renew the bytes around it."""
-        import numpy as np
-
-        image = np.full(self._buffer.shape, GUARD, np.uint8)
-        image[self._begin : self._end] = content if isinstance(content, int) else bytes_of(content)
-        self._buffer.copyfrom(image)
+        self._image[: self._begin] = self._image[self._end :] = GUARD
+        self._image[self._begin : self._end] = content if isinstance(content, int) else bytes_of(content)
+        self._buffer.copyfrom(self._image)
 
     def read(self) -> np.ndarray:
         """The tensor's contents as they are now.

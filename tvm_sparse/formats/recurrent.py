@@ -301,20 +301,26 @@ def matrix_entries(matrix: Any, gates: int, dtype: str | None) -> tuple[np.ndarr
     return rows, columns, values, int(shape[1]), dtype
 
 
+# Rows, columns and values of what is no matrix, whose shape is then refused.
+_NO_ENTRIES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+
+
 def _coordinates(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], str]:
     """Rows, columns, values, shape, and the dtype among those of kernels, of any kind of matrix."""
     torch = sys.modules.get("torch")
     own = ""
     if torch is not None and isinstance(matrix, torch.Tensor):
-        matrix = matrix.detach().cpu()
         own = str(matrix.dtype).removeprefix("torch.")
-        shape = tuple(matrix.shape)
-        if matrix.layout is not torch.strided and len(shape) == 2:
-            found = matrix.to_sparse_coo()
-            rows, columns = (found._indices() if not found.is_coalesced() else found.indices()).numpy()
-            values = found._values() if not found.is_coalesced() else found.values()
-            return rows, columns, values.double().numpy(), shape, _floating(own)
-        matrix = matrix.double().numpy()
+        matrix = matrix.detach().cpu()
+        if matrix.dtype == torch.bfloat16:  # which NumPy does not know
+            matrix = matrix.float()
+        if matrix.layout is not torch.strided:
+            if matrix.dim() != 2:
+                return *_NO_ENTRIES, tuple(matrix.shape), _floating(own)
+            found = matrix.to_sparse_coo().coalesce()
+            rows, columns = found.indices().numpy()
+            return rows, columns, found.values().numpy(), tuple(matrix.shape), _floating(own)
+        matrix = matrix.numpy()
     elif hasattr(matrix, "tocoo"):
         coo = matrix.tocoo()
         return coo.row, coo.col, coo.data, tuple(coo.shape), _floating(coo.data.dtype.name)
@@ -327,7 +333,7 @@ def _coordinates(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple
         matrix = np.from_dlpack(matrix)
     own = _floating(own or matrix.dtype.name)
     if matrix.ndim != 2:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), tuple(matrix.shape), own
+        return *_NO_ENTRIES, tuple(matrix.shape), own
     rows, columns = np.nonzero(matrix)
     return rows, columns, matrix[rows, columns], tuple(matrix.shape), own
 

@@ -1,8 +1,8 @@
-"""What a call of the LSH head tells beside its result, and a call that is captured in a CUDA graph."""
+"""Calls of layers as CUDA graphs, and what a call of the LSH head tells beside its result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .libraries import library
@@ -48,29 +48,13 @@ class CapturedHead:
     def __init__(
         self, step: Callable[[], tuple[Any, Any, HeadInfo]], hidden: Any, vocab: int, choices: tuple[int, int, bool]
     ) -> None:
-        import torch
-
         self.hidden, self.vocab, self._choices = hidden, vocab, choices
-        stream = torch.cuda.Stream(hidden.device)
-        stream.wait_stream(torch.cuda.current_stream(hidden.device))
-        with torch.cuda.stream(stream):
-            # Loads the kernels, and allocates their workspaces for this stream.
-            for _ in range(2):
-                step()
-        stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self.values, self.indices, self.info = step()
+        self._graph, (self.values, self.indices, self.info) = recorded(step, hidden.device)
 
     def __call__(self, hidden: Any = None) -> tuple[Any, Any, HeadInfo]:
         """Replay on the current stream, with these hidden states, or with what `self.hidden` holds."""
         if hidden is not None:
-            if hidden.shape != self.hidden.shape or hidden.dtype != self.hidden.dtype:
-                raise ValueError(
-                    f"hidden: the graph takes shape {tuple(self.hidden.shape)} and {self.hidden.dtype}, got"
-                    f" {tuple(hidden.shape)} and {hidden.dtype}"
-                )
-            self.hidden.copy_(hidden)
+            give("hidden", hidden, self.hidden)
         self._graph.replay()
         return self.values, self.indices, self.info
 
@@ -86,3 +70,70 @@ class CapturedHead:
             wanted = "n={}, sentences={}, log={}".format(*self._choices)
             raise ValueError(f"n, sentences, log: captured was {wanted}; got {n}, {sentences}, {log}")
         return self(hidden)
+
+
+class CapturedLayer:
+    """A call of a recurrent layer of one shape as a CUDA graph: calling it replays all its launches with one.
+
+    Attributes
+    ----------
+    inputs
+        By name, the tensors that the graph reads: `x_projected`, `h0`, `c0` of an LSTM, and `resets` and `lengths` if
+        it was captured with them. Zeros at first, and full lengths. Write into them, or pass tensors to the call.
+    outputs
+        What the graph writes: the same tensors at every replay, `(output, h_n)` or `(output, h_n, c_n)`.
+
+    Its kernels share the workspaces of one stream: replays of one captured layer must not overlap each other.
+    """
+
+    def __init__(self, step: Callable[[], tuple[Any, ...]], inputs: Mapping[str, Any]) -> None:
+        self.inputs = dict(inputs)
+        self._graph, self.outputs = recorded(step, inputs["x_projected"].device)
+
+    def __call__(self, **inputs: Any) -> tuple[Any, ...]:
+        """Replay on the current stream, with these inputs, and with what the others hold.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an input that the graph does not have, or of another shape or dtype.
+        """
+        for name, array in inputs.items():
+            if name not in self.inputs:
+                raise TypeError(f"{name}: the graph was captured with {', '.join(self.inputs)}")
+            give(name, array, self.inputs[name])
+        self._graph.replay()
+        return self.outputs
+
+
+def recorded(step: Callable[[], Any], device: Any) -> tuple[Any, Any]:
+    """A call as a CUDA graph on a stream of its own, and what it returns there."""
+    import torch
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Loads the kernels, and allocates their workspaces for this stream.
+        for _ in range(2):
+            step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = step()
+    return graph, outputs
+
+
+def give(name: str, array: Any, place: Any) -> None:
+    """Copy an argument to where a graph reads it.
+
+    Raises
+    ------
+    ValueError
+        If it has another shape or dtype.
+    """
+    if array.shape != place.shape or array.dtype != place.dtype:
+        raise ValueError(
+            f"{name}: the graph takes shape {tuple(place.shape)} and {place.dtype}, got {tuple(array.shape)} and"
+            f" {array.dtype}"
+        )
+    place.copy_(array)

@@ -28,6 +28,7 @@ class Library(Protocol):
     def take_along(self, array: Any, index: Any) -> Any: ...
     def descending(self, array: Any) -> Any: ...
     def argmax(self, array: Any) -> Any: ...
+    def kth_largest(self, array: Any, k: int) -> Any: ...
     def logsumexp(self, array: Any) -> Any: ...
     def where(self, condition: Any, array: Any, other: Any) -> Any: ...
     def isnan(self, array: Any) -> Any: ...
@@ -59,6 +60,10 @@ class _NumPy:
 
     def argmax(self, array: Any) -> Any:
         return array.argmax(1)
+
+    def kth_largest(self, array: Any, k: int) -> Any:
+        place = array.shape[1] - k
+        return np.partition(array, place, axis=1)[:, place].copy()
 
     def logsumexp(self, array: Any) -> Any:
         most = array.max(1, keepdims=True)
@@ -111,6 +116,11 @@ class _Torch:
 
     def argmax(self, array: Any) -> Any:
         return array.argmax(1)
+
+    def kth_largest(self, array: Any, k: int) -> Any:
+        if array.device.type == "cpu":  # five times as fast as torch's there
+            return _torch().from_numpy(NUMPY.kth_largest(array.numpy(), k))
+        return array.kthvalue(array.shape[1] - k + 1, dim=1).values
 
     def logsumexp(self, array: Any) -> Any:
         return array.logsumexp(1)

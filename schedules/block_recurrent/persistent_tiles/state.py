@@ -52,9 +52,10 @@ class State(Buffers):
         Of each item: its unit, and the steps of its sequence.
     cells, owns
         Of each item: the cell's state, and the hidden state.
-    sums, cell, own, result, passed, bits, sent
-        Of the item in hand: the sums of its gates, both states before and the hidden one after, which is passed on in
-        the problem's dtype, `bits`, and as it is sent.
+    sums, result
+        Of each item: the sums of its gates, and the hidden state after the step.
+    cell, own, passed, bits, sent
+        Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
     stage, kept, where, parts
         Shared: a copy of the states; weights, and their groups' places; all warps' sums.
     """
@@ -91,10 +92,10 @@ class State(Buffers):
     length: Any = local("int32", lambda e: e.items)
     cells: Any = local("float32", lambda e: e.items)
     owns: Any = local("float32", lambda e: e.items)
-    sums: Any = local("float32", lambda e: e.gates)
+    sums: Any = local("float32", lambda e: e.items * e.gates)
     cell: Any = local("float32")
     own: Any = local("float32")
-    result: Any = local("float32")
+    result: Any = local("float32", lambda e: e.items)
     passed: Any = local("float32")
     bits: Any = local("uint32")
     sent: Any = local("uint32")

@@ -119,7 +119,7 @@ def fetch(e: Extents, count: int) -> Phase:
                 s.waiting[0] = 0
                 for i in T.unroll(count):
                     for f in T.unroll(e.fragments):
-                        if missing(e, s.vectors, (i * e.fragments + f) * 4, 4):
+                        if missing(e, s.vectors, (i * e.fragments + f) * 4):
                             get(s, i, f, places[first + i])
                             s.waiting[0] = 1
             T.cuda.warp_sync()
@@ -276,9 +276,9 @@ def sum_parts(e: Extents) -> Phase:
         unit = T.meta_var(item(e, s, j)[0])
         b = T.meta_var(item(e, s, j)[1])
         for g in T.unroll(e.gates):
-            s.sums[g] = T.float32(0)
+            s.sums[j * e.gates + g] = T.float32(0)
             for w in T.unroll(e.warps):
-                s.sums[g] = s.sums[g] + s.parts[part_at(
+                s.sums[j * e.gates + g] = s.sums[j * e.gates + g] + s.parts[part_at(
                     e, half, w, unit // e.tile_units, b, g * e.tile_units + unit % e.tile_units)]
 
     return phase
@@ -303,7 +303,7 @@ def finish(e: Extents) -> Phase:
                 s.cell[0] = T.float32(0)
                 s.own[0] = T.float32(0)
         compute(s, io, j)
-        s.bits[0] = state_bits(e, s.result[0])
+        s.bits[0] = state_bits(e, s.result[j])
         if e.ragged:
             if step >= s.length[j]:
                 s.bits[0] = state_bits(e, s.owns[j])

@@ -11,6 +11,7 @@ before the first step
 in each step, for each pack
 
     load_inputs     what the next one needs                                (`step`)
+    load_ahead      weights that are not on chip                           (`weights`)
     stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
     gather          products of weights and states                         (`step`)
     reduce_lanes    their sums
@@ -27,13 +28,13 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...device.words import held_address, value_in
-from ...recurrent.exchange import WIDEST, element_bits, find_source, mark, put, stage
+from ...device.words import held_address
+from ...recurrent.exchange import WIDEST, find_source, mark, put, stage
 from ..interface import gpu_program
 from .space import Extents
 from .state import State
-from .step import finish, gather, load_inputs, reduce_lanes, take_inputs
-from .weights import load_weights, take_units
+from .step import finish, first_state, gather, load_inputs, load_length, reduce_lanes, take_inputs
+from .weights import load_ahead, load_weights, take_units
 
 Phase = Callable[..., Any]
 
@@ -42,25 +43,17 @@ Phase = Callable[..., Any]
 def begin(e: Extents) -> Phase:
     """The states before the first step; the phase is (s, io).
 
-    Reads: `h0`, `c0`. Writes: the exchange's first slot; `cells`, `owns`.
+    Reads: `h0`, `c0`. Writes: the exchange's first slot; what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    send = put(e)
+    send, take = put(e), first_state(e)
 
     @T.inline
     def phase(s, io):
         for u in T.unroll(e.units):
             for p in T.serial(e.packs):
-                b = T.meta_var(p * e.pack + s.sample)
-                at = T.meta_var((u * e.groups + s.group) * (e.packs * e.pack) + b)
                 mine = T.meta_var(u * e.groups + s.group < s.count[0])
-                s.bits[0] = T.uint32(0)
-                if s.lane < e.pack and mine and b < e.batch:
-                    s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[u]])
-                    if e.has_cell:
-                        s.cells[at] = T.Cast("float32", io.c0[b, s.unit[u]])
-                    if e.has_own:
-                        s.owns[at] = value_in(e.dtype, s.bits[0], 0)
+                take(s, io, p, u, mine)
                 send(s, 0, p, s.unit[u], mine)
 
     return phase
@@ -68,9 +61,9 @@ def begin(e: Extents) -> Phase:
 
 def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
-    load, take, find = load_inputs(e), take_inputs(e), find_source(e)
+    load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
+    find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
     copy = stage(e, e.vectors, lambda number: number, e.stages == 1)
-    multiply, reduce, end = gather(e), reduce_lanes(e), finish(e)
 
     @T.inline
     def phase(s, io, step, pack):
@@ -79,16 +72,13 @@ def take_pack(e: Extents) -> Phase:
             load(s, io, step, pack + 1)
         elif step + 1 < io.steps:
             load(s, io, step + 1, 0)
-        if e.ragged:
-            if s.lane < e.pack and pack * e.pack + s.sample < e.batch:
-                s.steps_of[0] = io.lengths[pack * e.pack + s.sample]
+        length(s, io, pack)
+        ahead(s, io)
         find(s, io, step if e.polled else step % 2, pack)
-        if e.stages > 0:
-            copy(s)
-        for u in T.unroll(e.units):
-            multiply(s, io, u)
-            reduce(s)
-            end(s, io, step, pack, u, step + 1 if e.polled else (step + 1) % 2)
+        copy(s)
+        multiply(s, io)
+        reduce(s)
+        end(s, io, step, pack, step + 1 if e.polled else (step + 1) % 2)
         if e.stages == 2:
             s.front[0] = s.copies[0] - s.front[0]
 
@@ -107,9 +97,8 @@ def kernel_body(e: Extents) -> Phase:
         t = T.thread_id([e.threads])
         s = T.meta_var(State.of(e, t))
         s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
-        if e.stages > 0:
-            s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
-            s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
+        s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
+        s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
         deal(s, io, block)
         ready(s, io, block)
         first_states(s, io)

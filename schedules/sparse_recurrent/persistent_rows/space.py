@@ -30,20 +30,24 @@ SHARED = (0, 4, 8, 16, 32, 64)
 FILE, MOST_REGISTERS, BESIDES = 65536, 255, 48
 # Dynamic shared memory of a thread block, by compute capability.
 SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
-MOST_LOADS = 8  # 16-byte loads of the hidden state that a thread has in flight
+MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
-GATHERED = 16
-MOST_DIRECT = 64  # the same, where hidden states come straight from the L2 cache, all in flight at once
+GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-# For `cycles`, which counts them a multiprocessor. Bytes that it reads from its shared memory in one, and by how much
-# bank conflicts prolong it; bytes from the L2 cache, at most, and for all multiprocessors together; multiplications.
-SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.3, 56, 4200, 128
 LINE = 128  # bytes of a cache line
-SECTOR = 32  # bytes: the least that the L2 cache answers with
-# Until a batch of gathers, a shuffle and the gates are done.
-GATHER, SHUFFLE, GATES = 45, 26, 150
-# A row may have some more entries than is typical: so many standard deviations of a random pattern's.
-DEVIATIONS = 2.5
+# A row may have some more entries than is typical: so many standard deviations of a random pattern's. One that has more
+# costs the whole layer a load in every step.
+DEVIATIONS = 4.5
+
+# For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
+# much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
+SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.5, 56, 5000, 128
+# Cycles until a batch of gathers, a shuffle and the gates are done; of a round of copying; of each thread that polls,
+# and of each thread block that is waited for.
+GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT = 45, 26, 150, 900, 0.8, 2
+BUSY = 8  # warps that keep shared memory busy
+# Two copies of the hidden state leave the L1 cache room up to here.
+BOTH_COPIES = 96 * 1024
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Extents:
     registers: int  # entries of a row that a lane has in registers,
     shared: int  # and in shared memory
     pack: int  # samples side by side
-    stages: int  # copies of a pack's hidden states in shared memory; without any they come straight from the L2 cache
+    stages: int  # copies of a pack's hidden states in shared memory
     polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
 
     @classmethod
@@ -124,6 +128,16 @@ class Extents:
         return ceildiv(self.batch, self.pack)
 
     @property
+    def packs_each(self) -> int:
+        """Packs that a thread block goes through in a step."""
+        return self.packs
+
+    @property
+    def finishing(self) -> int:
+        """Lanes of a group that finish a sample, the first ones."""
+        return self.pack
+
+    @property
     def column_bytes(self) -> int:
         """The states of a column: what one gather brings."""
         return self.pack * self.itemsize
@@ -144,8 +158,8 @@ class Extents:
 
     @property
     def loads(self) -> int:
-        """Vectors that a thread has in flight while it copies."""
-        return min(MOST_LOADS, ceildiv(self.vectors, self.threads))
+        """Vectors that a thread has in flight while it copies: in every round as many."""
+        return ceildiv(self.vectors, self.threads * ceildiv(self.vectors, self.threads * MOST_LOADS))
 
     # Shared memory.
 
@@ -171,7 +185,7 @@ class Extents:
 
     @property
     def carried_bytes(self) -> int:
-        return (self.has_cell + self.has_own) * self.carried_each * 4
+        return 0 if self.packs_each == 1 else (self.has_cell + self.has_own) * self.carried_each * 4
 
     @property
     def stage_bytes(self) -> int:
@@ -184,26 +198,32 @@ class Extents:
     # Registers of a thread.
 
     @property
+    def register_limit(self) -> int:
+        return min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+
+    @property
+    def held_words(self) -> int:
+        """Words of an entry in registers: place and value, where there is room for both, as they are used."""
+        return 2 if self.words == 2 or self.held_with(2) + BESIDES <= self.register_limit else 1
+
+    @property
     def held(self) -> int:
-        """Registers for weights, sums, what is in flight and inputs of this step and the next."""
-        copied = self.loads * 4 if self.stages else 0
-        return (
-            self.rows * (self.registers * self.words + 3 + self.resets)
-            + (BATCHED * 2 if self.shared else 0)
-            + self.gates * self.pack
-            + max(copied, self.gathered * self.column_words)
-        )
+        """Registers for weights, sums, what is in flight, and inputs of this step and the next."""
+        return self.held_with(self.held_words)
+
+    def held_with(self, words: int) -> int:
+        """`held`, if entries in registers have so many words."""
+        each = self.registers * words + self.words + self.pack + 5 + self.resets
+        return self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
 
     @property
     def spills(self) -> bool:
         """Whether a thread has too few registers."""
-        return self.held + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+        return self.held + BESIDES > self.register_limit
 
     @property
     def gathered(self) -> int:
         """Entries that are gathered before they are multiplied."""
-        if not self.stages:
-            return max(self.gates * self.registers, BATCHED)
         return max(GATHERED // self.column_words, BATCHED)
 
 
@@ -218,25 +238,32 @@ def longest_row(problem: SparseRecurrent) -> int:
     return min(problem.hidden, math.ceil(n + DEVIATIONS * math.sqrt(n * (1 - n / problem.hidden))))
 
 
-def cycles(e: Extents) -> float:
-    """A guess of a multiprocessor's cycles for one step, good enough to tell the better of two points.
+def operate_cycles(e: Extents) -> float:
+    """A guess of a multiprocessor's cycles for one step of one pack, beside the exchange.
 
-    The larger of the gathers' time in shared memory and that of the multiplications; what is read again from the L2
-    cache; the latency of a thread's own way; and the copy of the hidden state, whose rate the thread blocks share.
+    The largest of the gathers' time in shared memory, that of the multiplications and that of the instructions; what is
+    read again from the L2 cache; and the latency of a thread's own way. A few warps do not keep shared memory busy.
     """
     row = min(e.nonzeros, e.hidden)
     held = min(row, e.registers * e.lanes)
     kept = min(row - held, e.shared * e.lanes)
-    rows, rate = e.most * e.gates, min(L2_EACH, L2_ALL / e.blocks)
+    rows, rounds, rate = e.most * e.gates, ceildiv(row, e.lanes), min(L2_EACH, L2_ALL / e.blocks)
+    warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP))
     gathers = rows * (row * max(e.column_bytes, 4) * CONFLICTS + kept * e.words * 4) / SHARED_RATE
     products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
+    issued = ceildiv(warps, 4) * e.rows * rounds * (e.pack + 3)
     again = rows * (row - held - kept) * e.words * 4 / rate
-    batches = e.gates * ceildiv(ceildiv(row, e.lanes), e.gathered)
-    shuffles = e.lanes.bit_length() - 1
-    way = e.units * (batches * GATHER + shuffles * SHUFFLE + GATES)
-    copied = e.vectors * WIDEST if e.stages else rows * row * SECTOR
-    brought = copied / rate + (e.stages == 1) * SHUFFLE
-    return e.packs * (max(gathers if e.stages else 0, products) + again + way + brought)
+    way = e.rows * ceildiv(rounds, e.gathered) * GATHER
+    way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
+    return max(gathers * max(1, BUSY / warps), products, issued) + again + way
+
+
+def cycles(e: Extents) -> float:
+    """A guess of the cycles of one step, good enough to tell the better of two points."""
+    rate = min(L2_EACH, L2_ALL / e.blocks)
+    rounds = ceildiv(e.vectors, e.threads * e.loads)
+    copied = e.vectors * WIDEST / rate + rounds * ROUND + e.threads * POLL + e.blocks * WAIT
+    return e.packs * (operate_cycles(e) + copied + (e.stages == 1) * SHUFFLE)
 
 
 def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
@@ -248,8 +275,7 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
     for stages, blocks, threads, lanes in itertools.product(
         table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
     ):
-        wanted = next((n for n in REGISTERS if n * lanes >= row), REGISTERS[-1])
-        for registers in reversed(REGISTERS[: REGISTERS.index(wanted) + 1]):
+        for registers in reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1]):
             point = {
                 "blocks": blocks,
                 "threads": threads,
@@ -260,8 +286,11 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
                 "stages": stages,
                 "exchange": 1,
             }
-            if not Extents.of(problem, point).spills:
+            e = Extents.of(problem, point)
+            if not e.spills:
                 break
+        if stages == 2 and e.stage_bytes > BOTH_COPIES:
+            continue
         amounts = reversed(SHARED) if registers * lanes < row else (0,)
         possible = ({**point, "shared": n} for n in amounts)
         yield from itertools.islice((p for p in possible if allowed(problem, machine, p) is None), 1)
@@ -280,8 +309,12 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
 
 
+def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
+    """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain."""
+    return tuple(n for n in powers(1, WIDEST // numpy_dtype(problem.dtype).itemsize) if n < 2 * problem.batch)
+
+
 def _table(problem: SparseRecurrent, machine: Machine) -> Table:
-    widest = WIDEST // numpy_dtype(problem.dtype).itemsize
     most = min(machine.cores, ceildiv(problem.hidden, LEAST_UNITS))
     return {
         "blocks": tuple(sorted({min(n, most) for n in (*BLOCKS, most)})),
@@ -289,17 +322,22 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
         "reduce_threads": LANES,
         "registers": REGISTERS,
         "shared": SHARED,
-        "pack": tuple(n for n in powers(1, widest) if n < 2 * problem.batch),
-        "stages": (0, 1, 2),
+        "pack": packs_of(problem),
+        "stages": (1, 2),
         "exchange": (0, 1),
     }
 
 
-def space(problem: SparseRecurrent, machine: Machine) -> Table:
+def require(problem: SparseRecurrent, machine: Machine) -> None:
+    """Raise `NotApplicable` for what no kernel of this kind does."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
     if problem.words == 1 and problem.hidden >> 16:
         raise NotApplicable(f"16 bits leave no column beyond hidden={problem.hidden} for absent entries")
+
+
+def space(problem: SparseRecurrent, machine: Machine) -> Table:
+    require(problem, machine)
     best_point(problem, machine)
     return _table(problem, machine)
 
@@ -309,27 +347,31 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) -> str | None:
-    row, limit = longest_row(problem), shared_limit(machine)
-    lanes, registers, shared, stages = (decisions[n] for n in ("reduce_threads", "registers", "shared", "stages"))
+    reason = refusal(longest_row(problem), decisions)
+    return reason or too_much(Extents.of(problem, decisions), problem, machine)
+
+
+def refusal(row: int, decisions: Decisions) -> str | None:
+    """Why decisions do not suit rows of `row` entries, or None; without `Extents`, for there are many such points."""
+    lanes, registers, shared = (decisions[name] for name in ("reduce_threads", "registers", "shared"))
     if lanes > LANES[0] and lanes // 2 >= row:
         return f"half of {lanes} lanes have no entry of {row} in a row"
-    if registers and _smaller(REGISTERS, registers) * lanes >= row:
+    if REGISTERS.index(registers) > enough(REGISTERS, row, lanes):
         return f"{registers} entries of each of {lanes} lanes are more than {row} of a row need"
-    if shared and (registers + _smaller(SHARED, shared)) * lanes >= row:
+    if SHARED.index(shared) > enough(SHARED, row - registers * lanes, lanes):
         return f"{shared} entries in shared memory are more than {row} of a row need"
-    if not stages and decisions["exchange"] == 0:
-        return "states are gathered from the exchange only where it is polled"
-    if not stages and registers * lanes < row:
-        return f"states are gathered from the exchange by entries in registers, and {row} of a row are not"
     if lanes < decisions["pack"]:
         return f"{lanes} lanes cannot take {decisions['pack']} samples, one each"
-    e = Extents.of(problem, decisions)
+    return None
+
+
+def too_much(e: Extents, problem: SparseRecurrent, machine: Machine) -> str | None:
+    """Why a point's kernel does not fit a multiprocessor, or leaves much of it unused, or None."""
+    limit = shared_limit(machine)
     if e.column_bytes < 4 and e.pack < problem.batch:
         return f"{e.pack} samples a gather leave half of a word unused"
     if e.most <= e.groups // 2 and e.threads > THREADS[0]:
         return f"half of {e.groups} groups have none of a thread block's {e.most} units"
-    if not e.stages and e.gathered * e.column_words > MOST_DIRECT:
-        return f"{e.gathered} gathers of {e.column_bytes} bytes in flight are too many registers"
     if e.spills:
         return f"{e.held} weights and sums of each of {e.threads} threads exceed the registers"
     if e.shared_bytes > limit:
@@ -337,6 +379,6 @@ def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) ->
     return None
 
 
-def _smaller(values: tuple[int, ...], value: int) -> int:
-    """The next smaller one of some ascending values, the first of which is 0."""
-    return values[max(0, values.index(value) - 1)]
+def enough(amounts: tuple[int, ...], row: int, lanes: int) -> int:
+    """The place of the first of ascending amounts of entries a lane that hold a row, or of the last."""
+    return next((i for i, n in enumerate(amounts) if n * lanes >= row), len(amounts) - 1)

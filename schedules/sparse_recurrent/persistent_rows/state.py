@@ -26,21 +26,23 @@ class State(Buffers):
     rounds
         Of each row: entries of the lane that has most, in all groups of the warp.
     weights
-        Of each row: entries, as they are or, of two words, the address and the value.
+        Of each row: its first entries, as they are or as place and value.
+    ahead
+        Of each row: the entry of the first round that is not on chip.
     zeros
         Of each row: its sum where all states are zero.
     begin, length
-        A row's entries, while they are looked for.
+        Of each row: where its entries are.
     word
-        An entry's words; or one of 16 bits, on its way.
+        An entry's words.
     places, values
-        Addresses and values of the entries that are gathered, where they are not in `weights`.
+        Of the entries that are gathered, where they are not in `weights`.
     vectors
         What was gathered.
     small
         A load of 2 bytes.
     sums
-        By gate and sample, of one unit.
+        By unit, gate and sample.
     passed
         To and from another lane.
     front, copies
@@ -50,23 +52,27 @@ class State(Buffers):
     copied
         Vectors on their way from there to shared memory.
     waiting
-        Whether something was not there yet.
+        Whether some of them were not there yet.
     x, reset, steps_of
         The inputs of a step: projections of each row, whether the sample begins anew, and how many steps it has.
     next_x, next_reset
         Those of the step after it, projections as they are: to make floats of them would wait for their loads.
-    cell, own, result
-        Of the unit in hand: the cell's state, the hidden state before, and the one after.
+    cell, own
+        Of the unit in hand: the cell's state, and the hidden state before.
     last_cell, last_own
-        What the former stay where a sequence has ended.
+        What these stay where a sequence has ended.
+    result
+        Of each unit: the hidden state after the step.
+    cell_of, own_of
+        Of each unit: `cell` and `own`, if the thread block has one pack.
     bits, sent
-        The latter in the problem's dtype, and the states of a pack as they are sent.
+        The hidden state in the problem's dtype, and the states of a pack as they are sent.
     stages
         Shared: copies of a pack's states.
     kept
         Shared: entries of all rows, by row, round and lane.
     cells, owns
-        Shared: `cell` and `own` of each slot and sample, written and read by one thread.
+        Shared: the same of each slot and sample, if there are several packs. Written and read by one thread.
     """
 
     t: Any
@@ -77,16 +83,17 @@ class State(Buffers):
     count: Any = local("int32")
     unit: Any = local("int32", lambda e: e.units)
     rounds: Any = local("int32", lambda e: e.rows)
-    weights: Any = local("uint32", lambda e: max(1, e.rows * e.registers * e.words))
+    weights: Any = local("uint32", lambda e: max(1, e.rows * e.registers * e.held_words))
+    ahead: Any = local("uint32", lambda e: e.rows * e.words)
     zeros: Any = local("float32", lambda e: e.rows if e.resets else 1)
-    begin: Any = local("int32")
-    length: Any = local("int32")
+    begin: Any = local("int32", lambda e: e.rows)
+    length: Any = local("int32", lambda e: e.rows)
     word: Any = local("uint32", 2)
     places: Any = local("uint32", BATCHED)
     values: Any = local("float32", BATCHED)
     vectors: Any = local("uint32", lambda e: e.gathered * e.column_words)
     small: Any = local("uint16")
-    sums: Any = local("float32", lambda e: e.gates * e.pack)
+    sums: Any = local("float32", lambda e: e.rows * e.pack)
     passed: Any = local("float32")
     front: Any = local("uint32")
     copies: Any = local("uint32")
@@ -103,22 +110,24 @@ class State(Buffers):
     own: Any = local("float32")
     last_cell: Any = local("float32")
     last_own: Any = local("float32")
-    result: Any = local("float32")
+    result: Any = local("float32", lambda e: e.units)
+    cell_of: Any = local("float32", lambda e: e.units)
+    own_of: Any = local("float32", lambda e: e.units)
     bits: Any = local("uint32")
     sent: Any = local("uint32", lambda e: e.column_words)
-    stages: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
+    stages: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0)
     kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
     cells: Any = pooled(
         "float32",
         lambda e: e.carried_each,
         lambda e: (e.stage_bytes + e.kept_bytes) // 4,
-        when=lambda e: e.has_cell,
+        when=lambda e: e.has_cell and e.packs_each > 1,
     )
     owns: Any = pooled(
         "float32",
         lambda e: e.carried_each,
         lambda e: (e.stage_bytes + e.kept_bytes) // 4 + e.has_cell * e.carried_each,
-        when=lambda e: e.has_own,
+        when=lambda e: e.has_own and e.packs_each > 1,
     )
 
     @classmethod

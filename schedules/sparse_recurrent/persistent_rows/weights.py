@@ -34,6 +34,18 @@ def value_of(e: Extents, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
     return value_in(e.dtype, words[at], 1) if e.words == 1 else T.reinterpret("float32", words[at + 1])
 
 
+def held_place(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
+    """`place_of` the entry of this number in `weights`."""
+    return s.weights[number * 2] if e.held_words == 2 else place_of(e, s.weights, number)
+
+
+def held_value(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
+    """`value_of` the entry of this number in `weights`."""
+    if e.held_words == 2:
+        return T.reinterpret("float32", s.weights[number * 2 + 1])
+    return value_of(e, s.weights, number)
+
+
 # fmt: off
 def take_units(e: Extents) -> Phase:
     """Deal the slots out: to the blocks equally many neighbours, to a block's groups in turn; the phase is (s, io,
@@ -42,7 +54,7 @@ def take_units(e: Extents) -> Phase:
     Neighbouring groups so have neighbouring slots, which the host has given rows of similar lengths.
 
     Reads: `units`, `row_start`.
-    Writes: `first`, `count`, `unit`, `rounds`. A group without a slot has rows without entries.
+    Writes: `first`, `count`, `unit`, `begin`, `length`, `rounds`. A group without a slot has rows without entries.
     Barriers: none, but all lanes of a warp take part.
     """
     share, more = divmod(e.hidden, e.blocks)
@@ -55,50 +67,38 @@ def take_units(e: Extents) -> Phase:
             slot: T.int32 = s.first[0] + T.min(u * e.groups + s.group, s.count[0] - 1)
             s.unit[u] = io.units[slot]
             for g in T.unroll(e.gates):
-                s.length[0] = io.row_start[slot * e.gates + g + 1] - io.row_start[slot * e.gates + g]
+                row = u * e.gates + g
+                s.begin[row] = io.row_start[slot * e.gates + g]
+                s.length[row] = io.row_start[slot * e.gates + g + 1] - s.begin[row]
                 if u * e.groups + s.group >= s.count[0]:
-                    s.length[0] = 0
-                s.rounds[u * e.gates + g] = T.Cast("int32", T.call_extern(
+                    s.length[row] = 0
+                s.rounds[row] = T.Cast("int32", T.call_extern(
                     "uint32", "__reduce_max_sync", T.uint32(FULL_WARP),
-                    T.Cast("uint32", (s.length[0] + (e.lanes - 1)) // e.lanes)))
-
-    return phase
-
-
-def find_row(e: Extents) -> Phase:
-    """Reads: `row_start`. Writes: `begin`, `length` of a row, 0 for a group without a slot. Barriers: none. The phase
-    is (s, io, u, g)."""
-
-    @T.inline
-    def phase(s, io, u, g):
-        slot: T.int32 = s.first[0] + T.min(u * e.groups + s.group, s.count[0] - 1)
-        s.begin[0] = io.row_start[slot * e.gates + g]
-        s.length[0] = io.row_start[slot * e.gates + g + 1] - s.begin[0]
-        if u * e.groups + s.group >= s.count[0]:
-            s.length[0] = 0
+                    T.Cast("uint32", (s.length[row] + (e.lanes - 1)) // e.lanes)))
 
     return phase
 
 
 def read_entry(e: Extents) -> Phase:
-    """The lane's entry of a row, of some round; the phase is (s, io, r).
+    """The lane's entry of a row, of some round; the phase is (s, io, row, r, words, at).
 
-    Reads: `begin`, `length`, the entries. Writes: `word`. Barriers: none.
-    After: `word` is the entry, or refers to the column behind the last.
+    Reads: `begin`, `length`, the entries. Writes: `words` from `at` on. Barriers: none.
+    After: these words are the entry, or refer to the column behind the last.
     """
     absent = e.hidden if e.words == 1 else e.hidden * e.column_bytes
 
     @T.inline
-    def phase(s, io, r):
-        s.word[0] = T.uint32(absent)
-        s.word[1] = T.uint32(0)
-        if r * e.lanes + s.lane < s.length[0]:
+    def phase(s, io, row, r, words, at):
+        words[at] = T.uint32(absent)
+        if e.words == 2:
+            words[at + 1] = T.uint32(0)
+        if r * e.lanes + s.lane < s.length[row]:
+            entry = T.meta_var(s.begin[row] + r * e.lanes + s.lane)
             if e.words == 1:
-                s.word[0] = T.reinterpret("uint32", io.entries[s.begin[0] + r * e.lanes + s.lane, 0])
+                words[at] = T.reinterpret("uint32", io.entries[entry, 0])
             else:
-                s.word[0] = T.Cast("uint32", io.entries[s.begin[0] + r * e.lanes + s.lane, 1]) * T.uint32(
-                    e.column_bytes)
-                s.word[1] = T.reinterpret("uint32", io.entries[s.begin[0] + r * e.lanes + s.lane, 0])
+                words[at] = T.Cast("uint32", io.entries[entry, 1]) * T.uint32(e.column_bytes)
+                words[at + 1] = T.reinterpret("uint32", io.entries[entry, 0])
 
     return phase
 
@@ -116,7 +116,7 @@ def sum_of_zeros(e: Extents) -> Phase:
     def phase(s, io, row):
         s.zeros[row] = T.float32(0)
         for r in T.serial(s.rounds[row]):
-            read(s, io, r)
+            read(s, io, row, r, s.word, 0)
             if (s.word[where] & T.uint32(special)) == T.uint32(special):
                 s.zeros[row] = T.reinterpret("float32", T.uint32(NAN))
         for h in T.unroll(e.lanes.bit_length() - 1):
@@ -131,25 +131,48 @@ def load_weights(e: Extents) -> Phase:
     Reads: the entries. Writes: `weights`, `kept`, `zeros`.
     Barriers: none: a lane reads of `kept` what it wrote. All lanes of a warp take part.
     """
-    find, read, add_zeros = find_row(e), read_entry(e), sum_of_zeros(e)
+    read, add_zeros = read_entry(e), sum_of_zeros(e)
+
+    @T.inline
+    def hold(s, io, row, r):
+        at = (row * e.registers + r) * e.held_words
+        if e.held_words == e.words:
+            read(s, io, row, r, s.weights, at)
+        else:
+            read(s, io, row, r, s.word, 0)
+            s.weights[at] = place_of(e, s.word, 0)
+            s.weights[at + 1] = T.reinterpret("uint32", value_of(e, s.word, 0))
 
     @T.inline
     def phase(s, io):
         for u in T.unroll(e.units):
             for g in T.unroll(e.gates):
-                find(s, io, u, g)
                 for r in T.unroll(e.registers):
-                    read(s, io, r)
-                    for w in T.unroll(e.words):
-                        s.weights[((u * e.gates + g) * e.registers + r) * e.words + w] = s.word[w]
+                    hold(s, io, u * e.gates + g, r)
                 if e.shared > 0:
                     if u * e.groups + s.group < s.count[0]:
                         for r in T.serial(e.shared):
-                            read(s, io, e.registers + r)
+                            read(s, io, u * e.gates + g, e.registers + r, s.word, 0)
                             for w in T.unroll(e.words):
                                 s.kept[kept_at(e, s, u, g, r) + w] = s.word[w]
                 if e.resets:
                     add_zeros(s, io, u * e.gates + g)
+
+    return phase
+
+
+def load_ahead(e: Extents) -> Phase:
+    """Begin the loads of the first round of each row that is not on chip; the phase is (s, io).
+
+    Reads: `rounds`, the entries. Writes: `ahead`, where there is such a round. Barriers: none.
+    """
+    read = read_entry(e)
+
+    @T.inline
+    def phase(s, io):
+        for row in T.unroll(e.rows):
+            if s.rounds[row] > e.registers + e.shared:
+                read(s, io, row, e.registers + e.shared, s.ahead, row * e.words)
 
     return phase
 # fmt: on

@@ -14,13 +14,11 @@ from tvm_sparse.core.arguments import matched
 from tvm_sparse.formats.block_recurrent import COLUMNS, tile_units
 from tvm_sparse.operators.sparse_recurrent.definition import recurrence
 
-from .problem import BlockRecurrent
-
 
 class TileRows:
     """`sparse_recurrent.definition.Rows` of a weight in tiles: an entry is a group's number * 8 and a column of it."""
 
-    def __init__(self, problem: BlockRecurrent) -> None:
+    def __init__(self, problem: Any) -> None:
         self.problem = problem
         self.units = tile_units(problem.gates)
 
@@ -51,7 +49,7 @@ class TileRows:
         return io.group_start[T.min(tile, self.problem.tiles)]
 
 
-def scan(problem: BlockRecurrent) -> tirx.PrimFunc:
+def scan(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
     all_steps = recurrence(problem)
 

@@ -208,7 +208,7 @@ class SoftmaxTopk(Problem):
 
 
 def require_extras(problem: Problem) -> None:
-    """Raise `ProblemError` unless `bias` is 0 or 1, and `ids`, where the operator has them, a whole number, 0 or more."""
+    """Raise `ProblemError` unless `bias` is 0 or 1, and `ids`, where there are any, a whole number of at least 0."""
     bias, ids = problem.axes["bias"], problem.axes.get("ids", 0)
     if bias not in (0, 1):
         raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")

@@ -14,8 +14,6 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import matched
 
-from .problem import RecurrentLayer, SparseRecurrent
-
 
 class Rows(Protocol):
     """How a program reads a weight: its rows by slot, the order of units, and gate; a row's entries one by one.
@@ -42,7 +40,7 @@ class Rows(Protocol):
 class EntryRows:
     """`Rows` of a weight in entries of column and value."""
 
-    def __init__(self, problem: SparseRecurrent) -> None:
+    def __init__(self, problem: Any) -> None:
         self.problem = problem
         self.beyond = problem.hidden * problem.gates
 
@@ -106,7 +104,7 @@ def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
     return phase
 
 
-def recurrence(problem: RecurrentLayer) -> Callable[..., Any]:
+def recurrence(problem: Any) -> Callable[..., Any]:
     """All steps, a unit of a sequence at a time: the body (io) of a definition."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
@@ -195,7 +193,7 @@ def recurrence(problem: RecurrentLayer) -> Callable[..., Any]:
     return all_steps
 
 
-def scan(problem: SparseRecurrent) -> tirx.PrimFunc:
+def scan(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
     all_steps = recurrence(problem)
 

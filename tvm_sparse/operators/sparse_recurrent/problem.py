@@ -40,15 +40,6 @@ if TYPE_CHECKING:
 # Rows of the recurrent weight for each unit.
 GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
 
-# Half a unit in the last place, relative.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Half a unit of the smallest numbers, absolute; float32's and bfloat16's may be flushed to zero.
-SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
-# Standard deviation of what tanh and sigmoid add: six of them are some roundings of an exponential and a quotient with
-# float32, and with 16 bits more than the 2^-11 that the GPU's tanh.approx is off by.
-ACTIVATION = {"float32": 2.0**-23, "float16": 2.0**-13, "bfloat16": 2.0**-13}
-# Standard deviations that an element may be off by, of what independent roundings make: among 10^7 elements none is.
-DEVIATIONS = 6
 # The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: a rounding fades in
 # the steps after it, in the place of growing from step to step.
 NORM = 0.45

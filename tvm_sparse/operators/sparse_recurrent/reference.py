@@ -9,7 +9,15 @@ import numpy as np
 
 from tvm_sparse.core.problem import numpy_dtype
 
-from .problem import ACTIVATION, DEVIATIONS, ROUNDING, SMALLEST, RecurrentLayer
+# Half a unit in the last place, relative.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Half a unit of the smallest numbers, absolute; float32's and bfloat16's may be flushed to zero.
+SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
+# Standard deviation of what tanh and sigmoid add: six of them are some roundings of an exponential and a quotient with
+# float32, and with 16 bits more than the 2^-11 that the GPU's tanh.approx is off by.
+ACTIVATION = {"float32": 2.0**-23, "float16": 2.0**-13, "bfloat16": 2.0**-13}
+# Standard deviations that an element may be off by, of what independent roundings make: among 10^7 elements none is.
+DEVIATIONS = 6
 
 
 class Rows:
@@ -34,14 +42,14 @@ class Rows:
         return found
 
 
-def run(problem: RecurrentLayer, inputs: Sequence[Any], errors: bool = False) -> list[np.ndarray]:
+def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.ndarray]:
     """The outputs in float64, with h rounded to the dtype after every step; or, with `errors`, how far a kernel may be
     off in each of their elements.
 
     Errors are carried along to first order, as variances: those of a sum of many terms are independent. A sum adds the
-    roundings of float32, which grow like the square root of their number, an activation its own (`problem.ACTIVATION`),
+    roundings of float32, which grow like the square root of their number, an activation its own (`ACTIVATION`),
     and rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u:
-    a variance of d * u. An element is then within `problem.DEVIATIONS` deviations, and the unit that its own rounding
+    a variance of d * u. An element is then within `DEVIATIONS` deviations, and the unit that its own rounding
     may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
@@ -118,7 +126,7 @@ def _cell(
 
 
 def _carried(
-    problem: RecurrentLayer,
+    problem: Any,
     local: dict[str, np.ndarray],
     off: np.ndarray,
     off_h: np.ndarray,

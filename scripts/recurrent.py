@@ -1,0 +1,435 @@
+"""What scripts about recurrent layers share: cases, weights with random patterns, and contenders that are checked.
+
+A case is a layer and a call of it: hidden units, batch, steps, density and cell. Contenders are ours with and without
+the input product, torch's module (cuDNN on a GPU, whose input product is part of it), and two loops over steps as users
+write them, of which a GPU gets one CUDA graph: the dense product (cuBLAS) and the sparse one (cuSPARSE).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import torch
+import typer
+from heads import Call, Check, Timed, ready, timed
+
+import tvm_sparse
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
+from tvm_sparse.core.registry import make
+from tvm_sparse.formats.recurrent import RecurrentWeights
+from tvm_sparse.layers.libraries import to_host
+from tvm_sparse.layers.recurrent import launches
+from tvm_sparse.operators.nhot_lookup.problem import typical
+from tvm_sparse.operators.sparse_recurrent.problem import GATES
+
+OURS, PRODUCT, MODULE, DENSE, SPARSE, FLASH = (
+    "sparse layer", "sparse layer + input product", "torch module", "dense step loop", "sparse step loop", "FlashRNN"
+)  # fmt: skip
+DTYPES = ("float32", "float16")
+# Largest differences from the float64 reference; states are at most about 1, and rounded at each step.
+TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 2e-1}
+# The 2-norm of a row of recurrent weights: the layer contracts, so that roundings fade from step to step.
+NORM = 0.45
+# Boost clocks, for the time that gathers from shared memory take at 128 bytes a clock and multiprocessor.
+CLOCKS = (("H200", 1.98e9), ("H100", 1.98e9))
+SHARED_BYTES = 128
+ROUNDS = 10  # a round of a loop over steps takes long
+COLUMNS = ("cell", "hidden", "batch", "steps", "density", "nonzeros", "dtype", "implementation", "microseconds",
+           "microseconds_a_step", "over_ours", "share_of_limit", "timed", "kernel", "note")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and a call of it."""
+
+    hidden: int
+    batch: int = 4
+    steps: int = 256
+    density: float = 0.1
+    cell: str = "tanh"
+
+    @classmethod
+    def parsed(cls, text: str) -> Case:
+        """Of `hidden,batch,steps,density[,cell]`. Raises `typer.BadParameter`."""
+        parts = text.split(",")
+        try:
+            if len(parts) not in (4, 5):
+                raise ValueError
+            case = cls(int(parts[0]), int(parts[1]), int(parts[2]), float(parts[3]), *parts[4:])
+            if min(case.hidden, case.batch, case.steps) < 1 or not 0 < case.density <= 1 or case.cell not in GATES:
+                raise ValueError
+        except ValueError:
+            raise typer.BadParameter(
+                f"expected hidden,batch,steps,density[,{'|'.join(GATES)}], got {text}", param_hint="--case"
+            ) from None
+        return case
+
+    def __str__(self) -> str:
+        return f"{self.cell}, {self.hidden} x {self.batch} x {self.steps} x {self.density:g}"
+
+    @property
+    def rows(self) -> int:
+        return GATES[self.cell] * self.hidden
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Weights and inputs of a case, dense and in float32 on the device; `layers` by dtype."""
+
+    case: Case
+    weight_hh: torch.Tensor
+    weight_ih: torch.Tensor
+    bias_ih: torch.Tensor
+    bias_hh: torch.Tensor
+    x: torch.Tensor
+    layers: Mapping[str, Any]
+    device: str
+
+    @property
+    def nonzeros(self) -> int:
+        return next(iter(self.layers.values())).weights.nonzeros
+
+    def of(self, name: str, dtype: str) -> torch.Tensor:
+        return getattr(self, name).to(getattr(torch, dtype))
+
+    def projected(self, dtype: str) -> torch.Tensor:
+        weights = (self.of(name, dtype) for name in ("weight_ih", "bias_ih", "bias_hh"))
+        return self.layers[dtype].project_inputs(self.of("x", dtype), *weights)
+
+
+def draw(case: Case, device: str, dtypes: Iterable[str] = DTYPES, seed: int = 0, order: str = "banks") -> Drawn:
+    """A layer with a random pattern, and as wide an input."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    rows, hidden = case.rows, case.hidden
+    kept = torch.rand((rows, hidden), generator=generator, device=device) < case.density
+    weight_hh = normal(rows, hidden) * kept * (NORM / max(1.0, hidden * case.density) ** 0.5)
+    bias_hh = 0.1 * normal(rows)
+    found = kept.nonzero().cpu().numpy()
+    values = weight_hh[kept].cpu().numpy()
+    matrix = scipy.sparse.coo_array((values, (found[:, 0], found[:, 1])), shape=(rows, hidden))
+    layers = {dtype: layer(case, matrix, bias_hh, dtype, order) for dtype in dtypes}
+    x = normal(case.steps, case.batch, hidden)
+    weight_ih, bias_ih = normal(rows, hidden) * (0.7 / hidden**0.5), 0.1 * normal(rows)
+    return Drawn(case, weight_hh, weight_ih, bias_ih, bias_hh, x, layers, device)
+
+
+def layer(case: Case, matrix: Any, bias_hh: torch.Tensor, dtype: str, order: str = "banks") -> Any:
+    """Our layer of a case."""
+    if case.cell == "lstm":
+        return tvm_sparse.SparseLSTM(matrix, dtype=dtype, order=order)
+    if case.cell == "gru":
+        return tvm_sparse.SparseGRU(matrix, bias_hh, dtype=dtype, order=order)
+    return tvm_sparse.SparseRNN(matrix, nonlinearity=case.cell, dtype=dtype, order=order)
+
+
+def problems_of(case: Case, dtypes: Iterable[str]) -> list[Problem]:
+    """What calls of our layer run, at the number of nonzeros that is expected."""
+    expected = round(case.rows * case.hidden * case.density)
+    nonzeros = min(case.hidden, typical(expected, case.rows))
+    fixed = {"hidden": case.hidden, "nonzeros": nonzeros, "cell": case.cell}
+    return [
+        make("sparse_recurrent", {"steps": steps, "batch": batch, "dtype": dtype, **fixed})
+        for dtype in dtypes
+        for steps, batch in dict.fromkeys(launches(case.steps, case.batch, case.hidden))
+    ]
+
+
+# ---- contenders ----------------------------------------------------------------------------------
+
+
+def cell_of(kind: str, hidden_bias: torch.Tensor | None, on_gpu: bool) -> Callable[..., tuple[Any, ...]]:
+    """`step(x, product, states) -> states` of a cell: `product` is h W^T. On a GPU by torch's fused kernels."""
+    if kind in ("tanh", "relu"):
+        act = torch.tanh if kind == "tanh" else torch.relu
+        return lambda x, product, states: (act(x + product),)
+    if kind == "lstm":
+        if on_gpu:
+            return lambda x, product, states: torch._thnn_fused_lstm_cell(x, product, states[1])[:2]
+
+        def lstm(x: Any, product: Any, states: Any) -> tuple[Any, ...]:
+            i, f, g, o = (x + product).chunk(4, 1)
+            c = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
+            return o.sigmoid() * c.tanh(), c
+
+        return lstm
+    assert hidden_bias is not None
+    zeros = torch.zeros_like(hidden_bias)
+    inside, outside = torch.cat([zeros, zeros, hidden_bias]), torch.cat([zeros, zeros, zeros])
+    if on_gpu:
+        return lambda x, product, states: torch._thnn_fused_gru_cell(x, product, states[0], outside, inside)[:1]
+
+    def gru(x: Any, product: Any, states: Any) -> tuple[Any, ...]:
+        (xr, xz, xn), (ur, uz, un) = x.chunk(3, 1), (product + inside).chunk(3, 1)
+        z = (xz + uz).sigmoid()
+        n = torch.tanh(xn + (xr + ur).sigmoid() * un)
+        return (n + z * (states[0] - n),)
+
+    return gru
+
+
+def step_loop(
+    drawn: Drawn, dtype: str, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, on_gpu: bool
+) -> Call:
+    """A loop over steps: a product `(batch, rows)` of the state, and the cell."""
+    case = drawn.case
+    bias = drawn.of("bias_hh", dtype)[-case.hidden :] if case.cell == "gru" else None
+    step = cell_of(case.cell, bias, on_gpu)
+    zeros = torch.zeros((case.batch, case.hidden), dtype=x.dtype, device=x.device)
+
+    def call() -> torch.Tensor:
+        states: tuple[Any, ...] = (zeros, zeros) if case.cell == "lstm" else (zeros,)
+        found = []
+        for t in range(case.steps):
+            states = step(x[t], product(states[0]), states)
+            found.append(states[0])
+        return torch.stack(found)
+
+    return call
+
+
+def dense_loop(drawn: Drawn, dtype: str) -> Call:
+    """The dense product, a step at a time; of an Elman layer with the sum in the product."""
+    x, weight, case = drawn.projected(dtype), drawn.of("weight_hh", dtype).T.contiguous(), drawn.case
+    if case.cell not in ("tanh", "relu"):
+        return step_loop(drawn, dtype, lambda h: h @ weight, x, drawn.device == "cuda")
+    act = torch.tanh_ if case.cell == "tanh" else torch.relu_
+    zeros = torch.zeros((case.batch, case.hidden), dtype=x.dtype, device=x.device)
+
+    def call() -> torch.Tensor:
+        found, h = x.clone(), zeros
+        for t in range(case.steps):
+            h = act(torch.addmm(found[t], h, weight, out=found[t]))
+        return found
+
+    return call
+
+
+def sparse_loop(drawn: Drawn) -> Call:
+    """The sparse product of a CSR tensor with the transposed state, a step at a time, in float32."""
+    x, case = drawn.projected("float32"), drawn.case
+    weight = drawn.weight_hh.to_sparse_csr()
+    if case.cell not in ("tanh", "relu"):
+        return step_loop(drawn, "float32", lambda h: (weight @ h.T).T.contiguous(), x, drawn.device == "cuda")
+    act = torch.tanh_ if case.cell == "tanh" else torch.relu_
+    zeros = torch.zeros((case.hidden, case.batch), device=x.device)
+    turned = x.transpose(1, 2).contiguous()
+
+    def call() -> torch.Tensor:
+        found, h = turned.clone(), zeros
+        for t in range(case.steps):
+            h = act(torch.addmm(found[t], weight, h, out=found[t]))
+        return found.transpose(1, 2)
+
+    return call
+
+
+def module(drawn: Drawn, dtype: str) -> Call:
+    """torch's module with the masked weight, its input product included."""
+    case, kind = drawn.case, {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}
+    given = {"device": drawn.device, "dtype": getattr(torch, dtype)}
+    if case.cell in kind:
+        made = kind[case.cell](case.hidden, case.hidden, **given)
+    else:
+        made = torch.nn.RNN(case.hidden, case.hidden, nonlinearity=case.cell, **given)
+    for name in ("weight_hh", "weight_ih", "bias_ih", "bias_hh"):
+        getattr(made, f"{name}_l0").detach().copy_(getattr(drawn, name))
+    made.flatten_parameters()
+    x = drawn.of("x", dtype)
+    return lambda: made(x)[0]
+
+
+def flash(drawn: Drawn) -> Call:
+    """FlashRNN's fused kernel in bfloat16, without the input product: one head, a dense weight."""
+    from flashrnn import flashrnn  # an optional peer, which compiles when it is called
+
+    case, dtype = drawn.case, torch.bfloat16
+    gates = GATES[case.cell]
+    name = {"tanh": "elman", "lstm": "lstm", "gru": "gru"}.get(case.cell)
+    if name is None:
+        raise RuntimeError(f"no {case.cell} cell")
+    shape = (case.steps, case.batch, gates, 1, case.hidden)
+    x = drawn.layers["float32"].project_inputs(drawn.x, drawn.weight_ih, drawn.bias_ih, drawn.bias_hh)
+    wx = x.to(dtype).reshape(shape).transpose(0, 1).contiguous()
+    r = drawn.weight_hh.to(dtype).reshape(gates, 1, case.hidden, case.hidden).contiguous()
+    b = torch.zeros((gates, 1, case.hidden), dtype=dtype, device=drawn.device)
+    return lambda: flashrnn(wx, r, b, function=name, backend="cuda_fused")[0][0][:, :, 0].transpose(0, 1)
+
+
+def reference(drawn: Drawn) -> torch.Tensor:
+    """All outputs in float64."""
+    weights = (getattr(drawn, name).double() for name in ("weight_ih", "bias_ih", "bias_hh"))
+    x = tvm_sparse.project_inputs(drawn.x.double(), *weights, cell=drawn.case.cell)
+    weight = drawn.weight_hh.double()
+    return step_loop(drawn, "float64", lambda h: h @ weight.T, x, False)()
+
+
+def contenders(
+    drawn: Drawn, *, peers: bool = True, loops: bool = True
+) -> tuple[dict[tuple[str, str], Call], dict[tuple[str, str], Check]]:
+    """Calls by implementation and dtype, and how their outputs are checked.
+
+    `peers`: others than ours; `loops`: the loops over steps among them.
+    """
+    case, dtypes = drawn.case, tuple(drawn.layers)
+    makers: dict[tuple[str, str], Callable[[], Call]] = {}
+    for dtype in dtypes:
+        makers[OURS, dtype] = functools.partial(ours, drawn, dtype)
+        makers[PRODUCT, dtype] = functools.partial(ours_with_product, drawn, dtype)
+    if peers:
+        makers |= {(MODULE, dtype): functools.partial(module, drawn, dtype) for dtype in dtypes}
+        if loops:
+            makers |= {(DENSE, dtype): functools.partial(dense_loop, drawn, dtype) for dtype in dtypes}
+            if case.density < 1:
+                makers[SPARSE, "float32"] = functools.partial(sparse_loop, drawn)
+        if drawn.device == "cuda" and importlib.util.find_spec("flashrnn"):
+            makers[FLASH, "bfloat16"] = functools.partial(flash, drawn)
+    wanted = reference(drawn)
+    checks = {key: functools.partial(check, wanted, key[1], str(case)) for key in makers}
+    return {key: prepared(maker) for key, maker in makers.items()}, checks
+
+
+def ours(drawn: Drawn, dtype: str) -> Call:
+    x, one = drawn.projected(dtype), drawn.layers[dtype]
+    return lambda: one(x)[0]
+
+
+def ours_with_product(drawn: Drawn, dtype: str) -> Call:
+    one, x = drawn.layers[dtype], drawn.of("x", dtype)
+    weight, bias_ih, bias_hh = (drawn.of(name, dtype) for name in ("weight_ih", "bias_ih", "bias_hh"))
+    return lambda: one(one.project_inputs(x, weight, bias_ih, bias_hh))[0]
+
+
+def prepared(make_call: Callable[[], Call]) -> Call:
+    """A call that is made when it is first called, so that what cannot be made is a note."""
+    made: list[Call] = []
+
+    def call() -> Any:
+        if not made:
+            made.append(make_call())
+        return made[0]()
+
+    return call
+
+
+def check(wanted: torch.Tensor, dtype: str, what: str, found: Any) -> None:
+    if found.shape != wanted.shape:
+        raise Mismatch(f"{what}: outputs have shape {tuple(found.shape)}")
+    worst = float((found.double() - wanted).abs().max())
+    if not worst <= TOLERANCE[dtype]:
+        raise Mismatch(f"{what}: outputs differ by {worst:.3g} from the float64 reference")
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+Results = dict[tuple[str, str], Timed]
+
+
+@torch.no_grad()
+def measured(
+    cases: Mapping[Case, Mapping[str, Any]],
+    where: Machine,
+    report: Any,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    peers: bool = True,
+    loops: bool = True,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+) -> dict[Case, Results]:
+    """Results of cases, by implementation and dtype; each has more cells of the report's lines.
+
+    Our kernels are built side by side before anything is timed.
+    """
+    results = {}
+    with ready([problem for case in cases for problem in problems_of(case, dtypes)], where):
+        for case, cells in cases.items():
+            typer.echo(f"measuring {case}", err=True)
+            drawn = draw(case, where.device, dtypes, seed)
+            calls, checks = contenders(drawn, peers=peers, loops=loops)
+            names = {key: ", ".join(key) for key in calls}
+            found = timed(
+                {names[key]: call for key, call in calls.items()},
+                {names[key]: one for key, one in checks.items()},
+                where.device,
+                rounds,
+            )
+            results[case] = {key: found[name] for key, name in names.items()}
+            add_lines(report, drawn, results[case], where, cells)
+            del drawn, calls, checks
+    return results
+
+
+def add_lines(report: Any, drawn: Drawn, results: Results, where: Machine, cells: Mapping[str, Any]) -> None:
+    """A line of a CSV for each contender, with more `cells`."""
+    case = drawn.case
+    for (name, dtype), result in results.items():
+        mine = results.get((OURS, dtype)) or results.get((OURS, "float32"))
+        limit = limit_of(case, drawn.nonzeros, dtype, where)
+        kernel = ""
+        if name == OURS:
+            [chosen, *_] = drawn.layers[dtype].explain(case.steps, case.batch, target=where.arch).kernels
+            kernel = f"{chosen.candidate} ({chosen.how})"
+        seconds = result.seconds
+        report.add(
+            **cells,
+            cell=case.cell,
+            hidden=case.hidden,
+            batch=case.batch,
+            steps=case.steps,
+            density=case.density,
+            nonzeros=drawn.nonzeros,
+            dtype=dtype,
+            implementation=name,
+            microseconds=f"{seconds * 1e6:.3f}" if seconds else "",
+            microseconds_a_step=f"{seconds * 1e6 / case.steps:.3f}" if seconds else "",
+            over_ours=f"{seconds / mine.seconds:.3f}" if seconds and mine and mine.seconds else "",
+            share_of_limit=f"{limit / seconds:.3f}" if seconds and limit and name == OURS else "",
+            timed=result.how,
+            kernel=kernel,
+            note=result.note,
+        )
+
+
+def limit_of(case: Case, nonzeros: int, dtype: str, where: Machine) -> float | None:
+    """Seconds that no persistent kernel stays below: gathers from shared memory, or what memory has to bring once.
+
+    Every nonzero gathers the states of all sequences at every step. None where no clock is known.
+    """
+    clock = next((rate for chip, rate in CLOCKS if chip in where.name), None)
+    if clock is None or where.bandwidth is None:
+        return None
+    size = numpy_dtype(dtype).itemsize
+    gathers = case.steps * nonzeros * case.batch * size / (where.cores * SHARED_BYTES * clock)
+    moved = case.steps * case.batch * (case.rows + case.hidden) * size + nonzeros * (4 if size == 2 else 8)
+    return max(gathers, moved / where.bandwidth)
+
+
+def shrunk(case: Case, shrink: int) -> Case:
+    """The case with a `shrink`-th of units and steps, for a look at whether everything runs."""
+    if shrink == 1:
+        return case
+    return dataclasses.replace(case, hidden=max(8, case.hidden // shrink), steps=max(2, case.steps // shrink))
+
+
+def inputs_of(drawn: Drawn, dtype: str, weights: RecurrentWeights) -> list[np.ndarray]:
+    """Inputs of the operator for one launch of a case with weights in a layout, on the host."""
+    case = drawn.case
+    zeros = np.zeros((case.batch, case.hidden), numpy_dtype(dtype))
+    found = [weights.units, weights.row_start, weights.entries, to_host(drawn.projected(dtype)), zeros]
+    if case.cell == "lstm":
+        found.append(zeros)
+    if case.cell == "gru":
+        found.append(to_host(drawn.of("bias_hh", dtype)[-case.hidden :]))
+    return found

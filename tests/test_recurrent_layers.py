@@ -1,0 +1,625 @@
+"""Recurrent layers and stacks on the CPU: torch's own, with the masked weights, is the reference."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tvm_sparse
+from tvm_sparse.core.problem import FLOATS, numpy_dtype
+from tvm_sparse.formats.recurrent import recurrent_weights
+from tvm_sparse.layers import recurrent, storage
+
+torch = pytest.importorskip("torch")
+from tvm_sparse.layers.recurrent_stack import RecurrentStack  # noqa: E402
+
+numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
+MODULES: dict[str, Any] = {
+    "tanh": lambda *a, **k: torch.nn.RNN(*a, nonlinearity="tanh", **k),
+    "relu": lambda *a, **k: torch.nn.RNN(*a, nonlinearity="relu", **k),
+    "lstm": torch.nn.LSTM,
+    "gru": torch.nn.GRU,
+}
+CELLS = tuple(MODULES)
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(next(numbers))
+
+
+def module(cell: str, *sizes: int, density: float | None = 0.3, **options: Any) -> Any:
+    """With recurrent weights that are pruned already, unless the density is None."""
+    made = MODULES[cell](*sizes, **options).eval()
+    if density is not None:
+        for name, parameter in made.named_parameters():
+            if name.startswith("weight_hh"):
+                parameter.detach().copy_(tvm_sparse.prune(parameter, density))
+    return made
+
+
+def layer_of(made: Any, cell: str, **options: Any) -> Any:
+    weight = made.weight_hh_l0.detach()
+    if cell == "lstm":
+        return tvm_sparse.SparseLSTM(weight, **options)
+    if cell == "gru":
+        return tvm_sparse.SparseGRU(weight, made.bias_hh_l0.detach(), **options)
+    return tvm_sparse.SparseRNN(weight, nonlinearity=cell, **options)
+
+
+def projected(layer: Any, made: Any, x: Any) -> Any:
+    with torch.no_grad():
+        return layer.project_inputs(x, made.weight_ih_l0, made.bias_ih_l0, made.bias_hh_l0)
+
+
+def states_of(cell: str, layers: int, batch: int, hidden: int) -> Any:
+    shape = (layers, batch, hidden)
+    return (torch.randn(shape), torch.randn(shape)) if cell == "lstm" else torch.randn(shape)
+
+
+def flat(found: Any) -> list[Any]:
+    """Output and states of a module or a stack."""
+    output, states = found
+    return [output, *states] if isinstance(states, tuple) else [output, states]
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    found, wanted = (a.double().numpy() if isinstance(a, torch.Tensor) else a for a in (found, wanted))
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(wanted, np.float64), tolerance, tolerance)
+
+
+# ---- one layer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 33), (5, 16, 64), (3, 17, 20), (2, 40, 9)])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layer_is_torch_s(cell: str, sizes: tuple[int, int, int]) -> None:
+    steps, batch, hidden = sizes
+    made = module(cell, 6, hidden)
+    layer, x, hx = layer_of(made, cell), torch.randn(steps, batch, 6), states_of(cell, 1, batch, hidden)
+    given = hx if cell == "lstm" else (hx,)
+    with torch.no_grad():
+        wanted, none = flat(made(x, hx)), flat(made(x))
+    found = layer(projected(layer, made, x), *(state[0] for state in given))
+    assert len(found) == len(wanted) == (3 if cell == "lstm" else 2)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other.reshape(one.shape))
+    for one, other in zip(layer(projected(layer, made, x)), none, strict=True):
+        close(one, other.reshape(one.shape))
+
+
+@pytest.mark.parametrize("kind", ["scipy", "csr", "coo", "numpy", "prepared"])
+def test_weights_of_every_kind(kind: str) -> None:
+    import scipy.sparse
+
+    made = module("lstm", 4, 19)
+    dense = made.weight_hh_l0.detach()
+    weight: Any = {
+        "scipy": lambda: scipy.sparse.csc_array(dense.numpy()),
+        "csr": lambda: dense.to_sparse_csr(),
+        "coo": dense.to_sparse,
+        "numpy": dense.numpy,
+        "prepared": lambda: recurrent_weights(dense, 4, order="columns"),
+    }[kind]()
+    layer, x = tvm_sparse.SparseLSTM(weight), torch.randn(5, 2, 4)
+    with torch.no_grad():
+        wanted = made(x)[0]
+    close(layer(projected(layer, made, x))[0], wanted)
+    assert layer.hidden == 19 and layer.dtype == "float32" and "SparseLSTM" in repr(layer)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "row_balanced", "block"])
+def test_a_dense_weight_is_pruned(method: str) -> None:
+    weight = torch.randn(32, 32)
+    layer = tvm_sparse.SparseRNN(weight, density=0.25, method=method, block=8)
+    wanted = tvm_sparse.prune(weight, 0.25, method=method, block=8)
+    assert np.array_equal(layer.weights.dense(), wanted.numpy()) and layer.weights.nonzeros == 256
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_dtypes_and_libraries(cell: str, dtype: str) -> None:
+    made = module(cell, 6, 24)
+    layer = layer_of(made, cell, dtype=dtype)
+    kind = getattr(torch, dtype)
+    rounded = copy.deepcopy(made).to(kind).float()  # weights as the layer has them
+    x = torch.randn(6, 3, 6).to(kind)
+    weights = [a.detach().to(kind) for a in (made.weight_ih_l0, made.bias_ih_l0, made.bias_hh_l0)]
+    given = layer.project_inputs(x, *weights)
+    found = layer(given)
+    with torch.no_grad():
+        wanted = flat(rounded(x.float()))
+    assert all(one.dtype is kind for one in found)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other.reshape(one.shape), TOLERANCE[dtype])
+    # The same arrays in NumPy.
+    arrays = layer(as_numpy(given))
+    for one, other in zip(arrays, found, strict=True):
+        assert isinstance(one, np.ndarray) and one.dtype == numpy_dtype(dtype)
+        assert np.array_equal(one.astype(np.float32), other.float().numpy())
+    ours = layer.project_inputs(as_numpy(x), *map(as_numpy, weights))
+    close(ours.astype(np.float32), given.float(), TOLERANCE[dtype])
+
+
+def as_numpy(tensor: Any) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@pytest.mark.parametrize("batch", [3, 18])
+@pytest.mark.parametrize("cell", CELLS)
+def test_lengths_and_resets(cell: str, batch: int) -> None:
+    """Every sequence by itself, cut where it starts anew."""
+    steps, hidden = 7, 12
+    made = module(cell, 5, hidden)
+    layer, x = layer_of(made, cell), torch.randn(steps, batch, 5)
+    hx = states_of(cell, 1, batch, hidden)
+    given = [state[0] for state in (hx if cell == "lstm" else (hx,))]
+    lengths = torch.randint(0, steps + 1, (batch,))
+    lengths[:2] = torch.tensor([0, steps])
+    resets = torch.rand(steps, batch) < 0.3
+    found = layer(projected(layer, made, x), *given, resets=resets, lengths=lengths)
+    for row in range(batch):
+        state = [part[None, row : row + 1] for part in given]
+        for t in range(steps):
+            if t >= lengths[row]:
+                assert not found[0][t, row].any()
+                continue
+            if resets[t, row]:
+                state = [torch.zeros_like(part) for part in state]
+            with torch.no_grad():
+                output, *state = flat(made(x[t : t + 1, row : row + 1], tuple(state) if cell == "lstm" else state[0]))
+            close(found[0][t, row], output[0, 0])
+        for one, other in zip(found[1:], state, strict=True):
+            close(one[row], other[0, 0])
+    # As integers of other widths, lists, and NumPy.
+    other = layer(projected(layer, made, x), *given, resets=resets.to(torch.int64) * 5, lengths=lengths.tolist())
+    assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
+    arrays = [part.numpy() for part in given]
+    other = layer(projected(layer, made, x).numpy(), *arrays, resets=resets.numpy(), lengths=lengths.numpy())
+    assert all(np.array_equal(a.numpy(), b) for a, b in zip(found, other, strict=True))
+
+
+@pytest.mark.parametrize("cell", ["relu", "lstm"])
+def test_many_steps_are_cut(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module(cell, 5, 8)
+    layer, x = layer_of(made, cell), torch.randn(11, 20, 5)
+    lengths, resets = torch.randint(0, 12, (20,)), torch.rand(11, 20) < 0.2
+    given = projected(layer, made, x)
+    whole = layer(given, lengths=lengths, resets=resets)
+    monkeypatch.setattr(recurrent, "EXCHANGED", 1)
+    monkeypatch.setattr(recurrent, "LEAST_STEPS", 4)
+    out = tuple(torch.empty_like(part) for part in whole)
+    cut = layer(given, lengths=lengths, resets=resets, out=out)
+    for one, other, place in zip(cut, whole, out, strict=True):
+        close(one, other)
+        assert one is place
+    assert layer.launches(11, 20) == ((4, 16), (4, 16), (3, 16), (4, 4), (4, 4), (3, 4))
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (4, 0), (0, 20)])
+def test_nothing_to_compute(sizes: tuple[int, int]) -> None:
+    layer = tvm_sparse.SparseLSTM(torch.randn(20, 5))
+    h0, c0 = torch.randn(sizes[1], 5), torch.randn(sizes[1], 5)
+    output, h_n, c_n = layer(torch.randn(*sizes, 20), h0, c0)
+    assert output.shape == (*sizes, 5) and torch.equal(h_n, h0) and torch.equal(c_n, c0) and h_n is not h0
+
+
+def test_an_empty_matrix_and_empty_rows() -> None:
+    x = torch.randn(4, 3, 8)
+    output, h_n = tvm_sparse.SparseRNN(torch.zeros(8, 8))(x)
+    close(output, torch.tanh(x))
+    weight = torch.randn(8, 8)
+    weight[3] = 0
+    close(tvm_sparse.SparseRNN(weight)(x, torch.randn(3, 8))[0][:, :, 3], torch.tanh(x[:, :, 3]))
+
+
+def test_nan_goes_where_torch_s_goes() -> None:
+    made = module("gru", 5, 16, density=None)
+    layer, x = layer_of(made, "gru"), torch.randn(5, 3, 5)
+    x[2, 1, 0] = float("nan")
+    with torch.no_grad():
+        wanted = made(x)[0]
+    found = layer(projected(layer, made, x))[0]
+    assert torch.equal(found.isnan(), wanted.isnan()) and not found[:, 0].isnan().any()
+
+
+def test_outputs_are_written_in_place() -> None:
+    layer, x = tvm_sparse.SparseGRU(torch.randn(24, 8)), torch.randn(5, 3, 24)
+    out = torch.empty(5, 3, 8), torch.empty(3, 8)
+    found = layer(x, out=out)
+    assert found[0] is out[0] and found[1] is out[1]
+    assert all(torch.equal(a, b) for a, b in zip(found, layer(x), strict=True))
+
+
+LAYER = tvm_sparse.SparseLSTM(np.eye(12, 3, dtype=np.float32))
+X, H = np.zeros((4, 2, 12), np.float32), np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: LAYER(X[0]), ValueError, "x_projected: expected 3 dimensions"),
+        (lambda: LAYER(X[:, :, :8]), ValueError, r"x_projected: expected shape \(steps, batch, 12\)"),
+        (lambda: LAYER(X.astype(np.float16)), ValueError, "x_projected: expected .* dtype float32"),
+        (lambda: LAYER([1]), TypeError, "x_projected: expected a torch tensor or a NumPy array"),
+        (lambda: LAYER(X, H[:1]), ValueError, "h0: expected shape"),
+        (lambda: LAYER(X, H, H.astype(np.float64)), ValueError, "c0: expected shape"),
+        (lambda: LAYER(X, resets=np.zeros((4, 3), bool)), ValueError, "resets: expected shape"),
+        (lambda: LAYER(X, resets=np.zeros((4, 2))), ValueError, "resets: .* of bool or integers"),
+        (lambda: LAYER(X, lengths=[1, 2, 3]), ValueError, r"lengths: expected shape \(2,\)"),
+        (lambda: LAYER(X, lengths=[1, 5]), ValueError, r"lengths: expected values in \[0, 4\] \(steps\), got 5 at 1"),
+        (lambda: LAYER(X, lengths=[-1, 1]), ValueError, "lengths: expected values"),
+        (lambda: LAYER(X, lengths=[0.5, 1]), ValueError, "lengths: expected .* integers"),
+        (lambda: LAYER(np.zeros((4, 20, 12), np.float32), H), ValueError, "h0: expected shape"),
+        (lambda: LAYER(X, out=(X, H, H)), ValueError, r"out \(output\)"),
+        (lambda: LAYER(torch.zeros(4, 2, 12, requires_grad=True)), RuntimeError, "x_projected: requires a gradient"),
+        (lambda: tvm_sparse.SparseRNN(np.ones((3, 4))), ValueError, "expected shape"),
+        (lambda: tvm_sparse.SparseLSTM(np.ones((9, 3))), ValueError, "4 \\* hidden"),
+        (lambda: tvm_sparse.SparseGRU(np.ones((9, 3)), np.ones(4)), ValueError, "hidden_bias: expected shape"),
+        (lambda: tvm_sparse.SparseRNN(np.eye(3), nonlinearity="elu"), ValueError, "nonlinearity: expected one of"),
+        (lambda: tvm_sparse.SparseRNN(np.eye(3), dtype="int8"), ValueError, "dtype"),
+        (lambda: tvm_sparse.SparseRNN(np.eye(3), density=2), ValueError, "density"),
+        (lambda: tvm_sparse.SparseRNN(torch.eye(3).to_sparse(), density=0.5), ValueError, "density: is for a dense"),
+        (lambda: tvm_sparse.SparseLSTM(recurrent_weights(np.eye(3))), ValueError, "weight_hh: expected 4 gates"),
+        (lambda: tvm_sparse.SparseRNN(recurrent_weights(np.eye(3)), density=1), ValueError, "is prepared already"),
+        (lambda: LAYER.astype("float64"), ValueError, "dtype: expected one of"),
+        (lambda: LAYER.to("cpu").capture(3, 2), ValueError, "device: a CUDA graph needs a GPU"),
+        (lambda: LAYER.project_inputs(X, H), ValueError, "weight_ih: expected shape"),
+        (lambda: tvm_sparse.project_inputs(X, X[0].T, cell="elman"), ValueError, "cell: expected one of"),
+        (lambda: LAYER.project_inputs(X, np.zeros((12, 12)), H), ValueError, "bias_ih: expected shape"),
+    ],
+)
+def test_what_does_not_fit_is_named(call: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_calls_are_explained(target: str) -> None:
+    layer = tvm_sparse.SparseGRU(torch.randn(96, 32), density=0.2)
+    found = layer.explain(7, 20, resets=True, target=target)
+    assert found.launches == layer.launches(7, 20) == ((7, 16), (7, 4))
+    assert [kernel.arch for kernel in found.kernels] == [(layer.explain(1, 1, target=target).kernels[0].arch)] * 2
+    assert "2 launches: 7 steps of 16, 7 steps of 4" in str(found) and "resets=1" in str(found)
+    assert "nothing to compute" in str(layer.explain(0, 5, target=target))
+
+
+def test_there_is_no_backward_pass() -> None:
+    stack = tvm_sparse.from_torch(torch.nn.GRU(4, 6))
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="x_projected: requires a gradient"):
+        stack(x)
+    with torch.no_grad():
+        assert not stack(x)[0].requires_grad
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_layers_are_saved(cell: str, dtype: str, suffix: str, tmp_path: Path) -> None:
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    layer = layer_of(module(cell, 5, 14), cell, dtype=dtype)
+    path = layer.save(tmp_path / f"layer{suffix}")
+    again = type(layer).load(path)
+    x = torch.randn(3, 2, 14 * layer.weights.gates).to(getattr(torch, dtype))
+    assert again.cell == cell and again.weights.order == "banks"
+    assert all(torch.equal(a, b) for a, b in zip(layer(x), again(x), strict=True))
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    layer = tvm_sparse.SparseGRU(np.random.default_rng(next(numbers)).standard_normal((21, 7)), density=0.4)
+    held, meta = storage.read(layer.save(tmp_path / "layer.npz"))
+    changes: list[tuple[str, Any]] = [
+        ("units", held["units"][::-1] * 0),
+        ("units", held["units"][1:]),
+        ("row_start", held["row_start"][::-1]),
+        ("row_start", held["row_start"].astype(np.int64)),
+        ("entries", held["entries"][1:]),
+        ("entries", held["entries"] + 1000),
+        ("entries", held["entries"][:, :1]),
+        ("hidden_bias", held["hidden_bias"][1:]),
+        ("hidden_bias", held["hidden_bias"].astype(np.float64)),
+        ("hidden", 0),
+        ("hidden", 8),
+        ("cell", "lstm"),
+        ("dtype", "float16"),
+        ("order", "random"),
+        ("banks", 7),
+        ("format", 99),
+    ]
+    for name, value in changes:
+        arrays, words = dict(held), dict(meta)
+        (arrays if name in arrays else words)[name] = value
+        with pytest.raises(ValueError, match=r"bad\.npz"):
+            tvm_sparse.SparseGRU.load(storage.write(tmp_path / "bad.npz", arrays, words))
+    for name in held:
+        arrays = {other: a for other, a in held.items() if other != name}
+        with pytest.raises(ValueError, match=r"bad\.npz"):
+            tvm_sparse.SparseGRU.load(storage.write(tmp_path / "bad.npz", arrays, meta))
+    with pytest.raises(ValueError, match="not a SparseLSTM"):
+        tvm_sparse.SparseLSTM.load(tmp_path / "layer.npz")
+
+
+def test_layers_change_dtype_and_device() -> None:
+    layer = tvm_sparse.SparseGRU(torch.randn(30, 10), torch.randn(10))
+    half = layer.astype("float16")
+    assert half.dtype == "float16" and layer.astype("float32") is layer and half.hidden_bias.dtype == np.float16
+    close(half.weights.dense().astype(np.float32), layer.weights.dense(), 1e-3)
+    moved = layer.to("cpu")
+    assert moved.device == "cpu" and moved.to("cpu") is moved and moved.weights is layer.weights
+
+
+# ---- stacks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_stack_is_torch_s(cell: str, layers: int, bidirectional: bool, batch_first: bool, bias: bool) -> None:
+    made = module(cell, 6, 20, density=0.4, num_layers=layers, bidirectional=bidirectional, batch_first=batch_first,
+                  bias=bias, dropout=0.5 if layers > 1 else 0.0)  # fmt: skip
+    stack = tvm_sparse.from_torch(made)
+    x, hx = torch.randn(3, 5, 6), states_of(cell, layers * (1 + bidirectional), 3 if batch_first else 5, 20)
+    with torch.no_grad():
+        wanted = [flat(made(x)), flat(made(x, hx)), flat(made(x[0], _first(hx)))]
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, [2, 5, 3], batch_first=True, enforce_sorted=False)
+        hx_packed = states_of(cell, layers * (1 + bidirectional), 3, 20)
+        packed_wanted = made(packed, hx_packed)
+    found = [flat(stack(x)), flat(stack(x, hx)), flat(stack(x[0], _first(hx)))]
+    for these, others in zip(found, wanted, strict=True):
+        for one, other in zip(these, others, strict=True):
+            assert one.shape == other.shape
+            close(one, other)
+    packed_found = stack(packed, hx_packed)
+    for field in ("data", "batch_sizes", "sorted_indices", "unsorted_indices"):
+        close(getattr(packed_found[0], field), getattr(packed_wanted[0], field))
+    for one, other in zip(flat(packed_found)[1:], flat(packed_wanted)[1:], strict=True):
+        close(one, other)
+
+
+def _first(hx: Any) -> Any:
+    return tuple(state[:, 0] for state in hx) if isinstance(hx, tuple) else hx[:, 0]
+
+
+@pytest.mark.parametrize("method", ["magnitude", "row_balanced", "block"])
+def test_a_stack_prunes(method: str) -> None:
+    made = module("lstm", 6, 32, density=None, num_layers=2, bidirectional=True)
+    stack = tvm_sparse.from_torch(made, density=0.25, method=method, block=8)
+    masked = copy.deepcopy(made)
+    for name, parameter in masked.named_parameters():
+        if name.startswith("weight_hh"):
+            parameter.detach().copy_(tvm_sparse.prune(parameter, 0.25, method=method, block=8, gates=4))
+    x = torch.randn(4, 3, 6)
+    with torch.no_grad():
+        wanted = flat(masked(x))
+    for one, other in zip(flat(stack(x)), wanted, strict=True):
+        close(one, other)
+    assert "density=0.25" in repr(stack) and not stack.training
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sequences_side_by_side_are_those_one_after_the_other(cell: str) -> None:
+    """`resets` in both directions: two sequences in one row are each what they are alone."""
+    made = module(cell, 6, 12, num_layers=2, bidirectional=True, batch_first=True)
+    stack = tvm_sparse.from_torch(made)
+    first, second = torch.randn(1, 4, 6), torch.randn(1, 3, 6)
+    both = torch.cat([first, second, torch.randn(1, 2, 6)], 1)
+    resets = torch.zeros(1, 9, dtype=torch.int32)
+    resets[0, 4] = resets[0, 7] = 1
+    with torch.no_grad():
+        wanted = torch.cat([made(first)[0], made(second)[0]], 1)
+    close(stack(both, resets=resets, lengths=[7])[0][:, :7], wanted)
+    close(stack(both, resets=resets)[0][:, :7], wanted)
+    close(stack(both, lengths=torch.tensor([4]))[0][:, :4], wanted[:, :4])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_stacks_are_of_other_dtypes(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    made = module("gru", 6, 16, num_layers=2)
+    x = torch.randn(5, 2, 6)
+    with torch.no_grad():
+        wanted = made(x)[0]
+    for stack in (
+        tvm_sparse.from_torch(made, dtype=dtype),
+        tvm_sparse.from_torch(made).to(kind),
+        tvm_sparse.from_torch(copy.deepcopy(made).to(kind)),
+    ):
+        found = stack(x.to(kind))[0]
+        assert found.dtype is kind and stack.dtype == dtype
+        close(found, wanted, 10 * TOLERANCE[dtype])
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        tvm_sparse.from_torch(made).double()
+
+
+def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = module("lstm", 6, 16, num_layers=2, bidirectional=True)
+            self.out = torch.nn.Linear(32, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.rnn(x)[0])
+
+    model, x = Model().eval(), torch.randn(4, 3, 6)
+    with torch.no_grad():
+        wanted = model(x)
+        model.rnn = tvm_sparse.from_torch(model.rnn)
+        close(model.to("cpu")(x), wanted)
+        assert not any(name.startswith("rnn") for name in model.state_dict())
+        path = model.rnn.save(tmp_path / "stack.npz")
+        model.rnn = RecurrentStack.load(path)
+        close(model(x), wanted)
+    held, meta = storage.read(path)
+    del held["entries_2"]
+    with pytest.raises(ValueError, match="layer 2"):
+        RecurrentStack.load(storage.write(tmp_path / "bad.npz", held, meta))
+    with pytest.raises(ValueError, match="not a stack"):
+        RecurrentStack.load(storage.write(tmp_path / "bad.npz", held, {**meta, "format": 7}))
+    with pytest.raises(ValueError, match="not a stack"):
+        RecurrentStack.load(storage.write(tmp_path / "bad.npz", held, {"format": 1, "layers": 3}))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: tvm_sparse.from_torch(torch.nn.Linear(3, 4)), TypeError, "module: expected a torch.nn.RNN"),
+        (lambda: tvm_sparse.from_torch(torch.nn.LSTM(3, 4, proj_size=2)), ValueError, "module: .*proj_size=2"),
+        (lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4), dtype="int8"), ValueError, "dtype: expected one of"),
+        (lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 5)), ValueError, "input: expected two or"),
+        (
+            lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 1, 3), torch.zeros(2, 1, 4)),
+            ValueError,
+            "hx: expected one of shape",
+        ),
+        (
+            lambda: tvm_sparse.from_torch(torch.nn.LSTM(3, 4))(torch.zeros(2, 1, 3), torch.zeros(1, 4)),
+            ValueError,
+            "hx: expected two of shape",
+        ),
+        (
+            lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 1, 3), lengths=[3]),
+            ValueError,
+            "lengths: expected values",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_stack_is_named(call: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message), torch.no_grad():
+        call()
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layer_on_the_gpu(cell: str, dtype: str) -> None:
+    """As on the CPU, with resets and lengths, in one launch and in several."""
+    made, kind = module(cell, 16, 77), getattr(torch, dtype)
+    layer = layer_of(made, cell, dtype=dtype)
+    for batch in (1, 5, 16, 21):
+        x = torch.randn(9, batch, 77 * layer.weights.gates).to(kind)
+        states = [torch.randn(batch, 77).to(kind) for _ in range(2 if cell == "lstm" else 1)]
+        lengths, resets = torch.randint(0, 10, (batch,)), torch.rand(9, batch) < 0.2
+        for given in ({}, {"resets": resets}, {"lengths": lengths}, {"resets": resets, "lengths": lengths}):
+            wanted = layer(x, *states, **given)
+            placed = {name: array.cuda() for name, array in given.items()}
+            for some in (placed, {**placed, **({"lengths": lengths} if "lengths" in given else {})}):
+                found = layer(x.cuda(), *(state.cuda() for state in states), **some)
+                for one, other in zip(found, wanted, strict=True):
+                    assert one.is_cuda and one.dtype is kind
+                    close(one.cpu(), other, 4 * TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layer_is_cudnn_s(cell: str) -> None:
+    made = module(cell, 64, 512, density=0.1).cuda()
+    layer, x = layer_of(made, cell), torch.randn(64, 4, 64, device="cuda")
+    with torch.no_grad():
+        wanted = made(x)
+    found = layer(projected(layer, made, x))
+    close(found[0].cpu(), wanted[0].cpu(), 5e-3)  # cuDNN's products may be in TF32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [4, 20])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_call_is_one_graph(cell: str, batch: int) -> None:
+    layer = layer_of(module(cell, 8, 96), cell).to("cuda")
+    names = ("h0", "c0") if cell == "lstm" else ("h0",)
+    captured = layer.capture(12, batch, resets=True, lengths=True)
+    assert set(captured.inputs) == {"x_projected", *names, "resets", "lengths"}
+    for _ in range(3):
+        inputs = {"x_projected": torch.randn(12, batch, 96 * layer.weights.gates, device="cuda")}
+        inputs |= {name: torch.randn(batch, 96, device="cuda") for name in names}
+        inputs["resets"] = (torch.rand(12, batch, device="cuda") < 0.2).int()
+        inputs["lengths"] = torch.randint(0, 13, (batch,), device="cuda", dtype=torch.int32)
+        found = [part.clone() for part in captured(**inputs)]
+        states = [inputs[name] for name in names]
+        wanted = layer(inputs["x_projected"], *states, resets=inputs["resets"], lengths=inputs["lengths"])
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    again = captured(x_projected=inputs["x_projected"])
+    assert all(torch.equal(one, other) for one, other in zip(again, wanted, strict=True))
+    with pytest.raises(ValueError, match="h0: the graph takes shape"):
+        captured(h0=torch.zeros(batch, 95, device="cuda"))
+    with pytest.raises(TypeError, match="bias: the graph was captured with x_projected"):
+        captured(bias=inputs["h0"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_stack_on_the_gpu(cell: str, tmp_path: Path) -> None:
+    made = module(cell, 24, 64, num_layers=2, bidirectional=True)
+    stack = tvm_sparse.from_torch(made)
+    x, lengths = torch.randn(10, 3, 24), torch.tensor([3, 10, 0])
+    wanted = flat(stack(x, lengths=lengths))
+    moved = copy.deepcopy(stack).to("cuda")
+    loaded = RecurrentStack.load(stack.save(tmp_path / "stack.npz"), device="cuda")
+    for one in (moved, loaded, tvm_sparse.from_torch(made.cuda())):
+        for where in ("cpu", "cuda"):
+            found = flat(one(x.cuda(), lengths=lengths.to(where)))
+            for these, others in zip(found, wanted, strict=True):
+                assert these.is_cuda
+                close(these.cpu(), others, 1e-4)
+    # In a graph of the caller's own.
+    placed, given = x.cuda(), lengths.cuda()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        moved(placed, lengths=given)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        output, _ = moved(placed, lengths=given)
+    placed.copy_(torch.randn(10, 3, 24))
+    graph.replay()
+    torch.cuda.synchronize()
+    close(output.cpu(), moved(placed, lengths=given)[0].cpu(), 1e-6)
+    with pytest.raises(ValueError, match="lengths: expected values"):
+        moved(placed, lengths=[11, 1, 1])
+
+
+@pytest.mark.gpu
+def test_half_precision_stacks_on_the_gpu() -> None:
+    made = module("lstm", 32, 128, density=0.1)
+    x = torch.randn(20, 4, 32)
+    with torch.no_grad():
+        wanted = made(x)[0]
+    for kind in (torch.float16, torch.bfloat16):
+        stack = tvm_sparse.from_torch(made).to("cuda", kind)
+        close(stack(x.to("cuda", kind))[0].float().cpu(), wanted, 5e-2)
+
+
+@pytest.mark.gpu
+def test_weights_on_the_gpu_are_prepared() -> None:
+    weight = torch.randn(3 * 40, 40, device="cuda")
+    layer = tvm_sparse.SparseGRU(weight, torch.randn(120, device="cuda"), density=0.2)
+    assert np.array_equal(layer.weights.dense(), tvm_sparse.prune(weight.cpu(), 0.2).numpy())
+    sparse = tvm_sparse.SparseGRU(tvm_sparse.prune(weight, 0.2).to_sparse_csr())
+    assert np.array_equal(sparse.weights.dense(), layer.weights.dense())
+    for method in ("magnitude", "row_balanced", "block"):
+        ours = tvm_sparse.pruning_mask(weight, 0.3, method=method, block=8)
+        assert ours.is_cuda and torch.equal(
+            ours.cpu(), tvm_sparse.pruning_mask(weight.cpu(), 0.3, method=method, block=8)
+        )
+    with pytest.raises(ValueError, match="lengths: expected an array on the host or beside x_projected"):
+        layer(torch.zeros(2, 1, 120), lengths=torch.ones(1, dtype=torch.int32, device="cuda"))

@@ -1,0 +1,728 @@
+"""Recurrent layers with sparse recurrent weights: prepared once, called with a projected input.
+
+A layer holds its weights in the layout of the kernels, and cuts a call into launches: of at most `BATCH` sequences, and
+of so many steps that the exchange between thread blocks has its place. It has no kernels of its own.
+
+Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ..core import machine
+from ..core.problem import FLOATS, numpy_dtype
+from ..core.registry import make
+from ..formats.compressed import check_compressed
+from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, recurrent_weights
+from ..operators.nhot_lookup.problem import typical
+from ..operators.sparse_recurrent.call import sparse_recurrent
+from ..operators.sparse_recurrent.problem import GATES
+from ..runtime import arrays
+from ..runtime.arrays import Facts
+from ..runtime.calls import check_floats, facts_beside, outputs_for, refuse_gradient
+from ..runtime.dispatch import Explanation, dispatcher
+from . import storage
+from .captured import CapturedLayer
+from .libraries import TORCH, library, to_host
+from .pruning import BLOCK, prune
+
+FORMAT = 1  # of what `save` writes
+NONLINEARITIES = ("tanh", "relu")
+# Sequences of a launch.
+BATCH = 16
+# Bytes of hidden states, all steps of a launch together: kernels that exchange them by marked slots keep each.
+EXCHANGED = 1 << 26
+LEAST_STEPS = 64
+# Arrays of `RecurrentWeights` that a file holds.
+HELD = ("units", "row_start", "entries")
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """What `explain` of a layer returns: the launches of a call, and the kernel of each.
+
+    Attributes
+    ----------
+    launches
+        `(steps, batch)` of each launch in turn.
+    kernels
+        What runs each, as `tvm_sparse.explain` has it.
+    """
+
+    launches: tuple[tuple[int, int], ...]
+    kernels: tuple[Explanation, ...]
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{steps} steps of {batch}" for steps, batch in self.launches) or "nothing to compute"
+        count = f"{len(self.launches)} launch{'es' * (len(self.launches) != 1)}"
+        return "\n".join([f"{count}: {shapes}", *map(str, dict.fromkeys(map(str, self.kernels)))])
+
+
+def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None, *, cell: str) -> Any:
+    """What a layer takes: x @ weight_ih.T with the biases that do not depend on the state.
+
+    x_projected = x W_ih^T + b_ih + b_hh; of a GRU's last gate without b_hh, which is the layer's `hidden_bias`.
+
+    Parameters
+    ----------
+    x
+        `(..., input)` torch tensor or NumPy array.
+    weight_ih
+        `(gates * hidden, input)` of its library and dtype, gates in torch's order.
+    bias_ih, bias_hh
+        `(gates * hidden,)` or None.
+    cell
+        "tanh", "relu", "lstm" or "gru".
+
+    Returns
+    -------
+    x_projected
+        `(..., gates * hidden)`: a dense product by the library of `x`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit, naming them.
+    """
+    if cell not in GATES:
+        raise ValueError(f"cell: expected one of {', '.join(GATES)}, got {cell!r}")
+    width, shapes = x.shape[-1] if len(x.shape) else 0, tuple(weight_ih.shape)
+    if len(shapes) != 2 or shapes[0] % GATES[cell] or shapes[1] != width:
+        raise ValueError(f"weight_ih: expected shape ({GATES[cell]} * hidden, {width}), got {shapes}")
+    for name, bias in (("bias_ih", bias_ih), ("bias_hh", bias_hh)):
+        if bias is not None and tuple(bias.shape) != shapes[:1]:
+            raise ValueError(f"{name}: expected shape {shapes[:1]}, got {tuple(bias.shape)}")
+    bias = projected_bias(bias_ih, bias_hh, cell)
+    if library("x", x) is TORCH:
+        import torch
+
+        return torch.nn.functional.linear(x, weight_ih, bias)
+    # Sixteen bits are summed as float32, and rounded once.
+    found = x.astype(np.float32) @ weight_ih.T.astype(np.float32) if x.dtype.itemsize == 2 else x @ weight_ih.T
+    return (found if bias is None else found + bias).astype(x.dtype, copy=False)
+
+
+def projected_bias(bias_ih: Any, bias_hh: Any, cell: str) -> Any:
+    """The bias of a projection, see `project_inputs`; None if there is none."""
+    if bias_hh is not None and cell == "gru":
+        outside = 2 * bias_hh.shape[0] // 3
+        zeros = bias_hh[outside:] * 0
+        bias_hh = library("bias_hh", bias_hh).concatenate([bias_hh[:outside], zeros], 0)
+    if bias_ih is None or bias_hh is None:
+        return bias_hh if bias_ih is None else bias_ih
+    return bias_ih + bias_hh
+
+
+def launches(steps: int, batch: int, hidden: int) -> tuple[tuple[int, int], ...]:
+    """Steps and sequences of each launch of a call, of layers with so many units."""
+    return tuple((time.stop - time.start, rows.stop - rows.start) for time, rows in _parts(steps, batch, hidden))
+
+
+def _parts(steps: int, batch: int, hidden: int) -> Iterator[tuple[slice, slice]]:
+    """As `launches`, which steps and sequences; those of the same sequences in the order of time."""
+    for first in range(0, batch, BATCH):
+        rows = min(BATCH, batch - first)
+        most = max(LEAST_STEPS, EXCHANGED // (4 * hidden * rows))
+        for begin in range(0, steps, most):
+            yield slice(begin, min(steps, begin + most)), slice(first, first + rows)
+
+
+class _Layer:
+    """What the three layers share."""
+
+    weights: RecurrentWeights
+    cell: str
+    cells: ClassVar[tuple[str, ...]]  # that a class may have
+    hidden_bias: np.ndarray | None = None  # on the host, of a GRU
+
+    def __init__(
+        self,
+        weight_hh: Any,
+        cell: str,
+        density: float | None,
+        method: str,
+        block: int,
+        dtype: str | None,
+        order: str,
+        device: Any,
+    ) -> None:
+        if isinstance(weight_hh, RecurrentWeights):
+            if density is not None or dtype not in (None, weight_hh.dtype):
+                raise ValueError("weight_hh: is prepared already; density and dtype are its own")
+            weights = weight_hh
+        else:
+            if density is not None:
+                if not (arrays.is_numpy(weight_hh) or arrays.is_torch(weight_hh) and _is_dense(weight_hh)):
+                    raise ValueError(
+                        "density: is for a dense weight, a NumPy array or a torch tensor; a sparse one keeps the"
+                        " entries that it has"
+                    )
+                options: dict[str, Any] = {"method": method, "block": block, "gates": _gates_of(weight_hh, cell)}
+                weight_hh = prune(weight_hh, density, **options)
+            weights = recurrent_weights(weight_hh, GATES[cell], dtype=dtype, order=order)
+        self._set(weights, cell, device)
+
+    def _set(self, weights: RecurrentWeights, cell: str, device: Any) -> None:
+        if weights.gates != GATES[cell]:
+            raise ValueError(f"weight_hh: expected {GATES[cell]} gates, got {weights.gates}")
+        self.weights, self.cell = weights, cell
+        self.device = None if device is None else str(device)
+        self._constants: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.weights}, cell={self.cell!r}, device={self.device!r})"
+
+    @property
+    def hidden(self) -> int:
+        """The number of units."""
+        return self.weights.hidden
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, and of all inputs and outputs."""
+        return self.weights.dtype
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def _call(self, x_projected: Any, states: tuple[Any, ...], resets: Any, lengths: Any, out: Any) -> tuple[Any, ...]:
+        shape = tuple(getattr(x_projected, "shape", ()))
+        parts = list(_parts(shape[0], shape[1], self.hidden)) if len(shape) == 3 else []
+        if len(parts) == 1 and resets is None and lengths is None:
+            # The operator checks the arguments of its one launch.
+            states = tuple(self._zeros(x_projected) if state is None else state for state in states)
+            return self._launch(x_projected, states, None, None, out)
+        known = self._check(x_projected)
+        names = ("h0", "c0")[: len(states)]
+        wanted = (shape[1], self.hidden)
+        for name, state in zip(names, states, strict=True):
+            if state is not None:
+                facts_beside(name, state, wanted, self.dtype, known, "x_projected is")
+        states = tuple(self._zeros(x_projected) if state is None else state for state in states)
+        resets, lengths = self._resets(resets, known), checked_lengths(lengths, x_projected, *shape[:2])
+        if len(parts) == 1:
+            return self._launch(x_projected, states, resets, lengths, out)
+        shapes = [("output", (*known.shape[:2], self.hidden)), *((f"{name[0]}_n", wanted) for name in names)]
+        outputs = outputs_for(out, tuple((name, shape, self.dtype) for name, shape in shapes), x_projected, known)
+        for place, state in zip(outputs[1:], states, strict=True):
+            place[...] = state
+        for time, rows in parts:
+            found = self._launch(
+                x_projected[time, rows],
+                tuple(place[rows] for place in outputs[1:]),
+                None if resets is None else resets[time, rows],
+                None if lengths is None else self._left(lengths[rows], time),
+                None,
+            )
+            outputs[0][time, rows] = found[0]
+            for place, state in zip(outputs[1:], found[1:], strict=True):
+                place[rows] = state
+        return tuple(outputs)
+
+    def _launch(self, x: Any, states: tuple[Any, ...], resets: Any, lengths: Any, out: Any) -> tuple[Any, ...]:
+        return sparse_recurrent(
+            self.weights,
+            x,
+            *states,
+            cell=self.cell,
+            hidden_bias=None if self.hidden_bias is None else self._placed("hidden_bias", self.hidden_bias, x),
+            resets=resets,
+            lengths=lengths,
+            out=out,
+        )
+
+    def launches(self, steps: int, batch: int) -> tuple[tuple[int, int], ...]:
+        """Steps and sequences of each launch of a call."""
+        return launches(steps, batch, self.hidden)
+
+    def project_inputs(self, x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None) -> Any:
+        """`x_projected` of inputs `(..., input)`, see `tvm_sparse.project_inputs`."""
+        return project_inputs(x, weight_ih, bias_ih, bias_hh, cell=self.cell)
+
+    def explain(
+        self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False, target: str = "auto"
+    ) -> LayerExplanation:
+        """The launches of a call with `(steps, batch, ...)`, and which kernel runs each, and why.
+
+        `resets` and `lengths`: whether the call has them. `target` is that of `tvm_sparse.explain`.
+        """
+        where = machine.resolve(target)
+        shapes = self.launches(steps, batch)
+        found = {
+            shape: dispatcher.explain(make("sparse_recurrent", self.axes(*shape, resets, lengths)), where)
+            for shape in dict.fromkeys(shapes)
+        }
+        return LayerExplanation(shapes, tuple(found[shape] for shape in shapes))
+
+    def axes(self, steps: int, batch: int, resets: bool = False, lengths: bool = False) -> dict[str, Any]:
+        """Axes of the problem `sparse_recurrent` that a launch is."""
+        return {
+            "steps": steps,
+            "batch": batch,
+            "hidden": self.hidden,
+            "nonzeros": min(self.hidden, typical(self.weights.nonzeros, self.weights.gates * self.hidden)),
+            "cell": self.cell,
+            "dtype": self.dtype,
+            "resets": int(resets),
+            "ragged": int(lengths),
+        }
+
+    def capture(self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False) -> CapturedLayer:
+        """A call of one shape as a CUDA graph with inputs and outputs that stay in place: see `CapturedLayer`.
+
+        On the layer's device, or the current GPU if it has none.
+
+        Raises
+        ------
+        ValueError
+            If that is no GPU.
+        """
+        device = self.device or "cuda"
+        if not device.startswith("cuda"):
+            raise ValueError(f"device: a CUDA graph needs a GPU, and the layer is for {device}; use layer.to('cuda')")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("device: a CUDA graph needs a GPU, and torch finds none")
+        kind = {"dtype": getattr(torch, self.dtype), "device": device}
+        inputs = {"x_projected": torch.zeros((steps, batch, self.weights.gates * self.hidden), **kind)}
+        inputs |= {name: torch.zeros((batch, self.hidden), **kind) for name in self._states()}
+        if resets:
+            inputs["resets"] = torch.zeros((steps, batch), dtype=torch.int32, device=device)
+        if lengths:
+            inputs["lengths"] = torch.full((batch,), steps, dtype=torch.int32, device=device)
+
+        def step() -> tuple[Any, ...]:
+            states = tuple(inputs[name] for name in self._states())
+            return self._call(inputs["x_projected"], states, inputs.get("resets"), inputs.get("lengths"), None)
+
+        return CapturedLayer(step, inputs)
+
+    def _states(self) -> tuple[str, ...]:
+        return ("h0", "c0") if self.cell == "lstm" else ("h0",)
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    def to(self, device: Any) -> Self:
+        """The layer for a device, which `capture` takes. Weights are placed where inputs lie at the first call."""
+        if str(device) == self.device:
+            return self
+        return self._like(self.weights, device)
+
+    def astype(self, dtype: str) -> Self:
+        """The layer with weights, inputs and outputs of another dtype; itself if it is the same."""
+        if dtype == self.dtype:
+            return self
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
+        own = self.weights
+        again = lay_out(*own.coordinates(), self.hidden, own.gates, dtype, own.order or "banks", own.banks)
+        return self._like(again, self.device)
+
+    def _like(self, weights: RecurrentWeights, device: Any) -> Self:
+        found = type(self).__new__(type(self))
+        found._set(weights, self.cell, device)
+        if self.hidden_bias is not None:
+            found.hidden_bias = self.hidden_bias.astype(numpy_dtype(weights.dtype))
+        return found
+
+    def save(self, path: str | Path) -> Path:
+        """Write the layer to a file: `.safetensors` or `.npz`; without a suffix safetensors if installed, else npz.
+
+        Returns
+        -------
+        path
+            With its suffix. An older file is replaced.
+        """
+        held, meta = self.parts()
+        return storage.write(Path(path), held, {"format": FORMAT, **meta})
+
+    def parts(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Arrays and numbers that `assembled` makes the layer of."""
+        held = {name: getattr(self.weights, name) for name in HELD}
+        if self.hidden_bias is not None:
+            held["hidden_bias"] = self.hidden_bias
+        own = self.weights
+        order = {"order": own.order, "banks": own.banks}
+        return held, {"cell": self.cell, "hidden": self.hidden, "dtype": self.dtype, **order}
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Any = None) -> Self:
+        """A layer that `save` wrote, for a device.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged, of another version or kind of layer, or says what no layer can be.
+        """
+        path = Path(path)
+        held, meta = storage.read(path)
+        if meta.get("format") != FORMAT:
+            raise ValueError(f"{path}: format {meta.get('format')!r}; this version reads {FORMAT}")
+        return cls.assembled(held, meta, device, str(path))
+
+    @classmethod
+    def assembled(cls, held: dict[str, np.ndarray], meta: dict[str, Any], device: Any, source: str) -> Self:
+        """A layer of what `parts` gave, checked: no kernel reads outside of its arrays. Errors name the `source`."""
+        cell, hidden, dtype, order, banks = (meta.get(name) for name in ("cell", "hidden", "dtype", "order", "banks"))
+        if cell not in cls.cells or dtype not in FLOATS or not isinstance(hidden, int) or hidden < 1:
+            raise ValueError(f"{source}: not a {cls.__name__}: cell {cell!r}, hidden {hidden!r}, dtype {dtype!r}")
+        if order not in ("", *ORDERS) or banks not in BANKS:
+            raise ValueError(f"{source}: no order of entries: {order!r} for {banks!r} banks")
+        layer = cls.__new__(cls)
+        try:
+            units, row_start, entries = (held[name] for name in HELD)
+            weights = RecurrentWeights(hidden, GATES[cell], dtype, units, row_start, entries, order, banks)
+            _check_weights(weights)
+            layer._set(weights, cell, device)
+            if cell == "gru":
+                bias = held["hidden_bias"]
+                if bias.shape != (hidden,) or bias.dtype != numpy_dtype(dtype):
+                    raise ValueError(f"hidden_bias: expected shape ({hidden},) and dtype {dtype}")
+                layer.hidden_bias = bias
+        except KeyError as error:
+            raise ValueError(f"{source}: has no {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{source}: {error}") from error
+        return layer
+
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def _check(self, x: Any) -> Facts:
+        library("x_projected", x)
+        known = arrays.facts("x_projected", x)
+        check_floats("x_projected", known, rank=3)
+        refuse_gradient("x_projected", x)
+        width = self.weights.gates * self.hidden
+        if known.shape[2] != width or known.dtype != self.dtype:
+            raise ValueError(
+                f"x_projected: expected shape (steps, batch, {width}) and dtype {self.dtype}, as the weights have, got"
+                f" {known.shape} and {known.dtype}"
+            )
+        return known
+
+    def _resets(self, resets: Any, known: Facts) -> Any:
+        """As the operator takes them."""
+        if resets is None:
+            return None
+        found, wanted = arrays.facts("resets", resets), known.shape[:2]
+        if found.shape != wanted or not found.dtype.startswith(("bool", "int", "uint")):
+            raise ValueError(
+                f"resets: expected shape {wanted} (steps, batch) of bool or integers, got {found.shape} and"
+                f" {found.dtype}"
+            )
+        if (found.device, found.index) != (known.device, known.index):
+            raise ValueError(
+                f"resets: expected an array on {known.device}:{known.index}, as x_projected is, got"
+                f" {found.device}:{found.index}"
+            )
+        if found.dtype == "int32":
+            return resets
+        return library("resets", resets).cast(resets if found.dtype == "bool" else resets != 0, "int32")
+
+    def _left(self, lengths: Any, time: slice) -> Any:
+        """Of the lengths, what lies within the steps of a launch."""
+        xp = library("lengths", lengths)
+        left = xp.above_zero(lengths - time.start)
+        most = xp.full((1,), time.stop - time.start, "int32", lengths)
+        return xp.where(left < most, left, most)
+
+    def _zeros(self, x: Any) -> Any:
+        key = ("zeros", x.shape[1], *_place(x))
+        if key not in self._constants:
+            shape = (x.shape[1], self.hidden)
+            self._constants[key] = library("x_projected", x).full(shape, 0.0, self.dtype, x)
+        return self._constants[key]
+
+    def _placed(self, name: str, array: np.ndarray, like: Any) -> Any:
+        key = (name, *_place(like))
+        if key not in self._constants:
+            self._constants[key] = library("x_projected", like).from_host(array, like)
+        return self._constants[key]
+
+
+class SparseRNN(_Layer):
+    """An Elman layer with sparse recurrent weights.
+
+        h_t = g(x_t + W_hh h_{t-1}),  g = tanh or relu
+
+    Parameters
+    ----------
+    weight_hh
+        `(hidden, hidden)`: a SciPy sparse matrix, a torch tensor of a sparse layout, a dense NumPy array or torch
+        tensor (whose nonzeros are taken), or a `RecurrentWeights`.
+    nonlinearity
+        "tanh" or "relu".
+    density
+        Prune a dense weight to this share of its entries first.
+    method, block
+        How, as of `tvm_sparse.pruning_mask`; blocks have rows of all gates.
+    dtype
+        Of weights, inputs, states and outputs: "float32", "float16" or "bfloat16"; default: that of the weight
+        (float32 in the place of float64). Sums are made in float32; the states that go from step to step are rounded.
+    order
+        Of the entries of a row: "banks" (few bank conflicts), "greedy" or "columns", as of
+        `formats.recurrent.recurrent_weights`.
+    device
+        Of `capture`, e.g. "cuda". Calls run where their inputs lie.
+
+    Attributes
+    ----------
+    weights
+        The `RecurrentWeights`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parameters that do not fit, naming them.
+
+    When not to use it: for training, there is no backward pass. Above a density of about a half a dense layer is as
+    fast. When the weights change, make a new layer.
+
+    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", equation 2.
+    """
+
+    cells = NONLINEARITIES
+
+    def __init__(
+        self,
+        weight_hh: Any,
+        *,
+        nonlinearity: str = "tanh",
+        density: float | None = None,
+        method: str = "magnitude",
+        block: int = BLOCK,
+        dtype: str | None = None,
+        order: str = "banks",
+        device: Any = None,
+    ) -> None:
+        if nonlinearity not in NONLINEARITIES:
+            raise ValueError(f"nonlinearity: expected one of {', '.join(NONLINEARITIES)}, got {nonlinearity!r}")
+        super().__init__(weight_hh, nonlinearity, density, method, block, dtype, order, device)
+
+    def __call__(
+        self, x_projected: Any, h0: Any = None, *, resets: Any = None, lengths: Any = None, out: Any = None
+    ) -> tuple[Any, Any]:
+        """Run the layer over all steps.
+
+        Parameters
+        ----------
+        x_projected
+            `(steps, batch, hidden)` torch tensor or NumPy array of the layer's dtype: W_ih x_t + b_ih + b_hh, see
+            `project_inputs`. Batches above 16 take several launches.
+        h0
+            `(batch, hidden)`, the state before the first step; default: zeros.
+        resets
+            `(steps, batch)` of bool or integers: where it is not 0, the state is zero before that step.
+        lengths
+            `(batch,)` integers in [0, steps]: behind its length a sequence has output 0, and its state stays. Checked
+            if they lie on the host.
+        out
+            The arrays to write into, as they are returned.
+
+        Returns
+        -------
+        output
+            `(steps, batch, hidden)` of the layer's dtype: h_t.
+        h_n
+            `(batch, hidden)`: the state after the last step (of each length; for length 0 `h0`).
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments that do not fit, naming them.
+        RuntimeError
+            If one of them requires a gradient.
+        """
+        output, h_n = self._call(x_projected, (h0,), resets, lengths, out)
+        return output, h_n
+
+
+class SparseLSTM(_Layer):
+    """A long short-term memory layer with sparse recurrent weights.
+
+        i, f, o = sigmoid(x_{i,f,o} + W_{i,f,o} h_{t-1}),  g = tanh(x_g + W_g h_{t-1})
+        c_t = f c_{t-1} + i g,  h_t = o tanh(c_t)
+
+    Parameters
+    ----------
+    weight_hh
+        `(4 * hidden, hidden)`, gates in torch's order (i, f, g, o); else as of `SparseRNN`.
+    density, method, block, dtype, order, device
+        As of `SparseRNN`. c is kept in float32 within a launch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parameters that do not fit, naming them.
+
+    When not to use it: as of `SparseRNN`.
+
+    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", appendix B.
+    """
+
+    cells = ("lstm",)
+
+    def __init__(
+        self,
+        weight_hh: Any,
+        *,
+        density: float | None = None,
+        method: str = "magnitude",
+        block: int = BLOCK,
+        dtype: str | None = None,
+        order: str = "banks",
+        device: Any = None,
+    ) -> None:
+        super().__init__(weight_hh, "lstm", density, method, block, dtype, order, device)
+
+    def __call__(
+        self,
+        x_projected: Any,
+        h0: Any = None,
+        c0: Any = None,
+        *,
+        resets: Any = None,
+        lengths: Any = None,
+        out: Any = None,
+    ) -> tuple[Any, Any, Any]:
+        """Run the layer over all steps, as `SparseRNN` does.
+
+        Parameters
+        ----------
+        x_projected
+            `(steps, batch, 4 * hidden)`.
+        h0, c0
+            `(batch, hidden)`; default: zeros.
+        resets, lengths, out
+            As of `SparseRNN`; resets also zero c.
+
+        Returns
+        -------
+        output, h_n, c_n
+            `(steps, batch, hidden)`, `(batch, hidden)` and `(batch, hidden)`.
+        """
+        output, h_n, c_n = self._call(x_projected, (h0, c0), resets, lengths, out)
+        return output, h_n, c_n
+
+
+class SparseGRU(_Layer):
+    """A gated recurrent unit layer with sparse recurrent weights.
+
+        r, z = sigmoid(x_{r,z} + W_{r,z} h_{t-1}),  n = tanh(x_n + r (W_n h_{t-1} + b_hn))
+        h_t = (1 - z) n + z h_{t-1}
+
+    Parameters
+    ----------
+    weight_hh
+        `(3 * hidden, hidden)`, gates in torch's order (r, z, n); else as of `SparseRNN`.
+    hidden_bias
+        `(hidden,)`: b_hn, the last third of torch's `bias_hh`, which no projection can hold; default: zeros. A
+        `(3 * hidden,)` bias is taken for `bias_hh`, of which the last third counts.
+    density, method, block, dtype, order, device
+        As of `SparseRNN`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parameters that do not fit, naming them.
+
+    When not to use it: as of `SparseRNN`.
+
+    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", by the cell of `torch.nn.GRU`.
+    """
+
+    cells = ("gru",)
+
+    def __init__(
+        self,
+        weight_hh: Any,
+        hidden_bias: Any = None,
+        *,
+        density: float | None = None,
+        method: str = "magnitude",
+        block: int = BLOCK,
+        dtype: str | None = None,
+        order: str = "banks",
+        device: Any = None,
+    ) -> None:
+        super().__init__(weight_hh, "gru", density, method, block, dtype, order, device)
+        if hidden_bias is None:
+            self.hidden_bias = np.zeros(self.hidden, numpy_dtype(self.dtype))
+            return
+        library("hidden_bias", hidden_bias)
+        given = to_host(hidden_bias)
+        if given.shape not in ((self.hidden,), (3 * self.hidden,)):
+            raise ValueError(
+                f"hidden_bias: expected shape ({self.hidden},), or ({3 * self.hidden},) of all gates, got {given.shape}"
+            )
+        self.hidden_bias = np.array(given[-self.hidden :], numpy_dtype(self.dtype))
+
+    def __call__(
+        self, x_projected: Any, h0: Any = None, *, resets: Any = None, lengths: Any = None, out: Any = None
+    ) -> tuple[Any, Any]:
+        """Run the layer over all steps, as `SparseRNN` does, with `x_projected` `(steps, batch, 3 * hidden)`."""
+        output, h_n = self._call(x_projected, (h0,), resets, lengths, out)
+        return output, h_n
+
+
+def checked_lengths(lengths: Any, x: Any, steps: int, batch: int) -> Any:
+    """Lengths as the operator takes them, int32 on the device of x; those on the host are checked.
+
+    Raises
+    ------
+    ValueError
+        For another shape, dtype or device, and for values outside of [0, steps].
+    """
+    if lengths is None:
+        return None
+    if not arrays.is_torch(lengths):
+        lengths = np.asarray(lengths)
+    found, beside = arrays.facts("lengths", lengths), arrays.facts("x_projected", x)
+    if found.shape != (batch,) or not found.dtype.startswith(("int", "uint")):
+        raise ValueError(f"lengths: expected shape ({batch},) (batch) of integers, got {found.shape} and {found.dtype}")
+    if found.device != "cpu":
+        if (found.device, found.index) != (beside.device, beside.index):
+            raise ValueError(f"lengths: expected an array on the host or beside x_projected, got {lengths.device}")
+        return lengths if found.dtype == "int32" else TORCH.cast(lengths, "int32")
+    lengths = to_host(lengths)
+    outside = np.flatnonzero((lengths < 0) | (lengths > steps))
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"lengths: expected values in [0, {steps}] (steps), got {lengths[at]} at {at}")
+    return library("x_projected", x).from_host(lengths.astype(np.int32), x)
+
+
+def _check_weights(weights: RecurrentWeights) -> None:
+    """Raise `ValueError` unless the arrays are a layout that no kernel reads outside of."""
+    hidden, rows = weights.hidden, weights.hidden * weights.gates
+    words = entry_words(hidden, weights.dtype)
+    for name in HELD:
+        if getattr(weights, name).dtype != np.int32:
+            raise ValueError(f"{name}: expected dtype int32, got {getattr(weights, name).dtype}")
+    if weights.entries.ndim != 2 or weights.entries.shape[1] != words:
+        raise ValueError(f"entries: expected {words} words each, got shape {weights.entries.shape}")
+    if weights.units.shape != (hidden,) or (np.sort(weights.units) != np.arange(hidden)).any():
+        raise ValueError(f"units: expected each of {hidden} units once")
+    check_compressed(weights.row_start, weights.columns, weights.nonzeros, (rows, hidden), stored_in="entry")
+
+
+def _gates_of(weight_hh: Any, cell: str) -> int:
+    """Gates of a weight that is about to be pruned, if its rows are as many; else it is refused later."""
+    return GATES[cell] if len(weight_hh.shape) and not weight_hh.shape[0] % GATES[cell] else 1
+
+
+def _is_dense(array: Any) -> bool:
+    import torch
+
+    return array.layout is torch.strided
+
+
+def _place(array: Any) -> tuple[str, Any]:
+    """Library and device, as a key."""
+    return ("torch", array.device) if arrays.is_torch(array) else ("numpy", None)

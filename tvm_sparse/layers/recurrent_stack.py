@@ -1,0 +1,331 @@
+"""Layers and directions of recurrent cells in the place of `torch.nn.RNN`, `LSTM` and `GRU`, which needs PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from ..operators.sparse_recurrent.problem import GATES
+from . import storage
+from .libraries import tensor, to_host
+from .pruning import BLOCK
+from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
+
+CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
+CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
+DTYPES: dict[Any, str] = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def from_torch(
+    module: torch.nn.RNNBase,
+    *,
+    density: float | None = None,
+    method: str = "magnitude",
+    block: int = BLOCK,
+    dtype: str | None = None,
+    order: str = "banks",
+) -> RecurrentStack:
+    """A trained `torch.nn.RNN`, `LSTM` or `GRU` as sparse layers, in the place of `module.eval()`.
+
+    Parameters
+    ----------
+    module
+        With any number of layers, directions, `batch_first` and biases. It is copied; later changes of it do not reach
+        the copy. Dropout is that of evaluation: none.
+    density
+        Prune each recurrent weight to this share of its entries; None: take the nonzeros as they are, as after
+        `GradualPruning`. Input weights stay dense.
+    method, block
+        Of `tvm_sparse.pruning_mask`.
+    dtype
+        "float32", "float16" or "bfloat16"; default: that of the module.
+    order
+        As of `SparseRNN`.
+
+    Raises
+    ------
+    TypeError
+        If it is no such module.
+    ValueError
+        For an LSTM with `proj_size`, and for arguments that do not fit.
+    """
+    if not isinstance(module, torch.nn.RNNBase):
+        raise TypeError(f"module: expected a torch.nn.RNN, LSTM or GRU, got {type(module).__name__}")
+    if module.proj_size:
+        raise ValueError(f"module: expected no projection of hidden states, got proj_size={module.proj_size}")
+    cell = CELLS[module.mode]
+    dtype = DTYPES.get(module.weight_hh_l0.dtype, "float32") if dtype is None else dtype
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES.values())}, got {dtype!r}")
+    kind, layers, inputs = getattr(torch, dtype), [], []
+    options: dict[str, Any] = {
+        "density": density, "method": method, "block": block, "dtype": dtype, "order": order
+    }  # fmt: skip
+    for number in range(module.num_layers):
+        for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            found = [getattr(module, f"{name}_l{number}{suffix}", None) for name in names]
+            weight_ih, weight_hh, bias_ih, bias_hh = (None if a is None else a.detach() for a in found)
+            assert weight_ih is not None and weight_hh is not None
+            given = dict(options)
+            if cell == "gru":
+                given["hidden_bias"] = bias_hh
+            elif cell != "lstm":
+                given["nonlinearity"] = cell
+            layers.append(CLASSES[cell](weight_hh, **given))
+            bias = projected_bias(bias_ih, bias_hh, cell)
+            inputs.append((weight_ih.to(kind, copy=True), None if bias is None else bias.to(kind, copy=True)))
+    return RecurrentStack(layers, inputs, bidirectional=module.bidirectional, batch_first=module.batch_first)
+
+
+class RecurrentStack(torch.nn.Module):
+    """Recurrent layers on top of each other, in one direction or both, called as `torch.nn.RNN`, `LSTM` and `GRU` are.
+
+    `from_torch` and `load` make it. It is a module without parameters, for evaluation: `to`, `half` and the like move
+    it, its state dict is empty, and `save` keeps it.
+
+    Parameters
+    ----------
+    layers
+        `SparseRNN`, `SparseLSTM` or `SparseGRU` of one kind and size: layer by layer, in each the forward direction and
+        then the backward one.
+    inputs
+        For each of them weight `(gates * hidden, input)` and bias `(gates * hidden,)` or None of its projection.
+    bidirectional, batch_first
+        As of `torch.nn.LSTM`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For layers and weights that do not fit each other, naming them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        *,
+        bidirectional: bool = False,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        directions = 2 if bidirectional else 1
+        if not layers or len(layers) % directions or len(inputs) != len(layers):
+            raise ValueError(
+                f"layers, inputs: expected as many of both, a multiple of {directions}, got {len(layers)} and"
+                f" {len(inputs)}"
+            )
+        kinds = {(layer.cell, layer.hidden, layer.dtype) for layer in layers}
+        if len(kinds) > 1:
+            raise ValueError(f"layers: expected one cell, hidden size and dtype, got {sorted(kinds)}")
+        [(self.cell, self.hidden_size, self.dtype)] = kinds
+        rows = GATES[self.cell] * self.hidden_size
+        self.input_size = inputs[0][0].shape[1]
+        for number, (weight, bias) in enumerate(inputs):
+            wanted = (rows, self.input_size if number < directions else directions * self.hidden_size)
+            if tuple(weight.shape) != wanted or bias is not None and tuple(bias.shape) != (rows,):
+                raise ValueError(
+                    f"inputs: expected a weight of shape {wanted} and a bias of ({rows},) at {number}, got"
+                    f" {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
+                )
+            self.register_buffer(f"weight_{number}", weight, persistent=False)
+            self.register_buffer(f"bias_{number}", bias, persistent=False)
+        self.layers = list(layers)
+        self.bidirectional, self.batch_first = bool(bidirectional), bool(batch_first)
+        self.num_layers = len(layers) // directions
+        self.eval()
+
+    @property
+    def directions(self) -> int:
+        """2 of a bidirectional stack, else 1."""
+        return 2 if self.bidirectional else 1
+
+    def extra_repr(self) -> str:
+        density = sum(layer.weights.nonzeros for layer in self.layers) / (
+            len(self.layers) * GATES[self.cell] * self.hidden_size**2
+        )
+        return (
+            f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, num_layers={self.num_layers},"
+            f" bidirectional={self.bidirectional}, batch_first={self.batch_first}, density={density:.3g},"
+            f" dtype={self.dtype}"
+        )
+
+    def forward(self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Any = None) -> tuple[Any, Any]:
+        """As `torch.nn.LSTM` (`RNN`, `GRU`), with two more arguments.
+
+        Parameters
+        ----------
+        input
+            `(steps, batch, input)`, `(batch, steps, input)` with `batch_first`, `(steps, input)` of one sequence, or a
+            `PackedSequence`.
+        hx
+            `(layers * directions, batch, hidden)`, of an LSTM a pair of them; None: zeros.
+        lengths
+            `(batch,)` integers, in the place of a `PackedSequence`. Outputs behind them are 0.
+        resets
+            `(steps, batch)` (with `batch_first` `(batch, steps)`) of bool or integers: where it is not 0, a sequence
+            starts anew at that step, in both directions.
+
+        Returns
+        -------
+        output
+            Like `input`, with `directions * hidden` features.
+        h_n
+            Like `hx`.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As the layers.
+        """
+        if isinstance(input, PackedSequence):
+            if lengths is not None or resets is not None:
+                raise ValueError("lengths, resets: a PackedSequence has its own lengths, and no resets")
+            return self._packed(input, hx)
+        if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
+            raise ValueError(
+                f"input: expected two or three dimensions, the last of {self.input_size}, got {tuple(input.shape)}"
+            )
+        single, swapped = input.dim() == 2, self.batch_first and input.dim() == 3
+        if single:
+            input, resets = input[:, None], None if resets is None else resets[:, None]
+            hx = _mapped(hx, lambda state: state[:, None])
+        elif swapped:
+            input, resets = input.transpose(0, 1), None if resets is None else resets.transpose(0, 1)
+        output, states = self._run(input, hx, lengths, resets)
+        if single:
+            return output[:, 0], _mapped(states, lambda state: state[:, 0])
+        return (output.transpose(0, 1) if swapped else output), states
+
+    def _packed(self, input: PackedSequence, hx: Any) -> tuple[Any, Any]:
+        data, lengths = pad_packed_sequence(PackedSequence(input.data, input.batch_sizes))
+        if input.sorted_indices is not None:
+            order = input.sorted_indices
+            hx = _mapped(hx, lambda state: state.index_select(1, order))
+        output, states = self._run(data, hx, lengths, None)
+        if input.unsorted_indices is not None:
+            back = input.unsorted_indices
+            states = _mapped(states, lambda state: state.index_select(1, back))
+        packed = pack_padded_sequence(output, lengths)
+        return PackedSequence(packed.data, input.batch_sizes, input.sorted_indices, input.unsorted_indices), states
+
+    def _run(self, x: Any, hx: Any, lengths: Any, resets: Any) -> tuple[Any, Any]:
+        """All layers, of `(steps, batch, input)`."""
+        steps, batch, _ = x.shape
+        wanted = (len(self.layers), batch, self.hidden_size)
+        lstm = self.cell == "lstm"
+        given = (None,) * (1 + lstm) if hx is None else tuple(hx) if lstm else (hx,)
+        if len(given) != 1 + lstm or any(state is not None and tuple(state.shape) != wanted for state in given):
+            shapes = [tuple(state.shape) for state in given if state is not None]
+            raise ValueError(f"hx: expected {'two of' if lstm else 'one of'} shape {wanted}, got {shapes}")
+        lengths = checked_lengths(lengths, x, steps, batch)
+        turned = _Turned(lengths, resets, steps, x.device) if self.bidirectional else None
+        last: list[list[Any]] = [[] for _ in given]
+        for number in range(self.num_layers):
+            outputs = []
+            for direction in range(self.directions):
+                place = number * self.directions + direction
+                weight, bias = getattr(self, f"weight_{place}"), getattr(self, f"bias_{place}")
+                projected, begins = torch.nn.functional.linear(x, weight, bias), resets
+                if direction and turned:
+                    projected, begins = turned.turn(projected), turned.resets
+                states = [None if state is None else state[place] for state in given]
+                output, *ends = self.layers[place](projected, *states, resets=begins, lengths=lengths)
+                outputs.append(turned.turn(output) if direction and turned else output)
+                for kept, state in zip(last, ends, strict=True):
+                    kept.append(state)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        states = [torch.stack(kept) for kept in last]
+        return x, (tuple(states) if lstm else states[0])
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RecurrentStack:
+        super()._apply(fn, recurse)
+        dtype = DTYPES.get(self.weight_0.dtype)
+        if dtype is None:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES.values())}, got {self.weight_0.dtype}")
+        self.layers, self.dtype = [layer.astype(dtype) for layer in self.layers], dtype
+        return self
+
+    def save(self, path: str | Path) -> Path:
+        """Write the stack to a file, as `SparseLSTM.save` a layer. Returns the path with its suffix."""
+        held: dict[str, Any] = {}
+        metas = []
+        for number, layer in enumerate(self.layers):
+            arrays, meta = layer.parts()
+            arrays = {**arrays, "weight_ih": to_host(getattr(self, f"weight_{number}"))}
+            bias = getattr(self, f"bias_{number}")
+            if bias is not None:
+                arrays["bias"] = to_host(bias)
+            held |= {f"{name}_{number}": array for name, array in arrays.items()}
+            metas.append(meta)
+        meta = {
+            "format": FORMAT,
+            "layers": metas,
+            "bidirectional": self.bidirectional,
+            "batch_first": self.batch_first,
+        }
+        return storage.write(Path(path), held, meta)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Any = None) -> RecurrentStack:
+        """A stack that `save` wrote, on a device (default: the CPU).
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged, of another version, or says what no stack can be.
+        """
+        path = Path(path)
+        held, meta = storage.read(path)
+        if meta.get("format") != FORMAT or "layers" not in meta:
+            raise ValueError(f"{path}: not a stack of format {FORMAT}")
+        layers, inputs = [], []
+        try:
+            for number, numbers in enumerate(meta["layers"]):
+                ends = f"_{number}"
+                own = {name.removesuffix(ends): a for name, a in held.items() if name.rpartition("_")[2] == ends[1:]}
+                layers.append(CLASSES[numbers["cell"]].assembled(own, numbers, None, f"{path}, layer {number}"))
+                place = "cpu" if device is None else device
+                inputs.append((tensor(own["weight_ih"], place), tensor(own["bias"], place) if "bias" in own else None))
+            return cls(layers, inputs, bidirectional=meta["bidirectional"], batch_first=meta["batch_first"])
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path}: not a stack: {type(error).__name__}: {error}") from error
+
+
+class _Turned:
+    """Sequences from their ends to their beginnings: what a backward direction reads and gives."""
+
+    def __init__(self, lengths: Any, resets: Any, steps: int, device: Any) -> None:
+        self._places: Any = None
+        if lengths is not None:
+            # As kernels take them, which lengths on a GPU are not checked for.
+            count = lengths.long().clamp(0, steps)
+            step = torch.arange(steps, device=device)[:, None]
+            self._places = torch.where(step < count, count - 1 - step, step)
+        self.resets: Any = None
+        if resets is not None:
+            # A sequence that starts at t ends, seen from behind, between t and t - 1.
+            shifted = torch.zeros_like(resets)
+            shifted[:-1] = resets[1:]
+            if lengths is not None:
+                shifted = torch.where(step < count - 1, shifted, torch.zeros_like(shifted))
+            self.resets = self.turn(shifted[..., None])[..., 0]
+
+    def turn(self, x: Any) -> Any:
+        """`(steps, batch, features)` with the order of steps reversed, of each sequence within its length."""
+        if self._places is None:
+            return x.flip(0)
+        return x.gather(0, self._places[..., None].expand_as(x))
+
+
+def _mapped(states: Any, change: Any) -> Any:
+    """A state, a pair of states or None, each changed."""
+    if states is None:
+        return None
+    return tuple(change(state) for state in states) if isinstance(states, (tuple, list)) else change(states)
