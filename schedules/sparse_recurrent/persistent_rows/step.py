@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
-
-from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
@@ -128,6 +127,20 @@ def multiply(e: Extents) -> Phase:
     return halves if e.dtype == "float16" and e.pack > 1 else others
 
 
+def in_turn(phases: Sequence[Phase]) -> Phase:
+    """One phase of several of (s, row)."""
+
+    def then(first: Phase, second: Phase) -> Phase:
+        @T.inline
+        def both(s, row):
+            first(s, row)
+            second(s, row)
+
+        return both
+
+    return functools.reduce(then, phases)
+
+
 def gather_held(e: Extents) -> Phase:
     """Add up the products of a row's entries in registers; the phase is (s, row).
 
@@ -135,20 +148,24 @@ def gather_held(e: Extents) -> Phase:
 
     Reads: `weights`, `rounds`, `stages`. Writes: `sums`. Barriers: none.
     """
-    bring, add, batch = fetch(e), multiply(e), e.gathered
+    bring, add = fetch(e), multiply(e)
 
-    @T.inline
-    def phase(s, row):
-        for b in T.unroll(ceildiv(e.registers, batch)):
-            if b == 0 or s.rounds[row] > b * batch:
-                for i in T.unroll(batch):
-                    if b * batch + i < e.registers:
-                        bring(s, i, held_place(e, s, row * e.registers + b * batch + i))
-                for i in T.unroll(batch):
-                    if b * batch + i < e.registers:
-                        add(s, row, i, held_value(e, s, row * e.registers + b * batch + i))
+    def batch(first: int, count: int) -> Phase:
+        @T.inline
+        def some(s, row):
+            for i in T.unroll(count):
+                bring(s, i, held_place(e, s, row * e.registers + first + i))
+            for i in T.unroll(count):
+                add(s, row, i, held_value(e, s, row * e.registers + first + i))
 
-    return phase
+        @T.inline
+        def if_any(s, row):
+            if s.rounds[row] > first:
+                some(s, row)
+
+        return if_any if first else some
+
+    return in_turn([batch(first, count) for first, count in e.batches])
 
 
 def gather_rest(e: Extents) -> Phase:
@@ -205,7 +222,7 @@ def gather(e: Extents) -> Phase:
 
     Reads: weights, and the states before the step. Writes: `sums`. Barriers: none.
     """
-    held, rest = gather_held(e), gather_rest(e)
+    held, rest = gather_held(e) if e.registers else None, gather_rest(e)
 
     @T.inline
     def phase(s, io):
