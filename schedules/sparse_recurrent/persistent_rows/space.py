@@ -314,8 +314,9 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
 
 @functools.lru_cache(maxsize=64)
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
-    """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`; of those
-    with `USUAL_THREADS`, if there are any.
+    """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
+
+    Only those with `USUAL_THREADS` count, if there are any.
 
     Raises `NotApplicable` if there is none.
     """
