@@ -18,8 +18,9 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+from tvm_sparse.schedules.recurrent import exchange
 from tvm_sparse.schedules.sparse_recurrent.cluster_rows.space import ClusterExtents
-from tvm_sparse.schedules.sparse_recurrent.persistent_rows import exchange, step
+from tvm_sparse.schedules.sparse_recurrent.persistent_rows import step
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.space import BATCHED, REGISTERS, SHARED, Extents, longest_row
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.state import State
 
