@@ -181,6 +181,7 @@ def kernel_body(e: ClusterExtents) -> Phase:
         pack = T.cluster_id([e.packs])
         rank = T.cta_id_in_cluster([e.cluster])
         t = T.thread_id([e.threads])
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         s = T.meta_var(ClusterState.of(e, t))
         s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
         s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)

@@ -95,6 +95,7 @@ def kernel_body(e: Extents) -> Phase:
         T.device_entry()
         block = T.cta_id([e.blocks])
         t = T.thread_id([e.threads])
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         s = T.meta_var(State.of(e, t))
         s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
         s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))

@@ -22,28 +22,43 @@ Phase = Callable[..., Any]
 NAN = 0x7FC00000
 
 
-def place_of(e: Extents, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
+def place_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
     """Where the states of an entry's column are, in bytes from the first one's; `at`: of the entry's first word."""
     if e.words == 1:
         return (words[at] & T.uint32(0xFFFF)) * T.uint32(e.column_bytes)
     return words[at]
 
 
-def value_of(e: Extents, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
+def value_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
     """An entry's value."""
     return value_in(e.dtype, words[at], 1) if e.words == 1 else T.reinterpret("float32", words[at + 1])
 
 
+# The volatile move keeps the compiler from taking entries apart ahead of the loop: it would hold both parts.
+AS_IT_IS = """
+__device__ __forceinline__ unsigned int as_it_is(unsigned int word) {
+  unsigned int held;
+  asm volatile("mov.b32 %0, %1;" : "=r"(held) : "r"(word));
+  return held;
+}
+"""
+
+
+def held_word(s: Any, number: Any) -> tirx.PrimExpr:
+    """An entry of one word in `weights`."""
+    return T.cuda.func_call("as_it_is", s.weights[number], source_code=AS_IT_IS, return_type="uint32")
+
+
 def held_place(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
     """`place_of` the entry of this number in `weights`."""
-    return s.weights[number * 2] if e.held_words == 2 else place_of(e, s.weights, number)
+    return s.weights[number * 2] if e.held_words == 2 else place_of(e, [held_word(s, number)], 0)
 
 
 def held_value(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
     """`value_of` the entry of this number in `weights`."""
     if e.held_words == 2:
         return T.reinterpret("float32", s.weights[number * 2 + 1])
-    return value_of(e, s.weights, number)
+    return value_of(e, [held_word(s, number)], 0)
 
 
 # fmt: off
