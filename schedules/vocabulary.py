@@ -36,8 +36,11 @@ DECISIONS: Mapping[str, str] = {
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together.",
     "stages": "Tiles in shared memory: one in use, the others on their way; with 0 operands are read where they lie.",
-    "registers": "Entries of a row of the weight that a thread keeps in registers, for all steps of a recurrent layer.",
-    "shared": "Further entries of that row that it keeps in shared memory.",
+    "registers": (
+        "Entries of a row of the weight that a thread keeps in registers, for all steps of a recurrent layer; of a tile"
+        " of it: vectors of two of its rows."
+    ),
+    "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch side by side in memory, so that one load serves them all.",
     "staged": "1: the operand that all tiles share is kept in shared memory; 0: in registers.",
     # What is done ahead of its time.

@@ -6,9 +6,9 @@ and meet at the cluster's barrier once a step: neither goes through the L2 cache
 because the thread blocks of a cluster always run at the same time.
 
 Each cluster has one pack of the batch's samples, and its own copy of the weights. What a step does, and how weights are
-kept, is told by `persistent_rows`, whose phases these are, but for two: all lanes of a group compute the gates, `pack`
-of them for each of the thread blocks that the states are sent to; and cell states stay in registers. What goes to global
-memory is stored while the barrier is waited for.
+kept, is told by `persistent_rows`, whose phases these are, but for two: as many lanes of a group compute the same gates
+as there are thread blocks to send the states to, or as the group has; and cell states stay in registers. What goes to
+global memory is stored while the barrier is waited for.
 """
 
 from __future__ import annotations

@@ -14,18 +14,20 @@ from ..persistent_rows.space import (
     LANES,
     REGISTERS,
     SHARED,
+    THREADS,
     Extents,
+    enough,
     longest_row,
+    operate_cycles,
     packs_of,
     refusal,
-    shared_limit,
-    step_cycles,
+    require,
+    too_much,
 )
 
 # Of more than 8 thread blocks clusters are not portable: an H100 has them, of 16.
 CLUSTERS = (2, 4, 8, 16)
 PORTABLE = 8
-THREADS = (128, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,19 @@ class ClusterExtents(Extents):
         return ceildiv(self.cluster, self.copies)
 
     @property
-    def carried_bytes(self) -> int:
-        return 0  # in registers
+    def packs_each(self) -> int:
+        return 1
 
     @property
-    def held(self) -> int:
-        return super().held + 2 * self.sends + 3 * self.units
+    def finishing(self) -> int:
+        return self.pack * self.copies
+
+    @property
+    def loads(self) -> int:
+        return 1  # nothing is copied
+
+    def held_with(self, words: int) -> int:
+        return super().held_with(words) + 2 * self.sends + 2 * self.units
 
     @classmethod
     def of(cls, problem: SparseRecurrent, decisions: Decisions) -> ClusterExtents:
@@ -66,8 +75,7 @@ class ClusterExtents(Extents):
 def space(problem: SparseRecurrent, machine: Machine) -> Table:
     if not machine.has_clusters:
         raise NotApplicable("clusters of thread blocks need compute capability 9.0")
-    if problem.words == 1 and problem.hidden >> 16:
-        raise NotApplicable(f"16 bits leave no column beyond hidden={problem.hidden} for absent entries")
+    require(problem, machine)
     best_point(problem, machine)
     return _table(problem)
 
@@ -84,15 +92,15 @@ def _table(problem: SparseRecurrent) -> Table:
 
 
 def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+    row = longest_row(problem)
+    if reason := refusal(row, decisions):
+        return reason
+    reach = (decisions["registers"] + decisions["shared"]) * decisions["reduce_threads"]
+    if reach < row:
+        return f"{row} entries of a row exceed the {reach} that a group keeps"
     if decisions["cluster"] > problem.hidden:
         return f"of {decisions['cluster']} thread blocks some have none of hidden={problem.hidden} units"
-    reason = refusal(problem, machine, decisions, ClusterExtents)
-    if reason is not None:
-        return reason
-    row, reach = longest_row(problem), (decisions["registers"] + decisions["shared"]) * decisions["reduce_threads"]
-    if reach < row:
-        return f"{row} entries of a row exceed the {reach} that a thread block keeps"
-    return None
+    return too_much(ClusterExtents.of(problem, decisions), problem, machine)
 
 
 def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
@@ -105,23 +113,21 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
 
     Raises `NotApplicable` if no cluster keeps the layer's weights.
     """
-    table, row = _table(problem), longest_row(problem)
-    for pack, most in itertools.product(reversed(table["pack"]), (PORTABLE, CLUSTERS[-1])):
+    row, table = longest_row(problem), _table(problem)
+    for portable, pack in itertools.product((True, False), reversed(table["pack"])):
         points = (
             {
                 "cluster": cluster,
                 "threads": threads,
                 "reduce_threads": lanes,
                 "registers": registers,
-                "shared": next((n for n in SHARED if (registers + n) * lanes >= row), 0),
+                "shared": SHARED[enough(SHARED, row - registers * lanes, lanes)],
                 "pack": pack,
             }
-            for cluster, threads, lanes, registers in itertools.product(
-                (n for n in table["cluster"] if n <= most), THREADS, LANES, REGISTERS
-            )
+            for cluster, threads, lanes, registers in itertools.product(table["cluster"], THREADS, LANES, REGISTERS)
+            if (cluster <= PORTABLE) == portable
         )
         found = [p for p in points if allowed(problem, machine, p) is None]
         if found:
-            return tuple(min(found, key=lambda p: step_cycles(ClusterExtents.of(problem, p))).items())
-    limit = shared_limit(machine)
-    raise NotApplicable(f"no cluster keeps {row} entries in each row of hidden={problem.hidden}, {limit} bytes a block")
+            return tuple(min(found, key=lambda p: operate_cycles(ClusterExtents.of(problem, p))).items())
+    raise NotApplicable(f"no cluster keeps {row} entries in each row of hidden={problem.hidden}")

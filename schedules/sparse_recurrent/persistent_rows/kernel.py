@@ -12,7 +12,7 @@ in each step, for each pack
 
     load_inputs     what the next one needs                                (`step`)
     load_ahead      weights that are not on chip                           (`weights`)
-    stage           the states before the step, from all thread blocks     (`exchange`)
+    stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
     gather          products of weights and states                         (`step`)
     reduce_lanes    their sums
     finish          gates; the state after the step, to all thread blocks
@@ -29,9 +29,9 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
+from ...recurrent.exchange import WIDEST, find_source, mark, put, stage
 from ..interface import gpu_program
-from .exchange import find_source, mark, put, stage
-from .space import WIDEST, Extents
+from .space import Extents
 from .state import State
 from .step import finish, first_state, gather, load_inputs, load_length, reduce_lanes, take_inputs
 from .weights import load_ahead, load_weights, take_units
@@ -62,7 +62,8 @@ def begin(e: Extents) -> Phase:
 def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
     load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
-    find, copy, multiply, reduce, end = find_source(e), stage(e), gather(e), reduce_lanes(e), finish(e)
+    find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
+    copy = stage(e, e.vectors, lambda number: number, e.stages == 1)
 
     @T.inline
     def phase(s, io, step, pack):

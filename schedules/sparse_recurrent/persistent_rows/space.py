@@ -213,8 +213,9 @@ class Extents:
 
     def held_with(self, words: int) -> int:
         """`held`, if entries in registers have so many words."""
+        spare = 16 if self.shared else 0  # what is read again goes through more registers
         each = self.registers * words + self.words + self.pack + 5 + self.resets
-        return self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
+        return spare + self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
 
     @property
     def spills(self) -> bool:
@@ -223,8 +224,20 @@ class Extents:
 
     @property
     def gathered(self) -> int:
-        """Entries that are gathered before they are multiplied."""
+        """Entries that are gathered before they are multiplied, at most."""
         return max(GATHERED // self.column_words, BATCHED)
+
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """Rounds in registers that are gathered together: the first, and how many. The last ones are left out for rows
+        that are no longer than usual: they are in smaller batches."""
+        found, first = [], 0
+        while first < self.registers:
+            left = self.registers - first
+            count = self.gathered if left > self.gathered else min(left, max(self.gathered // 2, BATCHED))
+            found.append((first, count))
+            first += count
+        return tuple(found)
 
 
 def shared_limit(machine: Machine) -> int:
@@ -253,7 +266,7 @@ def operate_cycles(e: Extents) -> float:
     products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
     issued = ceildiv(warps, 4) * e.rows * rounds * (e.pack + 3)
     again = rows * (row - held - kept) * e.words * 4 / rate
-    way = e.rows * ceildiv(rounds, e.gathered) * GATHER
+    way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
     return max(gathers * max(1, BUSY / warps), products, issued) + again + way
 

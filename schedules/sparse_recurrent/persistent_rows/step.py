@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import ceildiv
-
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
-from .exchange import element_bits, put, state_bits
+from ...recurrent.exchange import element_bits, put, state_bits
+from ...recurrent.gates import gates
 from .space import BATCHED, Extents
 from .weights import held_place, held_value, kept_at, place_of, read_entry, value_of
 
@@ -20,16 +20,6 @@ Phase = Callable[..., Any]
 load_shared = {
     16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
 }  # fmt: skip
-# 1 / (1 + e^-x) by the approximations of the hardware: an error of 2 units in the last place and |x| / 2 more of the
-# exponential, where x is large and the result as good as 0 or 1. 1 / inf is 0.
-SIGMOID = """
-__device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-"""
-# 1 - 2 / (1 + e^2x) likewise: an absolute error of some 2^-23. The compiler's own, by its flag for fast arithmetic, is
-# an instruction that is off by 2^-11.
-TANH = """
-__device__ __forceinline__ float tanh_of(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
-"""
 # One instruction, which takes the half where it is.
 HALVES = {
     part: f"""
@@ -39,16 +29,6 @@ __device__ __forceinline__ float {part}_half_of(unsigned int word) {{
 """
     for part in ("low", "high")
 }
-
-
-def sigmoid(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """1 / (1 + e^-x)."""
-    return T.cuda.func_call("sigmoid_of", x, source_code=SIGMOID, return_type="float32")
-
-
-def tanh(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Hyperbolic tangent."""
-    return T.cuda.func_call("tanh_of", x, source_code=TANH, return_type="float32")
 
 
 def half_of(part: str, word: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -147,6 +127,20 @@ def multiply(e: Extents) -> Phase:
     return halves if e.dtype == "float16" and e.pack > 1 else others
 
 
+def in_turn(phases: Sequence[Phase]) -> Phase:
+    """One phase of several of (s, row)."""
+
+    def then(first: Phase, second: Phase) -> Phase:
+        @T.inline
+        def both(s, row):
+            first(s, row)
+            second(s, row)
+
+        return both
+
+    return functools.reduce(then, phases)
+
+
 def gather_held(e: Extents) -> Phase:
     """Add up the products of a row's entries in registers; the phase is (s, row).
 
@@ -154,20 +148,24 @@ def gather_held(e: Extents) -> Phase:
 
     Reads: `weights`, `rounds`, `stages`. Writes: `sums`. Barriers: none.
     """
-    bring, add, batch = fetch(e), multiply(e), e.gathered
+    bring, add = fetch(e), multiply(e)
 
-    @T.inline
-    def phase(s, row):
-        for b in T.unroll(ceildiv(e.registers, batch)):
-            if b == 0 or s.rounds[row] > b * batch:
-                for i in T.unroll(batch):
-                    if b * batch + i < e.registers:
-                        bring(s, i, held_place(e, s, row * e.registers + b * batch + i))
-                for i in T.unroll(batch):
-                    if b * batch + i < e.registers:
-                        add(s, row, i, held_value(e, s, row * e.registers + b * batch + i))
+    def batch(first: int, count: int) -> Phase:
+        @T.inline
+        def some(s, row):
+            for i in T.unroll(count):
+                bring(s, i, held_place(e, s, row * e.registers + first + i))
+            for i in T.unroll(count):
+                add(s, row, i, held_value(e, s, row * e.registers + first + i))
 
-    return phase
+        @T.inline
+        def if_any(s, row):
+            if s.rounds[row] > first:
+                some(s, row)
+
+        return if_any if first else some
+
+    return in_turn([batch(first, count) for first, count in e.batches])
 
 
 def gather_rest(e: Extents) -> Phase:
@@ -224,7 +222,7 @@ def gather(e: Extents) -> Phase:
 
     Reads: weights, and the states before the step. Writes: `sums`. Barriers: none.
     """
-    held, rest = gather_held(e), gather_rest(e)
+    held, rest = gather_held(e) if e.registers else None, gather_rest(e)
 
     @T.inline
     def phase(s, io):
@@ -270,40 +268,6 @@ def reduce_lanes(e: Extents) -> Phase:
                     T.uint32(FULL_WARP), s.sums[row * e.pack], e.pack << h, 32, 32)
 
     return phase
-
-
-def gates(e: Extents) -> Phase:
-    """The state after the step from the sums and the inputs; the phase is (s, io, u).
-
-    Reads: `sums`, `x`, `own`, `cell`, the bias. Writes: `result`, `cell`. Barriers: none.
-    """
-    many, k = e.gates, e.pack
-
-    @T.inline
-    def plain(s, io, u):
-        if e.cell == "tanh":
-            s.result[u] = tanh(s.x[u] + s.sums[u * k])
-        else:  # of a comparison with NaN the other side is taken
-            s.result[u] = s.x[u] + s.sums[u * k]
-            s.result[u] = T.Select(s.result[u] < T.float32(0), T.float32(0), s.result[u])
-
-    @T.inline
-    def lstm(s, io, u):
-        row = T.meta_var(u * many)
-        s.cell[0] = (
-            sigmoid(s.x[row + 1] + s.sums[(row + 1) * k]) * s.cell[0]
-            + sigmoid(s.x[row] + s.sums[row * k]) * tanh(s.x[row + 2] + s.sums[(row + 2) * k]))
-        s.result[u] = sigmoid(s.x[row + 3] + s.sums[(row + 3) * k]) * tanh(s.cell[0])
-
-    @T.inline
-    def gru(s, io, u):
-        row = T.meta_var(u * many)
-        s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
-        s.result[u] = tanh(s.x[row + 2] + sigmoid(s.x[row] + s.sums[row * k]) * (
-            s.sums[(row + 2) * k] + T.Cast("float32", io.hidden_bias[s.unit[u]])))
-        s.result[u] = (T.float32(1) - s.passed[0]) * s.result[u] + s.passed[0] * s.own[0]
-
-    return {"lstm": lstm, "gru": gru}.get(e.cell, plain)
 
 
 def carried(e: Extents, s: Any, what: str, u: Any, pack: Any) -> tuple[tirx.Buffer, Any]:

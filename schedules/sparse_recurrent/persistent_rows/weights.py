@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 
 from ...device.selection import FULL_WARP
 from ...device.words import value_in
-from .exchange import INFINITY
+from ...recurrent.exchange import INFINITY
 from .space import Extents
 
 Phase = Callable[..., Any]

@@ -1,6 +1,6 @@
 """How hidden states come from the thread blocks that compute them to all others, through global memory.
 
-A *slot* of the exchange has the states before one step, by pack, column and sample: what `stage` copies is as it lies.
+A *slot* of the exchange has the states before one step, by pack (samples side by side), column and sample of the pack.
 With polling there is a slot for each step, none of which is written twice. Every word of a slot is a mark until its
 state is there. No state looks like the mark: it is a NaN, and NaNs are written as another one. Whoever has read all of
 a slot's words as something else has the states; no flag is needed, and no order among the writes. At a grid barrier two
@@ -10,17 +10,17 @@ slots in turn suffice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.selection import FULL_WARP
-from .space import WIDEST, Extents
+from ..device.selection import FULL_WARP
 
 Phase = Callable[..., Any]
+WIDEST = 16  # bytes of the widest load that a thread can issue
 MARK = 0xFFFFFFFF
 HALF_MARK = 0xFFFF
 # What a NaN is written as.
@@ -35,7 +35,59 @@ STORE_EXCHANGED = {16: store_vector, 8: T.ptx.st.relaxed.gpu.global_.v2.u32, 4: 
 store_shared = T.ptx.st.shared.v4.u32
 
 
-def missing(e: Extents, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
+class Exchanged(Protocol):
+    """What the extents of a kernel say of its exchange."""
+
+    @property
+    def dtype(self) -> str:
+        """Of states."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a state."""
+
+    @property
+    def pack(self) -> int:
+        """Samples side by side."""
+
+    @property
+    def packs(self) -> int:
+        """Such packs of a batch."""
+
+    @property
+    def column_bytes(self) -> int:
+        """Of the states of a column in a pack."""
+
+    @property
+    def polled(self) -> bool:
+        """Whether thread blocks wait for the data themselves; else at a grid barrier."""
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+
+    @property
+    def loads(self) -> int:
+        """Vectors that a thread has in flight while it copies."""
+
+    @property
+    def hidden(self) -> int:
+        """Columns."""
+
+    @property
+    def column_words(self) -> int:
+        """Words of a column's states, a half counted as one."""
+
+    @property
+    def pitch(self) -> int:
+        """16-byte vectors from one pack to the next."""
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+
+
+def missing(e: Exchanged, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
     """Whether one of the four words of a vector has a mark, or, where halves are sent, half a one."""
     found = None
     for i in range(4):
@@ -48,7 +100,7 @@ def missing(e: Extents, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
     return found
 
 
-def state_bits(e: Extents, value: tirx.PrimExpr) -> tirx.PrimExpr:
+def state_bits(e: Exchanged, value: tirx.PrimExpr) -> tirx.PrimExpr:
     """A float32 in the problem's dtype, as bits in a word."""
     return element_bits(e.dtype, T.Cast(e.dtype, value))
 
@@ -61,7 +113,7 @@ def element_bits(dtype: str, value: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 # fmt: off
-def put(e: Extents) -> Phase:
+def put(e: Exchanged) -> Phase:
     """Give the others the states of a unit; the phase is (s, slot, pack, column, mine).
 
     The first lane of a group collects those of a pack's samples and stores them at once, `mine` being whether the group
@@ -98,7 +150,7 @@ def put(e: Extents) -> Phase:
     return phase
 
 
-def mark(e: Extents) -> Phase:
+def mark(e: Exchanged) -> Phase:
     """Make the exchange ready; the phase is (s, io, block).
 
     Writes: the mark from the second slot on, and zeros in what is behind the last column of each pack.
@@ -134,7 +186,7 @@ def mark(e: Extents) -> Phase:
     return phase
 
 
-def find_source(e: Extents) -> Phase:
+def find_source(e: Exchanged) -> Phase:
     """Where the states of a pack before a step are; the phase is (s, io, slot, pack).
 
     Writes: `source`. Barriers: none.
@@ -147,17 +199,20 @@ def find_source(e: Extents) -> Phase:
     return phase
 
 
-def stage(e: Extents) -> Phase:
-    """Copy a pack's states to shared memory; the phase is (s).
+def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool) -> Phase:
+    """Copy vectors of the exchange to shared memory; the phase is (s).
 
     All loads of a round are under way before the first is looked at. Those that bring a mark are repeated, all of them
     before any is looked at again.
 
-    Reads: the exchange, at `source`.
-    Writes: `stages`, at `front`. Before that, with one copy, a barrier.
-    Barriers: of the thread block, at the end.
+    `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: others may still read
+    there what was copied before.
+
+    Reads: the exchange, from the address `source` on.
+    Writes: shared memory, from the address `front` on.
+    Barriers: of the thread block, at the end; with `guarded` one more, before it writes.
     """
-    rounds = ceildiv(e.vectors, e.threads * e.loads)
+    rounds = ceildiv(vectors, e.threads * e.loads)
 
     @T.inline
     def load(s, number, i):
@@ -180,20 +235,20 @@ def stage(e: Extents) -> Phase:
         for r in T.unroll(rounds):
             base = T.meta_var(r * (e.threads * e.loads) + s.t)
             for i in T.unroll(e.loads):
-                if base + i * e.threads < e.vectors:
+                if base + i * e.threads < vectors:
                     load(s, base + i * e.threads, i)
                 else:
                     for v in T.unroll(4):
                         s.copied[i * 4 + v] = T.uint32(0)
             if e.polled:
                 wait(s, base)
-            if e.stages == 1:
+            if guarded:
                 if r == 0:
                     T.cuda.cta_sync()
             for i in T.unroll(e.loads):
-                if base + i * e.threads < e.vectors:
+                if base + i * e.threads < vectors:
                     store_shared(
-                        s.front[0] + T.Cast("uint32", (base + i * e.threads) * WIDEST),
+                        s.front[0] + T.Cast("uint32", place(base + i * e.threads) * WIDEST),
                         s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3])
         T.cuda.cta_sync()
 
