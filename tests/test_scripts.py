@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tvm_sparse.core import spaces
 from tvm_sparse.formats import wta
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -253,8 +252,6 @@ def test_layers_of_zhu_and_pool(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(280)
 def test_layouts_of_table_1(cache: Path, tmp_path: Path) -> None:
     """Without a GPU: the penalties that are expected, which the better layouts lower."""
-    if "persistent_rows" not in {template.name for template in spaces.templates("sparse_recurrent")}:
-        pytest.skip("needs the template persistent_rows")
     out = tmp_path / "ablation.csv"
     printed = run(cache, "zhu_pool_table1.py", "--target", "cpu", "--case", "192,4,3,0.2", "--csv", out)
     assert "no GPU here" in printed
