@@ -30,7 +30,7 @@ REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 SHARED = (0, 4, 8, 16, 32, 64)
 # Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, sums and what
 # it has in flight (addresses, counts, the gates).
-FILE, MOST_REGISTERS, BESIDES = 65536, 255, 48
+FILE, MOST_REGISTERS, BESIDES = 65536, 255, 40
 # Dynamic shared memory of a thread block, by compute capability.
 SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
@@ -38,16 +38,15 @@ MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
 LINE = 128  # bytes of a cache line
-# A row may have some more entries than is typical: so many standard deviations of a random pattern's. One that has more
-# costs the whole layer a load in every step.
+# Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
 DEVIATIONS = 4.5
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
 # much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
 SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.5, 56, 5000, 128
 # Cycles until a batch of gathers, a shuffle and the gates are done; of a round of copying; of each thread that polls,
-# and of each thread block that is waited for.
-GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT = 45, 26, 150, 900, 0.8, 2
+# and of each thread block that is waited for; and of a row that is not all on chip, for which the layer waits.
+GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT, REST = 45, 26, 150, 900, 0.8, 2, 400
 BUSY = 8  # warps that keep shared memory busy
 # Two copies of the hidden state leave the L1 cache room up to here.
 BOTH_COPIES = 96 * 1024
@@ -250,8 +249,13 @@ def shared_limit(machine: Machine) -> int:
 
 def longest_row(problem: SparseRecurrent) -> int:
     """Entries that few rows of a random pattern exceed."""
-    n = min(problem.nonzeros, problem.hidden)
-    return min(problem.hidden, math.ceil(n + DEVIATIONS * math.sqrt(n * (1 - n / problem.hidden))))
+    return longest(problem.nonzeros, problem.hidden)
+
+
+def longest(nonzeros: int, hidden: int) -> int:
+    """`longest_row` of that many columns."""
+    n = min(nonzeros, hidden)
+    return min(hidden, math.ceil(n + DEVIATIONS * math.sqrt(n * (1 - n / hidden))))
 
 
 def operate_cycles(e: Extents) -> float:
@@ -271,7 +275,8 @@ def operate_cycles(e: Extents) -> float:
     again = rows * (row - held - kept) * e.words * 4 / rate
     way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
-    return max(gathers * max(1, BUSY / warps), products, issued) + again + way
+    beyond = (e.registers + e.shared) * e.lanes < longest(e.nonzeros, e.hidden)
+    return max(gathers * max(1, BUSY / warps), products, issued) + again + way + beyond * REST
 
 
 def cycles(e: Extents) -> float:
@@ -291,25 +296,25 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
     for stages, blocks, threads, lanes in itertools.product(
         table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
     ):
-        for registers in reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1]):
-            point = {
-                "blocks": blocks,
-                "threads": threads,
-                "reduce_threads": lanes,
-                "registers": registers,
-                "shared": 0,
-                "pack": pack,
-                "stages": stages,
-                "exchange": 1,
-            }
-            e = Extents.of(problem, point)
-            if not e.spills:
-                break
-        if stages == 2 and e.stage_bytes > BOTH_COPIES:
+        point = {
+            "blocks": blocks,
+            "threads": threads,
+            "reduce_threads": lanes,
+            "registers": 0,
+            "shared": 0,
+            "pack": pack,
+            "stages": stages,
+            "exchange": 1,
+        }
+        if stages == 2 and Extents.of(problem, point).stage_bytes > BOTH_COPIES:
             continue
-        amounts = reversed(SHARED) if registers * lanes < row else (0,)
-        possible = ({**point, "shared": n} for n in amounts)
-        yield from itertools.islice((p for p in possible if allowed(problem, machine, p) is None), 1)
+        possible = reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1])
+        held = [n for n in possible if not Extents.of(problem, {**point, "registers": n}).spills]
+        # Room for more entries in shared memory may be had for fewer in registers.
+        for registers in held[: 1 if held and held[0] * lanes >= row else 3]:
+            kept = SHARED[: enough(SHARED, row - registers * lanes, lanes) + 1]
+            more = ({**point, "registers": registers, "shared": n} for n in reversed(kept))
+            yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
 
 
 @functools.lru_cache(maxsize=64)
