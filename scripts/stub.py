@@ -13,7 +13,7 @@ from tvm_sparse.core import registry
 
 STUB = Path(__file__).parent.parent / "tvm_sparse" / "__init__.pyi"
 GENERAL = (
-    (".runtime.dispatch", ("Explanation", "explain", "load")),
+    (".runtime.dispatch", ("Explanation", "explain", "load", "warmup")),
     (".layers.lsh_head", ("LshHead",)),
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),

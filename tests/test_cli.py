@@ -19,9 +19,9 @@ from tvm_sparse.artifacts import manifest
 from tvm_sparse.bench import compare as comparing
 from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
-from tvm_sparse.cli import common, doctor, shapes
+from tvm_sparse.cli import common, doctor
 from tvm_sparse.cli.app import app
-from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core import machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
@@ -120,7 +120,7 @@ def test_a_bad_file_of_shapes_is_named_with_its_table_and_axis(tmp_path: Path, t
     path = tmp_path / "shapes.toml"
     path.write_text(text)
     with pytest.raises(ProblemError, match=said):
-        shapes.read(path)
+        shape_files.read(path)
     assert str(path) in call("tune", "--shapes", path, "--dry-run", code=2)
 
 
@@ -131,7 +131,7 @@ def test_lists_in_a_file_of_shapes_mean_their_product(tmp_path: Path) -> None:
         "[[softmax_topk]]\nbatch = 1\nvocab = 100\nk = 1\n"  # one of them again
         '[[bsr_matmul]]\nm = 1\nk = 64\nn = 64\nblock = [8, "8x16"]\nsparsity = 0.5\n'
     )
-    problems = shapes.read(path)
+    problems = shape_files.read(path)
     assert [(p.operator, p.batch_extent) for p in problems[:4]] == [("softmax_topk", b) for b in (1, 1, 2, 2)]
     assert [p.axes["block"] for p in problems[4:]] == ["8x8", "8x16"]
     plan = call("tune", "--shapes", path, "--target", "cpu", "--trials", "5", "--dry-run", "--logs", tmp_path / "logs")

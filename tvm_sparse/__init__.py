@@ -19,6 +19,7 @@ from typing import Any
 _GENERAL = {
     "explain": "runtime.dispatch",
     "load": "runtime.dispatch",
+    "warmup": "runtime.dispatch",
     "Explanation": "runtime.dispatch",
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",

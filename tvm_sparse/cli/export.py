@@ -16,12 +16,10 @@ from .common import (
     Plugins,
     Target,
     console,
-    default_builders,
     default_roots,
     duration,
     errors,
     fail,
-    label,
     ratio,
     require,
     size,
@@ -70,7 +68,7 @@ def export(
                     output,
                     roots,
                     only=lambda problem: operator in (None, problem.operator),
-                    builders=builders or default_builders(),
+                    builders=builders or machine.default_builders(),
                     show=show,
                 )
             except LookupError as error:
@@ -91,7 +89,7 @@ def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
 
         def line(entry: Entry) -> None:
             done.append(entry)
-            typer.echo(f"built {len(done)}/{count}: {label(parse(entry.problem))}")
+            typer.echo(f"built {len(done)}/{count}: {parse(entry.problem).typed}")
 
         yield line
         return
@@ -120,5 +118,5 @@ def print_entries(entries: list[Entry], folder: Path) -> None:
         if cuda:
             used = entry.resources or {}
             cells += [str(used.get("registers", "-")), str(used.get("spill_instructions", "-"))]
-        made.add_row(label(parse(entry.problem)), str(entry.candidate), *cells)
+        made.add_row(parse(entry.problem).typed, str(entry.candidate), *cells)
     console().print(made)

@@ -12,7 +12,7 @@ import typer
 from ..core import registry
 from ..core.registry import Operator, axis_type, parse
 from ..records.queries import best_records, recorded_archs
-from .common import AsJson, Plugins, console, default_roots, echo_json, errors, label, program, rate, ratio, table, us
+from .common import AsJson, Plugins, console, default_roots, echo_json, errors, program, rate, ratio, table, us
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 
@@ -99,7 +99,7 @@ def _print(one: dict[str, Any]) -> None:
     for arch, key, record in tuned:
         made.add_row(
             arch,
-            label(parse(key)).removeprefix(f"{one['operator']} "),
+            parse(key).typed.removeprefix(f"{one['operator']} "),
             record["candidate"],
             us(record["seconds"]),
             ratio(record["fallback_seconds"], record["seconds"]),

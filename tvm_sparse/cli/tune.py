@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import registry
+from ..core import machine, registry, shape_files
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
-from . import shapes as shape_files
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -22,10 +21,8 @@ from .common import (
     Plugins,
     Target,
     console,
-    default_builders,
     duration,
     errors,
-    label,
     machine_here,
     problem_of,
     program,
@@ -88,7 +85,7 @@ def tune(
         from ..runtime import paths
 
         folder = logs if logs is not None else paths.user_logs()
-        plans = make_plans(problems, where, trials, folder, builders or default_builders(), templates or ())
+        plans = make_plans(problems, where, trials, folder, builders or machine.default_builders(), templates or ())
         console().print(plan_table(plans))
         left_out = left_out_lines(plans)
         if left_out:
@@ -186,7 +183,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     made = table("problem", "templates", *right, right=right)
     for plan in plans:
         made.add_row(
-            label(plan.problem),
+            plan.problem.typed,
             "\n".join(plan.templates),
             "\n".join(f"{size:,}" for size in plan.templates.values()),
             str(plan.trials),
@@ -296,7 +293,7 @@ class Lines:
     def begin(self, plan: Plan) -> None:
         self._number += 1
         self._next = 0
-        self._name = f"[{self._number}/{self._count}] {label(plan.problem)}"
+        self._name = f"[{self._number}/{self._count}] {plan.problem.typed}"
 
     def show(self, progress: Progress) -> None:
         from ..tuning.session import BATCH
@@ -389,7 +386,7 @@ class Live:
     def _row(self, plan: Plan) -> list[str]:
         state, best = self._states.get(plan.problem), self._bests.get(plan.problem)
         if state is None:
-            return [label(plan.problem), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
+            return [plan.problem.typed, *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
         # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
         gain = ratio(best.fallback_seconds, best.seconds) if best else ""
@@ -402,7 +399,7 @@ class Live:
         if self._limit:
             figures.append(share(bytes_, seconds, plan.machine))
         return [
-            label(plan.problem),
+            plan.problem.typed,
             *figures,
             gain,
             f"{state.measured}/{plan.trials}",
@@ -432,5 +429,5 @@ def result_table(plans: Sequence[Plan], bests: dict[Problem, Best]) -> Table:
         cells.append(rate(bytes_, best.seconds))
         if limit:
             cells.append(share(bytes_, best.seconds, plan.machine))
-        made.add_row(label(plan.problem), str(best.candidate), *cells)
+        made.add_row(plan.problem.typed, str(best.candidate), *cells)
     return made
