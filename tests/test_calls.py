@@ -5,9 +5,11 @@ Kernels are compiled once for the module, into a temporary cache; the expected v
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -675,6 +677,60 @@ def test_a_weight_follows_its_data() -> None:
     with pytest.raises(ValueError, match="constant: .* expected balance=True, got False"):
         tvm_sparse.BsrWeight(tuple(inputs[1:4]), columns=66, balance=False, constant=True)
     assert repr(weight) == f"BsrWeight(shape=(35, 66), block=5x3, nnzb={problem.nnzb}, dtype=float32, device=cpu)"
+
+
+@pytest.mark.parametrize("make", [lambda a: a, to_torch], ids=["numpy", "torch"])
+def test_a_weight_that_was_called_is_copied_pickled_and_converted(make: Any) -> None:
+    problem = parse(BLOCKS)
+    inputs = problem.generate(seed())
+    weight = tvm_sparse.BsrWeight(tuple(map(make, inputs[1:4])), columns=66, constant=True)
+    x = make(inputs[0])
+    expected = to_numpy(tvm_sparse.bsr_matmul(x, weight))
+    for other in (copy.copy(weight), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight.to("float32")):
+        np.testing.assert_array_equal(to_numpy(tvm_sparse.bsr_matmul(x, other)), expected)
+        assert repr(other) == repr(weight) and other.arguments[-1] == 1  # still constant
+    assert copy.copy(weight).data is weight.data or make is to_torch  # detached
+    assert not np.shares_memory(to_numpy(copy.deepcopy(weight).data), to_numpy(weight.data))
+    assert weight.float() is weight is weight.to(weight.data.dtype)
+    for half, name in ((weight.half(), "float16"), (weight.bfloat16(), "bfloat16")):
+        assert half.dtype == name and half.shape == weight.shape
+        y = tvm_sparse.bsr_matmul(make(inputs[0].astype(half.dtype if name == "float16" else ml_dtypes.bfloat16)), half)
+        np.testing.assert_allclose(to_numpy(y).astype(np.float32), expected, atol=0.3)
+    with pytest.raises(ValueError, match="dtype: expected float32, float16, bfloat16, got 'int8'"):
+        weight.to(dtype="int8")
+    if make is not to_torch:
+        with pytest.raises(TypeError, match="device: only weights of torch tensors move, got a weight of ndarray"):
+            weight.to("cuda")
+    else:
+        assert weight.to("cpu") is weight is weight.to(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_dense_weight_has_the_same_product(dtype: str) -> None:
+    """Blocks that stand twice are added; block rows may be empty."""
+    problem = parse(f"{BLOCKS},dtype={dtype}")
+    for structure in ("random", "empty_rows"):
+        x, data, indices, indptr, *_ = problem.generate(seed(), structure)
+        indices = indices.copy()
+        for start, stop in zip(indptr, indptr[1:], strict=False):
+            indices[start:stop] = indices[start] if stop > start else 0
+        expected = problem.reference([x, data, indices, indptr])[0]
+        for make in (lambda a: a, to_torch):
+            dense = tvm_sparse.BsrWeight(tuple(map(make, (data, indices, indptr))), columns=66).to_dense()
+            assert type(dense) is type(make(data)) and to_numpy(dense).dtype == data.dtype and dense.shape == (35, 66)
+            found = x.astype(np.float64) @ to_numpy(dense).astype(np.float64).T
+            rounding = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.8}[dtype]
+            np.testing.assert_allclose(found, expected, atol=rounding)
+
+
+def test_rows_that_were_looked_up_are_copied_and_pickled() -> None:
+    problem = parse(LOOKUP)
+    indptr, indices, values, table = problem.generate(seed())
+    for make in (lambda a: a, to_torch):
+        rows = tvm_sparse.CsrRows(tuple(map(make, (indptr, indices, values))), columns=50)
+        expected = to_numpy(tvm_sparse.nhot_lookup(rows, make(table)))
+        for other in (copy.copy(rows), copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
+            np.testing.assert_array_equal(to_numpy(tvm_sparse.nhot_lookup(other, make(table))), expected)
 
 
 def test_a_skewed_weight_is_known_as_one() -> None:

@@ -36,6 +36,8 @@ class CsrRows:
     ------
     TypeError, ValueError, RuntimeError
         As `nhot_lookup`, naming the argument.
+
+    They can be copied and pickled.
     """
 
     def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False) -> None:
@@ -100,6 +102,13 @@ class CsrRows:
             Naming the first entry that is wrong.
         """
         self._check(self.indptr, self.indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither a kernel nor what is passed to it can be copied.
+        return {"csr": (self.indptr, self.indices, self.values), "columns": self.shape[1]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CsrRows.__init__(self, **state)
 
     def _check(self, indptr: Any, indices: Any) -> None:
         from tvm_sparse.formats.compressed import check_compressed
