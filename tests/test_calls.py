@@ -289,6 +289,56 @@ def test_rows_whose_strides_tell_nothing() -> None:
     check_softmax(parse(SMALL), one.contiguous().numpy(), 0, tvm_sparse.softmax_topk(one, 5))
 
 
+# Leading dimensions: a single row, batch and steps, nothing, and steps that are not contiguous.
+LEADING: tuple[tuple[int, ...], ...] = ((), (2, 3), (1, 1, 4), (0, 3), (2, 0))
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_rows_under_any_number_of_dimensions(kind: str, leading: tuple[int, ...]) -> None:
+    """As of the same rows under two, with `out` and `ids` of the same leading dimensions."""
+    convert = KINDS[kind][0]
+    rng = np.random.default_rng(seed())
+    batch = int(np.prod(leading))
+    flat = rng.standard_normal((batch, 61)).astype(np.float32)
+    ids = rng.integers(0, 61, (batch, 3))
+    logits, columns = convert(flat.reshape(*leading, 61)), convert(ids.reshape(*leading, 3))
+    wanted = tvm_sparse.softmax_topk(flat, 5, log=True, ids=ids)
+    found = tvm_sparse.softmax_topk(logits, 5, log=True, ids=columns)
+    out = tuple(convert(np.empty((*leading, a.shape[1]), a.dtype)) for a in wanted)
+    assert tvm_sparse.softmax_topk(logits, 5, log=True, ids=columns, out=out) is out
+    for have, written, want in zip(found, out, wanted, strict=True):
+        assert tuple(have.shape) == (*leading, want.shape[1])
+        np.testing.assert_array_equal(to_numpy(have).reshape(want.shape), want)
+        np.testing.assert_array_equal(to_numpy(written).reshape(want.shape), want)
+    for function, shape in (
+        (tvm_sparse.softmax, (*leading, 61)),
+        (tvm_sparse.log_softmax, (*leading, 61)),
+        (tvm_sparse.logsumexp, leading),
+    ):
+        want = function(flat)
+        one = convert(np.empty(shape, np.float32))
+        assert function(logits, out=one) is one
+        for have in (function(logits), one):
+            assert tuple(have.shape) == shape and type(have) is type(one)
+            np.testing.assert_array_equal(to_numpy(have).reshape(want.shape), want)
+
+
+def test_rows_under_dimensions_in_another_order() -> None:
+    logits = torch.randn(3, 2, 61).transpose(0, 1)
+    assert torch.equal(tvm_sparse.softmax(logits), tvm_sparse.softmax(logits.contiguous()))
+    with pytest.raises(ValueError, match=r"out: expected shape \(2, 3, 61\) and dtype float32, got \(6, 61\)"):
+        tvm_sparse.softmax(logits, out=torch.empty(6, 61))
+    with pytest.raises(ValueError, match="out: expected a contiguous, writeable and aligned array"):
+        tvm_sparse.softmax(logits, out=torch.empty(3, 2, 61).transpose(0, 1))
+    with pytest.raises(ValueError, match=r"ids: expected shape \(2, 3, n\) and dtype int64, got \(6, 1\)"):
+        tvm_sparse.softmax_topk(logits, 5, ids=torch.zeros(6, 1, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="logits: requires a gradient"):
+        tvm_sparse.softmax(logits.clone().requires_grad_())
+    with pytest.raises(TypeError, match=r"Foreign arrays have no reshape; expected one of shape \(6, 61\)"):
+        tvm_sparse.softmax(Foreign(logits.contiguous()))
+
+
 def logits_of(shape: tuple[int, ...] = (4, 61), dtype: Any = torch.float32) -> Any:
     return torch.zeros(shape, dtype=dtype)
 
@@ -301,8 +351,7 @@ def pair(values: Any = None, indices: Any = None) -> tuple[Any, Any]:
 
 
 BAD_SOFTMAX = {
-    "rank 1": (lambda: (logits_of((61,)), 5), ValueError, r"logits: expected 2 dimensions, got shape \(61,\)"),
-    "rank 3": (lambda: (logits_of((1, 4, 61)), 5), ValueError, r"logits: expected 2 .* \(1, 4, 61\)"),
+    "rank 0": (lambda: (logits_of(()), 1), ValueError, r"logits: expected at least 1 dimension, got shape \(\)"),
     "float64": (lambda: (logits_of(dtype=torch.float64), 5), ValueError, "logits: expected dtype float32.*got float64"),
     "int32": (lambda: (np.zeros((4, 61), np.int32), 5), ValueError, "logits: expected dtype float32.*got int32"),
     "byte order": (
@@ -705,6 +754,41 @@ def test_a_weight_that_was_called_is_copied_pickled_and_converted(make: Any) -> 
         assert weight.to("cpu") is weight is weight.to(torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@pytest.mark.parametrize("make", [lambda a: a, to_torch], ids=["numpy", "torch"])
+def test_products_of_rows_under_any_number_of_dimensions(make: Any, leading: tuple[int, ...]) -> None:
+    _, *rest, bias = parse(FUSED[0]).generate(seed())
+    parts = rest[:3]
+    x = np.random.default_rng(seed()).standard_normal((int(np.prod(leading)), 66)).astype(np.float32)
+    weight = tvm_sparse.BsrWeight(tuple(map(make, parts)), columns=66)
+    options = {"bias": make(bias), "activation": "relu"}
+    rows = make(x.reshape(*leading, 66))
+    out = make(np.empty((*leading, 35), np.float32))
+    expected = to_numpy(tvm_sparse.bsr_matmul(make(x), weight, **options))
+    assert tvm_sparse.bsr_matmul(rows, weight, out=out, **options) is out
+    for y in (tvm_sparse.bsr_matmul(rows, weight, **options), out):
+        assert tuple(y.shape) == (*leading, 35)
+        np.testing.assert_allclose(to_numpy(y).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+    y = tvm_sparse.bsr_matmul(rows, tuple(map(make, parts)))  # not prepared
+    assert tuple(y.shape) == (*leading, 35)
+
+
+def test_autocast_casts_to_the_dtype_of_the_weight() -> None:
+    x, *rest, bias = parse(FUSED[0]).generate(seed())
+    x, bias = to_torch(x), to_torch(bias)
+    weight = tvm_sparse.BsrWeight(tuple(map(to_torch, rest[:3])), columns=66)
+    half = weight.bfloat16()
+    wanted = tvm_sparse.bsr_matmul(x.bfloat16(), half, bias=bias.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (x, x.bfloat16()):
+            assert torch.equal(tvm_sparse.bsr_matmul(given, half, bias=bias), wanted)
+        assert tvm_sparse.bsr_matmul(x, weight).dtype is torch.float32
+        with pytest.raises(ValueError, match=r"x: expected dtype float32, .*once the weight: .*to\(dtype='bfloat16'\)"):
+            tvm_sparse.bsr_matmul(x.bfloat16(), weight)
+    with pytest.raises(ValueError, match="x: expected dtype bfloat16, as the weight has, got float32"):
+        tvm_sparse.bsr_matmul(x, half)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_dense_weight_has_the_same_product(dtype: str) -> None:
     """Blocks that stand twice are added; block rows may be empty."""
@@ -780,8 +864,8 @@ def ints(*values: int, dtype: Any = np.int32) -> np.ndarray:
 
 X = np.ones((7, 66), np.float32)
 BAD_BSR = {
-    "x rank": (lambda: (X[0], parts()), ValueError, r"x: expected 2 dimensions, got shape \(66,\)"),
-    "x rank 3": (lambda: (X[None], parts()), ValueError, r"x: expected 2 dimensions, got shape \(1, 7, 66\)"),
+    "x rank": (lambda: (X[0, 0], parts()), TypeError, "x: expected a torch tensor, .*got float32"),
+    "x rank 0": (lambda: (X[0, :1].reshape(()), parts()), ValueError, r"x: expected at least 1 dimension, got shape"),
     "x dtype": (lambda: (X.astype(np.float64), parts()), ValueError, "x: expected dtype float32.*got float64"),
     "x list": (lambda: (X.tolist(), parts()), TypeError, "x: expected a torch tensor.*got list"),
     "x half": (

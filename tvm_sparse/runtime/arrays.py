@@ -160,12 +160,21 @@ def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """A contiguous array under another shape, without a copy."""
-    if tuple(array.shape) == shape:
+    """An array under another shape: without a copy if it is contiguous.
+
+    Raises
+    ------
+    TypeError
+        If its library has no way to do that.
+    """
+    if hasattr(array, "shape") and tuple(array.shape) == shape:
         return array
-    if is_torch(array):
-        return array.view(shape)
-    return array.reshape(shape) if hasattr(array, "reshape") else array.__array_namespace__().reshape(array, shape)
+    if hasattr(array, "reshape"):
+        return array.reshape(shape)
+    namespace = getattr(array, "__array_namespace__", lambda: None)()
+    if not hasattr(namespace, "reshape"):
+        raise TypeError(f"{type(array).__name__} arrays have no reshape; expected one of shape {shape}")
+    return namespace.reshape(array, shape)
 
 
 def prototype(tensor: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import machine
@@ -32,8 +33,11 @@ def machine_of(name: str, known: Facts) -> Machine:
     return found
 
 
-def check_floats(name: str, known: Facts, rank: int) -> None:
-    if len(known.shape) != rank:
+def check_floats(name: str, known: Facts, rank: int | None = None) -> None:
+    """Check dtype and number of dimensions; without a rank: at least one."""
+    if rank is None and not known.shape:
+        raise ValueError(f"{name}: expected at least 1 dimension, got shape ()")
+    if rank is not None and len(known.shape) != rank:
         raise ValueError(f"{name}: expected {rank} dimensions, got shape {known.shape}")
     if known.dtype not in FLOATS:
         raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
@@ -42,11 +46,41 @@ def check_floats(name: str, known: Facts, rank: int) -> None:
 def logits_facts(logits: Any) -> Facts:
     """Facts of the argument `logits`, checked."""
     known = arrays.facts("logits", logits)
-    check_floats("logits", known, rank=2)
+    check_floats("logits", known)
     refuse_gradient("logits", logits)
-    if known.shape[1] >= 2**31:
-        raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[1]}")
+    if known.shape[-1] >= 2**31:
+        raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[-1]}")
     return known
+
+
+def by_rows(
+    call: Callable[[Any, list[Any] | None], Sequence[Any]],
+    array: Any,
+    known: Facts,
+    out: Any,
+    wanted: tuple[tuple[str, tuple[int, ...], str], ...],
+) -> list[Any]:
+    """The outputs of a call of rows `(batch, width)`, for an array `(..., width)` of another number of dimensions.
+
+    Parameters
+    ----------
+    call
+        (rows, arrays to write into or None) -> the outputs.
+    out, wanted
+        As of `outputs_for`, with the shapes of single rows.
+    """
+    leading = known.shape[:-1]
+    batch = math.prod(leading)
+    rows = arrays.reshaped(array, (batch, known.shape[-1]))
+    if out is None:
+        results = call(rows, None)
+        return [
+            arrays.reshaped(result, (*leading, *shape)) for result, (_, shape, _) in zip(results, wanted, strict=True)
+        ]
+    full = tuple((name, (*leading, *shape), dtype) for name, shape, dtype in wanted)
+    given = outputs_for(out, full, array, known)
+    call(rows, [arrays.reshaped(one, (batch, *shape)) for one, (_, shape, _) in zip(given, wanted, strict=True)])
+    return given
 
 
 def inverse_temperature(temperature: Any) -> float:
