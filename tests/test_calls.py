@@ -98,7 +98,7 @@ class Standard(Foreign):
 
     @staticmethod
     def from_dlpack(array: Any) -> Standard:
-        return Standard(np.from_dlpack(array))
+        return Standard(torch.from_dlpack(array))  # takes bfloat16, unlike NumPy
 
 
 def seed() -> int:
@@ -112,6 +112,8 @@ def to_numpy(array: Any) -> np.ndarray:
         return (
             array.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if array.dtype is torch.bfloat16 else array.numpy()
         )
+    if isinstance(array, Standard):
+        return to_numpy(array._array)
     return array if isinstance(array, np.ndarray) else np.from_dlpack(array)
 
 
@@ -287,6 +289,61 @@ def test_rows_whose_strides_tell_nothing() -> None:
     assert values.tolist() == [[1.0]] * 7 and indices.tolist() == [[0]] * 7
     one = torch.randn(1, 61).expand(7, 61)
     check_softmax(parse(SMALL), one.contiguous().numpy(), 0, tvm_sparse.softmax_topk(one, 5))
+
+
+def test_bfloat16_of_another_library_comes_back_to_it() -> None:
+    """NumPy's DLPack refuses it, in which our outputs are made."""
+    logits = torch.randn(7, 61).bfloat16()
+    found = tvm_sparse.softmax(Standard(logits))
+    assert type(found) is Standard and torch.equal(found._array, tvm_sparse.softmax(logits))
+
+
+def test_negated_views_are_resolved() -> None:
+    """Of the imaginary part of a conjugate PyTorch holds the values, and a bit that says that they are negated."""
+    logits = torch._neg_view(torch.randn(7, 61))
+    assert logits.is_neg() and logits.is_contiguous()
+    tvm_sparse.softmax(logits.resolve_neg())  # the short way of the next call
+    for _ in range(2):
+        torch.testing.assert_close(tvm_sparse.softmax(logits), torch.softmax(logits, 1))
+    with pytest.raises(ValueError, match="out: expected a contiguous, writeable and aligned array"):
+        tvm_sparse.softmax(logits, out=torch._neg_view(torch.empty(7, 61)))
+    x, *parts = map(to_torch, parse(BLOCKS).generate(seed())[:4])
+    expected = tvm_sparse.bsr_matmul(x, tuple(parts))
+    parts[0] = torch._neg_view(-parts[0])
+    assert torch.equal(tvm_sparse.bsr_matmul(x, tuple(parts)), expected)
+
+
+def test_a_tangent_is_not_lost() -> None:
+    forward = torch.autograd.forward_ad
+    logits = torch.randn(7, 61)
+    plain = tvm_sparse.softmax(logits)
+    with forward.dual_level():
+        assert torch.equal(tvm_sparse.softmax(logits), plain)
+        dual = forward.make_dual(logits, torch.ones_like(logits))
+        for call in (
+            lambda: tvm_sparse.softmax(dual),
+            lambda: tvm_sparse.softmax_topk(dual, 5),
+            lambda: tvm_sparse.logsumexp(dual[0]),
+            lambda: tvm_sparse.softmax_topk(logits, 5, bias=dual[0]),
+        ):
+            with pytest.raises(RuntimeError, match="(logits|bias): has a tangent, and there is no forward-mode deriv"):
+                call()
+
+
+def test_a_temperature_is_one_number() -> None:
+    logits = torch.randn(7, 61)
+    halved = tvm_sparse.softmax_topk(logits, 5, temperature=0.5)
+    for number in (np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5])):
+        assert torch.equal(tvm_sparse.softmax_topk(logits, 5, temperature=number)[0], halved[0])
+    with pytest.raises(TypeError, match=r"temperature: expected one number, for all rows, got Tensor of shape \(7,\)"):
+        tvm_sparse.softmax_topk(logits, 5, temperature=torch.ones(7))
+
+
+def test_masked_arrays_are_refused() -> None:
+    logits = np.ma.masked_less(np.random.default_rng(seed()).standard_normal((7, 61), np.float32), 0)
+    with pytest.raises(TypeError, match=r"logits: got a masked array, .*filled\(value\)"):
+        tvm_sparse.softmax_topk(logits, 5)
+    assert tvm_sparse.softmax_topk(logits.filled(-np.inf), 5)[0].shape == (7, 5)
 
 
 # Leading dimensions: a single row, batch and steps, nothing, and steps that are not contiguous.

@@ -46,7 +46,7 @@ def facts(name: str, array: Any) -> Facts:
     Raises
     ------
     TypeError
-        If it is no array, or lives where no kernel runs.
+        If it is no array, or lives where no kernel runs; or a masked array.
     """
     if is_torch(array):
         device = array.device.type
@@ -61,10 +61,14 @@ def facts(name: str, array: Any) -> Facts:
             dtype,
             device,
             array.device.index or 0,
-            array.is_contiguous(),
+            # A tensor may hold its values negated, as `torch.Tensor.imag` of a conjugate does.
+            array.is_contiguous() and not array.is_neg(),
             array.data_ptr() % alignment == 0,
         )
     if is_numpy(array):
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(array, masked.MaskedArray):
+            raise TypeError(f"{name}: got a masked array, whose mask a kernel does not see; use its filled(value)")
         dtype = array.dtype.name if array.dtype.isnative else f"{array.dtype.name} of the other byte order"
         return Facts(
             array.shape,
@@ -191,7 +195,7 @@ def returned(array: Any, like: Any) -> Any:
         return array
     namespace = getattr(like, "__array_namespace__", lambda: None)()
     if is_numpy(array) and namespace is not None and hasattr(namespace, "from_dlpack"):
-        return namespace.from_dlpack(array)
+        return namespace.from_dlpack(_BfloatExport(array) if array.dtype.name == "bfloat16" else array)
     return array
 
 

@@ -85,10 +85,15 @@ def by_rows(
 
 def inverse_temperature(temperature: Any) -> float:
     """The factor that a temperature stands for."""
+    if type(temperature) is float and temperature == 1.0:
+        return 1.0
     try:
         inverse = 1.0 / float(temperature)
-    except (TypeError, ValueError):
-        raise TypeError(f"temperature: expected a number, got {type(temperature).__name__}") from None
+    except (TypeError, ValueError, RuntimeError):
+        what = f"{type(temperature).__name__}"
+        if getattr(temperature, "shape", ()):
+            what += f" of shape {tuple(temperature.shape)}"
+        raise TypeError(f"temperature: expected one number, for all rows, got {what}") from None
     except ZeroDivisionError:
         inverse = math.inf
     if not _SMALLEST < inverse < _LARGEST:
@@ -156,14 +161,33 @@ def layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
 
 
 def refuse_gradient(name: str, array: Any) -> None:
-    if arrays.is_torch(array) and array.requires_grad and sys.modules["torch"].is_grad_enabled():
+    """Raise for a torch tensor of which a gradient is wanted, backward or forward."""
+    if not arrays.is_torch(array):
+        return
+    if array.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+    if _forward_mode() and sys.modules["torch"].autograd.forward_ad.unpack_dual(array).tangent is not None:
+        raise RuntimeError(
+            f"{name}: has a tangent, and there is no forward-mode derivative; pass"
+            " torch.autograd.forward_ad.unpack_dual(...).primal"
+        )
+
+
+def _forward_mode() -> bool:
+    """Whether this is within `torch.autograd.forward_ad.dual_level`: only there do tensors have tangents."""
+    return sys.modules["torch.autograd.forward_ad"]._current_level >= 0
 
 
 def is_plain(tensor: Any) -> bool:
     """Whether a kernel takes a torch tensor as it is."""
     try:
-        return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED and not tensor.requires_grad
+        return (
+            tensor.is_contiguous()
+            and not tensor.data_ptr() & _MISALIGNED
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+            and not _forward_mode()
+        )
     except RuntimeError:  # sparse layouts know neither contiguity nor an address
         return False
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import refuse_gradient
 
 from .problem import BsrMatmul
 
@@ -71,10 +72,7 @@ class BsrWeight:
             raise ValueError(f"data: expected 3 dimensions (nnzb, block_rows, block_cols), got shape {known.shape}")
         if known.dtype not in FLOATS:
             raise ValueError(f"data: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
-        if arrays.is_torch(data) and data.requires_grad and sys.modules["torch"].is_grad_enabled():
-            raise RuntimeError(
-                "weight: requires a gradient, and there is no backward pass; call it under torch.no_grad()"
-            )
+        refuse_gradient("weight", data)
         self.nnzb, *block = known.shape
         rows, cols = self.block_shape = tuple(block)
         if rows < 1 or cols < 1:

@@ -23,7 +23,8 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     logits
         As for `softmax`.
     out
-        `(batch,)` float32 array (`(...)` of logits `(..., vocab)`) to write into: contiguous, on the device of `logits`.
+        `(batch,)` float32 array (`(...)` of logits `(..., vocab)`) to write into: contiguous, on the device of
+        `logits`.
 
     Returns
     -------

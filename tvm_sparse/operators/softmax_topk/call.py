@@ -89,7 +89,7 @@ def softmax_topk(
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    scale = 1.0 if temperature == 1.0 else inverse_temperature(temperature)
+    scale = inverse_temperature(temperature)
     plain = bias is None and ids is None
     torch = sys.modules.get("torch")
     if torch is not None and type(logits) is torch.Tensor and type(k) is int:
