@@ -12,9 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import tvm_sparse
 from tvm_sparse.artifacts import manifest
 from tvm_sparse.bench import compare as comparing
 from tvm_sparse.bench.compare import compare
@@ -76,6 +78,20 @@ def test_list_names_operators_templates_and_records(tuned: tuple[Path, str]) -> 
     assert record["seconds"] > 0 and record["candidate"].startswith("block_rows@")
     assert [axis for axis, facts in one["axes"].items() if facts["batch"]] == ["m"]
     assert "did you mean bsr_matmul" in call("list", "bsr_matmull", code=2)
+
+
+def test_what_calls_ask_for_is_tuned(tmp_path: Path) -> None:
+    """A look-up's number of nonzeros is known to calls in steps only: a record of another would never be found."""
+    shape = ("nhot_lookup", "rows=7", "vocab=50", "width=33")
+    plan = call("tune", *shape, "nonzeros=4", "--target", "cpu", "--logs", tmp_path, "--dry-run")
+    said, _, rest = plan.partition("\n")
+    assert said.startswith("nhot_lookup rows=7 vocab=50 width=33 nonzeros=4 is tuned as nhot_lookup rows=7 vocab=50 wi")
+    assert "nonzeros=5" in rest and "nonzeros=4" not in rest
+    rows = tvm_sparse.CsrRows((np.arange(8) * 4, np.zeros(28, np.int64), None), columns=50)
+    given = registry.parse("nhot_lookup/rows=7,vocab=50,width=33,nonzeros=4,index=int64")
+    assert given.as_called() == rows.problem(33, "float32")
+    assert "nonzeros=5" in call("explain", *shape, "nonzeros=4", "--target", "cpu")
+    assert "is tuned as" not in call("tune", *TINY, "--target", "cpu", "--logs", tmp_path, "--dry-run")
 
 
 # ---------------------------------------------------------------------------------------------------- mistakes

@@ -79,7 +79,7 @@ def tune(
     the same command with more trials goes on from what is recorded.
     """
     with errors():
-        problems = _problems(operator, axes, shapes)
+        problems = _as_called(_problems(operator, axes, shapes))
         where = machine_here(target, "tuning")
         _require_templates(templates or (), problems, where)
         from ..runtime import paths
@@ -118,6 +118,14 @@ def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | N
     if operator is None:
         raise ProblemError("operator: none given; see tvm-sparse list, or give a file of shapes with --shapes")
     return [problem_of(operator, axes)]
+
+
+def _as_called(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that calls ask for in the place of those given, each once; says which are others."""
+    for problem in problems:
+        if problem.as_called() != problem:
+            typer.echo(f"{problem.typed} is tuned as {problem.as_called().typed}: calls with such data ask for it")
+    return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 
 def _require_templates(names: Sequence[str], problems: Sequence[Problem], where: Machine) -> None:

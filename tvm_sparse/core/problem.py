@@ -136,6 +136,10 @@ class Problem(ABC):
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
 
+    def as_called(self) -> Problem:
+        """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""
+        return self
+
     def smaller(self, extent: int) -> Problem:
         """A problem with this batch that the same program computes, and that is cheap to check.
 

@@ -431,7 +431,7 @@ def warmup(
     builders = machines.default_builders() if builders is None else builders
     if builders < 1:
         raise ValueError(f"builders: expected at least 1, got {builders}")
-    return dispatcher.warmup(_problems(problems), where, builders)
+    return dispatcher.warmup([problem.as_called() for problem in _problems(problems)], where, builders)
 
 
 def _problems(given: Any) -> list[Problem]:
@@ -469,4 +469,4 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
         problem = parse(problem) if "/" in problem else make(problem, axes)
     elif not isinstance(problem, Problem):
         raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
-    return dispatcher.explain(problem, machines.resolve(target))
+    return dispatcher.explain(problem.as_called(), machines.resolve(target))
