@@ -28,6 +28,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
+from tvm_sparse.runtime import paths
 from tvm_sparse.tuning import session
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
@@ -78,6 +79,45 @@ def test_list_names_operators_templates_and_records(tuned: tuple[Path, str]) -> 
     assert record["seconds"] > 0 and record["candidate"].startswith("block_rows@")
     assert [axis for axis, facts in one["axes"].items() if facts["batch"]] == ["m"]
     assert "did you mean bsr_matmul" in call("list", "bsr_matmull", code=2)
+    [one] = json.loads(call("list", "bsr_matmul", "--logs", tuned[0], "--json", "--target", "sm_80"))
+    assert one["tuned"] == {} and {template["kind"] for template in one["templates"]} == {"cuda"}
+    [one] = json.loads(call("list", "bsr_matmul", "--logs", tuned[0], "--json", "--target", "cpu"))
+    assert list(one["tuned"]) == [HERE.arch]
+    assert "nearest valid names" in call("list", "--target", "sm80", code=2)
+
+
+def test_the_cache_is_shown_and_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = paths.user_cache()
+    assert call("cache") == f"nothing in {root}\n"
+    for arch in ("sm_90a", "x86-64-v4"):
+        (root / arch).mkdir(parents=True)
+        (root / arch / "one.so").write_bytes(bytes(2048))
+        (root / arch / manifest.NAME).write_text("{}")
+    assert f"sm_90a: 1 library, 2 KiB, in {root / 'sm_90a'}\n" in call("cache", "show")
+    assert call("cache", "clean", "--target", "sm_90a") == "sm_90a: 1 library, 2 KiB, removed\n"
+    assert [path.name for path in root.rglob("*.so")] == ["one.so"]
+    call("cache", "clean")
+    assert not [path for path in root.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert "show" in call("cache", "drop", code=2)
+
+
+def test_a_shell_completes_commands() -> None:
+    environment = {"_TVM_SPARSE_COMPLETE": "complete_bash", "COMP_WORDS": "tvm-sparse ex", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="tvm-sparse", env=environment)
+    assert result.stdout.split() == ["export", "explain"]
+
+
+def test_the_package_tells_its_names_and_version() -> None:
+    assert call("--version") == f"tvm-sparse {tvm_sparse.__version__}\n"
+    assert {"softmax_topk", "warmup", "BsrWeight", "__version__"} <= set(dir(tvm_sparse))
+
+
+def test_an_old_python_is_told_which_one_is_needed() -> None:
+    code = "import sys; sys.version_info = (3, 10, 4); exec(open('setup.py').read())"
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "tvm_sparse needs Python 3.11 or later; this is Python 3.10\n"
 
 
 def test_what_calls_ask_for_is_tuned(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return sorted(_homes())
+    if name == "__version__":
+        import importlib.metadata
+
+        return importlib.metadata.version(__name__)
     if name.startswith("__") or name not in (homes := _homes()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(homes[name]), name)
@@ -61,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes()})
+    return sorted({*globals(), *_homes(), "__all__", "__version__"})

@@ -36,3 +36,5 @@ from .runtime.dispatch import Explanation as Explanation
 from .runtime.dispatch import explain as explain
 from .runtime.dispatch import load as load
 from .runtime.dispatch import warmup as warmup
+
+__version__: str
