@@ -330,6 +330,43 @@ def test_a_tangent_is_not_lost() -> None:
                 call()
 
 
+def scaled(logits: Any) -> Any:
+    return tvm_sparse.softmax(logits * 2) + 1
+
+
+def test_torch_compile_calls_between_two_graphs() -> None:
+    torch._dynamo.reset()
+    logits = torch.randn(7, 61)
+    torch.testing.assert_close(torch.compile(scaled, backend="eager")(logits), scaled(logits))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tvm_sparse's functions are no custom operators"):
+        torch.compile(scaled, backend="eager", fullgraph=True)(logits)
+    torch._dynamo.reset()
+
+
+def test_tensors_without_data_are_refused_with_the_reason() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Module(torch.nn.Module):
+        def forward(self, logits: Any) -> Any:
+            return scaled(logits)
+
+    logits = torch.randn(7, 61)
+    tvm_sparse.softmax(logits)  # the short way of the next call
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(logits)
+    for call in (
+        lambda: torch.export.export(Module(), (logits,)),
+        lambda: torch.vmap(tvm_sparse.softmax)(logits[None]),
+        lambda: torch.func.jvp(tvm_sparse.softmax, (logits,), (logits,)),
+        lambda: torch.func.grad(lambda x: tvm_sparse.logsumexp(x).sum())(logits),
+        lambda: torch.func.functionalize(tvm_sparse.softmax)(logits),
+        lambda: tvm_sparse.softmax_topk(fake, 5),
+    ):
+        with pytest.raises(Exception, match="tensor without data. tvm_sparse's functions are no custom operators"):
+            call()
+
+
 def test_a_temperature_is_one_number() -> None:
     logits = torch.randn(7, 61)
     halved = tvm_sparse.softmax_topk(logits, 5, temperature=0.5)

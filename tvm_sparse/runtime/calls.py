@@ -181,9 +181,11 @@ def _forward_mode() -> bool:
 def is_plain(tensor: Any) -> bool:
     """Whether a kernel takes a torch tensor as it is."""
     try:
+        address = tensor.data_ptr()  # 0: of nothing, or of a tensor that stands for another
         return (
-            tensor.is_contiguous()
-            and not tensor.data_ptr() & _MISALIGNED
+            address != 0
+            and not address & _MISALIGNED
+            and tensor.is_contiguous()
             and not tensor.requires_grad
             and not tensor.is_neg()
             and not _forward_mode()

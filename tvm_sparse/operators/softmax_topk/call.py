@@ -162,14 +162,14 @@ def softmax_topk(
 def _by_rows(logits: Any, known: Facts, k: int, ids: Any, out: Any, options: dict[str, Any]) -> tuple[Any, ...]:
     """`softmax_topk` of logits that have not two dimensions."""
     leading = known.shape[:-1]
-    wanted = [("values", (k,), "float32"), ("indices", (k,), "int64")]
+    wanted: list[tuple[str, tuple[int, ...], str]] = [("values", (k,), "float32"), ("indices", (k,), "int64")]
     if ids is not None:
         _, theirs, ids = facts_beside("ids", ids, (*leading, None), "int64", known)
         ids = arrays.reshaped(ids, (math.prod(leading), theirs.shape[-1]))
         wanted.append(("given", theirs.shape[-1:], "float32"))
 
     def call(rows: Any, given: list[Any] | None) -> tuple[Any, ...]:
-        return softmax_topk(rows, k, ids=ids, out=given and tuple(given), **options)
+        return softmax_topk(rows, k, ids=ids, out=tuple(given) if given else None, **options)
 
     results = by_rows(call, logits, known, out, tuple(wanted))
     return out if out is not None else tuple(results)
