@@ -28,7 +28,9 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
+from tvm_sparse.records.queries import best_records
 from tvm_sparse.runtime import paths
+from tvm_sparse.shipping import export as shipping
 from tvm_sparse.tuning import session
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
@@ -84,6 +86,23 @@ def test_list_names_operators_templates_and_records(tuned: tuple[Path, str]) -> 
     [one] = json.loads(call("list", "bsr_matmul", "--logs", tuned[0], "--json", "--target", "cpu"))
     assert list(one["tuned"]) == [HERE.arch]
     assert "nearest valid names" in call("list", "--target", "sm80", code=2)
+
+
+def test_shapes_that_nobody_tuned_are_exported(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    """And those that somebody did as they won; each program once, for any batch."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(
+        "[[bsr_matmul]]\nm = [1, 2]\nk = 64\nn = 64\nblock = 16\nsparsity = [0.5, 0.9]\n"
+        "[[softmax]]\nbatch = [1, 2]\nvocab = 37\n"
+    )
+    folder = tmp_path / "kernels"
+    call("export", "--target", "cpu", "--shapes", path, "--logs", tuned[0], "--operator", "softmax", "-o", folder)
+    [entry] = manifest.read(folder)
+    assert entry.chosen == "fallback" and entry.candidate == spaces.fallback(parse(entry.problem), HERE)
+    jobs = shipping.planned(shape_files.read(path), HERE, best_records([tuned[0]], HERE.arch))
+    assert {(job[0].key, job[2]) for job in jobs} >= {(parse("softmax/batch=1,vocab=37").key, "fallback")}
+    assert [job[2] for job in jobs].count("exact") == 1
+    assert "(--shapes FILE)" in call("export", "--target", "sm_50", "--logs", tuned[0], "-o", folder, code=1)
 
 
 def test_the_cache_is_shown_and_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

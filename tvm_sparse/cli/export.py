@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import registry
+from ..core import registry, shape_files
 from ..core.registry import parse
 from .common import (
     Builders,
@@ -39,11 +39,16 @@ def export(
         typer.Option(help="Folder of records; of several the last wins.  \\[default: the package's, then yours]"),
     ] = None,
     operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only what calls of these problems run, tuned or not; TOML as for tune."),
+    ] = None,
     builders: Builders = None,
     plugin: Plugins = None,
 ) -> None:
     """Compile the best record of every tuned problem into a folder that tvm_sparse.load reads.
 
+    With --shapes, a kernel that was not tuned for this architecture has nearby decisions or a template's default.
     The architecture need not be this machine's: code for sm_90a is built without a GPU.
     """
     with errors():
@@ -59,7 +64,9 @@ def export(
         if where.kind == "cuda":
             require("cuda")
         roots = default_roots(logs)
-        count = sum(operator in (None, parse(key).operator) for key in best_records(roots, where.arch))
+        problems = shape_files.read(shapes) if shapes is not None else None
+        asked = problems if problems is not None else map(parse, best_records(roots, where.arch))
+        count = sum(operator in (None, problem.operator) for problem in asked)
         started = time.monotonic()
         with _progress(count, where.arch) as show:
             try:
@@ -68,6 +75,7 @@ def export(
                     output,
                     roots,
                     only=lambda problem: operator in (None, problem.operator),
+                    problems=problems,
                     builders=builders or machine.default_builders(),
                     show=show,
                 )

@@ -26,10 +26,10 @@ from ..artifacts.manifest import Entry, ManifestError, digest
 from ..core import machine as machines
 from ..core import registry, shape_files
 from ..core.machine import Machine, UnknownArch
-from ..core.problem import Problem, ProblemError
+from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import loading, paths
-from .lookup import Choice, Known, choose
+from .lookup import Choice, Known, choose, same_program
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -260,7 +260,7 @@ class Dispatcher:
         for source in sources:
             for entry in source.entries:
                 if entry.candidate == choice.candidate and entry.kind == machine.kind and entry.arch == machine.arch:
-                    if _same_program(entry.problem, choice.compiled_for):
+                    if same_program(entry.problem, choice.compiled_for):
                         return source.folder, entry
         return None
 
@@ -286,7 +286,7 @@ class Dispatcher:
             for choice in choices:
                 located = self._find(choice, machine, [_Source("cache", folder, present)])
                 if (located is None or not _intact(*located)) and not any(
-                    other.candidate == choice.candidate and _same_program(other.compiled_for.key, choice.compiled_for)
+                    other.candidate == choice.candidate and same_program(other.compiled_for.key, choice.compiled_for)
                     for other in missing
                 ):
                     missing.append(choice)
@@ -304,18 +304,6 @@ class Dispatcher:
                     manifest.write(folder, [*(e for e in present if e.library not in names), *built])
             source = _Source("cache", folder, (*built, *present))
             return [found for choice in choices if (found := self._find(choice, machine, [source]))]
-
-
-def _same_program(key: str, problem: Problem) -> bool:
-    """Whether a candidate's program for the problem of `key` is its program for `problem`."""
-    try:
-        other = parse(key)
-    except ProblemError:
-        return False
-    free = {problem.batch_axis, *problem.data_axes}
-    return type(other) is type(problem) and all(
-        other.axes[name] == value for name, value in problem.axes.items() if name not in free
-    )
 
 
 def _intact(folder: Path, entry: Entry) -> bool:

@@ -83,3 +83,15 @@ def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Ch
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
     why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default{passed_over}"
     return Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+
+
+def same_program(key: str, problem: Problem) -> bool:
+    """Whether a candidate's program for the problem of `key` is its program for `problem`."""
+    try:
+        other = parse(key)
+    except ProblemError:
+        return False
+    free = {problem.batch_axis, *problem.data_axes}
+    return type(other) is type(problem) and all(
+        other.axes[name] == value for name, value in problem.axes.items() if name not in free
+    )
