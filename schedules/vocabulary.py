@@ -24,8 +24,9 @@ DECISIONS: Mapping[str, str] = {
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
-        "What thread blocks of a cluster send each other. 0: hits, to the block that counts the word. 1: where the"
-        " buckets are, so that each block goes through all of them."
+        "What thread blocks send each other. Where they count hits, 0: hits, to the block that counts the word; 1:"
+        " where the buckets are, so that each block goes through all of them. States of a recurrent layer, 0: all meet"
+        " at a barrier; 1: whoever needs a state looks for it where it is to be."
     ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
@@ -34,7 +35,13 @@ DECISIONS: Mapping[str, str] = {
     "vectors": "16-byte vectors that a thread loads, and then works on, together.",
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together.",
-    "stages": "Tiles in shared memory: one in use, the others on their way.",
+    "stages": "Tiles in shared memory: one in use, the others on their way; with 0 operands are read where they lie.",
+    "registers": (
+        "Entries of a row of the weight that a thread keeps in registers, for all steps of a recurrent layer; of a tile"
+        " of it: vectors of two of its rows."
+    ),
+    "shared": "Further ones of the same that it keeps in shared memory.",
+    "pack": "Samples of a batch side by side in memory, so that one load serves them all.",
     "staged": "1: the operand that all tiles share is kept in shared memory; 0: in registers.",
     # What is done ahead of its time.
     "overlap": (

@@ -1,8 +1,9 @@
 """What scripts about recurrent layers share: cases, weights with random patterns, and contenders that are checked.
 
 A case is a layer and a call of it: hidden units, batch, steps, density and cell. Contenders are ours with and without
-the input product, torch's module (cuDNN on a GPU, whose input product is part of it), and two loops over steps as users
-write them, of which a GPU gets one CUDA graph: the dense product (cuBLAS) and the sparse one (cuSPARSE).
+the input product, ours with the weight in blocks (with a random pattern: a dense persistent layer), torch's module
+(cuDNN on a GPU, whose input product is part of it), and two loops over steps as users write them, of which a GPU gets
+one CUDA graph: the dense product (cuBLAS) and the sparse one (cuSPARSE).
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ import tvm_sparse
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
 from tvm_sparse.core.registry import make
+from tvm_sparse.formats.block_recurrent import COLUMNS as COLUMNS_OF_GROUP
+from tvm_sparse.formats.block_recurrent import ROWS as ROWS_OF_TILE
+from tvm_sparse.formats.block_recurrent import tiles_of
 from tvm_sparse.formats.recurrent import RecurrentWeights
 from tvm_sparse.layers.libraries import to_host
 from tvm_sparse.layers.recurrent import launches
 from tvm_sparse.operators.nhot_lookup.problem import typical
 from tvm_sparse.operators.sparse_recurrent.problem import GATES
 
-OURS, PRODUCT, MODULE, DENSE, SPARSE, FLASH = (
-    "sparse layer", "sparse layer + input product", "torch module", "dense step loop", "sparse step loop", "FlashRNN"
+OURS, PRODUCT, BLOCKS, MODULE, DENSE, SPARSE, FLASH = (
+    "sparse layer", "sparse layer + input product", "layer of blocks", "torch module", "dense step loop",
+    "sparse step loop", "FlashRNN",
 )  # fmt: skip
 DTYPES = ("float32", "float16")
 # Largest differences from the float64 reference; states are at most about 1, and rounded at each step.
@@ -82,7 +87,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Weights and inputs of a case, dense and in float32 on the device; `layers` by dtype."""
+    """Weights and inputs of a case, dense and in float32 on the device; `layers` of entries by dtype, and of `blocks`
+    where values have 16 bits."""
 
     case: Case
     weight_hh: torch.Tensor
@@ -91,6 +97,7 @@ class Drawn:
     bias_hh: torch.Tensor
     x: torch.Tensor
     layers: Mapping[str, Any]
+    blocks: Mapping[str, Any]
     device: str
 
     @property
@@ -119,31 +126,36 @@ def draw(case: Case, device: str, dtypes: Iterable[str] = DTYPES, seed: int = 0,
     found = kept.nonzero().cpu().numpy()
     values = weight_hh[kept].cpu().numpy()
     matrix = scipy.sparse.coo_array((values, (found[:, 0], found[:, 1])), shape=(rows, hidden))
-    layers = {dtype: layer(case, matrix, bias_hh, dtype, order) for dtype in dtypes}
+    layers = {dtype: layer(case, matrix, bias_hh, dtype=dtype, form="entries", order=order) for dtype in dtypes}
+    blocks = {dtype: layer(case, matrix, bias_hh, dtype=dtype, form="blocks") for dtype in dtypes if dtype != "float32"}
     x = normal(case.steps, case.batch, hidden)
     weight_ih, bias_ih = normal(rows, hidden) * (0.7 / hidden**0.5), 0.1 * normal(rows)
-    return Drawn(case, weight_hh, weight_ih, bias_ih, bias_hh, x, layers, device)
+    return Drawn(case, weight_hh, weight_ih, bias_ih, bias_hh, x, layers, blocks, device)
 
 
-def layer(case: Case, matrix: Any, bias_hh: torch.Tensor, dtype: str, order: str = "banks") -> Any:
+def layer(case: Case, matrix: Any, bias_hh: torch.Tensor, **options: Any) -> Any:
     """Our layer of a case."""
     if case.cell == "lstm":
-        return tvm_sparse.SparseLSTM(matrix, dtype=dtype, order=order)
+        return tvm_sparse.SparseLSTM(matrix, **options)
     if case.cell == "gru":
-        return tvm_sparse.SparseGRU(matrix, bias_hh, dtype=dtype, order=order)
-    return tvm_sparse.SparseRNN(matrix, nonlinearity=case.cell, dtype=dtype, order=order)
+        return tvm_sparse.SparseGRU(matrix, bias_hh, **options)
+    return tvm_sparse.SparseRNN(matrix, nonlinearity=case.cell, **options)
 
 
 def problems_of(case: Case, dtypes: Iterable[str]) -> list[Problem]:
-    """What calls of our layer run, at the number of nonzeros that is expected."""
-    expected = round(case.rows * case.hidden * case.density)
-    nonzeros = min(case.hidden, typical(expected, case.rows))
-    fixed = {"hidden": case.hidden, "nonzeros": nonzeros, "cell": case.cell}
-    return [
-        make("sparse_recurrent", {"steps": steps, "batch": batch, "dtype": dtype, **fixed})
-        for dtype in dtypes
-        for steps, batch in dict.fromkeys(launches(case.steps, case.batch, case.hidden))
-    ]
+    """What calls of our layers run, at the number of nonzeros, and of groups of blocks, that is expected."""
+    found, gates = [], GATES[case.cell]
+    nonzeros = min(case.hidden, typical(round(case.rows * case.hidden * case.density), case.rows))
+    tiles, across = tiles_of(case.hidden, gates), -(-case.hidden // COLUMNS_OF_GROUP)
+    absent = tiles * across * (1 - case.density) ** (ROWS_OF_TILE * COLUMNS_OF_GROUP)
+    groups = across if absent < 0.5 else min(across, typical(round(tiles * across - absent), tiles))
+    for steps, batch in dict.fromkeys(launches(case.steps, case.batch, case.hidden)):
+        axes = {"steps": steps, "batch": batch, "hidden": case.hidden, "cell": case.cell}
+        for dtype in dtypes:
+            found.append(make("sparse_recurrent", {**axes, "nonzeros": nonzeros, "dtype": dtype}))
+            if dtype != "float32":
+                found.append(make("block_recurrent", {**axes, "nonzeros": groups, "dtype": dtype}))
+    return found
 
 
 # ---- contenders ----------------------------------------------------------------------------------
@@ -287,6 +299,8 @@ def contenders(
     for dtype in dtypes:
         makers[OURS, dtype] = functools.partial(ours, drawn, dtype)
         makers[PRODUCT, dtype] = functools.partial(ours_with_product, drawn, dtype)
+        if dtype in drawn.blocks:
+            makers[BLOCKS, dtype] = functools.partial(of_blocks, drawn, dtype)
     if peers:
         makers |= {(MODULE, dtype): functools.partial(module, drawn, dtype) for dtype in dtypes}
         if loops:
@@ -302,6 +316,11 @@ def contenders(
 
 def ours(drawn: Drawn, dtype: str) -> Call:
     x, one = drawn.projected(dtype), drawn.layers[dtype]
+    return lambda: one(x)[0]
+
+
+def of_blocks(drawn: Drawn, dtype: str) -> Call:
+    x, one = drawn.projected(dtype), drawn.blocks[dtype]
     return lambda: one(x)[0]
 
 
@@ -378,8 +397,9 @@ def add_lines(report: Any, drawn: Drawn, results: Results, where: Machine, cells
         mine = results.get((OURS, dtype)) or results.get((OURS, "float32"))
         limit = limit_of(case, drawn.nonzeros, dtype, where)
         kernel = ""
-        if name == OURS:
-            [chosen, *_] = drawn.layers[dtype].explain(case.steps, case.batch, target=where.arch).kernels
+        if name in (OURS, BLOCKS):
+            one = (drawn.layers if name == OURS else drawn.blocks)[dtype]
+            [chosen, *_] = one.explain(case.steps, case.batch, target=where.arch).kernels
             kernel = f"{chosen.candidate} ({chosen.how})"
         seconds = result.seconds
         report.add(

@@ -4,7 +4,8 @@
     python scripts/rnn_bench.py --case 1792,4,256,0.1 --case 1024,4,256,0.125,lstm --dtype float16
 
 A case is hidden units, batch, steps, density and cell ("tanh" if none is named); patterns are random. "sparse layer" is
-ours without the input product, "+ input product" with it, as "torch module" has it, which is cuDNN on a GPU. "dense
+ours without the input product, "+ input product" with it, as "torch module" has it, which is cuDNN on a GPU; "layer of
+blocks" is ours with the weight in tiles for tensor cores, which of a random pattern is a dense persistent layer. "dense
 step loop" is a dense product and the cell a step, cuBLAS on a GPU, and "sparse step loop" the same with a CSR tensor,
 cuSPARSE; both are given the input product. FlashRNN takes part where it is installed. A GPU's times are those of CUDA
 graphs. `share_of_limit` compares with what gathers from shared memory take at the boost clock, or what memory has to
@@ -18,7 +19,7 @@ from typing import Annotated
 
 import typer
 from heads import Report, over, show
-from recurrent import COLUMNS, DENSE, DTYPES, MODULE, OURS, PRODUCT, ROUNDS, SPARSE, Case, measured
+from recurrent import BLOCKS, COLUMNS, DENSE, DTYPES, MODULE, OURS, PRODUCT, ROUNDS, SPARSE, Case, measured
 from reproduction import provenance
 
 from tvm_sparse.cli.common import Target, errors, machine_here
@@ -49,8 +50,10 @@ def main(
         dtypes = tuple(dtype or DTYPES)
         results = measured(cases, where, report, dtypes=dtypes, peers=peers, loops=loops, rounds=rounds, seed=seed)
         for kind in dtypes:
-            names = [OURS, PRODUCT] + ([MODULE] if peers else []) + ([DENSE, SPARSE] if peers and loops else [])
-            ratios = [(name, PRODUCT if name == MODULE else OURS) for name in names[2:]]
+            names = [OURS, PRODUCT] + ([BLOCKS] if kind != "float32" else [])
+            others = ([MODULE] if peers else []) + ([DENSE, SPARSE] if peers and loops else [])
+            ratios = [(name, PRODUCT if name == MODULE else OURS) for name in others]
+            names += others
             rows = []
             for one, found in results.items():
                 # The sparse loop is float32's.

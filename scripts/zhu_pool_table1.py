@@ -36,8 +36,8 @@ from tvm_sparse.cli.common import Target, errors, machine_here
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem, numpy_dtype
-from tvm_sparse.core.registry import make
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
+from tvm_sparse.layers.recurrent_weights import launch_problem
 
 TEMPLATE = "persistent_rows"
 CASE = "1152,4,256,0.1"
@@ -167,7 +167,7 @@ def main(
         where, what = machine_here(target, "comparing"), Case.parsed(case)
         on_gpu = where.kind == "cuda"
         drawn = draw(what, where.device, (dtype,), seed)
-        problem = make("sparse_recurrent", drawn.layers[dtype].axes(what.steps, what.batch))
+        problem = launch_problem(drawn.layers[dtype].weights, what.steps, what.batch, what.cell)
         kernels = layouts(drawn, problem, where if on_gpu else machine.resolve(ELSEWHERE), dtype)
         results: dict[str, Timed] = {}
         measured: dict[str, float] = {}

@@ -199,6 +199,15 @@ def test_a_bad_file_of_shapes_is_named_with_its_table_and_axis(tmp_path: Path, t
     assert str(path) in call("tune", "--shapes", path, "--dry-run", code=2)
 
 
+def test_fix_leaves_some_values_of_a_decision(tmp_path: Path) -> None:
+    words = ("tune", "softmax_topk", "batch=2", "vocab=500", "k=3", "--target", "cpu", "--dry-run")
+    assert "row_scan        2 " in call(*words, "--fix", "chunk=64,128", "--fix", "simd=8")
+    assert "fix: expected one of chunk, simd, got 'chunks'" in call(*words, "--fix", "chunks=64", code=2)
+    assert "chunk=1,2" in call(*words, "--fix", "chunk=many", code=2)
+    # No value that the space has: the template is left out, and says so.
+    assert "row_scan: chunk is not to be one of" in call(*words, "--fix", "chunk=7")
+
+
 def test_lists_in_a_file_of_shapes_mean_their_product(tmp_path: Path) -> None:
     path = tmp_path / "shapes.toml"
     path.write_text(

@@ -117,10 +117,10 @@ def test_no_manifest(tmp_path: Path) -> None:
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
-        (b"[]", "format is 'list', expected 3"),
-        (b"{}", "format is None, expected 3"),
-        (b'{"format": 2}', "format is 2, expected 3; export again"),
-        (b'{"format": "2"}', "format is '2', expected 3"),
+        (b"[]", "format is 'list', expected 4"),
+        (b"{}", "format is None, expected 4"),
+        (b'{"format": 2}', "format is 2, expected 4; export again"),
+        (b'{"format": "2"}', "format is '2', expected 4"),
     ],
     ids=lambda value: str(value[:20]),
 )
@@ -154,7 +154,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Entry)])
 @pytest.mark.parametrize("value", [7, [7], "text", {"a": 1}, None, True], ids=repr)
 def test_a_field_of_a_wrong_type_is_named(tmp_path: Path, field: str, value: Any) -> None:
-    right = {"workspaces": list, "figures": dict, "resources": dict | None}.get(field, str)
+    right = {"workspaces": list, "figures": dict, "resources": dict | None, "resident": type(None)}.get(field, str)
     if isinstance(value, right) and field != "candidate":
         pytest.skip("of the right type")
     edited(tmp_path, lambda content: content["kernels"][1].update({field: value}))

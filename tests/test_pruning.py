@@ -65,6 +65,26 @@ def test_blocks_are_kept_whole(shape: tuple[int, int], block: int) -> None:
     assert not kept or not left or min(kept) >= max(left) * (1 - 1e-5)
 
 
+@pytest.mark.parametrize(("gates", "block"), [(1, 8), (3, 8), (4, 5), (4, 16)])
+def test_blocks_have_the_same_units_of_all_gates(gates: int, block: int) -> None:
+    weight = drawn(gates * 21, 21)
+    mask = pruning_mask(weight, 0.4, method="block", block=block, gates=gates).reshape(gates, 21, 21)
+    assert (mask == mask[0]).all()
+    alone = pruning_mask((weight.reshape(gates, 21, 21) ** 2).mean(0) ** 0.5, 0.4, method="block", block=block)
+    assert np.array_equal(mask[0], alone)
+    # Other methods do not ask for them.
+    assert np.array_equal(pruning_mask(weight, 0.4, gates=gates), pruning_mask(weight, 0.4))
+
+
+def test_blocks_of_a_module_are_of_all_gates() -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.GRU(5, 32)
+    pruning = GradualPruning(module, lambda step: 0.25, method="block", block=8)
+    pruning.after_step()
+    kept = (module.weight_hh_l0.detach() != 0).reshape(3, 32, 32)
+    assert (kept == kept[0]).all() and int(kept[0].sum()) == 256
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_of_equal_entries_the_first_stay(method: str) -> None:
     mask = pruning_mask(np.ones((16, 20), np.float32), 0.5, method=method, block=4)
@@ -113,6 +133,7 @@ def test_extremes_are_compared() -> None:
         (np.ones((3, 3), np.float32), {"density": "much"}, TypeError, "density: expected a number"),
         (np.ones((3, 3), np.float32), {"method": "random"}, ValueError, "method: expected one of"),
         (np.ones((3, 3), np.float32), {"block": 0}, ValueError, "block: expected at least 1"),
+        (np.ones((3, 3), np.float32), {"gates": 2}, ValueError, "gates: expected a divisor of the 3 rows"),
     ],
 )
 def test_what_does_not_fit_is_named(weight: Any, options: dict[str, Any], error: type, message: str) -> None:

@@ -155,6 +155,58 @@ def as_numpy(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layer_of_blocks_is_torch_s(cell: str, dtype: str) -> None:
+    """Pruned in blocks, and dense; with lengths and resets, in several launches."""
+    for block, density in ((16, 0.4), (8, 0.5), (1, 1.0)):
+        made, kind = module(cell, 6, 40, density=None), getattr(torch, dtype)
+        weight = tvm_sparse.prune(made.weight_hh_l0, density, method="block", block=block).to(kind)
+        made.weight_hh_l0.detach().copy_(weight)
+        layer = layer_of(made, cell, dtype=dtype, form="blocks")
+        assert layer.form == "blocks" and "BlockRecurrentWeights" in repr(layer)
+        weights = [a.detach().to(kind) for a in (made.weight_ih_l0, made.bias_ih_l0, made.bias_hh_l0)]
+        x = torch.randn(5, 19, 6).to(kind)
+        found, entries = layer(given := layer.project_inputs(x, *weights)), layer_of(made, cell, dtype=dtype)
+        with torch.no_grad():
+            wanted = flat(copy.deepcopy(made).to(kind).float()(x.float()))
+        for one, other in zip(found, wanted, strict=True):
+            close(one, other.reshape(one.shape), TOLERANCE[dtype])
+        more = {"lengths": torch.randint(0, 6, (19,)), "resets": torch.rand(5, 19) < 0.3}
+        for one, other in zip(layer(given, **more), entries(given, **more), strict=True):
+            close(one, other, TOLERANCE[dtype])
+
+
+def test_forms_are_chosen() -> None:
+    import scipy.sparse
+
+    dense = torch.randn(64, 64)
+    bsr = tvm_sparse.prune(dense, 0.3, method="block", block=16)
+    for weight, dtype, form in (
+        (dense, "float16", "blocks"),
+        (dense, "float32", "entries"),
+        (bsr, "bfloat16", "blocks"),
+        (bsr.to_sparse_bsr((16, 16)), "float16", "blocks"),
+        (scipy.sparse.bsr_array(bsr.numpy(), blocksize=(16, 16)), "float16", "blocks"),
+        (tvm_sparse.prune(dense, 0.3), "float16", "entries"),
+        (torch.zeros(64, 64), "float16", "entries"),
+    ):
+        layer = tvm_sparse.SparseRNN(weight, dtype=dtype)
+        assert layer.form == form, (weight, dtype)
+        other = tvm_sparse.SparseRNN(weight, dtype=dtype, form="entries" if form == "blocks" else "blocks")
+        assert other.form != form and np.array_equal(layer.weights.dense(), other.weights.dense())
+    layer = tvm_sparse.SparseRNN(bsr, dtype="float16").astype("float32")
+    assert layer.form == "blocks" and layer.dtype == "float32"
+    # Blocks of a GRU have rows of all gates, as tiles do, which have rows of zeros too.
+    stack = tvm_sparse.from_torch(torch.nn.GRU(4, 32), density=0.25, method="block", block=8, dtype="bfloat16")
+    assert stack.layers[0].form == "blocks"
+    apart = tvm_sparse.prune(torch.randn(96, 32), 0.25, method="block", block=8)
+    assert tvm_sparse.SparseGRU(apart, dtype="float16").form == "entries"
+    assert tvm_sparse.from_torch(torch.nn.GRU(4, 32), form="blocks").layers[0].form == "blocks"
+    explained = tvm_sparse.SparseRNN(bsr, dtype="float16").explain(3, 2, target="sm_90a")
+    assert explained.kernels[0].problem.startswith("block_recurrent/")
+
+
 @pytest.mark.parametrize("batch", [3, 18])
 @pytest.mark.parametrize("cell", CELLS)
 def test_lengths_and_resets(cell: str, batch: int) -> None:
@@ -272,6 +324,12 @@ X, H = np.zeros((4, 2, 12), np.float32), np.zeros((2, 3), np.float32)
         (lambda: tvm_sparse.SparseRNN(torch.eye(3).to_sparse(), density=0.5), ValueError, "density: is for a dense"),
         (lambda: tvm_sparse.SparseLSTM(recurrent_weights(np.eye(3))), ValueError, "weight_hh: expected 4 gates"),
         (lambda: tvm_sparse.SparseRNN(recurrent_weights(np.eye(3)), density=1), ValueError, "is prepared already"),
+        (
+            lambda: tvm_sparse.SparseRNN(np.eye(3), form="csr"),
+            ValueError,
+            "form: expected one of auto, entries, blocks",
+        ),
+        (lambda: tvm_sparse.SparseRNN(recurrent_weights(np.eye(3)), form="blocks"), ValueError, "is prepared already"),
         (lambda: LAYER.astype("float64"), ValueError, "dtype: expected one of"),
         (lambda: LAYER.to("cpu").capture(3, 2), ValueError, "device: a CUDA graph needs a GPU"),
         (lambda: LAYER.project_inputs(X, H), ValueError, "weight_ih: expected shape"),
@@ -318,6 +376,28 @@ def test_layers_are_saved(cell: str, dtype: str, suffix: str, tmp_path: Path) ->
     x = torch.randn(3, 2, 14 * layer.weights.gates).to(getattr(torch, dtype))
     assert again.cell == cell and again.weights.order == "banks"
     assert all(torch.equal(a, b) for a, b in zip(layer(x), again(x), strict=True))
+
+
+def test_layers_of_blocks_are_saved(tmp_path: Path) -> None:
+    layer = tvm_sparse.SparseLSTM(torch.randn(40, 10), form="blocks", dtype="bfloat16")
+    path, x = layer.save(tmp_path / "layer.npz"), torch.randn(3, 2, 40).bfloat16()
+    again = tvm_sparse.SparseLSTM.load(path)
+    assert again.form == "blocks" and all(torch.equal(a, b) for a, b in zip(layer(x), again(x), strict=True))
+    held, meta = storage.read(path)
+    for name, value in (
+        ("group_start", held["group_start"][::-1]),
+        ("group_start", held["group_start"][1:]),
+        ("groups", held["groups"] + 1),
+        ("groups", held["groups"].astype(np.int64)),
+        ("weights", held["weights"][1:]),
+        ("weights", held["weights"].astype(np.float32)),
+        ("form", "csr"),
+        ("hidden", 13),
+    ):
+        arrays, words = dict(held), dict(meta)
+        (arrays if name in arrays else words)[name] = value
+        with pytest.raises(ValueError, match=r"bad\.npz"):
+            tvm_sparse.SparseLSTM.load(storage.write(tmp_path / "bad.npz", arrays, words))
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
@@ -399,12 +479,12 @@ def _first(hx: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["magnitude", "row_balanced", "block"])
 def test_a_stack_prunes(method: str) -> None:
-    made = module("lstm", 6, 24, density=None, num_layers=2, bidirectional=True)
+    made = module("lstm", 6, 32, density=None, num_layers=2, bidirectional=True)
     stack = tvm_sparse.from_torch(made, density=0.25, method=method, block=8)
     masked = copy.deepcopy(made)
     for name, parameter in masked.named_parameters():
         if name.startswith("weight_hh"):
-            parameter.detach().copy_(tvm_sparse.prune(parameter, 0.25, method=method, block=8))
+            parameter.detach().copy_(tvm_sparse.prune(parameter, 0.25, method=method, block=8, gates=4))
     x = torch.randn(4, 3, 6)
     with torch.no_grad():
         wanted = flat(masked(x))

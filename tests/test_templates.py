@@ -51,6 +51,8 @@ COUNTING = {
     "finishers": ROWS[:4],
     "overlap": (0, 1, 2),
 }
+# Entries of a row that a lane of a recurrent layer's kernel has in registers.
+PER_LANE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor asynchronous copies
 
 
@@ -174,6 +176,34 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "sparse_recurrent/steps=3,batch=3,hidden=40,nonzeros=5",
             {"threads": (64, 128, 256, 512), "reduce_threads": ROWS},
             4 * 6,
+        ),
+        (
+            "persistent_rows",
+            "sparse_recurrent/steps=2,batch=2,hidden=40,nonzeros=40",
+            {
+                "blocks": (8, 10),  # no fewer than 4 units each
+                "threads": (128, 256, 384, 512, 768, 1024),
+                "reduce_threads": ROWS[2:],
+                "registers": PER_LANE,
+                "shared": (0, 4, 8, 16, 32, 64),
+                "pack": (1, 2),
+                "stages": (1, 2),
+                "exchange": (0, 1),
+            },
+            776,
+        ),
+        (
+            "cluster_rows",
+            "sparse_recurrent/steps=2,batch=2,hidden=40,nonzeros=40",
+            {
+                "cluster": ROWS[1:5],
+                "threads": (128, 256, 384, 512, 768, 1024),
+                "reduce_threads": ROWS[2:],
+                "registers": PER_LANE,
+                "shared": (0, 4, 8, 16, 32, 64),
+                "pack": (1, 2),
+            },
+            254,
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "simd": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),

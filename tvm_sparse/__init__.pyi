@@ -14,6 +14,9 @@ from .layers.recurrent import SparseRNN as SparseRNN
 from .layers.recurrent import project_inputs as project_inputs
 from .layers.recurrent_stack import RecurrentStack as RecurrentStack
 from .layers.recurrent_stack import from_torch as from_torch
+from .operators.block_recurrent.call import BlockRecurrentWeights as BlockRecurrentWeights
+from .operators.block_recurrent.call import block_recurrent as block_recurrent
+from .operators.block_recurrent.call import block_recurrent_weights as block_recurrent_weights
 from .operators.bsr_matmul.call import BsrWeight as BsrWeight
 from .operators.bsr_matmul.call import bsr_matmul as bsr_matmul
 from .operators.candidate_logits.call import candidate_logits as candidate_logits

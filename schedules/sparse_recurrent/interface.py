@@ -16,30 +16,20 @@ This module loads the compiler: templates import it when they build.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
-import tvm
-from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import beside, matched
-from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-Body = Callable[[SimpleNamespace], None]
-# Workspaces that a program may have.
-MOST_WORKSPACES = 3
+from ..recurrent.interface import Body, arguments, cpu_finished, gpu_finished
 
 
 def gpu_program(
-    problem: SparseRecurrent, body: Body, workspaces: Sequence[Workspace] = (), cooperative: bool = False
+    problem: SparseRecurrent, body: Body, workspaces: Sequence[Workspace] = (), resident: Resident | None = None
 ) -> Program:
-    """The program of CUDA kernels with explicit threads, each in a region of its own (`device_region`).
-
-    `cooperative`: all blocks of a kernel are resident together, or its launch fails.
-    """
+    """The program of CUDA kernels with explicit threads, see `recurrent.interface.gpu_finished`."""
 
     # fmt: off
     @T.prim_func
@@ -50,18 +40,15 @@ def gpu_program(
     ):
         steps = T.int32()
         entries = T.int32()
-        body(_arguments(
+        body(arguments(
             problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
-            steps, entries, workspaces, (own0, own1, own2), packed=False))
+            {"steps": steps, "entries": entries}, workspaces, (own0, own1, own2)))
     # fmt: on
-    kernel = _finished(problem, main, workspaces)
-    if cooperative:
-        kernel = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_cooperative_launch"])
-    return Program(tvm.IRModule({"main": kernel}), tuple(workspaces), pipeline="tirx")
+    return gpu_finished(problem, main, workspaces, resident)
 
 
 def cpu_program(problem: SparseRecurrent, body: Body) -> Program:
-    """The program of a CPU kernel, whose body is made of blocks (`T.sblock`) that TVM lowers and vectorises."""
+    """The program of a CPU kernel, see `recurrent.interface.cpu_finished`."""
 
     # fmt: off
     @T.prim_func(s_tir=True)
@@ -74,33 +61,8 @@ def cpu_program(problem: SparseRecurrent, body: Body) -> Program:
         steps = T.int32()
         entries = T.int32()
         # Arrays of other libraries are aligned to their elements, no more; unaligned vector loads cost nothing.
-        body(_arguments(
+        body(arguments(
             problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
-            steps, entries, (), (own0, own1, own2), packed=True))
+            {"steps": steps, "entries": entries}, packed=True))
     # fmt: on
-    return Program(tvm.IRModule({"main": _finished(problem, main, ())}))
-
-
-def _arguments(
-    problem: SparseRecurrent,
-    parameters: Sequence[tirx.Var],
-    steps: tirx.Var,
-    entries: tirx.Var,
-    workspaces: Sequence[Workspace],
-    own: Sequence[tirx.Var],
-    packed: bool,
-) -> SimpleNamespace:
-    symbols = {"steps": steps, "entries": entries}
-    io = matched(problem, parameters, symbols, packed)
-    held: dict[str, Any] = {}
-    for workspace, parameter in zip(workspaces, own, strict=False):
-        shape = [symbols[str(e)] if e in symbols else T.int32(problem.extent(e)) for e in workspace.shape]
-        held[workspace.name] = T.match_buffer(parameter, shape, workspace.dtype)
-    return beside(io, held)
-
-
-def _finished(problem: SparseRecurrent, main: tirx.PrimFunc, workspaces: Sequence[Workspace]) -> tirx.PrimFunc:
-    """`main` without the parameters that the problem's kernels do not have."""
-    params = list(main.params)[: len(main.params) - MOST_WORKSPACES + len(workspaces)]
-    kernel = problem.trimmed(tirx.PrimFunc(params, main.body, main.ret_type, main.attrs))
-    return kernel.with_attr("global_symbol", "main")
+    return cpu_finished(problem, main)

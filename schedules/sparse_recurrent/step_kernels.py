@@ -1,155 +1,17 @@
-"""The sparse recurrent layer on a GPU, a kernel a step: what runs where no persistent kernel fits.
-
-The host loops over the steps, and the end of a kernel is the barrier between them. `reduce_threads` lanes of a warp
-hold a unit: they go through the rows of its gates together, for some sequences at a time, and read the states from the
-output of the step before. Every step reads the weight again, from the L2 cache if it fits there.
-"""
+"""The sparse recurrent layer on a GPU, a kernel a step: `recurrent.step_kernels` with a weight of entries."""
 
 from __future__ import annotations
 
-from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template, Workspace, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-THREADS = powers(64, 512)
-LANES = powers(1, 32)
-# Entries of a row for each lane, of the lanes that are taken without tuning.
-EACH = 4
-# Sequences whose sums are held at once: an entry is read once for them.
-SAMPLES = 4
+from ..recurrent.step_kernels import build, default, space
 
 
-def space(problem: SparseRecurrent, machine: Machine) -> Table:
-    return {"threads": THREADS, "reduce_threads": LANES}
-
-
-def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
-    return {
-        "threads": 128,
-        "reduce_threads": max(lanes for lanes in LANES if lanes == 1 or EACH * lanes <= problem.nonzeros),
-    }
-
-
-def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from types import SimpleNamespace
-
-    from tvm.script import tirx as T
-
-    from tvm_sparse.operators.sparse_recurrent.definition import column_of, next_state, value_of
-
-    from ..device.region import device_region
-    from ..device.selection import FULL_WARP
+def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
     from .interface import gpu_program
 
-    batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
-    lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
-    threads, lanes = decisions["threads"], decisions["reduce_threads"]
-    samples = min(batch, SAMPLES)
-    update = next_state(cell)
-
-    # fmt: off
-    @T.inline
-    def load_state(io, t, b, unit, into, at):
-        """`into[at]`: the state of a unit before step t."""
-        if t == 0:
-            into[at] = T.Cast("float32", io.h0[b, unit])
-        else:
-            into[at] = T.Cast("float32", io.output[t - 1, b, unit])
-        if resetting:
-            if io.resets[t, b] != 0:
-                into[at] = T.float32(0)
-
-    @T.inline
-    def sum_rows(io, s, t, slot, first, lane):
-        """`s.sums`: U h of each gate, for the sequences from `first` on; in every lane of a group."""
-        for gate in T.unroll(gates):
-            for v in T.unroll(samples):
-                s.sums[gate * samples + v] = T.float32(0)
-            # Groups beyond the last slot take part in the shuffles alone: their row is empty.
-            start: T.int32 = io.row_start[T.min(slot * gates + gate, hidden * gates)]
-            stop: T.int32 = io.row_start[T.min(slot * gates + gate + 1, hidden * gates)]
-            for i in T.serial((stop - start - lane + (lanes - 1)) // lanes):
-                column: T.int32 = column_of(problem, io, start + lane + i * lanes)
-                value: T.float32 = value_of(problem, io, start + lane + i * lanes)
-                for v in T.unroll(samples):
-                    if first + v < batch:
-                        load_state(io, t, first + v, column, s.h, 0)
-                        s.sums[gate * samples + v] = s.sums[gate * samples + v] + value * s.h[0]
-            for v in T.unroll(samples):
-                for bit in T.unroll(lanes.bit_length() - 1):
-                    s.sums[gate * samples + v] = s.sums[gate * samples + v] + T.tvm_warp_shuffle_xor(
-                        T.uint32(FULL_WARP), s.sums[gate * samples + v], 1 << bit, 32, 32)
-
-    @T.inline
-    def take_step(io, s, t, b, unit, v):
-        """One sequence of one unit, from its sums."""
-        for gate in T.unroll(gates):
-            s.one.sums[gate] = s.sums[gate * samples + v]
-            s.one.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
-        if gru:
-            s.one.bias[0] = T.Cast("float32", io.hidden_bias[unit])
-            load_state(io, t, b, unit, s.one.h, 0)
-        if lstm:
-            s.one.c[0] = io.cells[b, unit]
-            if t == 0:
-                s.one.c[0] = T.Cast("float32", io.c0[b, unit])
-            if resetting:
-                if io.resets[t, b] != 0:
-                    s.one.c[0] = T.float32(0)
-        update(s.one, 0)
-        io.output[t, b, unit] = T.Cast(dtype, s.one.h[0])
-        io.h_n[b, unit] = T.Cast(dtype, s.one.h[0])
-        if lstm:
-            io.cells[b, unit] = s.one.c[0]
-            io.c_n[b, unit] = T.Cast(dtype, s.one.c[0])
-
-    @T.inline
-    def pass_over(io, t, b, unit):
-        """A step after the last one of its sequence."""
-        io.output[t, b, unit] = T.Cast(dtype, T.float32(0))
-        if t == 0:
-            io.h_n[b, unit] = io.h0[b, unit]
-            if lstm:
-                io.c_n[b, unit] = io.c0[b, unit]
-
-    @T.inline
-    def one_sequence(io, s, t, b, unit, v):
-        if ragged:
-            if t < io.lengths[b]:
-                take_step(io, s, t, b, unit, v)
-            else:
-                pass_over(io, t, b, unit)
-        else:
-            take_step(io, s, t, b, unit, v)
-
-    @T.inline
-    def one_step(io, t):
-        block = T.cta_id([ceildiv(hidden, threads // lanes)])
-        thread = T.thread_id([threads])
-        s = T.meta_var(SimpleNamespace(
-            sums=T.alloc_local([gates * samples], "float32"),
-            h=T.alloc_local([1], "float32"),
-            one=SimpleNamespace(**{
-                name: T.alloc_local([extent], "float32")
-                for name, extent in {"x": gates, "sums": gates, "h": 1, "c": 1, "bias": 1}.items()})))
-        slot: T.let = block * (threads // lanes) + thread // lanes
-        lane: T.let = thread % lanes
-        for part in T.serial(ceildiv(batch, samples)):
-            sum_rows(io, s, t, slot, part * samples, lane)
-            if slot < hidden:
-                # Lanes share the sequences.
-                for v in T.unroll(samples):
-                    if v % lanes == lane and part * samples + v < batch:
-                        one_sequence(io, s, t, part * samples + v, io.units[slot], v)
-
-    @T.inline
-    def body(io):
-        for t in T.serial(io.steps):
-            with device_region():
-                one_step(io, t)
-    # fmt: on
-    cells = (Workspace("cells", (batch, hidden), "float32"),) if lstm else ()
-    return gpu_program(problem, body, cells)
+    return build(problem, decisions, gpu_program)
 
 
 step_kernels = Template(
@@ -160,6 +22,6 @@ step_kernels = Template(
     summary="a kernel a step; lanes of a warp share the rows of a unit",
     space=space,
     default=default,
-    program=build,
+    program=program,
     explicit_threads=True,
 )

@@ -25,7 +25,7 @@ import typer
 from tvm_sparse.bench.buffers import Fatal
 from tvm_sparse.bench.timing import time_kernel
 from tvm_sparse.bench.verification import Arguments, call, make_case, verify, workspaces_on
-from tvm_sparse.cli.common import Target, console, errors, machine_here, table
+from tvm_sparse.cli.common import Fixed, Target, console, errors, fixed_values, machine_here, table
 from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
@@ -40,26 +40,12 @@ FEW_ROWS = 3  # of the smaller problem
 POISON = 0xFF
 
 
-def fixed_values(words: list[str], table: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The table with the values that `name=value,value` leaves."""
-    found = dict(table)
-    for word in words:
-        name, _, values = word.partition("=")
-        if name not in table:
-            raise typer.BadParameter(f"expected one of {', '.join(table)}, got {name}", param_hint="--fix")
-        kept = tuple(int(value) for value in values.split(",") if value.lstrip("-").isdecimal())
-        found[name] = tuple(value for value in table[name] if value in kept)
-        if not found[name]:
-            expected = ", ".join(map(str, table[name]))
-            raise typer.BadParameter(f"{name}: expected some of {expected}, got {values}", param_hint="--fix")
-    return found
-
-
 def drawn(
     template: Template, problem: Problem, machine: Machine, fix: list[str], count: int, seed: int
 ) -> list[Candidate]:
     """The default, and as many other points."""
-    space = fixed_values(fix, dict(template.space(problem, machine)))
+    table = template.space(problem, machine)
+    space = spaces.narrowed(table, fixed_values(fix, table))
     default = template.candidate(template.default(problem, machine))
     others = [point for point in spaces.points(problem, machine, {template.name: space}) if point != default]
     return [default, *random.Random(seed).sample(others, min(count, len(others)))]
@@ -81,7 +67,7 @@ def compiled(
 def main(
     problem: Annotated[str, typer.Argument(help="A problem's key.")],
     template: Annotated[str, typer.Option(help="Whose points.")],
-    fix: Annotated[list[str] | None, typer.Option(help="Keep these values of a decision, as blocks=132,264.")] = None,
+    fix: Fixed = None,
     points: Annotated[int, typer.Option(min=0, help="Beside the default.")] = 30,
     top: Annotated[int, typer.Option(min=1, help="Lines to show.")] = 15,
     seed: Annotated[int, typer.Option(help="Of the draw and the data.")] = 0,

@@ -13,6 +13,10 @@ from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, numpy_dtype
+from .residency import too_large
+
+# What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
+COOPERATIVE = "tirx.use_cooperative_launch"
 
 
 class CompileError(RuntimeError):
@@ -27,6 +31,7 @@ class Compiled:
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
     resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each
+    resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
 
 
 def target_of(machine: Machine) -> Any:
@@ -48,8 +53,8 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
     ------
     CompileError
         If the candidate's template has another version, its decisions are not a point of the template's space, the
-        compiler fails, there is no C compiler to link with, or a CUDA library holds no cubin for the machine's
-        architecture.
+        compiler fails, there is no C compiler to link with, a CUDA library holds no cubin for the machine's
+        architecture, or the machine has no room for all thread blocks of a cooperative kernel.
     """
     started = time.perf_counter()
     template = spaces.find(candidate.template)
@@ -75,6 +80,9 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
     program = template.build(problem, candidate.values)
     if machine.kind == "llvm":
         _require_alignment(program.module, candidate)
+    launched = program.module["main"].attrs.get("tirx.kernel_launch_params", ()) if program.module["main"].attrs else ()
+    if len({template.cooperative, program.resident is not None, COOPERATIVE in map(str, launched)}) > 1:
+        raise CompileError(f"{candidate}: template, program and launch do not agree on whether it is cooperative")
     with target:
         module = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
 
@@ -85,12 +93,16 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
     try:
         module.export_library(str(unfinished))
         resources = _kernel_resources(unfinished, machine) if machine.kind == "cuda" else None
+        resident = None if program.resident is None else asdict(program.resident)
+        reason = too_large(resident, resources, machine)
+        if reason:
+            raise CompileError(f"{candidate}: {reason}")
         unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
     workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
-    return Compiled(str(path), time.perf_counter() - started, workspaces, resources)
+    return Compiled(str(path), time.perf_counter() - started, workspaces, resources, resident)
 
 
 def _require_alignment(module: Any, candidate: Candidate) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.candidate import Candidate
+from ..core.template import Resident
 
-FORMAT = 3
+FORMAT = 4
 NAME = "manifest.json"
 _LIBRARY = re.compile(r"\w[\w.\-]*", re.ASCII)  # a bare file name: no folder, and neither . nor ..
 
@@ -52,6 +53,8 @@ class Entry:
         What was measured when it was tuned: seconds, fallback_seconds, session, machine and date, or empty.
     resources
         CUDA: registers, shared and local bytes and spills, the most of any kernel; else None.
+    resident
+        Of a cooperative kernel `core.template.Resident` as a dict: what has to run at the same time; else None.
     """
 
     problem: str
@@ -64,6 +67,7 @@ class Entry:
     workspaces: tuple[dict[str, Any], ...]
     figures: dict[str, Any]
     resources: dict[str, int] | None
+    resident: dict[str, int] | None = None
 
 
 def versions() -> dict[str, str]:
@@ -142,9 +146,19 @@ def _entry(path: Path, number: int, kernel: Any) -> Entry:
         raise ManifestError(f"{where}: workspaces must be a list and figures an object")
     if not isinstance(kernel["resources"], dict | None):
         raise ManifestError(f"{where}: resources must be an object or null, got {kernel['resources']!r}")
+    if not _is_resident(kernel["resident"]):
+        names = ", ".join(field.name for field in fields(Resident))
+        raise ManifestError(f"{where}: resident must be null or have {names}, got {kernel['resident']!r}")
     try:
         candidate = Candidate.parse(kernel["candidate"])
     except ValueError as error:
         raise ManifestError(f"{where}: {error}") from None
     known = {field.name: kernel[field.name] for field in fields(Entry)}
     return Entry(**{**known, "candidate": candidate, "workspaces": tuple(kernel["workspaces"])})
+
+
+def _is_resident(value: Any) -> bool:
+    if value is None:
+        return True
+    wanted = [field.name for field in fields(Resident)]
+    return isinstance(value, dict) and sorted(value) == sorted(wanted) and all(type(n) is int for n in value.values())

@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -55,6 +55,14 @@ Target = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Fixed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fix",
+        metavar="NAME=VALUE,...",
+        help="Only these values of a decision, as blocks=132,264; may be given again.",
+    ),
+]
 Builders = Annotated[
     int | None, typer.Option(min=1, help="Processes that compile.  \\[default: a core each, 16 at most]")
 ]
@@ -258,3 +266,23 @@ def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:
     from ..runtime import paths
 
     return tuple(logs) if logs else (paths.shipped_logs(), paths.user_logs())
+
+
+def fixed_values(words: Sequence[str] | None, decisions: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """What `--fix` gives: values by the name of one of these decisions.
+
+    Raises
+    ------
+    ProblemError
+        If a word is no decision and numbers.
+    """
+    found = {}
+    for word in words or ():
+        name, _, values = word.partition("=")
+        if name not in decisions:
+            raise ProblemError(f"fix: expected one of {', '.join(decisions)}, got {name!r}")
+        try:
+            found[name] = tuple(int(value) for value in values.split(","))
+        except ValueError:
+            raise ProblemError(f"fix: expected numbers for {name}, as {name}=1,2, got {values!r}") from None
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +18,13 @@ from .common import (
     INTERRUPTED,
     Axes,
     Builders,
+    Fixed,
     Plugins,
     Target,
     console,
     duration,
     errors,
+    fixed_values,
     machine_here,
     problem_of,
     program,
@@ -69,6 +71,7 @@ def tune(
             help="Search this template only; may be given again. Templates for comparison are searched only so.",
         ),
     ] = None,
+    fix: Fixed = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     plugin: Plugins = None,
@@ -85,7 +88,9 @@ def tune(
         from ..runtime import paths
 
         folder = logs if logs is not None else paths.user_logs()
-        plans = make_plans(problems, where, trials, folder, builders or machine.default_builders(), templates or ())
+        fixed = fixed_values(fix, _decisions(problems, where) if fix else ())
+        builders_now = builders or machine.default_builders()
+        plans = make_plans(problems, where, trials, folder, builders_now, templates or (), fixed)
         console().print(plan_table(plans))
         left_out = left_out_lines(plans)
         if left_out:
@@ -94,7 +99,7 @@ def tune(
         if dry_run:
             return
         require("tune", *(["cuda"] if where.kind == "cuda" else []))
-        again = resume_command(operator, axes, shapes, target, trials, logs, builders, templates, seed)
+        again = resume_command(operator, axes, shapes, target, trials, logs, builders, templates, fix, seed)
         outcome = run(plans, folder, seed, again)
         if outcome.bests:
             console().print(result_table(plans, outcome.bests))
@@ -139,6 +144,14 @@ def _require_templates(names: Sequence[str], problems: Sequence[Problem], where:
             raise ProblemError(f"template: got {name!r}; on {where.arch} expected one of {', '.join(valid)}")
 
 
+def _decisions(problems: Sequence[Problem], where: Machine) -> list[str]:
+    """The decisions of all templates that fit one of the problems."""
+    from ..core import spaces
+
+    tables = [table for problem in problems for table in spaces.applicable(problem, where)[0].values()]
+    return sorted({name for table in tables for name in table})
+
+
 def resume_command(
     operator: str | None,
     axes: Sequence[str] | None,
@@ -148,6 +161,7 @@ def resume_command(
     logs: Path | None,
     builders: int | None,
     templates: Sequence[str] | None,
+    fix: Sequence[str] | None,
     seed: int,
 ) -> str:
     """The command that does the same again; what was measured is not measured anew."""
@@ -164,6 +178,8 @@ def resume_command(
             words += [f"--{name}", str(value)]
     for template in templates or ():
         words += ["--template", template]
+    for word in fix or ():
+        words += ["--fix", word]
     for plugin in registry.plugins():
         words += ["--plugin", plugin]
     return f"{program()} {shlex.join(words)}"
@@ -179,11 +195,14 @@ def make_plans(
     folder: Path,
     builders: int,
     templates: Sequence[str] = (),
+    fixed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Plan]:
     from ..records import Log
     from ..tuning.session import make_plan
 
-    return [make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates) for p in problems]
+    return [
+        make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates, fixed) for p in problems
+    ]
 
 
 def plan_table(plans: Sequence[Plan]) -> Table:

@@ -13,6 +13,7 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # psABI levels of x86-64, highest first, with the /proc/cpuinfo flags that distinguish each from the one below.
 X86_LEVELS = (
@@ -56,6 +57,23 @@ class Machine:
         """Thread block clusters and programmatic dependent launch: from compute capability 9.0 on."""
         return self.capability >= 90
 
+    def blocks_at_once(self, threads: int, registers: int, shared_bytes: int) -> int:
+        """Thread blocks of a kernel that a GPU runs at the same time while it runs nothing else.
+
+        `threads` and `shared_bytes`, static and dynamic, are a block's, `registers` a thread's.
+        """
+        most = next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
+        warps = -(-threads // 32)
+        # Registers are allocated by eight for a warp, which has one of four register files.
+        held = 4 * (REGISTER_FILE // 4 // (32 * (max(1, -(-registers // 8)) * 8)))
+        each = min(
+            most.blocks,
+            most.threads // (32 * warps),
+            held // (-(-warps // 4) * 4),
+            most.shared_bytes // (-(-shared_bytes // 128) * 128 + most.reserved_bytes),
+        )
+        return self.cores * each
+
     @property
     def device(self) -> str:
         """The DLPack device type: "cpu" or "cuda"."""
@@ -65,6 +83,27 @@ class Machine:
 # Of the largest data-centre part of an architecture, for targets that are not here: templates ask whether a batch fills
 # the machine, and a record made on such a part must be a point of its template's space where it is exported.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_90a": 132, "sm_100a": 148, "sm_120a": 188}
+
+
+class _Limits(NamedTuple):
+    blocks: int
+    threads: int
+    shared_bytes: int
+    reserved_bytes: int  # of shared memory, in each thread block
+
+
+# What a multiprocessor runs at the same time, from a compute capability on (CUDA C++ Programming Guide, "Compute
+# Capabilities"), and its registers of 32 bits.
+MULTIPROCESSOR = (
+    (120, _Limits(24, 1536, 100 * 1024, 1024)),
+    (90, _Limits(32, 2048, 228 * 1024, 1024)),
+    (86, _Limits(16, 1536, 100 * 1024, 1024)),
+    (80, _Limits(32, 2048, 164 * 1024, 1024)),
+    (0, _Limits(16, 1024, 64 * 1024, 0)),
+)
+REGISTER_FILE = 65536
+# The environment variable that limits the multiprocessors which kernels are chosen for, as on a slice of a GPU.
+LIMIT = "TVM_SPARSE_MULTIPROCESSORS"
 
 # Bytes a second one kernel reads from device memory. H200: measured on one card (docs/measuring.md);
 # H100: the data sheet's ratio to the H200 applied to that.
@@ -140,7 +179,19 @@ def gpu() -> Machine | None:
 
     # CU_DEVICE_ATTRIBUTE_: COMPUTE_CAPABILITY_MAJOR 75, _MINOR 76, MULTIPROCESSOR_COUNT 16, MAX_THREADS_PER_BLOCK 1
     arch = cuda_arch(attribute(75), attribute(76))
-    return Machine("cuda", arch, name.value.decode(), cores=attribute(16), max_threads=attribute(1))
+    cores = min(attribute(16), limit())
+    return Machine("cuda", arch, name.value.decode(), cores=cores, max_threads=attribute(1))
+
+
+def limit() -> int:
+    """The most multiprocessors that kernels are chosen for, by the environment variable `LIMIT`.
+
+    Raises ValueError for what is no number of at least 1.
+    """
+    text = os.environ.get(LIMIT, "")
+    if text and (not text.isascii() or not text.isdigit() or int(text) < 1):
+        raise ValueError(f"{LIMIT}: expected a number of multiprocessors of at least 1, got {text!r}")
+    return int(text) if text else 1 << 30
 
 
 def resolve(target: str) -> Machine:

@@ -116,6 +116,7 @@ BUILTIN = (
     Operator("candidate_topk", public=("candidate_topk",)),
     Operator("candidate_logits", public=("candidate_logits",)),
     Operator("sparse_recurrent", public=("sparse_recurrent", "recurrent_weights", "RecurrentWeights")),
+    Operator("block_recurrent", public=("block_recurrent", "block_recurrent_weights", "BlockRecurrentWeights")),
 )
 
 

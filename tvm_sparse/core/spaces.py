@@ -43,15 +43,35 @@ def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], di
 
 
 def searched(
-    problem: Problem, machine: Machine, names: Collection[str] = ()
+    problem: Problem, machine: Machine, names: Collection[str] = (), fixed: Table | None = None
 ) -> tuple[dict[str, Table], dict[str, str]]:
-    """What of `applicable` a tuning run searches: the named templates, or all but those built for comparison."""
+    """What of `applicable` a tuning run searches: the named templates, or all but those built for comparison.
+
+    `fixed`: the only values of these decisions, of templates that have them.
+    """
 
     def chosen(name: str) -> bool:
         return name in names if names else not find(name).comparison
 
     tables, reasons = applicable(problem, machine)
-    return {n: t for n, t in tables.items() if chosen(n)}, {n: r for n, r in reasons.items() if chosen(n)}
+    reasons = {n: r for n, r in reasons.items() if chosen(n)}
+    kept = {}
+    for name, table in tables.items():
+        if chosen(name):
+            kept[name] = narrowed(table, fixed or {})
+            empty = [decision for decision, values in kept[name].items() if not values]
+            if empty:
+                del kept[name]
+                reasons[name] = f"{empty[0]} is not to be one of {', '.join(map(str, table[empty[0]]))}"
+    return kept, reasons
+
+
+def narrowed(table: Table, fixed: Table) -> Table:
+    """A table with only those values of a decision that `fixed` has, too, if it has the decision."""
+    return {
+        name: tuple(value for value in values if name not in fixed or value in fixed[name])
+        for name, values in table.items()
+    }
 
 
 def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> Iterator[Candidate]:
@@ -64,10 +84,14 @@ def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> I
                 yield template.candidate(decisions)
 
 
-def fallback(problem: Problem, machine: Machine) -> Candidate:
-    """What runs without tuning: the first fallback template that fits, at its default point."""
+def fallback(problem: Problem, machine: Machine, cooperative: bool = True) -> Candidate:
+    """What runs without tuning: the first fallback template that fits, at its default point.
+
+    `cooperative`: it may be one that needs all its thread blocks at the same time.
+    """
     tables, _ = applicable(problem, machine)
-    template = next(t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
+    possible = (t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
+    template = next(t for t in possible if cooperative or not t.cooperative)
     return template.candidate(template.default(problem, machine))
 
 

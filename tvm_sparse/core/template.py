@@ -48,12 +48,25 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class Resident:
+    """What a cooperative kernel asks of a GPU: that all its thread blocks run at the same time.
+
+    They wait for each other, so a part of them that ran alone would wait for ever. A cooperative launch fails instead.
+    """
+
+    blocks: int
+    threads: int  # of a thread block
+    shared_bytes: int  # of dynamic shared memory
+
+
+@dataclass(frozen=True)
 class Program:
     """One point of a template, ready to compile: the function `main` and the workspaces that it takes."""
 
     module: IRModule
     workspaces: tuple[Workspace, ...] = ()
     pipeline: str | None = None  # "tirx" for kernels with explicit threads, else TVM's default
+    resident: Resident | None = None  # of a cooperative template
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,9 @@ class Template(Generic[P]):
     explicit_threads
         Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
         turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
+    cooperative
+        Whether the program's kernel is launched cooperatively (`Resident`). A GPU may be too small for its library,
+        which the runtime finds out before it launches, or too busy: then a fallback runs that is not cooperative.
     comparison
         Built for study, as a paper's own kernel is: left out of tuning unless it is named.
     """
@@ -87,6 +103,7 @@ class Template(Generic[P]):
     program: Callable[[P, Decisions], Program]
     allowed: Callable[[P, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
     explicit_threads: bool = False
+    cooperative: bool = False
     comparison: bool = False
 
     def build(self, problem: P, decisions: Decisions) -> Program:

@@ -1447,6 +1447,8 @@ inline half2 make_half2(half x, half y) { return {x, y}; }
 inline half2 __half2half2(half v) { return {v, v}; }
 inline half __low2half(half2 v) { return v.x; }
 inline half __high2half(half2 v) { return v.y; }
+inline float __low2float(half2 v) { return float(v.x); }
+inline float __high2float(half2 v) { return float(v.y); }
 inline unsigned short __half_as_ushort(half v) { return v.__x; }
 inline half __ushort_as_half(unsigned short v) { return cuda_on_cpu::pun<half>(v); }
 inline nv_bfloat16 __float2bfloat16(float v) { return nv_bfloat16(v); }

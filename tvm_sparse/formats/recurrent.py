@@ -68,6 +68,15 @@ class RecurrentWeights:
     _others: dict[int, RecurrentWeights] = field(default_factory=dict, repr=False)
 
     @property
+    def held(self) -> tuple[np.ndarray, ...]:
+        """The arrays in the order in which kernels take them.
+
+        An empty array has no address, and strides of its own: in its place there is an entry that no row has.
+        """
+        entries = self.entries if self.nonzeros else np.zeros((1, self.entries.shape[1]), np.int32)
+        return self.units, self.row_start, entries
+
+    @property
     def nonzeros(self) -> int:
         return len(self.entries)
 
@@ -104,6 +113,10 @@ class RecurrentWeights:
             entries = pack_entries(columns[chosen], values[chosen], self.hidden, self.dtype)
             found = self._others[banks] = replace(self, entries=entries, banks=banks, placed={}, _others=self._others)
         return found
+
+    def laid_out_for(self, batch: int) -> RecurrentWeights:
+        """These weights in the order for a batch."""
+        return self.for_banks(banks_for(batch, self.dtype))
 
     def dense(self) -> np.ndarray:
         """The matrix `(gates * hidden, hidden)`, in its dtype."""
@@ -173,23 +186,11 @@ def recurrent_weights(
             raise ValueError(f"{name}: expected an integer of at least 1, got {number!r}")
     if banks not in BANKS:
         raise ValueError(f"banks: expected one of {', '.join(map(str, BANKS))}, got {banks!r}")
-    rows, columns, values, shape, own = _coordinates(matrix)
-    if len(shape) != 2 or shape[0] != gates * shape[1] or not shape[1]:
-        raise ValueError(
-            f"weights: expected shape ({'' if gates == 1 else f'{gates} * '}hidden, hidden), gates={gates} rows for"
-            f" each of at least one unit, got {shape}"
-        )
-    dtype = own if dtype is None else dtype
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
-    for name, index, extent in (("row", rows, shape[0]), ("column", columns, shape[1])):
-        outside = np.flatnonzero((index < 0) | (index >= extent))
-        if len(outside):
-            at = int(outside[0])
-            raise ValueError(f"weights: {name} {index[at]} of entry {at} is outside [0, {extent})")
-    hidden = int(shape[1])
+    rows, columns, values, hidden, dtype = matrix_entries(matrix, gates, dtype)
     if max(len(values), gates * hidden + 1) >= 2**31:
-        raise ValueError(f"weights: expected fewer than 2^31 entries and rows, got {len(values)} in {shape[0]} rows")
+        raise ValueError(
+            f"weights: expected fewer than 2^31 entries and rows, got {len(values)} in {gates * hidden} rows"
+        )
     return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, units, neighbours)
 
 
@@ -276,6 +277,28 @@ def matrix_rows(units: np.ndarray, row_start: np.ndarray) -> np.ndarray:
     gates = (len(row_start) - 1) // hidden
     rows = np.arange(gates) * hidden + units.astype(np.int64)[:, None]
     return np.repeat(rows.reshape(-1), np.diff(row_start))
+
+
+def matrix_entries(matrix: Any, gates: int, dtype: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, str]:
+    """Rows, columns, values, hidden units and the dtype for kernels, of a matrix of any kind that a caller gave.
+
+    Raises as `recurrent_weights` does.
+    """
+    rows, columns, values, shape, own = _coordinates(matrix)
+    if len(shape) != 2 or shape[0] != gates * shape[1] or not shape[1]:
+        raise ValueError(
+            f"weights: expected shape ({'' if gates == 1 else f'{gates} * '}hidden, hidden), gates={gates} rows for"
+            f" each of at least one unit, got {shape}"
+        )
+    dtype = own if dtype is None else dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
+    for name, index, extent in (("row", rows, shape[0]), ("column", columns, shape[1])):
+        outside = np.flatnonzero((index < 0) | (index >= extent))
+        if len(outside):
+            at = int(outside[0])
+            raise ValueError(f"weights: {name} {index[at]} of entry {at} is outside [0, {extent})")
+    return rows, columns, values, int(shape[1]), dtype
 
 
 # Rows, columns and values of what is no matrix, whose shape is then refused.

@@ -17,11 +17,8 @@ import numpy as np
 
 from ..core import machine
 from ..core.problem import FLOATS, numpy_dtype
-from ..core.registry import make
-from ..formats.compressed import check_compressed
-from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, recurrent_weights
-from ..operators.nhot_lookup.problem import typical
-from ..operators.sparse_recurrent.call import sparse_recurrent
+from ..formats.block_recurrent import BlockRecurrentWeights
+from ..formats.recurrent import RecurrentWeights
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import arrays
 from ..runtime.arrays import Facts
@@ -31,6 +28,7 @@ from . import storage
 from .captured import CapturedLayer
 from .libraries import TORCH, library, to_host
 from .pruning import BLOCK, prune
+from .recurrent_weights import Weights, assembled, form_of, launch_problem, of_dtype, parts_of, prepared, run
 
 FORMAT = 1  # of what `save` writes
 NONLINEARITIES = ("tanh", "relu")
@@ -39,8 +37,6 @@ BATCH = 16
 # Bytes of hidden states, all steps of a launch together: kernels that exchange them by marked slots keep each.
 EXCHANGED = 1 << 26
 LEAST_STEPS = 64
-# Arrays of `RecurrentWeights` that a file holds.
-HELD = ("units", "row_start", "entries")
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ def _parts(steps: int, batch: int, hidden: int) -> Iterator[tuple[slice, slice]]
 class _Layer:
     """What the three layers share."""
 
-    weights: RecurrentWeights
+    weights: Weights
     cell: str
     cells: ClassVar[tuple[str, ...]]  # that a class may have
     hidden_bias: np.ndarray | None = None  # on the host, of a GRU
@@ -149,13 +145,14 @@ class _Layer:
         method: str,
         block: int,
         dtype: str | None,
+        form: str,
         order: str,
         device: Any,
     ) -> None:
-        if isinstance(weight_hh, RecurrentWeights):
-            if density is not None or dtype not in (None, weight_hh.dtype):
-                raise ValueError("weight_hh: is prepared already; density and dtype are its own")
-            weights = weight_hh
+        if isinstance(weight_hh, (RecurrentWeights, BlockRecurrentWeights)):
+            if density is not None or dtype not in (None, weight_hh.dtype) or form not in ("auto", form_of(weight_hh)):
+                raise ValueError("weight_hh: is prepared already; density, dtype and form are its own")
+            weights: Weights = weight_hh
         else:
             if density is not None:
                 if not (arrays.is_numpy(weight_hh) or arrays.is_torch(weight_hh) and _is_dense(weight_hh)):
@@ -163,11 +160,12 @@ class _Layer:
                         "density: is for a dense weight, a NumPy array or a torch tensor; a sparse one keeps the"
                         " entries that it has"
                     )
-                weight_hh = prune(weight_hh, density, method=method, block=block)
-            weights = recurrent_weights(weight_hh, GATES[cell], dtype=dtype, order=order)
+                options: dict[str, Any] = {"method": method, "block": block, "gates": _gates_of(weight_hh, cell)}
+                weight_hh = prune(weight_hh, density, **options)
+            weights = prepared(weight_hh, GATES[cell], dtype, form, order)
         self._set(weights, cell, device)
 
-    def _set(self, weights: RecurrentWeights, cell: str, device: Any) -> None:
+    def _set(self, weights: Weights, cell: str, device: Any) -> None:
         if weights.gates != GATES[cell]:
             raise ValueError(f"weight_hh: expected {GATES[cell]} gates, got {weights.gates}")
         self.weights, self.cell = weights, cell
@@ -186,6 +184,11 @@ class _Layer:
     def dtype(self) -> str:
         """Of the weights, and of all inputs and outputs."""
         return self.weights.dtype
+
+    @property
+    def form(self) -> str:
+        """In which the weights are kept: "entries" or "blocks"."""
+        return form_of(self.weights)
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class _Layer:
         return tuple(outputs)
 
     def _launch(self, x: Any, states: tuple[Any, ...], resets: Any, lengths: Any, out: Any) -> tuple[Any, ...]:
-        return sparse_recurrent(
+        return run(
             self.weights,
             x,
             *states,
@@ -252,24 +255,12 @@ class _Layer:
         """
         where = machine.resolve(target)
         shapes = self.launches(steps, batch)
-        found = {
-            shape: dispatcher.explain(make("sparse_recurrent", self.axes(*shape, resets, lengths)), where)
+        problems = {
+            shape: launch_problem(self.weights, *shape, self.cell, ragged=lengths, resets=resets)
             for shape in dict.fromkeys(shapes)
         }
+        found = {shape: dispatcher.explain(problem, where) for shape, problem in problems.items()}
         return LayerExplanation(shapes, tuple(found[shape] for shape in shapes))
-
-    def axes(self, steps: int, batch: int, resets: bool = False, lengths: bool = False) -> dict[str, Any]:
-        """Axes of the problem `sparse_recurrent` that a launch is."""
-        return {
-            "steps": steps,
-            "batch": batch,
-            "hidden": self.hidden,
-            "nonzeros": min(self.hidden, typical(self.weights.nonzeros, self.weights.gates * self.hidden)),
-            "cell": self.cell,
-            "dtype": self.dtype,
-            "resets": int(resets),
-            "ragged": int(lengths),
-        }
 
     def capture(self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False) -> CapturedLayer:
         """A call of one shape as a CUDA graph with inputs and outputs that stay in place: see `CapturedLayer`.
@@ -319,11 +310,9 @@ class _Layer:
             return self
         if dtype not in FLOATS:
             raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
-        own = self.weights
-        again = lay_out(*own.coordinates(), self.hidden, own.gates, dtype, own.order or "banks", own.banks)
-        return self._like(again, self.device)
+        return self._like(of_dtype(self.weights, dtype), self.device)
 
-    def _like(self, weights: RecurrentWeights, device: Any) -> Self:
+    def _like(self, weights: Weights, device: Any) -> Self:
         found = type(self).__new__(type(self))
         found._set(weights, self.cell, device)
         if self.hidden_bias is not None:
@@ -343,12 +332,10 @@ class _Layer:
 
     def parts(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Arrays and numbers that `assembled` makes the layer of."""
-        held = {name: getattr(self.weights, name) for name in HELD}
+        held, meta = parts_of(self.weights)
         if self.hidden_bias is not None:
             held["hidden_bias"] = self.hidden_bias
-        own = self.weights
-        order = {"order": own.order, "banks": own.banks}
-        return held, {"cell": self.cell, "hidden": self.hidden, "dtype": self.dtype, **order}
+        return held, {"cell": self.cell, **meta}
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = None) -> Self:
@@ -368,21 +355,17 @@ class _Layer:
     @classmethod
     def assembled(cls, held: dict[str, np.ndarray], meta: dict[str, Any], device: Any, source: str) -> Self:
         """A layer of what `parts` gave, checked: no kernel reads outside of its arrays. Errors name the `source`."""
-        cell, hidden, dtype, order, banks = (meta.get(name) for name in ("cell", "hidden", "dtype", "order", "banks"))
-        if cell not in cls.cells or dtype not in FLOATS or not isinstance(hidden, int) or hidden < 1:
-            raise ValueError(f"{source}: not a {cls.__name__}: cell {cell!r}, hidden {hidden!r}, dtype {dtype!r}")
-        if order not in ("", *ORDERS) or banks not in BANKS:
-            raise ValueError(f"{source}: no order of entries: {order!r} for {banks!r} banks")
+        cell = meta.get("cell")
+        if cell not in cls.cells:
+            raise ValueError(f"{source}: not a {cls.__name__}: cell {cell!r}")
         layer = cls.__new__(cls)
         try:
-            units, row_start, entries = (held[name] for name in HELD)
-            weights = RecurrentWeights(hidden, GATES[cell], dtype, units, row_start, entries, order, banks)
-            _check_weights(weights)
+            weights = assembled(held, meta, GATES[cell])
             layer._set(weights, cell, device)
             if cell == "gru":
                 bias = held["hidden_bias"]
-                if bias.shape != (hidden,) or bias.dtype != numpy_dtype(dtype):
-                    raise ValueError(f"hidden_bias: expected shape ({hidden},) and dtype {dtype}")
+                if bias.shape != (weights.hidden,) or bias.dtype != numpy_dtype(weights.dtype):
+                    raise ValueError(f"hidden_bias: expected shape ({weights.hidden},) and dtype {weights.dtype}")
                 layer.hidden_bias = bias
         except KeyError as error:
             raise ValueError(f"{source}: has no {error}") from error
@@ -454,16 +437,20 @@ class SparseRNN(_Layer):
     ----------
     weight_hh
         `(hidden, hidden)`: a SciPy sparse matrix, a torch tensor of a sparse layout, a dense NumPy array or torch
-        tensor (whose nonzeros are taken), or a `RecurrentWeights`.
+        tensor (whose nonzeros are taken), or a `RecurrentWeights` or `BlockRecurrentWeights`.
     nonlinearity
         "tanh" or "relu".
     density
         Prune a dense weight to this share of its entries first.
     method, block
-        How, as of `tvm_sparse.pruning_mask`.
+        How, as of `tvm_sparse.pruning_mask`; blocks have rows of all gates.
     dtype
         Of weights, inputs, states and outputs: "float32", "float16" or "bfloat16"; default: that of the weight
         (float32 in the place of float64). Sums are made in float32; the states that go from step to step are rounded.
+    form
+        "entries": every nonzero with its column, for any pattern. "blocks": tiles of 16 rows (4 units of a GRU or LSTM)
+        and groups of 8 columns for tensor cores, for block-sparse and dense weights. "auto": blocks where they are
+        more than half full, and values have 16 bits.
     order
         Of the entries of a row: "banks" (few bank conflicts), "greedy" or "columns", as of
         `formats.recurrent.recurrent_weights`.
@@ -473,15 +460,14 @@ class SparseRNN(_Layer):
     Attributes
     ----------
     weights
-        The `RecurrentWeights`.
+        The `RecurrentWeights` or `BlockRecurrentWeights`.
 
     Raises
     ------
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
-    When not to use it: for training, there is no backward pass. Above a density of about a half a dense layer is as
-    fast. When the weights change, make a new layer.
+    When not to use it: for training, there is no backward pass. When the weights change, make a new layer.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", equation 2.
     """
@@ -497,12 +483,13 @@ class SparseRNN(_Layer):
         method: str = "magnitude",
         block: int = BLOCK,
         dtype: str | None = None,
+        form: str = "auto",
         order: str = "banks",
         device: Any = None,
     ) -> None:
         if nonlinearity not in NONLINEARITIES:
             raise ValueError(f"nonlinearity: expected one of {', '.join(NONLINEARITIES)}, got {nonlinearity!r}")
-        super().__init__(weight_hh, nonlinearity, density, method, block, dtype, order, device)
+        super().__init__(weight_hh, nonlinearity, density, method, block, dtype, form, order, device)
 
     def __call__(
         self, x_projected: Any, h0: Any = None, *, resets: Any = None, lengths: Any = None, out: Any = None
@@ -552,7 +539,7 @@ class SparseLSTM(_Layer):
     ----------
     weight_hh
         `(4 * hidden, hidden)`, gates in torch's order (i, f, g, o); else as of `SparseRNN`.
-    density, method, block, dtype, order, device
+    density, method, block, dtype, form, order, device
         As of `SparseRNN`. c is kept in float32 within a launch.
 
     Raises
@@ -575,10 +562,11 @@ class SparseLSTM(_Layer):
         method: str = "magnitude",
         block: int = BLOCK,
         dtype: str | None = None,
+        form: str = "auto",
         order: str = "banks",
         device: Any = None,
     ) -> None:
-        super().__init__(weight_hh, "lstm", density, method, block, dtype, order, device)
+        super().__init__(weight_hh, "lstm", density, method, block, dtype, form, order, device)
 
     def __call__(
         self,
@@ -623,7 +611,7 @@ class SparseGRU(_Layer):
     hidden_bias
         `(hidden,)`: b_hn, the last third of torch's `bias_hh`, which no projection can hold; default: zeros. A
         `(3 * hidden,)` bias is taken for `bias_hh`, of which the last third counts.
-    density, method, block, dtype, order, device
+    density, method, block, dtype, form, order, device
         As of `SparseRNN`.
 
     Raises
@@ -647,10 +635,11 @@ class SparseGRU(_Layer):
         method: str = "magnitude",
         block: int = BLOCK,
         dtype: str | None = None,
+        form: str = "auto",
         order: str = "banks",
         device: Any = None,
     ) -> None:
-        super().__init__(weight_hh, "gru", density, method, block, dtype, order, device)
+        super().__init__(weight_hh, "gru", density, method, block, dtype, form, order, device)
         if hidden_bias is None:
             self.hidden_bias = np.zeros(self.hidden, numpy_dtype(self.dtype))
             return
@@ -697,18 +686,9 @@ def checked_lengths(lengths: Any, x: Any, steps: int, batch: int) -> Any:
     return library("x_projected", x).from_host(lengths.astype(np.int32), x)
 
 
-def _check_weights(weights: RecurrentWeights) -> None:
-    """Raise `ValueError` unless the arrays are a layout that no kernel reads outside of."""
-    hidden, rows = weights.hidden, weights.hidden * weights.gates
-    words = entry_words(hidden, weights.dtype)
-    for name in HELD:
-        if getattr(weights, name).dtype != np.int32:
-            raise ValueError(f"{name}: expected dtype int32, got {getattr(weights, name).dtype}")
-    if weights.entries.ndim != 2 or weights.entries.shape[1] != words:
-        raise ValueError(f"entries: expected {words} words each, got shape {weights.entries.shape}")
-    if weights.units.shape != (hidden,) or (np.sort(weights.units) != np.arange(hidden)).any():
-        raise ValueError(f"units: expected each of {hidden} units once")
-    check_compressed(weights.row_start, weights.columns, weights.nonzeros, (rows, hidden), stored_in="entry")
+def _gates_of(weight_hh: Any, cell: str) -> int:
+    """Gates of a weight that is about to be pruned, if its rows are as many; else it is refused later."""
+    return GATES[cell] if len(weight_hh.shape) and not weight_hh.shape[0] % GATES[cell] else 1
 
 
 def _is_dense(array: Any) -> bool:

@@ -27,6 +27,7 @@ def from_torch(
     method: str = "magnitude",
     block: int = BLOCK,
     dtype: str | None = None,
+    form: str = "auto",
     order: str = "banks",
 ) -> RecurrentStack:
     """A trained `torch.nn.RNN`, `LSTM` or `GRU` as sparse layers, in the place of `module.eval()`.
@@ -43,7 +44,7 @@ def from_torch(
         Of `tvm_sparse.pruning_mask`.
     dtype
         "float32", "float16" or "bfloat16"; default: that of the module.
-    order
+    form, order
         As of `SparseRNN`.
 
     Raises
@@ -63,7 +64,8 @@ def from_torch(
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES.values())}, got {dtype!r}")
     kind, layers, inputs = getattr(torch, dtype), [], []
     options: dict[str, Any] = {
-        "density": density, "method": method, "block": block, "dtype": dtype, "order": order
+        "density": density, "method": method, "block": block, "dtype": dtype, "form": form,
+        "order": order,
     }  # fmt: skip
     for number in range(module.num_layers):
         for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
@@ -145,9 +147,7 @@ class RecurrentStack(torch.nn.Module):
         return 2 if self.bidirectional else 1
 
     def extra_repr(self) -> str:
-        density = sum(layer.weights.nonzeros for layer in self.layers) / (
-            len(self.layers) * GATES[self.cell] * self.hidden_size**2
-        )
+        density = sum(layer.weights.density for layer in self.layers) / len(self.layers)
         return (
             f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, num_layers={self.num_layers},"
             f" bidirectional={self.bidirectional}, batch_first={self.batch_first}, density={density:.3g},"

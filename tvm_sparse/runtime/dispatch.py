@@ -23,8 +23,9 @@ from typing import Any
 
 from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError, digest
+from ..artifacts.residency import too_large
 from ..core import machine as machines
-from ..core import registry, shape_files
+from ..core import registry, shape_files, spaces
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
@@ -176,8 +177,24 @@ class Dispatcher:
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
         sources = self._sources(machine)
         choice = self._choose(problem, machine, sources)
-        located = self._find(choice, machine, sources)
         self._warn(problem, machine, choice)
+        kernel = self._loaded(problem, machine, choice, sources)
+        if kernel.entry.resident is None:
+            return kernel
+
+        def other() -> Any:
+            why = "the GPU has no room for all thread blocks of a cooperative kernel at the same time"
+            candidate = spaces.fallback(problem, machine, cooperative=False)
+            choice = Choice("fallback", why, problem, candidate, None, {})
+            with self._lock:
+                found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, self._sources(machine))
+            return found.function
+
+        return dataclasses.replace(kernel, function=loading.or_else(kernel.function, problem, other))
+
+    def _loaded(self, problem: Problem, machine: Machine, choice: Choice, sources: list[_Source]) -> Kernel:
+        """The kernel of a choice, if need be compiled."""
+        located = self._find(choice, machine, sources)
         if located is None:
             started = time.monotonic()
             with _spinner(f"compiling {problem.typed}"):
@@ -252,16 +269,20 @@ class Dispatcher:
         for source in reversed([source for source in sources if source.name != "cache"]):
             for entry in source.entries:
                 if entry.chosen == "exact":
-                    known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True)
+                    reason = too_large(entry.resident, entry.resources, machine)
+                    known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, too_large=reason)
         return choose(problem, machine, known)
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
         """A library of the chosen candidate for the chosen problem, at any batch and with any data."""
         for source in sources:
             for entry in source.entries:
-                if entry.candidate == choice.candidate and entry.kind == machine.kind and entry.arch == machine.arch:
-                    if same_program(entry.problem, choice.compiled_for):
-                        return source.folder, entry
+                if (
+                    _is_program(entry, choice)
+                    and (entry.kind, entry.arch) == (machine.kind, machine.arch)
+                    and not too_large(entry.resident, entry.resources, machine)
+                ):
+                    return source.folder, entry
         return None
 
     def _compile(self, choices: Sequence[Choice], machine: Machine, builders: int = 1) -> list[tuple[Path, Entry]]:
@@ -302,8 +323,15 @@ class Dispatcher:
                 if built:
                     names = {entry.library for entry in built}
                     manifest.write(folder, [*(e for e in present if e.library not in names), *built])
-            source = _Source("cache", folder, (*built, *present))
-            return [found for choice in choices if (found := self._find(choice, machine, [source]))]
+            entries = (*built, *present)
+            return [
+                (folder, next(e for e in entries if _is_program(e, choice)))  # also one that is too large for this GPU
+                for choice in choices
+            ]
+
+
+def _is_program(entry: Entry, choice: Choice) -> bool:
+    return entry.candidate == choice.candidate and same_program(entry.problem, choice.compiled_for)
 
 
 def _intact(folder: Path, entry: Entry) -> bool:

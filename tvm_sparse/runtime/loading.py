@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -24,6 +25,12 @@ from . import arrays
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+logger = logging.getLogger("tvm_sparse")
+
+# In the text of the error that a cooperative launch without room raises.
+REFUSED = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
 
 class LoadError(RuntimeError):
@@ -110,6 +117,35 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
             allocate = functools.partial(_on_gpu, index=owner[0]) if kind == "cuda" else _on_cpu
             buffers = held[owner] = tuple(allocated(workspaces, problem, allocate))
         function(*arguments, *buffers)
+
+    return call
+
+
+def or_else(function: Any, problem: Problem, other: Callable[[], Any]) -> Any:
+    """A cooperative kernel's `function`; where a launch finds no room for all thread blocks, `other()` runs instead.
+
+    The GPU refuses such a launch before any block has run, so that nothing was written. From then on, and with a
+    warning, calls go to the other kernel, which is loaded at that moment.
+    """
+    chosen = function
+
+    def call(*arguments: Any) -> None:
+        nonlocal chosen
+        if chosen is not function:
+            chosen(*arguments)
+            return
+        try:
+            function(*arguments)
+            return
+        except Exception as error:
+            if REFUSED not in str(error):
+                raise
+            logger.warning(
+                "%s: the GPU has no room for all thread blocks at once; a kernel that needs it not runs from now on",
+                problem,
+            )
+        chosen = other()
+        chosen(*arguments)
 
     return call
 

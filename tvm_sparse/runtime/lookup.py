@@ -25,6 +25,7 @@ class Known:
     candidate: Candidate
     figures: Mapping[str, Any]
     at_hand: bool = False  # a library of it lies in an exported folder, so that nothing has to be built
+    too_large: str | None = None  # why this machine cannot launch that library
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Ch
     """The first of: the problem's own record, that of the next larger batch, the nearest one's, the fallback.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
-    version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is.
+    version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
+    the machine can launch it.
     """
     passed_over = ""
 
     def usable(key: str, found: Known, wanted: Problem) -> bool:
         nonlocal passed_over
-        reason = None if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
+        reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
         if reason and not passed_over:
             passed_over = f"; the record of {key} is passed over: {reason}"
         return reason is None

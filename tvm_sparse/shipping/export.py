@@ -10,7 +10,7 @@ from typing import Any
 
 from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError
-from ..core import registry
+from ..core import registry, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -32,8 +32,10 @@ def export(
 ) -> list[Entry]:
     """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
 
-    With `problems`: what calls of these run, by records where there are, else by nearby decisions or the fallback. A
-    folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
+    With `problems`: what calls of these run, by records where there are, else by nearby decisions or the fallback.
+    Beside a cooperative kernel goes the one that takes its place where a GPU has no room for it.
+
+    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
 
     Raises
     ------
@@ -50,6 +52,12 @@ def export(
                 jobs.append((problem, best.candidate, "exact", figures))
     else:
         jobs = planned(filter(only, problems), machine, chosen)
+    beside = {
+        problem: spaces.fallback(problem, machine, cooperative=False)
+        for problem, candidate, _, _ in jobs
+        if spaces.find(candidate.template).cooperative
+    }
+    jobs += [(problem, candidate, "fallback", {}) for problem, candidate in beside.items()]
     if not jobs:
         places = ", ".join(map(str, roots))
         others = [arch for arch in recorded_archs(roots, registry.operators()) if arch != machine.arch]

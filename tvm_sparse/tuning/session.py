@@ -72,6 +72,7 @@ class Plan:
     builders: int
     seconds: float  # estimate
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
+    fixed: Table = field(default_factory=dict)  # decisions whose values were given
 
     @property
     def size(self) -> int:
@@ -125,10 +126,16 @@ class Progress:
 
 
 def make_plan(
-    problem: Problem, machine: Machine, trials: int, log: Log, builders: int, named: Collection[str] = ()
+    problem: Problem,
+    machine: Machine,
+    trials: int,
+    log: Log,
+    builders: int,
+    named: Collection[str] = (),
+    fixed: Table | None = None,
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for."""
-    tables, reasons = spaces.searched(problem, machine, named)
+    tables, reasons = spaces.searched(problem, machine, named, fixed)
     sizes = dict.fromkeys(tables, 0)
     for candidate in points(problem, machine, tables):
         sizes[candidate.template] += 1
@@ -137,7 +144,7 @@ def make_plan(
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named))
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {})
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
@@ -196,7 +203,7 @@ def tune(
     """
     problem, machine = plan.problem, plan.machine
     progress = Progress(plan)
-    tables, _ = spaces.searched(problem, machine, plan.named)
+    tables, _ = spaces.searched(problem, machine, plan.named, plan.fixed)
     fallback = spaces.fallback(problem, machine)
     session = new_session(machine, seed, problem)
     log.append(session)

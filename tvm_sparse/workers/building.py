@@ -77,6 +77,7 @@ def described(
         workspaces=tuple(compiled["workspaces"]),
         figures=dict(figures),
         resources=compiled["resources"],
+        resident=compiled["resident"],
     )
 
 

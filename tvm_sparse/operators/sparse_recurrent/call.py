@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tvm_sparse.core.problem import ProblemError
-from tvm_sparse.formats.recurrent import RecurrentWeights, banks_for, recurrent_weights
+from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
 from tvm_sparse.operators.nhot_lookup.problem import typical
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
@@ -20,9 +21,12 @@ from tvm_sparse.runtime.calls import (
     refuse_gradient,
     repeated,
 )
-from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.dispatch import Dispatcher, dispatcher
 
-from .problem import GATES, SparseRecurrent
+from .problem import GATES, RecurrentLayer, SparseRecurrent
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["RecurrentWeights", "recurrent_weights", "sparse_recurrent"]
 
@@ -104,16 +108,63 @@ def sparse_recurrent(
         raise TypeError(
             f"weights: expected RecurrentWeights, got {type(weights).__name__}; make them by recurrent_weights(matrix)"
         )
+    what = ("sparse_recurrent", cell, weights.gates, weights.hidden, weights.dtype, weights.nonzeros)
+    states = x_projected, h0, c0, hidden_bias, lengths, resets
+    return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
+
+
+class LayerWeights(Protocol):
+    """What a call needs to know of weights, however they are kept."""
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def gates(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def held(self) -> tuple[np.ndarray, ...]: ...
+
+    @property
+    def placed(self) -> dict[Any, Any]: ...
+
+    def laid_out_for(self, batch: int) -> LayerWeights: ...
+
+
+Weights = TypeVar("Weights", bound=LayerWeights)
+
+
+def run_layer(
+    dispatcher: Dispatcher,
+    what: tuple[Any, ...],
+    problem_of: Callable[[Weights, int, int, str, int, int], RecurrentLayer],
+    weights: Weights,
+    x_projected: Any,
+    h0: Any,
+    c0: Any,
+    hidden_bias: Any,
+    lengths: Any,
+    resets: Any,
+    *,
+    cell: str,
+    out: Any,
+    validate: bool,
+) -> tuple[Any, ...]:
+    """A call of a recurrent layer, of which `what` says the operator and all of the weights that its problem depends
+    on. The other arguments are `sparse_recurrent`'s."""
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     given = (x_projected, h0, c0, hidden_bias, lengths, resets, *outputs)
-    what = ("sparse_recurrent", cell, weights.gates, weights.hidden, weights.dtype, weights.nonzeros)
     launchers = dispatcher.launchers
     found = None if validate else repeated(launchers, what, given)
     if found is not None:
-        function, like, banks = found
-        placed = weights.for_banks(banks).placed.get(x_projected.device)
+        function, like, batch = found
+        arranged = weights.laid_out_for(batch)
+        placed = arranged.placed.get(x_projected.device)
         if placed is None:
-            placed = _placed(weights.for_banks(banks), x_projected, arrays.facts("x_projected", x_projected))
+            placed = _placed(arranged, x_projected, arrays.facts("x_projected", x_projected))
         results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
         function(*placed, *[one for one in given[:6] if one is not None], *results)
         return results
@@ -134,9 +185,8 @@ def sparse_recurrent(
             raise ValueError(f"x_projected: {error}") from None
         function = dispatcher.kernel(problem, machine_of("x_projected", known)).function
         bias = [] if cell != "gru" else [_bias(hidden_bias, weights.hidden, x_projected, known)]
-        banks = banks_for(batch, known.dtype)
         function(
-            *_placed(weights.for_banks(banks), x_projected, known),
+            *_placed(weights.laid_out_for(batch), x_projected, known),
             passed(("x_projected", known, x_projected)),
             *map(passed, states),
             *map(passed, bias),
@@ -146,7 +196,7 @@ def sparse_recurrent(
         # Lengths on the host are looked at every time, and what had to be converted is converted every time.
         as_given = all(any(one is theirs for theirs in given) for _, _, one in (*bias, *extras))
         if arrays.is_torch(results[0]) and as_given and (lengths is None or known.device != "cpu"):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), banks))
+            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), batch))
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 
@@ -162,7 +212,7 @@ Beside = tuple[str, Facts, Any]
 
 
 def _checked(
-    weights: RecurrentWeights, x_projected: Any, h0: Any, c0: Any, cell: str, hidden_bias: Any
+    weights: LayerWeights, x_projected: Any, h0: Any, c0: Any, cell: str, hidden_bias: Any
 ) -> tuple[Facts, list[Beside]]:
     """Facts of the projected input, and the states that the cell has."""
     if cell not in GATES:
@@ -234,26 +284,30 @@ def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
     return facts_beside("hidden_bias", hidden_bias, (hidden,), known.dtype, known, WHERE)
 
 
-def _placed(weights: RecurrentWeights, like: Any, known: Facts) -> tuple[Any, ...]:
+def _placed(weights: LayerWeights, like: Any, known: Facts) -> tuple[Any, ...]:
     """The weights' arrays as a kernel takes them on the device of the facts; kept by the weights."""
     place = like.device if arrays.is_torch(like) else (known.device, known.index)
     found = weights.placed.get(place)
     if found is None:
-        import numpy as np
-
-        # An empty array has no address, and strides of its own: in its place there is an entry that no row has.
-        entries = weights.entries if weights.nonzeros else np.zeros((1, weights.entries.shape[1]), np.int32)
-        held = weights.units, weights.row_start, entries
+        held = weights.held
         torch = sys.modules.get("torch")
         if torch is not None:
             device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"
-            found = tuple(torch.from_numpy(array).to(device) for array in held)
+            found = tuple(_tensor(array).to(device) for array in held)
         elif known.device == "cpu":
             found = tuple(map(arrays.argument, held))
         else:
             raise TypeError("weights: PyTorch copies them to a GPU; import torch")
         weights.placed[place] = found
     return found
+
+
+def _tensor(array: np.ndarray) -> Any:
+    """A NumPy array as a tensor. torch does not know NumPy's bfloat16, but the same bits as integers."""
+    torch = sys.modules["torch"]
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _copy(into: Any, state: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -15,18 +15,54 @@ from tvm.script import tirx as T
 from tvm_sparse.core.arguments import matched
 
 
-def column_of(problem: Any, io: Any, entry: Any) -> Any:
-    """The column of an entry, int32."""
-    return io.entries[entry, 0] & 0xFFFF if problem.words == 1 else io.entries[entry, 1]
+class Rows(Protocol):
+    """How a program reads a weight: its rows by slot, the order of units, and gate; a row's entries one by one.
+
+    Everything takes the arguments of the kernel, `io`, and integers that are known when it runs.
+    """
+
+    def unit(self, io: Any, slot: Any) -> Any:
+        """The unit at a slot."""
+
+    def start(self, io: Any, slot: Any, gate: Any) -> Any:
+        """The first entry of a row."""
+
+    def stop(self, io: Any, slot: Any, gate: Any) -> Any:
+        """What is behind its last one. Slots from the last one on have empty rows."""
+
+    def column(self, io: Any, slot: Any, gate: Any, entry: Any) -> Any:
+        """The column of an entry, int32."""
+
+    def value(self, io: Any, slot: Any, gate: Any, entry: Any) -> Any:
+        """The value of an entry, float32."""
 
 
-def value_of(problem: Any, io: Any, entry: Any) -> Any:
-    """The value of an entry, float32."""
-    if problem.words == 2:
-        return T.reinterpret("float32", io.entries[entry, 0])
-    if problem.dtype == "bfloat16":
-        return T.reinterpret("float32", io.entries[entry, 0] & -65536)
-    return T.Cast("float32", T.reinterpret("float16", T.Cast("uint16", T.Cast("uint32", io.entries[entry, 0]) >> 16)))
+class EntryRows:
+    """`Rows` of a weight in entries of column and value."""
+
+    def __init__(self, problem: Any) -> None:
+        self.problem = problem
+        self.beyond = problem.hidden * problem.gates
+
+    def unit(self, io: Any, slot: Any) -> Any:
+        return io.units[slot]
+
+    def start(self, io: Any, slot: Any, gate: Any) -> Any:
+        return io.row_start[T.min(slot * self.problem.gates + gate, self.beyond)]
+
+    def stop(self, io: Any, slot: Any, gate: Any) -> Any:
+        return io.row_start[T.min(slot * self.problem.gates + gate + 1, self.beyond)]
+
+    def column(self, io: Any, slot: Any, gate: Any, entry: Any) -> Any:
+        return io.entries[entry, 0] & 0xFFFF if self.problem.words == 1 else io.entries[entry, 1]
+
+    def value(self, io: Any, slot: Any, gate: Any, entry: Any) -> Any:
+        if self.problem.words == 2:
+            return T.reinterpret("float32", io.entries[entry, 0])
+        if self.problem.dtype == "bfloat16":
+            return T.reinterpret("float32", io.entries[entry, 0] & -65536)
+        high = T.Cast("uint16", T.Cast("uint32", io.entries[entry, 0]) >> 16)
+        return T.Cast("float32", T.reinterpret("float16", high))
 
 
 def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
@@ -68,11 +104,11 @@ def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
     return phase
 
 
-def scan(problem: Any) -> tirx.PrimFunc:
-    """All steps, a unit of a sequence at a time."""
+def recurrence(problem: Any) -> Callable[..., Any]:
+    """All steps, a unit of a sequence at a time: the body (io) of a definition."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
-    update = next_state(cell)
+    update, rows = next_state(cell), problem.rows()
 
     # fmt: off
     @T.inline
@@ -93,14 +129,14 @@ def scan(problem: Any) -> tirx.PrimFunc:
 
     @T.inline
     def take_step(io, s, cells, t, b, slot):
-        unit = T.meta_var(io.units[slot])
+        unit = T.meta_var(rows.unit(io, slot))
         for gate in range(gates):
             s.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
             s.sums[gate] = T.float32(0)
-            for e in range(io.row_start[slot * gates + gate + 1] - io.row_start[slot * gates + gate]):
-                load_state(io, s, t, b, column_of(problem, io, io.row_start[slot * gates + gate] + e))
-                s.sums[gate] = s.sums[gate] + value_of(
-                    problem, io, io.row_start[slot * gates + gate] + e) * s.before[0]
+            for e in range(rows.stop(io, slot, gate) - rows.start(io, slot, gate)):
+                entry = T.meta_var(rows.start(io, slot, gate) + e)
+                load_state(io, s, t, b, rows.column(io, slot, gate, entry))
+                s.sums[gate] = s.sums[gate] + rows.value(io, slot, gate, entry) * s.before[0]
         if gru:
             load_state(io, s, t, b, unit)
             s.h[0] = s.before[0]
@@ -129,7 +165,8 @@ def scan(problem: Any) -> tirx.PrimFunc:
                 io.c_n[b, unit] = io.c0[b, unit]
 
     @T.inline
-    def all_steps(io, cells):
+    def all_steps(io):
+        cells = T.sblock_alloc_buffer((batch, hidden), "float32")
         for step in range(io.steps):
             for place in range(hidden):
                 for sample in range(batch):
@@ -149,10 +186,18 @@ def scan(problem: Any) -> tirx.PrimFunc:
                             if t < io.lengths[b]:
                                 take_step(io, s, cells, t, b, slot)
                             else:
-                                pass_over(io, t, b, io.units[slot])
+                                pass_over(io, t, b, rows.unit(io, slot))
                         else:
                             take_step(io, s, cells, t, b, slot)
+    # fmt: on
+    return all_steps
 
+
+def scan(problem: Any) -> tirx.PrimFunc:
+    """The definition of the operator."""
+    all_steps = recurrence(problem)
+
+    # fmt: off
     @T.prim_func(s_tir=True)
     def main(
         units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
@@ -164,7 +209,6 @@ def scan(problem: Any) -> tirx.PrimFunc:
         io = T.meta_var(matched(
             problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
             {"steps": steps, "entries": entries}, packed=True))
-        cells = T.sblock_alloc_buffer((batch, hidden), "float32")
-        all_steps(io, cells)
+        all_steps(io)
     # fmt: on
     return problem.trimmed(main)

@@ -6,18 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, Call, Peer, torch_tensor
-from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.problem import Problem, numpy_dtype
 from tvm_sparse.formats.recurrent import RecurrentWeights
 
 from .call import problem_of, sparse_recurrent
-from .problem import SparseRecurrent
+from .problem import RecurrentLayer, SparseRecurrent
 
 
-def _weights(problem: SparseRecurrent, inputs: Sequence[Any]) -> RecurrentWeights:
-    return RecurrentWeights(problem.hidden, problem.gates, problem.dtype, *inputs[:3])
+def _dense(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Any:
+    """The weight `(gates * hidden, hidden)`."""
+    import numpy as np
+
+    rows, columns, values = problem.coordinates(inputs)
+    found = np.zeros((problem.gates * problem.hidden, problem.hidden), numpy_dtype(problem.dtype))
+    found[rows, columns] = values.astype(found.dtype)
+    return torch_tensor(found, device)
 
 
-def _named(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> dict[str, Any]:
+def _named(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> dict[str, Any]:
     """The dense arguments by name, as tensors."""
     if problem.ragged or problem.resets:
         raise TypeError("lengths and resets are not compared")
@@ -25,7 +31,7 @@ def _named(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> dict
     return {name: torch_tensor(array, device) for name, array in zip(names, inputs[3:], strict=True)}
 
 
-def _torch_layer(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> Call:
+def _torch_layer(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Call:
     """torch's layer, dense: cuDNN on a GPU.
 
     It makes the input product too, here with the identity for one of its operands: the input of step t and sequence b
@@ -45,7 +51,7 @@ def _torch_layer(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -
     module = layer(len(unit), problem.hidden, **options).to(device, x.dtype)
     with torch.no_grad():
         module.weight_ih_l0.copy_(flat.T if few else unit)
-        module.weight_hh_l0.copy_(torch_tensor(_weights(problem, inputs).dense(), device))
+        module.weight_hh_l0.copy_(_dense(problem, inputs, device))
         module.bias_ih_l0.zero_()
         module.bias_hh_l0.zero_()
         if problem.cell == "gru":
@@ -62,7 +68,7 @@ def _torch_layer(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -
     return call
 
 
-def _step_loop(problem: SparseRecurrent, given: dict[str, Any], product: Callable[[Any], Any]) -> Call:
+def _step_loop(problem: RecurrentLayer, given: dict[str, Any], product: Callable[[Any], Any]) -> Call:
     """The steps one by one, with states `(hidden, batch)` and the products `(gates * hidden, batch)` of a library."""
     import torch
 
@@ -95,31 +101,42 @@ def _step_loop(problem: SparseRecurrent, given: dict[str, Any], product: Callabl
     return call
 
 
-def _dense_steps(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> Call:
-    weight = torch_tensor(_weights(problem, inputs).dense(), device)
+def _dense_steps(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Call:
+    weight = _dense(problem, inputs, device)
     return _step_loop(problem, _named(problem, inputs, device), lambda h: weight @ h)
 
 
-def _csr_steps(problem: SparseRecurrent, inputs: Sequence[Any], device: str) -> Call:
+def _csr_steps(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Call:
     import warnings
 
     given = _named(problem, inputs, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse tensors are in beta
-        weight = torch_tensor(_weights(problem, inputs).dense(), device).to_sparse_csr()
+        weight = _dense(problem, inputs, device).to_sparse_csr()
     return _step_loop(problem, given, lambda h: weight @ h)
 
 
-def ours(problem: SparseRecurrent, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
-    weights = _weights(problem, inputs)
+def called(
+    problem: RecurrentLayer,
+    inputs: Sequence[Any],
+    convert: Callable[[Any], Any],
+    call: Callable[..., Any],
+    weights: Any,
+) -> Call:
+    """A public call with a problem's inputs."""
     names = (argument.name for argument in problem.kernel_inputs[3:])
     given = {name: convert(array) for name, array in zip(names, inputs[3:], strict=True)}
-    called = problem_of(weights, problem.steps, problem.batch, problem.cell, problem.ragged, problem.resets)
-    return lambda: sparse_recurrent(weights, **given, cell=problem.cell), called
+    return lambda: call(weights, **given, cell=problem.cell)
 
 
-PEERS = (
+def ours(problem: SparseRecurrent, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    weights = RecurrentWeights(problem.hidden, problem.gates, problem.dtype, *inputs[:3])
+    asked = problem_of(weights, problem.steps, problem.batch, problem.cell, problem.ragged, problem.resets)
+    return called(problem, inputs, convert, sparse_recurrent, weights), asked
+
+
+DENSE_PEERS = (
     Peer("torch layer (cuDNN on a GPU), with its input product", "torch", BOTH, _torch_layer),
     Peer("torch dense steps (cuBLAS)", "torch", BOTH, _dense_steps),
-    Peer("torch CSR steps (cuSPARSE)", "torch", BOTH, _csr_steps),
 )
+PEERS = (*DENSE_PEERS, Peer("torch CSR steps (cuSPARSE)", "torch", BOTH, _csr_steps))

@@ -16,6 +16,7 @@ carried in float32. The weight is in the layout of `formats.recurrent`.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,14 +43,24 @@ GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
 # The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: a rounding fades in
 # the steps after it, in the place of growing from step to step.
 NORM = 0.45
+# What comes after the weight, of any layer.
+STATES: tuple[Argument, ...] = (
+    Argument("x_projected", ("steps", "batch", "gates * hidden"), "dtype", "Input product with its biases."),
+    Argument("h0", ("batch", "hidden"), "dtype", "State before the first step."),
+    Argument("c0", ("batch", "hidden"), "dtype", "Cell state before the first step.", when="lstm"),
+    Argument("hidden_bias", ("hidden",), "dtype", "b in the sum that the reset gate scales.", when="gru"),
+    Argument("lengths", ("batch",), "int32", "Steps of each sequence.", when="ragged"),
+    Argument("resets", ("steps", "batch"), "int32", "Nonzero: states are zero before the step.", when="resets"),
+)
 
 
 @dataclass(frozen=True)
-class SparseRecurrent(Problem):
-    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences.
+class RecurrentLayer(Problem):
+    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences, whatever its weight is kept
+    as: an operator declares the weight's arguments, which come first, and how they are made and read.
 
-    `nonzeros` is their number in a typical row of the weight. `ragged` = 1: sequences have lengths of their own.
-    `resets` = 1: states may be set to zero before any step.
+    `nonzeros` says how full the weight is. `ragged` = 1: sequences have lengths of their own. `resets` = 1: states may
+    be set to zero before any step.
     """
 
     steps: int
@@ -61,44 +72,15 @@ class SparseRecurrent(Problem):
     ragged: int = field(default=0, metadata=OPTIONAL)
     resets: int = field(default=0, metadata=OPTIONAL)
 
-    operator: ClassVar[str] = "sparse_recurrent"
     batch_axis: ClassVar[str] = "steps"
     sequential: ClassVar[bool] = True
     data_axes: ClassVar[tuple[str, ...]] = ("nonzeros",)
-    inputs: ClassVar[tuple[Argument, ...]] = (
-        Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
-        Argument(
-            "row_start",
-            ("hidden * gates + 1",),
-            "int32",
-            "First entry of the row of a slot and a gate, at slot * gates + gate.",
-        ),
-        Argument(
-            "entries",
-            ("entries", "words"),
-            "int32",
-            "Column and value. One word where both have 16 bits: column in the low half, value's bits in the high one;"
-            " else two: the value as float32, the column in [0, hidden).",
-        ),
-        Argument("x_projected", ("steps", "batch", "gates * hidden"), "dtype", "Input product with its biases."),
-        Argument("h0", ("batch", "hidden"), "dtype", "State before the first step."),
-        Argument("c0", ("batch", "hidden"), "dtype", "Cell state before the first step.", when="lstm"),
-        Argument("hidden_bias", ("hidden",), "dtype", "b in the sum that the reset gate scales.", when="gru"),
-        Argument("lengths", ("batch",), "int32", "Steps of each sequence.", when="ragged"),
-        Argument("resets", ("steps", "batch"), "int32", "Nonzero: states are zero before the step.", when="resets"),
-    )
     outputs: ClassVar[tuple[Argument, ...]] = (
         Argument("output", ("steps", "batch", "hidden"), "dtype", "State after each step; zero after the last one."),
         Argument("h_n", ("batch", "hidden"), "dtype", "State after the last step of each sequence."),
         Argument("c_n", ("batch", "hidden"), "dtype", "Cell state after it.", when="lstm"),
     )
     peer_outputs: ClassVar[int | None] = 1
-    structures: ClassVar[tuple[str, ...]] = (
-        "random", "ragged", "empty_rows", "one_long_row", "empty", "special",
-    )  # fmt: skip
-    tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = structures
-    example: ClassVar[Mapping[str, Any]] = {"steps": 16, "batch": 2, "hidden": 256, "nonzeros": 20, "cell": "lstm"}
     source: ClassVar[str] = "Zhu, Pool et al. 2018"
 
     def __post_init__(self) -> None:
@@ -116,6 +98,125 @@ class SparseRecurrent(Problem):
     def gates(self) -> int:
         return GATES[self.cell]
 
+    def extent(self, name: str | int) -> int:
+        """Beside the axes: expressions of `gates`, and the cells that arguments depend on."""
+        known = {
+            "gates * hidden": self.gates * self.hidden,
+            "lstm": int(self.cell == "lstm"),
+            "gru": int(self.cell == "gru"),
+        }
+        return known[name] if name in known else super().extent(name)
+
+    def distance(self, other: Problem) -> float | None:
+        """Octaves of batch, hidden and nonzeros, a little for steps, and a step for lengths and resets."""
+        if not isinstance(other, type(self)) or (self.cell, self.dtype) != (other.cell, other.dtype):
+            return None
+        mine, theirs = ((p.batch, p.hidden, p.nonzeros) for p in (self, other))
+        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+        steps = abs(math.log2(self.steps / other.steps))
+        return octaves + 0.1 * steps + 0.1 * ((self.ragged != other.ragged) + (self.resets != other.resets))
+
+    @property
+    @abstractmethod
+    def row_entries(self) -> int:
+        """Values of a typical row of the weight."""
+
+    @abstractmethod
+    def rows(self) -> Any:
+        """How a program reads the weight row by row: see `definition.Rows`. Loads the compiler."""
+
+    @abstractmethod
+    def coordinates(self, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows and columns (int64) of the matrix `(gates * hidden, hidden)`, and values, of every weight that kernels
+        multiply with."""
+
+    @abstractmethod
+    def weight(self, rng: np.random.Generator, structure: str) -> list[np.ndarray]:
+        """The weight's arguments, for `generate`."""
+
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """A weight as `weight` makes it. Structure `special`: NaN, infinities and -0.0 in inputs and states of one
+        sequence. Lengths are from 0 to the number of steps; a fifth of the steps begin anew.
+        """
+        import numpy as np
+
+        structure, _ = self.chosen(structure, settings)
+        hidden, count = self.hidden, self.gates * self.hidden
+        rng = np.random.default_rng([seed, self.batch, hidden, self.nonzeros, self.gates])
+        weight = self.weight(rng, structure)
+        dtype = numpy_dtype(self.dtype)
+        x = (0.7 * rng.standard_normal((self.steps, self.batch, count), dtype=np.float32)).astype(dtype)
+        h0 = rng.uniform(-0.8, 0.8, (self.batch, hidden)).astype(dtype)
+        c0 = (0.7 * rng.standard_normal((self.batch, hidden))).astype(dtype)
+        bias = (0.3 * rng.standard_normal(hidden)).astype(dtype)
+        if structure == "special":
+            for value in (-0.0, np.inf, -np.inf):
+                for array in (x[:, -1], h0[-1], c0[-1]):
+                    flat = array.reshape(-1)
+                    flat[rng.integers(flat.size)] = value
+            x[self.steps // 2, -1, rng.integers(count)] = np.nan
+        lengths = rng.integers(0, self.steps, self.batch, endpoint=True)
+        lengths[rng.integers(self.batch)] = self.steps
+        reset = rng.integers(-2, 8, (self.steps, self.batch))
+        reset[reset > 0] = 0
+        inputs = [*weight, x, h0, c0, bias, lengths.astype(np.int32), reset.astype(np.int32)]
+        return [array for argument, array in zip(self.inputs, inputs, strict=True) if self.has(argument)]
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        from .reference import run
+
+        return run(self, inputs)
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """What roundings make of each element, carried from step to step: see `reference.run`."""
+        from .reference import run
+
+        return list(run(self, inputs, errors=True))
+
+    def states_cost(self, nnz: int) -> Cost:
+        """Inputs and states, without the weight; a product and a sum for each of its `nnz` values and sequence, and
+        some 5 operations an activation."""
+        rows, states = self.gates * self.hidden, self.batch * self.hidden
+        floats = self.steps * self.batch * rows + self.steps * states
+        floats += 2 * states * (1 + self.extent("lstm")) + self.hidden * self.extent("gru")
+        words = self.ragged * self.batch + self.resets * self.steps * self.batch
+        each = 2 * nnz + 5 * self.hidden * (self.gates + self.extent("lstm"))
+        return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
+
+
+@dataclass(frozen=True)
+class SparseRecurrent(RecurrentLayer):
+    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences.
+
+    `nonzeros` is their number in a typical row of the weight. `ragged` = 1: sequences have lengths of their own.
+    `resets` = 1: states may be set to zero before any step.
+    """
+
+    operator: ClassVar[str] = "sparse_recurrent"
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
+        Argument(
+            "row_start",
+            ("hidden * gates + 1",),
+            "int32",
+            "First entry of the row of a slot and a gate, at slot * gates + gate.",
+        ),
+        Argument(
+            "entries",
+            ("entries", "words"),
+            "int32",
+            "Column and value. One word where both have 16 bits: column in the low half, value's bits in the high one;"
+            " else two: the value as float32, the column in [0, hidden).",
+        ),
+        *STATES,
+    )
+    structures: ClassVar[tuple[str, ...]] = (
+        "random", "ragged", "empty_rows", "one_long_row", "empty", "special",
+    )  # fmt: skip
+    tuned: ClassVar[str] = "random"
+    verified: ClassVar[tuple[str, ...]] = structures
+    example: ClassVar[Mapping[str, Any]] = {"steps": 16, "batch": 2, "hidden": 256, "nonzeros": 20, "cell": "lstm"}
+
     @property
     def words(self) -> int:
         """Of an entry."""
@@ -123,28 +224,17 @@ class SparseRecurrent(Problem):
 
         return entry_words(self.hidden, self.dtype)
 
+    @property
+    def row_entries(self) -> int:
+        return min(self.nonzeros, self.hidden)
+
     def extent(self, name: str | int) -> int:
-        """Beside the axes: `words`, expressions of `gates`, and the cells that arguments depend on."""
+        """Beside those of any layer: `words`, and what rows and entries there are."""
         rows = self.gates * self.hidden
-        known = {
-            "gates * hidden": rows,
-            "hidden * gates + 1": rows + 1,
-            "entries": rows * min(self.nonzeros, self.hidden),
-            "lstm": int(self.cell == "lstm"),
-            "gru": int(self.cell == "gru"),
-        }
         if name == "words":
             return self.words
+        known = {"hidden * gates + 1": rows + 1, "entries": rows * self.row_entries}
         return known[name] if name in known else super().extent(name)
-
-    def distance(self, other: Problem) -> float | None:
-        """Octaves of batch, hidden and nonzeros, a little for steps, and a step for lengths and resets."""
-        if not isinstance(other, SparseRecurrent) or (self.cell, self.dtype) != (other.cell, other.dtype):
-            return None
-        mine, theirs = ((p.batch, p.hidden, p.nonzeros) for p in (self, other))
-        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
-        steps = abs(math.log2(self.steps / other.steps))
-        return octaves + 0.1 * steps + 0.1 * ((self.ragged != other.ragged) + (self.resets != other.resets))
 
     def definition(self) -> tirx.PrimFunc:
         """A loop over steps; in each, a sum of a row's entries for each gate, unit and sequence."""
@@ -152,22 +242,29 @@ class SparseRecurrent(Problem):
 
         return scan(self)
 
-    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+    def rows(self) -> Any:
+        from .definition import EntryRows
+
+        return EntryRows(self)
+
+    def coordinates(self, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        from tvm_sparse.formats.recurrent import matrix_rows, unpack_entries
+
+        units, row_start, entries = inputs[:3]
+        return (matrix_rows(units, row_start), *unpack_entries(entries, self.dtype))
+
+    def weight(self, rng: np.random.Generator, structure: str) -> list[np.ndarray]:
         """A weight whose elements are nonzero with a chance of nonzeros / hidden, laid out as the calls do it, but:
 
         `ragged`: rows of none to twice as many, in ascending order, units as they come. `empty_rows`: every second row
-        is empty. `one_long_row`: one row is full, the others have one or none. `empty`: no entries. `special`: NaN,
-        infinities and -0.0 in inputs and states of one sequence; for cells that bound their states, an infinite weight.
-
-        Lengths are from 0 to the number of steps; a fifth of the steps begin anew.
+        is empty. `one_long_row`: one row is full, the others have one or none. `empty`: no entries. `special`: for
+        cells that bound their states, an infinite weight.
         """
         import numpy as np
 
         from tvm_sparse.formats.recurrent import banks_for, lay_out
 
-        structure, _ = self.chosen(structure, settings)
         hidden, gates, few = self.hidden, self.gates, min(self.nonzeros, self.hidden)
-        rng = np.random.default_rng([seed, self.batch, hidden, self.nonzeros, gates])
         count = gates * hidden
         if structure == "ragged":
             counts = np.minimum(rng.integers(0, 2 * few, count, endpoint=True), hidden)
@@ -191,47 +288,14 @@ class SparseRecurrent(Problem):
         order, units = ("columns", "plain") if structure == "ragged" else ("banks", "balanced")
         banks = banks_for(self.batch, self.dtype)
         weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, banks, units)
-
-        dtype = numpy_dtype(self.dtype)
-        x = (0.7 * rng.standard_normal((self.steps, self.batch, count), dtype=np.float32)).astype(dtype)
-        h0 = rng.uniform(-0.8, 0.8, (self.batch, hidden)).astype(dtype)
-        c0 = (0.7 * rng.standard_normal((self.batch, hidden))).astype(dtype)
-        bias = (0.3 * rng.standard_normal(hidden)).astype(dtype)
-        if structure == "special":
-            for value in (-0.0, np.inf, -np.inf):
-                for array in (x[:, -1], h0[-1], c0[-1]):
-                    flat = array.reshape(-1)
-                    flat[rng.integers(flat.size)] = value
-            x[self.steps // 2, -1, rng.integers(count)] = np.nan
-        lengths = rng.integers(0, self.steps, self.batch, endpoint=True)
-        lengths[rng.integers(self.batch)] = self.steps
-        reset = rng.integers(-2, 8, (self.steps, self.batch))
-        reset[reset > 0] = 0
-        inputs = [weights.units, weights.row_start, weights.entries, x, h0, c0, bias]
-        inputs += [lengths.astype(np.int32), reset.astype(np.int32)]
-        return [array for argument, array in zip(self.inputs, inputs, strict=True) if self.has(argument)]
-
-    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        from .reference import run
-
-        return run(self, inputs)
-
-    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """What roundings make of each element, carried from step to step: see `reference.run`."""
-        from .reference import run
-
-        return list(run(self, inputs, errors=True))
+        return [weights.units, weights.row_start, weights.entries]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """The weight once; a product and a sum an entry and sequence, and some 5 operations an activation."""
+        """The weight once, and `states_cost`."""
         nnz = self.extent("entries") if inputs is None else len(inputs[2])
-        rows, states = self.gates * self.hidden, self.batch * self.hidden
-        floats = self.steps * self.batch * rows + self.steps * states
-        floats += 2 * states * (1 + self.extent("lstm")) + self.hidden * self.extent("gru")
-        words = nnz * self.words + rows + 1 + self.hidden
-        words += self.ragged * self.batch + self.resets * self.steps * self.batch
-        each = 2 * nnz + 5 * self.hidden * (self.gates + self.extent("lstm"))
-        return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
+        rest = self.states_cost(nnz)
+        words = nnz * self.words + self.gates * self.hidden + 1 + self.hidden
+        return Cost(rest.bytes + 4 * words, rest.operations)
 
 
 PROBLEM = SparseRecurrent

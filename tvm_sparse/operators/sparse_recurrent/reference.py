@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.formats.recurrent import matrix_rows, unpack_entries
 
 # Half a unit in the last place, relative.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -24,10 +23,8 @@ DEVIATIONS = 6
 class Rows:
     """The weight by rows of the matrix, of which sums are made."""
 
-    def __init__(self, problem: Any, units: np.ndarray, row_start: np.ndarray, entries: np.ndarray) -> None:
-        columns, values = unpack_entries(entries, problem.dtype)
-        rows = matrix_rows(units, row_start)
-        self.count = problem.gates * problem.hidden
+    def __init__(self, count: int, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+        self.count = count
         order = np.argsort(rows, kind="stable")
         self.columns, self.values = columns[order], values[order].astype(np.float64)
         self.held, self.starts, lengths = np.unique(rows[order], return_index=True, return_counts=True)
@@ -56,7 +53,7 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
     may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
-    rows = Rows(problem, given["units"], given["row_start"], given["entries"])
+    rows = Rows(problem.gates * problem.hidden, *problem.coordinates(inputs))
     steps, batch, hidden, gates, cell = problem.steps, problem.batch, problem.hidden, problem.gates, problem.cell
     dtype = numpy_dtype(problem.dtype)
     h = given["h0"].astype(np.float64)

@@ -1,0 +1,57 @@
+"""The block recurrent layer on a GPU in one launch: weights stay on chip, tensor cores multiply, blocks exchange.
+
+Zhu, Pool et al. 2018, "Sparse Persistent RNNs"; dense, Diamos et al. 2016, "Persistent RNNs". All thread blocks are
+resident at the same time: the launch is a cooperative one, which the runtime checks beforehand
+(`core.template.Resident`), and which fails in the place of waiting for ever where they are not.
+
+**Who does what.** Tiles of 16 rows go to `blocks` thread blocks in equal parts. The groups of 8 columns of a tile go,
+by four, to all warps of the block in turn: a *round* is four groups of each warp. The weights of its first
+`registers` rounds a warp keeps in registers from beginning to end, those of the next `shared` in shared memory, and
+what is left it reads anew in each step, from the L2 cache if it fits there. So any pattern is right, and decisions
+say which are fast.
+
+**A step** is
+
+1.  **Fetch.** A lane needs 16 bytes of a sample's states for a group: as they lie in memory, since the order of
+    columns is free as long as weights have the same one. With `stages` of 1 the thread block copies all states to
+    shared memory, where each tile's lanes find them. With 0 lanes wait for the very states that they need, and there
+    is neither a copy nor its barrier: that is as little to read where a thread block has one tile.
+2.  **Multiply.** Two instructions a group of four and 8 samples: weights are operand A, states operand B.
+3.  **Reduce.** Warps put their sums into shared memory; a thread adds up those of a unit and sample.
+4.  **Gates,** by the same thread, which also keeps the cell's state; the state goes to the exchange at once, then to
+    the output.
+
+**Exchange.** That of `persistent_rows`. With 1, thread blocks look for the data themselves, Lamport's way: each step
+has a slot of its own, whose words are a mark until the states are there (`recurrent.exchange`). With 0, states
+alternate between two slots, and all meet at a barrier of the grid after each step.
+
+What a step needs beside states, the input projection, is loaded a step ahead.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
+
+from .space import Extents, allowed, default, space
+
+
+def build(problem: BlockRecurrent, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, Extents.of(problem, decisions))
+
+
+persistent_tiles = Template(
+    name="persistent_tiles",
+    version=1,
+    operator="block_recurrent",
+    kind="cuda",
+    summary="all steps in one launch; weights stay on chip, tensor cores multiply, blocks exchange states",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    explicit_threads=True,
+    cooperative=True,
+)

@@ -1,0 +1,121 @@
+"""The kernel of `persistent_tiles`, a list of phases.
+
+before the first step
+
+    take_tiles      which tiles are whose                                  (`weights`)
+    load_weights    their weights, to registers and shared memory
+    mark            the exchange made ready                                (`recurrent.exchange`)
+    begin           states before the first step
+    a barrier of the grid
+
+in each step
+
+    load_inputs     what the next one needs                                (`step`)
+    stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
+    multiply_tiles  products of weights and states, a part by each warp    (`step`)
+    a barrier of the thread block
+    finish          the parts' sums, gates; the state after the step, to all thread blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Resident, Workspace
+from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
+
+from ...device.words import held_address, value_in
+from ...recurrent.exchange import element_bits, find_source, mark, put, stage
+from ..interface import gpu_program
+from .space import SAMPLES, WIDEST, Extents
+from .state import State
+from .step import finish, is_item, item, load_inputs, multiply_tiles, take_inputs
+from .weights import load_weights, take_tiles
+
+Phase = Callable[..., Any]
+
+
+# fmt: off
+def begin(e: Extents) -> Phase:
+    """The items, and the states before the first step; the phase is (s, io).
+
+    Reads: `h0`, `c0`, `lengths`. Writes: `unit`, `length`, `cells`, `owns`, `samples`; the exchange's first slot.
+    Barriers: none.
+    """
+    send = put(e)
+    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from sample to sample
+
+    @T.inline
+    def phase(s, io):
+        for f in T.unroll(e.fragments):
+            # Samples that there are not are read as the last one; their sums are left out.
+            s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.batch - 1) * apart)
+        for j in T.unroll(e.items):
+            b = T.meta_var(item(e, s, j)[1])
+            s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
+            if is_item(e, s, j):
+                s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[j]])
+                s.owns[j] = value_in(e.dtype, s.bits[0], 0)
+                send(s, 0, b, s.unit[j], True)
+                if e.cell == "lstm":
+                    s.cells[j] = T.Cast("float32", io.c0[b, s.unit[j]])
+                if e.ragged:
+                    s.length[j] = io.lengths[b]
+
+    return phase
+
+
+def kernel_body(e: Extents) -> Phase:
+    """The kernel, as the body of the function; called with its arguments."""
+    deal, load, ready, first_states = take_tiles(e), load_weights(e), mark(e), begin(e)
+    take, inputs, multiply, end = take_inputs(e), load_inputs(e), multiply_tiles(e), finish(e)
+    find = find_source(e)
+    copy = stage(e, e.vectors, lambda number: number // e.pitch * e.copy_pitch + number % e.pitch, guarded=False)
+
+    @T.inline
+    def one_step(s, io, step):
+        take(s)
+        if step + 1 < io.steps:
+            inputs(s, io, step + 1)
+        find(s, io, step if e.polled else step % 2, 0)
+        if e.stages > 0:
+            copy(s)
+        half: T.int32 = step % e.halves
+        multiply(s, io, half)
+        T.cuda.cta_sync()
+        for j in T.unroll(e.items):
+            end(s, io, step, j, half, step + 1 if e.polled else (step + 1) % 2)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        block = T.cta_id([e.blocks])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.of(e, t))
+        s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
+        if e.stages > 0:
+            s.front[0] = T.cuda.cvta_generic_to_shared(s.stage.ptr_to([0]))
+        deal(s, io, block)
+        ready(s, io, block)
+        first_states(s, io)
+        load(s, io)
+        T.cuda.grid_sync()
+        inputs(s, io, 0)
+        for step in T.serial(io.steps):
+            one_step(s, io, step)
+            if not e.polled:
+                if step + 1 < io.steps:
+                    T.cuda.grid_sync()
+
+    return body
+# fmt: on
+
+
+def program(problem: BlockRecurrent, e: Extents) -> Program:
+    """The program of one point of the space."""
+    words = e.vectors * WIDEST // 4
+    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
+    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

@@ -1,0 +1,324 @@
+"""The space of `persistent_tiles`, and the sizes of each of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.formats.block_recurrent import ROWS, tile_units
+from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
+
+WARP = 32  # lanes
+TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
+WIDEST, LINE = 16, 128  # bytes of a vector, which is a row of a group, and of a cache line
+# Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
+QUAD = 4
+# Samples of an operand's fragment, and the most that there may be: sums of more take too many registers.
+SAMPLES, MOST_SAMPLES = 8, 32
+THREADS = powers(64, 1024)
+# Rounds of a tile that a warp has in registers, and in shared memory.
+REGISTERS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+SHARED = (0, 1, 2, 4, 6, 8, 12, 16)
+# Blocks: tiles of each, as multiples of the fewest that leave no multiprocessor with two blocks.
+MULTIPLES = (1, 2, 3, 4)
+# Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, operands and
+# sums (addresses, counts, the gates).
+FILE, MOST_REGISTERS, BESIDES = 65536, 255, 44
+SCHEDULED = 12  # of so many registers the compiler takes one more, to have loads in flight
+# Dynamic shared memory of a thread block, by compute capability.
+SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
+MOST_LOADS = 8  # 16-byte loads of hidden states that a thread has in flight while it copies them
+MOST_DIRECT = 64  # words of hidden states in flight, where they come straight from the L2 cache
+BATCHED = 2  # rounds whose operands are read at once, of those that are not in registers or whose states are copied
+PAD = 4  # floats between samples of a tile's sums beyond its rows: keeps lanes off each other's banks
+# Rounds of a warp in registers from which on more warps share a tile.
+ROUNDS = 4
+# How many more groups than is typical the default keeps on the chip: what `typical` rounds away.
+MORE = 1.45
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The sizes of one point's kernel. A *quad* is four groups of a tile, which a warp multiplies in a *round*."""
+
+    batch: int
+    hidden: int
+    cell: str
+    gates: int
+    dtype: str
+    ragged: bool
+    resets: bool
+    tiles: int
+    across: int  # groups of a full tile
+    blocks: int
+    threads: int  # of a thread block
+    registers: int  # rounds of a tile whose weights a warp has in registers,
+    shared: int  # and in shared memory
+    stages: int  # 1: hidden states are copied to shared memory; 0: they come straight from the L2 cache
+    polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
+
+    @classmethod
+    def of(cls, problem: BlockRecurrent, decisions: Decisions) -> Extents:
+        return cls(
+            batch=problem.batch,
+            hidden=problem.hidden,
+            cell=problem.cell,
+            gates=problem.gates,
+            dtype=problem.dtype,
+            ragged=bool(problem.ragged),
+            resets=bool(problem.resets),
+            tiles=problem.tiles,
+            across=problem.across,
+            blocks=decisions["blocks"],
+            threads=decisions["threads"],
+            registers=decisions["registers"],
+            shared=decisions["shared"],
+            stages=decisions["stages"],
+            polled=decisions["exchange"] == 1,
+        )
+
+    # How tiles are dealt out.
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def most(self) -> int:
+        """Tiles of a thread block at most."""
+        return ceildiv(self.tiles, self.blocks)
+
+    @property
+    def tile_units(self) -> int:
+        return tile_units(self.gates)
+
+    @property
+    def units(self) -> int:
+        """Units of a thread block at most."""
+        return self.most * self.tile_units
+
+    @property
+    def items(self) -> int:
+        """Units and samples that a thread finishes at most."""
+        return ceildiv(self.units * self.batch, self.threads)
+
+    @property
+    def fragments(self) -> int:
+        """Of operand B: eight samples each."""
+        return ceildiv(self.batch, SAMPLES)
+
+    # How hidden states lie, in the exchange: [sample][column], each sample a pack of its own.
+
+    @property
+    def itemsize(self) -> int:
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def pack(self) -> int:
+        return 1
+
+    @property
+    def packs(self) -> int:
+        return self.batch
+
+    @property
+    def column_bytes(self) -> int:
+        return self.itemsize
+
+    @property
+    def column_words(self) -> int:
+        return 1
+
+    @property
+    def pitch(self) -> int:
+        """Vectors from one sample to the next: whole cache lines."""
+        return ceildiv(self.across, LINE // WIDEST) * (LINE // WIDEST)
+
+    @property
+    def vectors(self) -> int:
+        """Of all samples."""
+        return self.batch * self.pitch
+
+    @property
+    def loads(self) -> int:
+        """Vectors that a thread has in flight while it copies."""
+        return min(MOST_LOADS, ceildiv(self.vectors, self.threads))
+
+    # Shared memory.
+
+    @property
+    def copy_pitch(self) -> int:
+        """Vectors from one sample in shared memory to the next: half a line beyond whole ones, so that the two samples
+        that eight lanes read of neighbouring groups lie in different banks."""
+        return self.pitch + LINE // WIDEST // 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.batch * self.copy_pitch * WIDEST if self.stages else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Weights."""
+        return self.most * self.shared * self.threads * 2 * WIDEST
+
+    @property
+    def place_bytes(self) -> int:
+        """And where their groups' states are."""
+        return self.most * self.shared * self.threads * 4
+
+    @property
+    def halves(self) -> int:
+        """Buffers of sums: while one is read, others write the next; a copy's barrier makes up for the second."""
+        return 1 if self.stages else 2
+
+    @property
+    def part_pitch(self) -> int:
+        """Floats from one sample of a warp's sums of a tile to the next."""
+        return ROWS + PAD
+
+    @property
+    def parts(self) -> int:
+        """Floats of all warps' sums."""
+        return self.warps * self.most * self.fragments * SAMPLES * self.part_pitch
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stage_bytes + self.kept_bytes + self.place_bytes + self.halves * self.parts * 4
+
+    # Registers of a thread.
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in registers, of all tiles."""
+        return self.most * self.registers
+
+    @property
+    def fetched(self) -> int:
+        """Vectors of hidden states, by eight samples, that a thread has in flight."""
+        return BATCHED if self.stages else max(BATCHED, self.registers)
+
+    @property
+    def held(self) -> int:
+        """Registers for weights, operands and sums, and for what a thread finishes."""
+        return (
+            self.rounds * 9
+            + self.most
+            + self.fetched * self.fragments * 4
+            + (self.fragments if self.resets else 0)
+            + self.fragments * 5
+            + (BATCHED * 9 if self.shared else 0)
+            + (self.loads * 4 if self.stages else 0) // 2
+            + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
+        )
+
+    @property
+    def spills(self) -> bool:
+        """Whether a thread has too few registers."""
+        return self.held + self.held // SCHEDULED + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+
+
+def shared_limit(machine: Machine) -> int:
+    """Bytes of dynamic shared memory that a thread block can have."""
+    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)
+
+
+def rounds_of(problem: BlockRecurrent, threads: int) -> int:
+    """Rounds of a warp in a tile as full as a typical one, and somewhat more."""
+    groups = min(problem.across, int(problem.typical_groups * MORE) + 1)
+    return ceildiv(ceildiv(groups, QUAD), threads // WARP)
+
+
+def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> Iterator[Decisions]:
+    """Points of the table, the best first.
+
+    As few tiles a block as there can be; so many warps that each has few rounds; all weights on the chip, in registers
+    as far as these reach, and then in shared memory; no copy of the states where a block has one tile.
+    """
+    wanted = [n for n in table["threads"] if rounds_of(problem, n) <= ROUNDS and 128 <= n <= 512]
+    first = (wanted or [512])[0]
+
+    def rank(point: tuple[int, ...]) -> tuple[float, ...]:
+        threads, stages, registers, shared = point
+        rounds = rounds_of(problem, threads)
+        return (
+            -min(registers + shared, rounds) / rounds,
+            threads != first,
+            abs(threads - 512),
+            stages,
+            -registers,
+            shared,
+        )
+
+    ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers", "shared"))), key=rank)
+    for blocks in reversed(table["blocks"]):
+        for threads, stages, registers, shared in ranked:
+            yield {
+                "blocks": blocks,
+                "threads": threads,
+                "registers": registers,
+                "shared": shared,
+                "stages": stages,
+                "exchange": 1,
+            }
+
+
+def space(problem: BlockRecurrent, machine: Machine) -> Table:
+    if machine.capability < TENSOR_CORES:
+        raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16")
+    if problem.dtype == "float32":
+        raise NotApplicable("tensor cores multiply 16 bits: float32 takes a kernel a step")
+    if problem.batch > MOST_SAMPLES:
+        raise NotApplicable(f"sums of batch={problem.batch} exceed the registers; at most {MOST_SAMPLES} samples")
+    least = ceildiv(problem.tiles, machine.cores)
+    table = {
+        "blocks": tuple(sorted({ceildiv(problem.tiles, least * n) for n in MULTIPLES})),
+        "threads": THREADS,
+        "registers": REGISTERS,
+        "shared": SHARED,
+        "stages": (0, 1),
+        "exchange": (0, 1),
+    }
+    if first_allowed(problem, machine, table) is None:
+        raise NotApplicable(f"states and sums of hidden={problem.hidden} exceed the shared memory of a thread block")
+    return table
+
+
+def first_allowed(problem: BlockRecurrent, machine: Machine, table: Table) -> Decisions | None:
+    possible = (p for p in likely_points(problem, machine, table) if allowed(problem, machine, p) is None)
+    return next(possible, None)
+
+
+def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
+    found = first_allowed(problem, machine, space(problem, machine))
+    assert found is not None  # the space has seen to it
+    return found
+
+
+def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+    registers, shared = decisions["registers"], decisions["shared"]
+    rounds, limit = rounds_of(problem, decisions["threads"]), shared_limit(machine)
+    if registers and _smaller(REGISTERS, registers) >= rounds:
+        return f"{registers} rounds in registers are more than the {rounds} of a warp"
+    if shared and registers + _smaller(SHARED, shared) >= rounds:
+        return f"{shared} rounds in shared memory are more than the {rounds} of a warp need"
+    if decisions["threads"] > THREADS[0] and decisions["threads"] // WARP // 2 >= ceildiv(problem.across, QUAD):
+        return f"half of {decisions['threads'] // WARP} warps have no groups of {problem.across}"
+    e = Extents.of(problem, decisions)
+    if not e.stages and e.most > 1:
+        return f"{e.most} tiles of a thread block would read the same states from the L2 cache"
+    if not e.stages and e.fetched * e.fragments * 4 > MOST_DIRECT:
+        return f"{e.fetched * e.fragments} vectors in flight are too many registers"
+    if e.spills:
+        return f"{e.held} weights, operands and sums of each of {e.threads} threads exceed the registers"
+    if e.shared_bytes > limit:
+        return f"{e.shared_bytes} bytes exceed shared memory of {limit}"
+    return None
+
+
+def _smaller(values: tuple[int, ...], value: int) -> int:
+    """The next smaller one of some ascending values, the first of which is 0."""
+    return values[max(0, values.index(value) - 1)]

@@ -1,0 +1,119 @@
+"""What the phases of `persistent_tiles` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...device.state import Buffers, local, pooled
+from .space import BATCHED, WARP, Extents
+
+
+@dataclass
+class State(Buffers):
+    """Registers of a thread, and shared memory of its block.
+
+    Attributes
+    ----------
+    t, warp
+        The thread and its warp, in its block.
+    row, member
+        In fragments: its row of a tile, of eight, which is its sample too; and its group of a quad.
+    lane
+        0: each thread sends the states that it has.
+    tile, count
+        The first of the block's tiles, and how many units the block has.
+    begin, groups
+        Of a tile: its first group, and the number of its groups.
+    rounds
+        Of each tile: rounds of this warp.
+    weights, places
+        Of rounds in registers: words of the two rows, and where the group's states are in a sample, in bytes; negative
+        where there is no group.
+    word, at
+        The same of rounds in hand that are not in registers.
+    vectors
+        States that were fetched.
+    samples
+        Of each fragment: the bytes from the first sample's states to those of the thread's.
+    products
+        This warp's sums of a tile.
+    front
+        Shared memory: the address of the copy of the states.
+    base, source
+        Global memory: the addresses of the exchange, and of the states in it.
+    copied, waiting
+        Vectors on their way, and whether something was not there yet.
+    x, reset, fresh
+        The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
+    next_x, next_reset, next_fresh
+        Those of the step after it, projections as they are: to make floats of them would wait for their loads.
+    unit, length
+        Of each item: its unit, and the steps of its sequence.
+    cells, owns
+        Of each item: the cell's state, and the hidden state.
+    sums, result
+        Of each item: the sums of its gates, and the hidden state after the step.
+    cell, own, passed, bits, sent
+        Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
+    stage, kept, where, parts
+        Shared: a copy of the states; weights, and their groups' places; all warps' sums.
+    """
+
+    t: Any
+    warp: Any
+    row: Any
+    member: Any
+    lane: Any
+    tile: Any = local("int32")
+    count: Any = local("int32")
+    begin: Any = local("int32")
+    groups: Any = local("int32")
+    rounds: Any = local("int32", lambda e: e.most)
+    weights: Any = local("uint32", lambda e: max(1, e.rounds * 8))
+    places: Any = local("int32", lambda e: max(1, e.rounds))
+    word: Any = local("uint32", BATCHED * 8)
+    at: Any = local("int32", BATCHED)
+    vectors: Any = local("uint32", lambda e: e.fetched * e.fragments * 4)
+    samples: Any = local("uint32", lambda e: e.fragments)
+    products: Any = local("float32", lambda e: e.fragments * 4)
+    front: Any = local("uint32")
+    base: Any = local("uint64")
+    source: Any = local("uint64")
+    copied: Any = local("uint32", lambda e: e.loads * 4)
+    waiting: Any = local("int32")
+    x: Any = local("float32", lambda e: e.items * e.gates)
+    reset: Any = local("int32", lambda e: e.items)
+    fresh: Any = local("int32", lambda e: e.fragments)
+    next_x: Any = local("uint32", lambda e: e.items * e.gates)
+    next_reset: Any = local("int32", lambda e: e.items)
+    next_fresh: Any = local("int32", lambda e: e.fragments)
+    unit: Any = local("int32", lambda e: e.items)
+    length: Any = local("int32", lambda e: e.items)
+    cells: Any = local("float32", lambda e: e.items)
+    owns: Any = local("float32", lambda e: e.items)
+    sums: Any = local("float32", lambda e: e.items * e.gates)
+    cell: Any = local("float32")
+    own: Any = local("float32")
+    result: Any = local("float32", lambda e: e.items)
+    passed: Any = local("float32")
+    bits: Any = local("uint32")
+    sent: Any = local("uint32")
+    stage: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
+    kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
+    where: Any = pooled(
+        "int32",
+        lambda e: e.place_bytes // 4,
+        lambda e: (e.stage_bytes + e.kept_bytes) // 4,
+        when=lambda e: e.shared,
+    )
+    parts: Any = pooled(
+        "float32",
+        lambda e: e.halves * e.parts,
+        lambda e: (e.stage_bytes + e.kept_bytes + e.place_bytes) // 4,
+    )
+
+    @classmethod
+    def of(cls, e: Extents, t: Any) -> State:
+        """Within a kernel: the state of the thread `t`."""
+        return cls.alloc(e, e.shared_bytes, t=t, warp=t // WARP, row=t % WARP // 4, member=t % 4, lane=0)

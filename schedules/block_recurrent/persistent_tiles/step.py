@@ -1,0 +1,338 @@
+"""One step: states from the exchange, products on tensor cores, sums over the warps, gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.words import value_in
+from ...recurrent.exchange import element_bits, load_vector, missing, put, state_bits
+from ...recurrent.gates import gates
+from .space import BATCHED, SAMPLES, Extents
+from .weights import find_tile, load_shared, read_round, recall_round
+
+Phase = Callable[..., Any]
+
+
+def item(e: Extents, s: Any, j: Any) -> tuple[Any, Any]:
+    """Of the thread's j-th unit and sample: the unit among the block's, and the sample."""
+    number = j * e.threads + s.t
+    return number % e.units, number // e.units
+
+
+def is_item(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
+    """Whether there is such a unit and sample."""
+    unit, sample = item(e, s, j)
+    return tirx.all(unit < s.count[0], sample < e.batch)
+
+
+# fmt: off
+def load_inputs(e: Extents) -> Phase:
+    """Begin the loads of a step's inputs; the phase is (s, io, step), a step ahead of their use.
+
+    Reads: `x_projected`, `resets`. Writes: `next_x`, `next_reset`, `next_fresh`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, step):
+        for j in T.unroll(e.items):
+            b = T.meta_var(item(e, s, j)[1])
+            if is_item(e, s, j):
+                for g in T.unroll(e.gates):
+                    s.next_x[j * e.gates + g] = element_bits(
+                        e.dtype, io.x_projected[step, b, g * e.hidden + s.unit[j]])
+                if e.resets:
+                    s.next_reset[j] = io.resets[step, b]
+        if e.resets:
+            for f in T.unroll(e.fragments):
+                s.next_fresh[f] = io.resets[step, T.min(f * SAMPLES + s.row, e.batch - 1)]
+
+    return phase
+
+
+def take_inputs(e: Extents) -> Phase:
+    """What was loaded is this step's; the phase is (s).
+
+    Reads: `next_x`, `next_reset`, `next_fresh`. Writes: `x`, `reset`, `fresh`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        for i in T.unroll(e.items * e.gates):
+            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
+        if e.resets:
+            for j in T.unroll(e.items):
+                s.reset[j] = s.next_reset[j]
+            for f in T.unroll(e.fragments):
+                s.fresh[f] = s.next_fresh[f]
+
+    return phase
+
+
+def bring(e: Extents) -> Phase:
+    """Begin to fetch the states that a round's weights are multiplied with; the phase is (s, i, f, place).
+
+    Reads: the copy at `front`, or the exchange at `source`. Writes: `vectors`, those of fragment f and the i-th round
+    in hand: zeros where there is no group. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, i, f, place):
+        at = T.meta_var((i * e.fragments + f) * 4)
+        if place >= 0:
+            if e.stages > 0:
+                load_shared(
+                    s.vectors[at], s.vectors[at + 1], s.vectors[at + 2], s.vectors[at + 3],
+                    s.front[0] + s.samples[f] + T.Cast("uint32", place))
+            else:
+                load_vector(
+                    s.vectors[at], s.vectors[at + 1], s.vectors[at + 2], s.vectors[at + 3],
+                    s.source[0] + T.Cast("uint64", s.samples[f] + T.Cast("uint32", place)))
+        else:
+            for v in T.unroll(4):
+                s.vectors[at + v] = T.uint32(0)
+
+    return phase
+
+
+def fetch(e: Extents, count: int) -> Phase:
+    """Fetch the states for `count` rounds, all in flight before one is looked at; the phase is (s, places, first).
+
+    Reads: `places` from `first` on, and what `bring` reads. Writes: `vectors`. Barriers: of the warp, where lanes have
+    waited for states.
+    """
+    get = bring(e)
+
+    @T.inline
+    def phase(s, places, first):
+        for i in T.unroll(count):
+            for f in T.unroll(e.fragments):
+                get(s, i, f, places[first + i])
+        if e.stages == 0 and e.polled:
+            s.waiting[0] = 1
+            while s.waiting[0] != 0:
+                s.waiting[0] = 0
+                for i in T.unroll(count):
+                    for f in T.unroll(e.fragments):
+                        if missing(e, s.vectors, (i * e.fragments + f) * 4):
+                            get(s, i, f, places[first + i])
+                            s.waiting[0] = 1
+            T.cuda.warp_sync()
+
+    return phase
+
+
+def multiply(e: Extents) -> Phase:
+    """Multiply a round's weights with the states that were fetched; the phase is (s, i, words, w).
+
+    Reads: `vectors` of the i-th round in hand, and `words` from `w` on. Writes: adds to `products`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
+    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
+
+    @T.inline
+    def phase(s, i, words, w):
+        for f in T.unroll(e.fragments):
+            at = T.meta_var((i * e.fragments + f) * 4)
+            p = T.meta_var(f * 4)
+            if e.resets:
+                if s.fresh[f] != 0:
+                    for v in T.unroll(4):
+                        s.vectors[at + v] = T.uint32(0)
+            for h in T.unroll(2):
+                mma(s.products[p], s.products[p + 1], s.products[p + 2], s.products[p + 3],
+                    words[w + h * 2], words[w + 4 + h * 2], words[w + h * 2 + 1], words[w + 4 + h * 2 + 1],
+                    s.vectors[at + h * 2], s.vectors[at + h * 2 + 1],
+                    s.products[p], s.products[p + 1], s.products[p + 2], s.products[p + 3])
+
+    return phase
+
+
+def multiply_held(e: Extents) -> Phase:
+    """A tile's products with the weights in registers; the phase is (s, k).
+
+    Reads: `weights`, `places`, the copy of the states; or, without one, `vectors`, which has them for all rounds of the
+        only tile.
+    Writes: adds to `products`. Barriers: none, but all lanes of a warp take part.
+    """
+    get, times = bring(e), multiply(e)
+
+    @T.inline
+    def from_copy(s, k):
+        for c in T.unroll(ceildiv(e.registers, BATCHED)):
+            if c * BATCHED < s.rounds[k]:
+                for i in T.unroll(BATCHED):
+                    if c * BATCHED + i < e.registers:
+                        for f in T.unroll(e.fragments):
+                            get(s, i, f, s.places[k * e.registers + c * BATCHED + i])
+                for i in T.unroll(BATCHED):
+                    if c * BATCHED + i < e.registers:
+                        times(s, i, s.weights, (k * e.registers + c * BATCHED + i) * 8)
+
+    @T.inline
+    def phase(s, k):
+        if e.stages > 0:
+            from_copy(s, k)
+        else:
+            for r in T.unroll(e.registers):
+                if r < s.rounds[k]:
+                    times(s, r, s.weights, r * 8)
+
+    return phase
+
+
+def multiply_rest(e: Extents) -> Phase:
+    """A tile's products with the other weights; the phase is (s, io, k).
+
+    Reads: `kept`, `where`, or the weights in global memory; and the states. Writes: adds to `products`.
+    Barriers: as `fetch`; all lanes of a warp take part.
+    """
+    recall, read, find, get, times = recall_round(e), read_round(e), find_tile(e), fetch(e, BATCHED), multiply(e)
+    on_chip = e.registers + e.shared
+
+    @T.inline
+    def from_shared(s, k):
+        many: T.int32 = T.min(s.rounds[k] - e.registers, e.shared)
+        for c in T.serial((many + (BATCHED - 1)) // BATCHED):
+            for i in T.unroll(BATCHED):
+                s.at[i] = -1
+                if c * BATCHED + i < many:
+                    recall(s, k, c * BATCHED + i, i)
+            get(s, s.at, 0)
+            for i in T.unroll(BATCHED):
+                if c * BATCHED + i < many:
+                    times(s, i, s.word, i * 8)
+
+    @T.inline
+    def from_memory(s, io, k):
+        find(s, io, k)
+        for c in T.serial((s.rounds[k] - on_chip + (BATCHED - 1)) // BATCHED):
+            for i in T.unroll(BATCHED):
+                read(s, io, on_chip + c * BATCHED + i, s.word, i * 8, s.at, i)
+            get(s, s.at, 0)
+            for i in T.unroll(BATCHED):
+                times(s, i, s.word, i * 8)
+
+    @T.inline
+    def phase(s, io, k):
+        if e.shared > 0:
+            if s.rounds[k] > e.registers:
+                from_shared(s, k)
+        if s.rounds[k] > on_chip:
+            from_memory(s, io, k)
+
+    return phase
+
+
+def write_parts(e: Extents) -> Phase:
+    """Give this warp's sums of a tile to those who add them up; the phase is (s, k, half).
+
+    Reads: `products`. Writes: `parts`. Barriers: none; one of the thread block has to follow.
+    """
+
+    @T.inline
+    def phase(s, k, half):
+        for f in T.unroll(e.fragments):
+            for i in T.unroll(4):  # of the rows `row` and `row + 8`, of two neighbouring samples
+                s.parts[part_at(e, half, s.warp, k, f * SAMPLES + s.member * 2 + i % 2, s.row + i // 2 * 8)] = (
+                    s.products[f * 4 + i])
+
+    return phase
+
+
+def multiply_tiles(e: Extents) -> Phase:
+    """All products of a step; the phase is (s, io, half). Reads and writes as the phases that it calls."""
+    get, held, rest, write = fetch(e, e.rounds), multiply_held(e), multiply_rest(e), write_parts(e)
+
+    @T.inline
+    def phase(s, io, half):
+        if e.stages == 0 and e.rounds > 0:
+            get(s, s.places, 0)
+        for k in T.unroll(e.most):
+            for i in T.unroll(e.fragments * 4):
+                s.products[i] = T.float32(0)
+            if e.registers > 0:
+                held(s, k)
+            rest(s, io, k)
+            write(s, k, half)
+
+    return phase
+
+
+def sum_parts(e: Extents) -> Phase:
+    """Add up what the warps have for an item; the phase is (s, j, half).
+
+    Reads: `parts`. Writes: `sums`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, j, half):
+        unit = T.meta_var(item(e, s, j)[0])
+        b = T.meta_var(item(e, s, j)[1])
+        for g in T.unroll(e.gates):
+            s.sums[j * e.gates + g] = T.float32(0)
+            for w in T.unroll(e.warps):
+                s.sums[j * e.gates + g] = s.sums[j * e.gates + g] + s.parts[part_at(
+                    e, half, w, unit // e.tile_units, b, g * e.tile_units + unit % e.tile_units)]
+
+    return phase
+
+
+def finish(e: Extents) -> Phase:
+    """An item's new state, to all who need it; the phase is (s, io, step, j, half, slot).
+
+    `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
+
+    Reads: `parts`, `x`, `reset`, `length`, `cells`, `owns`. Writes: the exchange, the outputs, `cells`, `owns`.
+    Barriers: none.
+    """
+    add, compute, send = sum_parts(e), gates(e), put(e)
+
+    @T.inline
+    def new_state(s, io, step, j):
+        s.cell[0] = s.cells[j]
+        s.own[0] = s.owns[j]
+        if e.resets:
+            if s.reset[j] != 0:
+                s.cell[0] = T.float32(0)
+                s.own[0] = T.float32(0)
+        compute(s, io, j)
+        s.bits[0] = state_bits(e, s.result[j])
+        if e.ragged:
+            if step >= s.length[j]:
+                s.bits[0] = state_bits(e, s.owns[j])
+                s.cell[0] = s.cells[j]
+        s.owns[j] = value_in(e.dtype, s.bits[0], 0)
+        s.cells[j] = s.cell[0]
+
+    @T.inline
+    def phase(s, io, step, j, half, slot):
+        b = T.meta_var(item(e, s, j)[1])
+        if is_item(e, s, j):
+            add(s, j, half)
+            new_state(s, io, step, j)
+            if step + 1 < io.steps:
+                send(s, slot, b, s.unit[j], True)
+            if e.ragged:
+                io.output[step, b, s.unit[j]] = T.Cast(
+                    e.dtype, T.Select(step < s.length[j], s.owns[j], T.float32(0)))
+            else:
+                io.output[step, b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
+            if step + 1 == io.steps:
+                io.h_n[b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
+                if e.cell == "lstm":
+                    io.c_n[b, s.unit[j]] = T.Cast(e.dtype, s.cells[j])
+
+    return phase
+# fmt: on
+
+
+def part_at(e: Extents, half: Any, warp: Any, k: Any, sample: Any, row: Any) -> tirx.PrimExpr:
+    """Where in `parts` a sum is."""
+    return (((half * e.warps + warp) * e.most + k) * (e.fragments * SAMPLES) + sample) * e.part_pitch + row

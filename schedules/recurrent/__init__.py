@@ -1,0 +1,1 @@
+"""What the templates of recurrent layers share, whatever their weights are kept as."""

@@ -1,0 +1,256 @@
+"""How hidden states come from the thread blocks that compute them to all others, through global memory.
+
+A *slot* of the exchange has the states before one step, by pack (samples side by side), column and sample of the pack.
+With polling there is a slot for each step, none of which is written twice. Every word of a slot is a mark until its
+state is there. No state looks like the mark: it is a NaN, and NaNs are written as another one. Whoever has read all of
+a slot's words as something else has the states; no flag is needed, and no order among the writes. At a grid barrier two
+slots in turn suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ..device.selection import FULL_WARP
+
+Phase = Callable[..., Any]
+WIDEST = 16  # bytes of the widest load that a thread can issue
+MARK = 0xFFFFFFFF
+HALF_MARK = 0xFFFF
+# What a NaN is written as.
+NAN, HALF_NAN = 0x7FFFFFFF, 0x7FFF
+INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+# Loads that the L1 cache does not answer: it would go on showing a mark.
+load_vector = T.ptx.ld.relaxed.gpu.global_.v4.u32
+store_vector = T.ptx.st.relaxed.gpu.global_.v4.u32
+store_word = T.ptx.st.relaxed.gpu.global_.u32
+store_half = T.ptx.st.relaxed.gpu.global_.u16
+STORE_EXCHANGED = {16: store_vector, 8: T.ptx.st.relaxed.gpu.global_.v2.u32, 4: store_word, 2: store_half}
+store_shared = T.ptx.st.shared.v4.u32
+
+
+class Exchanged(Protocol):
+    """What the extents of a kernel say of its exchange."""
+
+    @property
+    def dtype(self) -> str:
+        """Of states."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a state."""
+
+    @property
+    def pack(self) -> int:
+        """Samples side by side."""
+
+    @property
+    def packs(self) -> int:
+        """Such packs of a batch."""
+
+    @property
+    def column_bytes(self) -> int:
+        """Of the states of a column in a pack."""
+
+    @property
+    def polled(self) -> bool:
+        """Whether thread blocks wait for the data themselves; else at a grid barrier."""
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+
+    @property
+    def loads(self) -> int:
+        """Vectors that a thread has in flight while it copies."""
+
+    @property
+    def hidden(self) -> int:
+        """Columns."""
+
+    @property
+    def column_words(self) -> int:
+        """Words of a column's states, a half counted as one."""
+
+    @property
+    def pitch(self) -> int:
+        """16-byte vectors from one pack to the next."""
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+
+
+def missing(e: Exchanged, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
+    """Whether one of the four words of a vector has a mark, or, where halves are sent, half a one."""
+    found = None
+    for i in range(4):
+        word = words[at + i]
+        if e.column_bytes > 2:
+            this = word == T.uint32(MARK)
+        else:  # a half of all ones: the usual test for a zero half, of the complement
+            this = ((~word - T.uint32(0x00010001)) & word & T.uint32(0x80008000)) != T.uint32(0)
+        found = this if found is None else tirx.any(found, this)
+    return found
+
+
+def state_bits(e: Exchanged, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """A float32 in the problem's dtype, as bits in a word."""
+    return element_bits(e.dtype, T.Cast(e.dtype, value))
+
+
+def element_bits(dtype: str, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The bits, in a word, of a value of the dtype."""
+    if dtype == "float32":
+        return T.reinterpret("uint32", value)
+    return T.Cast("uint32", T.reinterpret("uint16", value))
+
+
+# fmt: off
+def put(e: Exchanged) -> Phase:
+    """Give the others the states of a unit; the phase is (s, slot, pack, column, mine).
+
+    The first lane of a group collects those of a pack's samples and stores them at once, `mine` being whether the group
+    has the unit.
+
+    Reads: `bits`. Writes: `sent`; the exchange, by a store that goes to the L2 cache at once.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    infinity, nan = INFINITY[e.dtype], NAN if e.itemsize == 4 else HALF_NAN
+    store = STORE_EXCHANGED[e.column_bytes]
+    # 16 bits: the first exchange makes words, each further one doubles their number.
+    halves = e.itemsize == 2 and e.pack > 1
+    doublings = e.column_words.bit_length() - 1
+
+    @T.inline
+    def phase(s, slot, pack, column, mine):
+        s.sent[0] = T.Select((s.bits[0] & T.uint32(nan)) > T.uint32(infinity), T.uint32(nan), s.bits[0])
+        if halves:
+            s.sent[0] = s.sent[0] | (T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sent[0], 1, 32, 32) << T.uint32(16))
+        for d in T.unroll(doublings):
+            for i in T.unroll(e.column_words):
+                if i < (1 << d):
+                    s.sent[(1 << d) + i] = T.tvm_warp_shuffle_xor(
+                        T.uint32(FULL_WARP), s.sent[i], (2 if halves else 1) << d, 32, 32)
+        if s.lane == 0 and mine:
+            at = T.meta_var(
+                s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
+                + T.Cast("uint64", column) * T.uint64(e.column_bytes))
+            if e.column_bytes == 2:
+                store(at, T.Cast("uint16", s.sent[0]))
+            else:
+                store(at, *[s.sent[i] for i in range(e.column_words)])
+
+    return phase
+
+
+def mark(e: Exchanged) -> Phase:
+    """Make the exchange ready; the phase is (s, io, block).
+
+    Writes: the mark from the second slot on, and zeros in what is behind the last column of each pack.
+    Barriers: none; one of the grid has to follow.
+    """
+    words = e.hidden * e.column_bytes // 4  # of states
+    rest = e.hidden * e.column_bytes % 4  # bytes of states in the word behind them
+
+    @T.inline
+    def phase(s, io, block):
+        slots = T.meta_var(io.steps if e.polled else 2)
+        for i in T.serial((slots * (e.packs * e.pitch) - (block * e.threads + s.t) + (e.blocks * e.threads - 1))
+                          // (e.blocks * e.threads)):
+            number: T.int32 = i * (e.blocks * e.threads) + block * e.threads + s.t
+            for v in T.unroll(4):
+                word = T.meta_var(number % e.pitch * 4 + v)
+                s.copied[v] = T.Select(word < words, T.uint32(MARK), T.uint32(0))
+                if rest > 0:
+                    s.copied[v] = T.Select(word == words, T.uint32(HALF_MARK), s.copied[v])
+            # The states before the first step are on their way to the first slot.
+            if number >= e.packs * e.pitch:
+                store_vector(s.base[0] + T.Cast("uint64", number) * T.uint64(WIDEST),
+                             s.copied[0], s.copied[1], s.copied[2], s.copied[3])
+            else:
+                for v in T.unroll(4):
+                    word = T.meta_var(number % e.pitch * 4 + v)
+                    if word > words or (rest == 0 and word == words):
+                        store_word(s.base[0] + T.Cast("uint64", number * WIDEST + v * 4), T.uint32(0))
+                    if rest > 0:
+                        if word == words:
+                            store_half(s.base[0] + T.Cast("uint64", number * WIDEST + v * 4 + 2), T.uint16(0))
+
+    return phase
+
+
+def find_source(e: Exchanged) -> Phase:
+    """Where the states of a pack before a step are; the phase is (s, io, slot, pack).
+
+    Writes: `source`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, slot, pack):
+        s.source[0] = s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
+
+    return phase
+
+
+def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool) -> Phase:
+    """Copy vectors of the exchange to shared memory; the phase is (s).
+
+    All loads of a round are under way before the first is looked at. Those that bring a mark are repeated, all of them
+    before any is looked at again.
+
+    `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: others may still read
+    there what was copied before.
+
+    Reads: the exchange, from the address `source` on.
+    Writes: shared memory, from the address `front` on.
+    Barriers: of the thread block, at the end; with `guarded` one more, before it writes.
+    """
+    rounds = ceildiv(vectors, e.threads * e.loads)
+
+    @T.inline
+    def load(s, number, i):
+        load_vector(
+            s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3],
+            s.source[0] + T.Cast("uint64", number * WIDEST))
+
+    @T.inline
+    def wait(s, base):
+        s.waiting[0] = 1
+        while s.waiting[0] != 0:
+            s.waiting[0] = 0
+            for i in T.unroll(e.loads):
+                if missing(e, s.copied, i * 4):
+                    load(s, base + i * e.threads, i)
+                    s.waiting[0] = 1
+
+    @T.inline
+    def phase(s):
+        for r in T.unroll(rounds):
+            base = T.meta_var(r * (e.threads * e.loads) + s.t)
+            for i in T.unroll(e.loads):
+                if base + i * e.threads < vectors:
+                    load(s, base + i * e.threads, i)
+                else:
+                    for v in T.unroll(4):
+                        s.copied[i * 4 + v] = T.uint32(0)
+            if e.polled:
+                wait(s, base)
+            if guarded:
+                if r == 0:
+                    T.cuda.cta_sync()
+            for i in T.unroll(e.loads):
+                if base + i * e.threads < vectors:
+                    store_shared(
+                        s.front[0] + T.Cast("uint32", place(base + i * e.threads) * WIDEST),
+                        s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3])
+        T.cuda.cta_sync()
+
+    return phase
+# fmt: on

@@ -1,0 +1,83 @@
+"""The gates of a unit in a persistent kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+Phase = Callable[..., Any]
+# 1 / (1 + e^-x) by the approximations of the hardware: an error of 2 units in the last place and |x| / 2 more of the
+# exponential, where x is large and the result as good as 0 or 1. 1 / inf is 0.
+SIGMOID = """
+__device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+"""
+# 1 - 2 / (1 + e^2x) likewise: an absolute error of some 2^-23. The compiler's own, by its flag for fast arithmetic, is
+# an instruction that is off by 2^-11.
+TANH = """
+__device__ __forceinline__ float tanh_of(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
+"""
+
+
+def sigmoid(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """1 / (1 + e^-x)."""
+    return T.cuda.func_call("sigmoid_of", x, source_code=SIGMOID, return_type="float32")
+
+
+def tanh(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Hyperbolic tangent."""
+    return T.cuda.func_call("tanh_of", x, source_code=TANH, return_type="float32")
+
+
+class Gated(Protocol):
+    """What the extents of a kernel say of its gates."""
+
+    @property
+    def cell(self) -> str:
+        """One of the problem's cells."""
+
+    @property
+    def gates(self) -> int:
+        """Of a unit."""
+
+    @property
+    def pack(self) -> int:
+        """Sums from one gate's to the next one's."""
+
+
+# fmt: off
+def gates(e: Gated) -> Phase:
+    """The state after the step from the sums and the inputs; the phase is (s, io, u).
+
+    Reads: `sums`, `x`, `own`, `cell`, the bias. Writes: `result`, `cell`. Barriers: none.
+    """
+    many, k = e.gates, e.pack
+
+    @T.inline
+    def plain(s, io, u):
+        if e.cell == "tanh":
+            s.result[u] = tanh(s.x[u] + s.sums[u * k])
+        else:  # of a comparison with NaN the other side is taken
+            s.result[u] = s.x[u] + s.sums[u * k]
+            s.result[u] = T.Select(s.result[u] < T.float32(0), T.float32(0), s.result[u])
+
+    @T.inline
+    def lstm(s, io, u):
+        row = T.meta_var(u * many)
+        s.cell[0] = (
+            sigmoid(s.x[row + 1] + s.sums[(row + 1) * k]) * s.cell[0]
+            + sigmoid(s.x[row] + s.sums[row * k]) * tanh(s.x[row + 2] + s.sums[(row + 2) * k]))
+        s.result[u] = sigmoid(s.x[row + 3] + s.sums[(row + 3) * k]) * tanh(s.cell[0])
+
+    @T.inline
+    def gru(s, io, u):
+        row = T.meta_var(u * many)
+        s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
+        s.result[u] = tanh(s.x[row + 2] + sigmoid(s.x[row] + s.sums[row * k]) * (
+            s.sums[(row + 2) * k] + T.Cast("float32", io.hidden_bias[s.unit[u]])))
+        s.result[u] = (T.float32(1) - s.passed[0]) * s.result[u] + s.passed[0] * s.own[0]
+
+    return {"lstm": lstm, "gru": gru}.get(e.cell, plain)
+# fmt: on

@@ -1,0 +1,59 @@
+"""The sparse recurrent layer on a GPU in one launch: weights stay on chip, thread blocks exchange hidden states.
+
+Zhu, Pool et al. 2018, "Sparse Persistent RNNs". All thread blocks are resident at the same time: the launch is a
+cooperative one, which the runtime checks beforehand (`core.template.Resident`), and which fails in the place of waiting
+for ever where they are not.
+
+**Who does what.** Slots, the units in the order in which the host deals them out, go to `blocks` thread blocks in equal
+parts, and in each to groups of `reduce_threads` neighbouring lanes. A group has all gates of a unit, so that nothing
+but hidden states leaves it; cell states stay in its shared memory. A lane has every `reduce_threads`-th entry of a row.
+The first `registers` of its entries stay in registers from beginning to end, the next `shared` in shared memory, and
+what is left is read anew in each step, from the L2 cache if it fits there. So any pattern is right, and decisions say
+which ones are fast.
+
+**A step** is, for `pack` samples at a time,
+
+1.  **Copy.** The states before the step, of all units, to shared memory: `[column][sample]`, 16 bytes a load.
+2.  **Operate.** A lane gathers its entries' columns, each with one load of up to 16 bytes for all samples of the pack
+    (the paper's wide loads). The order of a row's entries, which is the host's affair, decides over bank conflicts.
+3.  **Reduce.** Lanes exchange halves of their samples until each has one, and add those.
+4.  **Gates,** by the lanes that hold the sums; the state goes to the exchange at once, then to the output.
+
+With `stages` of 2 copies alternate, so that one barrier of the thread block a step suffices. With 0 there is no copy,
+nor any barrier: a lane waits for the very columns that its entries refer to. That is less to read where a thread block
+has fewer entries than the layer has units. Of a batch of several packs one is exchanged while others are computed.
+
+**Exchange.** With 1, thread blocks look for the data themselves, Lamport's way: each step has a slot of its own, whose
+words are a mark until the states are there (`exchange`). It costs one store and one load through the L2 cache. With 0,
+states alternate between two slots, and all meet at a barrier of the grid after each step.
+
+What a step needs beside states, the input projection, is loaded a step ahead.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+
+from .space import Extents, allowed, default, space
+
+
+def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, Extents.of(problem, decisions))
+
+
+persistent_rows = Template(
+    name="persistent_rows",
+    version=1,
+    operator="sparse_recurrent",
+    kind="cuda",
+    summary="all steps in one launch; weights stay on chip, blocks exchange states",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    explicit_threads=True,
+    cooperative=True,
+)

@@ -1,0 +1,127 @@
+"""The kernel of `persistent_rows`, a list of phases.
+
+before the first step
+
+    take_units      which units are whose                                  (`weights`)
+    load_weights    their weights, to registers and shared memory
+    mark            the exchange made ready                                (`exchange`)
+    begin           states before the first step
+    a barrier of the grid
+
+in each step, for each pack
+
+    load_inputs     what the next one needs                                (`step`)
+    load_ahead      weights that are not on chip                           (`weights`)
+    stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
+    gather          products of weights and states                         (`step`)
+    reduce_lanes    their sums
+    finish          gates; the state after the step, to all thread blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Resident, Workspace
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+
+from ...device.words import held_address
+from ...recurrent.exchange import WIDEST, find_source, mark, put, stage
+from ..interface import gpu_program
+from .space import Extents
+from .state import State
+from .step import finish, first_state, gather, load_inputs, load_length, reduce_lanes, take_inputs
+from .weights import load_ahead, load_weights, take_units
+
+Phase = Callable[..., Any]
+
+
+# fmt: off
+def begin(e: Extents) -> Phase:
+    """The states before the first step; the phase is (s, io).
+
+    Reads: `h0`, `c0`. Writes: the exchange's first slot; what is carried.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    send, take = put(e), first_state(e)
+
+    @T.inline
+    def phase(s, io):
+        for u in T.unroll(e.units):
+            for p in T.serial(e.packs):
+                mine = T.meta_var(u * e.groups + s.group < s.count[0])
+                take(s, io, p, u, mine)
+                send(s, 0, p, s.unit[u], mine)
+
+    return phase
+
+
+def take_pack(e: Extents) -> Phase:
+    """A pack's way through one step; the phase is (s, io, step, pack)."""
+    load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
+    find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
+    copy = stage(e, e.vectors, lambda number: number, e.stages == 1)
+
+    @T.inline
+    def phase(s, io, step, pack):
+        take(s)
+        if pack + 1 < e.packs:
+            load(s, io, step, pack + 1)
+        elif step + 1 < io.steps:
+            load(s, io, step + 1, 0)
+        length(s, io, pack)
+        ahead(s, io)
+        find(s, io, step if e.polled else step % 2, pack)
+        copy(s)
+        multiply(s, io)
+        reduce(s)
+        end(s, io, step, pack, step + 1 if e.polled else (step + 1) % 2)
+        if e.stages == 2:
+            s.front[0] = s.copies[0] - s.front[0]
+
+    return phase
+
+
+def kernel_body(e: Extents) -> Phase:
+    """The kernel, as the body of the function; called with its arguments."""
+    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e), begin(e)
+    first_inputs, go = load_inputs(e), take_pack(e)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        block = T.cta_id([e.blocks])
+        t = T.thread_id([e.threads])
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        s = T.meta_var(State.of(e, t))
+        s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
+        s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
+        s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
+        deal(s, io, block)
+        ready(s, io, block)
+        first_states(s, io)
+        load(s, io)
+        T.cuda.grid_sync()
+        first_inputs(s, io, 0, 0)
+        for step in T.serial(io.steps):
+            if e.packs == 1:
+                go(s, io, step, 0)
+            else:
+                for pack in T.serial(e.packs):
+                    go(s, io, step, pack)
+            if not e.polled:
+                if step + 1 < io.steps:
+                    T.cuda.grid_sync()
+
+    return body
+# fmt: on
+
+
+def program(problem: SparseRecurrent, e: Extents) -> Program:
+    """The program of one point of the space."""
+    words = e.packs * e.pitch * WIDEST // 4
+    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
+    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

@@ -1,0 +1,408 @@
+"""The space of `persistent_rows`, and the sizes of each of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+
+WARP = 32  # lanes
+WIDEST = 16  # bytes of the widest load that a thread can issue
+WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
+# Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
+# cache, more share the weights.
+BLOCKS = (8, 16, 32, 48, 64, 96, 128)
+LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
+THREADS = (128, 256, 384, 512, 768, 1024)
+# Of the shapes that were measured on an H200 each was fastest with so many, or as fast as with any number: each further
+# warp polls and waits.
+USUAL_THREADS = 256
+LANES = powers(4, WARP)
+# Between the powers of two are numbers that leave little unused where rows have a round number of entries.
+REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+SHARED = (0, 4, 8, 16, 32, 64)
+# Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, sums and what
+# it has in flight (addresses, counts, the gates).
+FILE, MOST_REGISTERS, BESIDES = 65536, 255, 40
+# Dynamic shared memory of a thread block, by compute capability.
+SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
+MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
+# Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
+GATHERED = 32
+BATCHED = 4  # entries that are not in registers which a lane reads at once
+LINE = 128  # bytes of a cache line
+# Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
+DEVIATIONS = 4.5
+
+# For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
+# much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
+SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.5, 56, 5000, 128
+# Cycles until a batch of gathers, a shuffle and the gates are done; of a round of copying; of each thread that polls,
+# and of each thread block that is waited for; and of a row that is not all on chip, for which the layer waits.
+GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT, REST = 45, 26, 150, 900, 0.8, 2, 400
+BUSY = 8  # warps that keep shared memory busy
+# Two copies of the hidden state leave the L1 cache room up to here.
+BOTH_COPIES = 96 * 1024
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The sizes of one point's kernel. An *entry* is a nonzero weight; a *group* of lanes has whole units."""
+
+    batch: int
+    hidden: int
+    nonzeros: int  # entries of a row at which the kernel is fast; it runs with any number
+    cell: str
+    gates: int
+    dtype: str  # of x, states and output
+    words: int  # of an entry: 1, column and value in 16 bits each, or 2
+    ragged: bool
+    resets: bool
+    blocks: int
+    threads: int  # of a thread block
+    lanes: int  # of a group
+    registers: int  # entries of a row that a lane has in registers,
+    shared: int  # and in shared memory
+    pack: int  # samples side by side
+    stages: int  # copies of a pack's hidden states in shared memory
+    polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
+
+    @classmethod
+    def of(cls, problem: SparseRecurrent, decisions: Decisions) -> Extents:
+        return cls(
+            batch=problem.batch,
+            hidden=problem.hidden,
+            nonzeros=problem.nonzeros,
+            cell=problem.cell,
+            gates=problem.gates,
+            dtype=problem.dtype,
+            words=problem.words,
+            ragged=bool(problem.ragged),
+            resets=bool(problem.resets),
+            blocks=decisions["blocks"],
+            threads=decisions["threads"],
+            lanes=decisions["reduce_threads"],
+            registers=decisions["registers"],
+            shared=decisions["shared"],
+            pack=decisions["pack"],
+            stages=decisions["stages"],
+            polled=decisions["exchange"] == 1,
+        )
+
+    # How units are dealt out.
+
+    @property
+    def groups(self) -> int:
+        """Groups of a thread block."""
+        return self.threads // self.lanes
+
+    @property
+    def most(self) -> int:
+        """Units of a thread block at most."""
+        return ceildiv(self.hidden, self.blocks)
+
+    @property
+    def units(self) -> int:
+        """Units of a group at most, one after another."""
+        return ceildiv(self.most, self.groups)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a group at most."""
+        return self.units * self.gates
+
+    # How hidden states lie, in the exchange and in shared memory: [column][sample of the pack].
+
+    @property
+    def itemsize(self) -> int:
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def packs(self) -> int:
+        """Packs of samples, of which the last may be filled with zeros."""
+        return ceildiv(self.batch, self.pack)
+
+    @property
+    def packs_each(self) -> int:
+        """Packs that a thread block goes through in a step."""
+        return self.packs
+
+    @property
+    def finishing(self) -> int:
+        """Lanes of a group that finish a sample, the first ones."""
+        return self.pack
+
+    @property
+    def column_bytes(self) -> int:
+        """The states of a column: what one gather brings."""
+        return self.pack * self.itemsize
+
+    @property
+    def column_words(self) -> int:
+        return ceildiv(self.column_bytes, 4)
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a pack's states. Absent entries refer to one more column, which is always zero."""
+        return ceildiv((self.hidden + 1) * self.column_bytes, WIDEST)
+
+    @property
+    def pitch(self) -> int:
+        """Vectors from one pack to the next in the exchange: whole cache lines."""
+        return ceildiv(self.vectors, LINE // WIDEST) * (LINE // WIDEST)
+
+    @property
+    def loads(self) -> int:
+        """Vectors that a thread has in flight while it copies: in every round as many."""
+        return ceildiv(self.vectors, self.threads * ceildiv(self.vectors, self.threads * MOST_LOADS))
+
+    # Shared memory.
+
+    @property
+    def kept_bytes(self) -> int:
+        """Entries."""
+        return self.most * self.gates * self.shared * self.lanes * self.words * 4
+
+    @property
+    def has_cell(self) -> bool:
+        """Whether units carry a cell state, in float32."""
+        return self.cell == "lstm"
+
+    @property
+    def has_own(self) -> bool:
+        """Whether units carry their own hidden state, too: they are asked for it where it may stay as it is."""
+        return self.cell == "gru" or self.ragged
+
+    @property
+    def carried_each(self) -> int:
+        """float32 values of either: of each unit and sample of the thread block."""
+        return self.most * self.packs * self.pack
+
+    @property
+    def carried_bytes(self) -> int:
+        return 0 if self.packs_each == 1 else (self.has_cell + self.has_own) * self.carried_each * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.stages * self.vectors * WIDEST
+
+    @property
+    def shared_bytes(self) -> int:
+        return ceildiv(self.stage_bytes + self.kept_bytes + self.carried_bytes, 8) * 8
+
+    # Registers of a thread.
+
+    @property
+    def register_limit(self) -> int:
+        return min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+
+    @property
+    def held_words(self) -> int:
+        """Words of an entry in registers: place and value, where there is room for both, as they are used."""
+        return 2 if self.words == 2 or self.held_with(2) + BESIDES <= self.register_limit else 1
+
+    @property
+    def held(self) -> int:
+        """Registers for weights, sums, what is in flight, and inputs of this step and the next."""
+        return self.held_with(self.held_words)
+
+    def held_with(self, words: int) -> int:
+        """`held`, if entries in registers have so many words."""
+        spare = 16 if self.shared else 0  # what is read again goes through more registers
+        each = self.registers * words + self.words + self.pack + 5 + self.resets
+        return spare + self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
+
+    @property
+    def spills(self) -> bool:
+        """Whether a thread has too few registers."""
+        return self.held + BESIDES > self.register_limit
+
+    @property
+    def gathered(self) -> int:
+        """Entries that are gathered before they are multiplied, at most."""
+        return max(GATHERED // self.column_words, BATCHED)
+
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """Rounds in registers that are gathered together: the first, and how many. The last ones are left out for rows
+        that are no longer than usual: they are in smaller batches."""
+        found, first = [], 0
+        while first < self.registers:
+            left = self.registers - first
+            count = self.gathered if left > self.gathered else min(left, max(self.gathered // 2, BATCHED))
+            found.append((first, count))
+            first += count
+        return tuple(found)
+
+
+def shared_limit(machine: Machine) -> int:
+    """Bytes of dynamic shared memory that a thread block can have."""
+    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)
+
+
+def longest_row(problem: SparseRecurrent) -> int:
+    """Entries that few rows of a random pattern exceed."""
+    return longest(problem.nonzeros, problem.hidden)
+
+
+def longest(nonzeros: int, hidden: int) -> int:
+    """`longest_row` of that many columns."""
+    n = min(nonzeros, hidden)
+    return min(hidden, math.ceil(n + DEVIATIONS * math.sqrt(n * (1 - n / hidden))))
+
+
+def operate_cycles(e: Extents) -> float:
+    """A guess of a multiprocessor's cycles for one step of one pack, beside the exchange.
+
+    The largest of the gathers' time in shared memory, that of the multiplications and that of the instructions; what is
+    read again from the L2 cache; and the latency of a thread's own way. A few warps do not keep shared memory busy.
+    """
+    row = min(e.nonzeros, e.hidden)
+    held = min(row, e.registers * e.lanes)
+    kept = min(row - held, e.shared * e.lanes)
+    rows, rounds, rate = e.most * e.gates, ceildiv(row, e.lanes), min(L2_EACH, L2_ALL / e.blocks)
+    warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP))
+    gathers = rows * (row * max(e.column_bytes, 4) * CONFLICTS + kept * e.words * 4) / SHARED_RATE
+    products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
+    issued = ceildiv(warps, 4) * e.rows * rounds * (e.pack + 3)
+    again = rows * (row - held - kept) * e.words * 4 / rate
+    way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
+    way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
+    beyond = (e.registers + e.shared) * e.lanes < longest(e.nonzeros, e.hidden)
+    return max(gathers * max(1, BUSY / warps), products, issued) + again + way + beyond * REST
+
+
+def cycles(e: Extents) -> float:
+    """A guess of the cycles of one step, good enough to tell the better of two points."""
+    rate = min(L2_EACH, L2_ALL / e.blocks)
+    rounds = ceildiv(e.vectors, e.threads * e.loads)
+    copied = e.vectors * WIDEST / rate + rounds * ROUND + e.threads * POLL + e.blocks * WAIT
+    return e.packs * (operate_cycles(e) + copied + (e.stages == 1) * SHUFFLE)
+
+
+def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
+    """Points of `pack` samples a gather that may be the best, all of them allowed.
+
+    Rows are in registers as far as these reach, and then in shared memory as far as that does.
+    """
+    row, table = longest_row(problem), _table(problem, machine)
+    for stages, blocks, threads, lanes in itertools.product(
+        table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
+    ):
+        point = {
+            "blocks": blocks,
+            "threads": threads,
+            "reduce_threads": lanes,
+            "registers": 0,
+            "shared": 0,
+            "pack": pack,
+            "stages": stages,
+            "exchange": 1,
+        }
+        if stages == 2 and Extents.of(problem, point).stage_bytes > BOTH_COPIES:
+            continue
+        possible = reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1])
+        held = [n for n in possible if not Extents.of(problem, {**point, "registers": n}).spills]
+        # Room for more entries in shared memory may be had for fewer in registers.
+        for registers in held[: 1 if held and held[0] * lanes >= row else 3]:
+            kept = SHARED[: enough(SHARED, row - registers * lanes, lanes) + 1]
+            more = ({**point, "registers": registers, "shared": n} for n in reversed(kept))
+            yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
+
+
+@functools.lru_cache(maxsize=64)
+def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
+    """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
+
+    Only those with `USUAL_THREADS` count, if there are any.
+
+    Raises `NotApplicable` if there is none.
+    """
+    for pack in reversed(_table(problem, machine)["pack"]):
+        found = list(likely_points(problem, machine, pack))
+        usual = [point for point in found if point["threads"] == USUAL_THREADS]
+        if found:
+            return tuple(min(usual or found, key=lambda p: cycles(Extents.of(problem, p))).items())
+    raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
+
+
+def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
+    """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain."""
+    return tuple(n for n in powers(1, WIDEST // numpy_dtype(problem.dtype).itemsize) if n < 2 * problem.batch)
+
+
+def _table(problem: SparseRecurrent, machine: Machine) -> Table:
+    most = min(machine.cores, ceildiv(problem.hidden, LEAST_UNITS))
+    return {
+        "blocks": tuple(sorted({min(n, most) for n in (*BLOCKS, most)})),
+        "threads": THREADS,
+        "reduce_threads": LANES,
+        "registers": REGISTERS,
+        "shared": SHARED,
+        "pack": packs_of(problem),
+        "stages": (1, 2),
+        "exchange": (0, 1),
+    }
+
+
+def require(problem: SparseRecurrent, machine: Machine) -> None:
+    """Raise `NotApplicable` for what no kernel of this kind does."""
+    if machine.capability < WARP_MAXIMA:
+        raise NotApplicable("maxima of a warp need compute capability 8.0")
+    if problem.words == 1 and problem.hidden >> 16:
+        raise NotApplicable(f"16 bits leave no column beyond hidden={problem.hidden} for absent entries")
+
+
+def space(problem: SparseRecurrent, machine: Machine) -> Table:
+    require(problem, machine)
+    best_point(problem, machine)
+    return _table(problem, machine)
+
+
+def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
+    return dict(best_point(problem, machine))
+
+
+def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+    reason = refusal(longest_row(problem), decisions)
+    return reason or too_much(Extents.of(problem, decisions), problem, machine)
+
+
+def refusal(row: int, decisions: Decisions) -> str | None:
+    """Why decisions do not suit rows of `row` entries, or None; without `Extents`, for there are many such points."""
+    lanes, registers, shared = (decisions[name] for name in ("reduce_threads", "registers", "shared"))
+    if lanes > LANES[0] and lanes // 2 >= row:
+        return f"half of {lanes} lanes have no entry of {row} in a row"
+    if REGISTERS.index(registers) > enough(REGISTERS, row, lanes):
+        return f"{registers} entries of each of {lanes} lanes are more than {row} of a row need"
+    if SHARED.index(shared) > enough(SHARED, row - registers * lanes, lanes):
+        return f"{shared} entries in shared memory are more than {row} of a row need"
+    if lanes < decisions["pack"]:
+        return f"{lanes} lanes cannot take {decisions['pack']} samples, one each"
+    return None
+
+
+def too_much(e: Extents, problem: SparseRecurrent, machine: Machine) -> str | None:
+    """Why a point's kernel does not fit a multiprocessor, or leaves much of it unused, or None."""
+    limit = shared_limit(machine)
+    if e.column_bytes < 4 and e.pack < problem.batch:
+        return f"{e.pack} samples a gather leave half of a word unused"
+    if e.most <= e.groups // 2 and e.threads > THREADS[0]:
+        return f"half of {e.groups} groups have none of a thread block's {e.most} units"
+    if e.spills:
+        return f"{e.held} weights and sums of each of {e.threads} threads exceed the registers"
+    if e.shared_bytes > limit:
+        return f"{e.shared_bytes} bytes exceed shared memory of {limit}"
+    return None
+
+
+def enough(amounts: tuple[int, ...], row: int, lanes: int) -> int:
+    """The place of the first of ascending amounts of entries a lane that hold a row, or of the last."""
+    return next((i for i, n in enumerate(amounts) if n * lanes >= row), len(amounts) - 1)

@@ -1,0 +1,136 @@
+"""What the phases of `persistent_rows` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...device.state import Buffers, local, pooled
+from .space import BATCHED, Extents
+
+
+@dataclass
+class State(Buffers):
+    """Registers of a thread, and shared memory of its block. A lane of a group has the place `lane`.
+
+    Attributes
+    ----------
+    t, lane, group
+        The thread, in its block; its lane, and its group.
+    sample
+        The sample of a pack that the thread finishes. Lanes beyond `pack` do the same again, and write nothing.
+    first, count
+        The first of the block's slots, and how many it has.
+    unit
+        Of each of the group's slots.
+    rounds
+        Of each row: entries of the lane that has most, in all groups of the warp.
+    weights
+        Of each row: its first entries, as they are or as place and value.
+    ahead
+        Of each row: the entry of the first round that is not on chip.
+    zeros
+        Of each row: its sum where all states are zero.
+    begin, length
+        Of each row: where its entries are.
+    word
+        An entry's words.
+    places, values
+        Of the entries that are gathered, where they are not in `weights`.
+    vectors
+        What was gathered.
+    small
+        A load of 2 bytes.
+    sums
+        By unit, gate and sample.
+    passed
+        To and from another lane.
+    front, copies
+        Shared memory: the address of the copy of the hidden states that is in use, and the sum of both addresses.
+    base, source
+        Global memory: the addresses of the exchange, and of the pack's states in it.
+    copied
+        Vectors on their way from there to shared memory.
+    waiting
+        Whether some of them were not there yet.
+    x, reset, steps_of
+        The inputs of a step: projections of each row, whether the sample begins anew, and how many steps it has.
+    next_x, next_reset
+        Those of the step after it, projections as they are: to make floats of them would wait for their loads.
+    cell, own
+        Of the unit in hand: the cell's state, and the hidden state before.
+    last_cell, last_own
+        What these stay where a sequence has ended.
+    result
+        Of each unit: the hidden state after the step.
+    cell_of, own_of
+        Of each unit: `cell` and `own`, if the thread block has one pack.
+    bits, sent
+        The hidden state in the problem's dtype, and the states of a pack as they are sent.
+    stages
+        Shared: copies of a pack's states.
+    kept
+        Shared: entries of all rows, by row, round and lane.
+    cells, owns
+        Shared: the same of each slot and sample, if there are several packs. Written and read by one thread.
+    """
+
+    t: Any
+    lane: Any
+    group: Any
+    sample: Any
+    first: Any = local("int32")
+    count: Any = local("int32")
+    unit: Any = local("int32", lambda e: e.units)
+    rounds: Any = local("int32", lambda e: e.rows)
+    weights: Any = local("uint32", lambda e: max(1, e.rows * e.registers * e.held_words))
+    ahead: Any = local("uint32", lambda e: e.rows * e.words)
+    zeros: Any = local("float32", lambda e: e.rows if e.resets else 1)
+    begin: Any = local("int32", lambda e: e.rows)
+    length: Any = local("int32", lambda e: e.rows)
+    word: Any = local("uint32", 2)
+    places: Any = local("uint32", BATCHED)
+    values: Any = local("float32", BATCHED)
+    vectors: Any = local("uint32", lambda e: e.gathered * e.column_words)
+    small: Any = local("uint16")
+    sums: Any = local("float32", lambda e: e.rows * e.pack)
+    passed: Any = local("float32")
+    front: Any = local("uint32")
+    copies: Any = local("uint32")
+    base: Any = local("uint64")
+    source: Any = local("uint64")
+    copied: Any = local("uint32", lambda e: e.loads * 4)
+    waiting: Any = local("int32")
+    x: Any = local("float32", lambda e: e.rows)
+    reset: Any = local("int32")
+    steps_of: Any = local("int32")
+    next_x: Any = local("uint32", lambda e: e.rows)
+    next_reset: Any = local("int32")
+    cell: Any = local("float32")
+    own: Any = local("float32")
+    last_cell: Any = local("float32")
+    last_own: Any = local("float32")
+    result: Any = local("float32", lambda e: e.units)
+    cell_of: Any = local("float32", lambda e: e.units)
+    own_of: Any = local("float32", lambda e: e.units)
+    bits: Any = local("uint32")
+    sent: Any = local("uint32", lambda e: e.column_words)
+    stages: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0)
+    kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
+    cells: Any = pooled(
+        "float32",
+        lambda e: e.carried_each,
+        lambda e: (e.stage_bytes + e.kept_bytes) // 4,
+        when=lambda e: e.has_cell and e.packs_each > 1,
+    )
+    owns: Any = pooled(
+        "float32",
+        lambda e: e.carried_each,
+        lambda e: (e.stage_bytes + e.kept_bytes) // 4 + e.has_cell * e.carried_each,
+        when=lambda e: e.has_own and e.packs_each > 1,
+    )
+
+    @classmethod
+    def of(cls, e: Extents, t: Any) -> State:
+        """Within a kernel: the state of the thread `t`."""
+        return cls.alloc(e, e.shared_bytes, t=t, lane=t % e.lanes, group=t // e.lanes, sample=t % e.pack)

@@ -1,0 +1,400 @@
+"""One step of one pack, for the units of a group: gather and multiply, reduce over the lanes, gates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.selection import FULL_WARP
+from ...device.words import value_at, value_in
+from ...recurrent.exchange import element_bits, put, state_bits
+from ...recurrent.gates import gates
+from .space import BATCHED, Extents
+from .weights import held_place, held_value, kept_at, place_of, read_entry, value_of
+
+Phase = Callable[..., Any]
+load_shared = {
+    16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
+}  # fmt: skip
+# One instruction, which takes the half where it is.
+HALVES = {
+    part: f"""
+__device__ __forceinline__ float {part}_half_of(unsigned int word) {{
+  return __{part}2float(*reinterpret_cast<__half2*>(&word));
+}}
+"""
+    for part in ("low", "high")
+}
+
+
+def half_of(part: str, word: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The float32 of the "low" or "high" float16 of a word."""
+    return T.cuda.func_call(f"{part}_half_of", word, source_code=HALVES[part], return_type="float32")
+
+
+# fmt: off
+def load_inputs(e: Extents) -> Phase:
+    """Begin the loads of a step's inputs; the phase is (s, io, step, pack), a step ahead of their use.
+
+    Reads: `x_projected`, `resets`. Writes: `next_x`, `next_reset`, of lanes that finish a unit and sample.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, step, pack):
+        if s.lane < e.finishing and pack * e.pack + s.sample < e.batch:
+            for u in T.unroll(e.units):
+                for g in T.unroll(e.gates):
+                    s.next_x[u * e.gates + g] = element_bits(
+                        e.dtype, io.x_projected[step, pack * e.pack + s.sample, g * e.hidden + s.unit[u]])
+            if e.resets:
+                s.next_reset[0] = io.resets[step, pack * e.pack + s.sample]
+
+    return phase
+
+
+def take_inputs(e: Extents) -> Phase:
+    """What was loaded is this step's; the phase is (s).
+
+    Reads: `next_x`, `next_reset`. Writes: `x`, `reset`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        for i in T.unroll(e.rows):
+            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
+        s.reset[0] = s.next_reset[0]
+
+    return phase
+
+
+def load_length(e: Extents) -> Phase:
+    """How many steps the sample has; the phase is (s, io, pack).
+
+    Reads: `lengths`. Writes: `steps_of`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, pack):
+        if e.ragged:
+            if pack * e.pack + s.sample < e.batch:
+                s.steps_of[0] = io.lengths[pack * e.pack + s.sample]
+
+    return phase
+
+
+def fetch(e: Extents) -> Phase:
+    """Begin the gather of a column's states; the phase is (s, i, place).
+
+    Reads: `stages` at `front`. Writes: `vectors`, its `i`-th. Barriers: none.
+    """
+    load, words = load_shared[e.column_bytes], e.column_words
+
+    @T.inline
+    def phase(s, i, place):
+        if e.column_bytes == 2:
+            load(s.small[0], s.front[0] + place)
+            s.vectors[i] = T.Cast("uint32", s.small[0])
+        else:
+            load(*[s.vectors[i * words + w] for w in range(words)], s.front[0] + place)
+
+    return phase
+
+
+def multiply(e: Extents) -> Phase:
+    """Add an entry's products with the states that its gather brought; the phase is (s, row, i, value).
+
+    Reads: `vectors`. Writes: `sums` of the row. Barriers: none.
+    """
+
+    @T.inline
+    def halves(s, row, i, value):
+        for w in T.unroll(e.column_words):
+            at = T.meta_var(row * e.pack + w * 2)
+            s.sums[at] = s.sums[at] + value * half_of("low", s.vectors[i * e.column_words + w])
+            s.sums[at + 1] = s.sums[at + 1] + value * half_of("high", s.vectors[i * e.column_words + w])
+
+    @T.inline
+    def others(s, row, i, value):
+        for j in T.unroll(e.pack):
+            s.sums[row * e.pack + j] = s.sums[row * e.pack + j] + value * value_at(
+                e.dtype, s.vectors, i * e.column_words, j)
+
+    return halves if e.dtype == "float16" and e.pack > 1 else others
+
+
+def in_turn(phases: Sequence[Phase]) -> Phase:
+    """One phase of several of (s, row)."""
+
+    def then(first: Phase, second: Phase) -> Phase:
+        @T.inline
+        def both(s, row):
+            first(s, row)
+            second(s, row)
+
+        return both
+
+    return functools.reduce(then, phases)
+
+
+def gather_held(e: Extents) -> Phase:
+    """Add up the products of a row's entries in registers; the phase is (s, row).
+
+    Rounds that no lane of the warp has are left out, by the batch.
+
+    Reads: `weights`, `rounds`, `stages`. Writes: `sums`. Barriers: none.
+    """
+    bring, add = fetch(e), multiply(e)
+
+    def batch(first: int, count: int) -> Phase:
+        @T.inline
+        def some(s, row):
+            for i in T.unroll(count):
+                bring(s, i, held_place(e, s, row * e.registers + first + i))
+            for i in T.unroll(count):
+                add(s, row, i, held_value(e, s, row * e.registers + first + i))
+
+        @T.inline
+        def if_any(s, row):
+            if s.rounds[row] > first:
+                some(s, row)
+
+        return if_any if first else some
+
+    return in_turn([batch(first, count) for first, count in e.batches])
+
+
+def gather_rest(e: Extents) -> Phase:
+    """Add up the products of a row's other entries; the phase is (s, io, u, g).
+
+    Reads: `kept`, `ahead`, the entries, `rounds`, `stages`. Writes: `sums`. Barriers: none.
+    """
+    bring, add, read = fetch(e), multiply(e), read_entry(e)
+    on_chip = e.registers + e.shared
+
+    @T.inline
+    def gather(s, row):
+        for i in T.unroll(BATCHED):
+            bring(s, i, s.places[i])
+        for i in T.unroll(BATCHED):
+            add(s, row, i, s.values[i])
+
+    @T.inline
+    def from_shared(s, u, g):
+        for b in T.serial(T.min(
+                (s.rounds[u * e.gates + g] - e.registers + (BATCHED - 1)) // BATCHED, e.shared // BATCHED)):
+            for i in T.unroll(BATCHED):
+                for w in T.unroll(e.words):
+                    s.word[w] = s.kept[kept_at(e, s, u, g, b * BATCHED + i) + w]
+                s.places[i] = place_of(e, s.word, 0)
+                s.values[i] = value_of(e, s.word, 0)
+            gather(s, u * e.gates + g)
+
+    @T.inline
+    def from_memory(s, io, row):
+        bring(s, 0, place_of(e, s.ahead, row * e.words))
+        add(s, row, 0, value_of(e, s.ahead, row * e.words))
+        for b in T.serial((s.rounds[row] - on_chip - 1 + (BATCHED - 1)) // BATCHED):
+            for i in T.unroll(BATCHED):
+                read(s, io, row, on_chip + 1 + b * BATCHED + i, s.word, 0)
+                s.places[i] = place_of(e, s.word, 0)
+                s.values[i] = value_of(e, s.word, 0)
+            gather(s, row)
+
+    @T.inline
+    def phase(s, io, u, g):
+        if e.shared > 0:
+            # A group without a slot has no room in shared memory either.
+            if s.rounds[u * e.gates + g] > e.registers and u * e.groups + s.group < s.count[0]:
+                from_shared(s, u, g)
+        if s.rounds[u * e.gates + g] > on_chip:
+            from_memory(s, io, u * e.gates + g)
+
+    return phase
+
+
+def gather(e: Extents) -> Phase:
+    """The recurrent sums of the group's units, each lane its part; the phase is (s, io).
+
+    Reads: weights, and the states before the step. Writes: `sums`. Barriers: none.
+    """
+    held, rest = gather_held(e) if e.registers else None, gather_rest(e)
+
+    @T.inline
+    def phase(s, io):
+        for i in T.unroll(e.rows * e.pack):
+            s.sums[i] = T.float32(0)
+        if e.registers > 0:
+            for row in T.unroll(e.rows):
+                held(s, row)
+        for u in T.unroll(e.units):
+            for g in T.unroll(e.gates):
+                rest(s, io, u, g)
+
+    return phase
+
+
+def reduce_lanes(e: Extents) -> Phase:
+    """Add up the sums of a group's lanes; the phase is (s).
+
+    Halving: in a step of the first kind two lanes exchange half of their samples each, so that a lane has half as many
+    left. When a lane has one sample left, that of its number modulo `pack`, lanes of the same sample are added.
+
+    Reads and writes: `sums`. Barriers: none, but all lanes of a warp take part.
+    After: `sums[row * pack]` is the sum of the row for the sample `sample`, in all lanes.
+    """
+    halvings, rest = e.pack.bit_length() - 1, (e.lanes // e.pack).bit_length() - 1
+
+    @T.inline
+    def phase(s):
+        for h in T.unroll(halvings):
+            half = T.meta_var(e.pack >> (h + 1))
+            for row in T.unroll(e.rows):
+                for j in T.unroll(e.pack // 2):
+                    if j < half:
+                        s.passed[0] = T.tvm_warp_shuffle_xor(
+                            T.uint32(FULL_WARP),
+                            T.Select((s.t & half) != 0, s.sums[row * e.pack + j], s.sums[row * e.pack + j + half]),
+                            half, 32, 32)
+                        s.sums[row * e.pack + j] = s.passed[0] + T.Select(
+                            (s.t & half) != 0, s.sums[row * e.pack + j + half], s.sums[row * e.pack + j])
+        for h in T.unroll(rest):
+            for row in T.unroll(e.rows):
+                s.sums[row * e.pack] = s.sums[row * e.pack] + T.tvm_warp_shuffle_xor(
+                    T.uint32(FULL_WARP), s.sums[row * e.pack], e.pack << h, 32, 32)
+
+    return phase
+
+
+def carried(e: Extents, s: Any, what: str, u: Any, pack: Any) -> tuple[tirx.Buffer, Any]:
+    """Where a unit's `cell` or `own` is from step to step: in registers where the thread block has one pack."""
+    if e.packs_each == 1:
+        return getattr(s, what + "_of"), u
+    slot = u * e.groups + s.group
+    return getattr(s, what + "s"), (slot * e.packs + pack) * e.pack + s.sample
+
+
+def first_state(e: Extents) -> Phase:
+    """A unit's state before the first step; the phase is (s, io, pack, u, mine), `mine` as for `next_state`.
+
+    Reads: `h0`, `c0`. Writes: `bits`, what is carried. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, pack, u, mine):
+        b = T.meta_var(pack * e.pack + s.sample)
+        cell = T.meta_var(carried(e, s, "cell", u, pack))
+        own = T.meta_var(carried(e, s, "own", u, pack))
+        s.bits[0] = T.uint32(0)
+        if s.lane < e.finishing and mine and b < e.batch:
+            s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[u]])
+            if e.has_cell:
+                cell[0][cell[1]] = T.Cast("float32", io.c0[b, s.unit[u]])
+            if e.has_own:
+                own[0][own[1]] = value_in(e.dtype, s.bits[0], 0)
+
+    return phase
+
+
+def next_state(e: Extents) -> Phase:
+    """A unit's state after the step; the phase is (s, io, step, pack, u, mine), `mine` being whether the group has it.
+
+    Reads: `sums`, `x`, `reset`, `zeros`, `steps_of`, and what is carried.
+    Writes: `result`, `bits`, what is carried. Lanes that finish no sample have `bits` of 0.
+    Barriers: none.
+    """
+    compute = gates(e)
+
+    @T.inline
+    def begin(s, u):
+        if e.ragged:
+            s.last_cell[0] = s.cell[0]
+            s.last_own[0] = s.own[0]
+        if e.resets:
+            if s.reset[0] != 0:
+                for g in T.unroll(e.gates):
+                    s.sums[(u * e.gates + g) * e.pack] = s.zeros[u * e.gates + g]
+                s.cell[0] = T.float32(0)
+                s.own[0] = T.float32(0)
+
+    @T.inline
+    def end(s, step, u):
+        s.bits[0] = state_bits(e, s.result[u])
+        s.result[u] = value_in(e.dtype, s.bits[0], 0)
+        if e.ragged:
+            if step >= s.steps_of[0]:
+                s.result[u] = s.last_own[0]
+                s.bits[0] = state_bits(e, s.last_own[0])
+                s.cell[0] = s.last_cell[0]
+
+    @T.inline
+    def phase(s, io, step, pack, u, mine):
+        cell = T.meta_var(carried(e, s, "cell", u, pack))
+        own = T.meta_var(carried(e, s, "own", u, pack))
+        s.bits[0] = T.uint32(0)
+        if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
+            if e.has_cell:
+                s.cell[0] = cell[0][cell[1]]
+            if e.has_own:
+                s.own[0] = own[0][own[1]]
+            begin(s, u)
+            compute(s, io, u)
+            end(s, step, u)
+            if e.has_cell:
+                cell[0][cell[1]] = s.cell[0]
+            if e.has_own:
+                own[0][own[1]] = s.result[u]
+
+    return phase
+
+
+def write_outputs(e: Extents) -> Phase:
+    """A unit's state after the step to the caller; the phase is (s, io, step, pack, u, mine).
+
+    Reads: `result`, `steps_of`, what is carried. Writes: the outputs. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, step, pack, u, mine):
+        b = T.meta_var(pack * e.pack + s.sample)
+        cell = T.meta_var(carried(e, s, "cell", u, pack))
+        if s.lane < e.pack and mine and b < e.batch:
+            if e.ragged:
+                io.output[step, b, s.unit[u]] = T.Cast(
+                    e.dtype, T.Select(step < s.steps_of[0], s.result[u], T.float32(0)))
+            else:
+                io.output[step, b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
+            if step + 1 == io.steps:
+                io.h_n[b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
+                if e.has_cell:
+                    io.c_n[b, s.unit[u]] = T.Cast(e.dtype, cell[0][cell[1]])
+
+    return phase
+
+
+def finish(e: Extents) -> Phase:
+    """The units' new states, to all who need them; the phase is (s, io, step, pack, slot).
+
+    `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
+
+    Reads: as `next_state`. Writes: the exchange, the outputs, what is carried.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    compute, send, write = next_state(e), put(e), write_outputs(e)
+
+    @T.inline
+    def phase(s, io, step, pack, slot):
+        for u in T.unroll(e.units):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            compute(s, io, step, pack, u, mine)
+            if step + 1 < io.steps:
+                send(s, slot, pack, s.unit[u], mine)
+        for u in T.unroll(e.units):
+            write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
+
+    return phase
+# fmt: on

@@ -1,0 +1,199 @@
+"""Which units a thread works for, and their weights, which it keeps for all steps.
+
+Position p of a row is lane p % `lanes`'s, in its round p // `lanes`. The first rounds of a row stay in registers, the
+next in shared memory, and what is left is read anew in every step. An entry that a row does not have refers to the
+column behind the last one, where a zero is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.selection import FULL_WARP
+from ...device.words import value_in
+from ...recurrent.exchange import INFINITY
+from .space import Extents
+
+Phase = Callable[..., Any]
+NAN = 0x7FC00000
+
+
+def place_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
+    """Where the states of an entry's column are, in bytes from the first one's; `at`: of the entry's first word."""
+    if e.words == 1:
+        return (words[at] & T.uint32(0xFFFF)) * T.uint32(e.column_bytes)
+    return words[at]
+
+
+def value_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
+    """An entry's value."""
+    return value_in(e.dtype, words[at], 1) if e.words == 1 else T.reinterpret("float32", words[at + 1])
+
+
+# The volatile move keeps the compiler from taking entries apart ahead of the loop: it would hold both parts.
+AS_IT_IS = """
+__device__ __forceinline__ unsigned int as_it_is(unsigned int word) {
+  unsigned int held;
+  asm volatile("mov.b32 %0, %1;" : "=r"(held) : "r"(word));
+  return held;
+}
+"""
+
+
+def held_word(s: Any, number: Any) -> tirx.PrimExpr:
+    """An entry of one word in `weights`."""
+    return T.cuda.func_call("as_it_is", s.weights[number], source_code=AS_IT_IS, return_type="uint32")
+
+
+def held_place(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
+    """`place_of` the entry of this number in `weights`."""
+    return s.weights[number * 2] if e.held_words == 2 else place_of(e, [held_word(s, number)], 0)
+
+
+def held_value(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
+    """`value_of` the entry of this number in `weights`."""
+    if e.held_words == 2:
+        return T.reinterpret("float32", s.weights[number * 2 + 1])
+    return value_of(e, [held_word(s, number)], 0)
+
+
+# fmt: off
+def take_units(e: Extents) -> Phase:
+    """Deal the slots out: to the blocks equally many neighbours, to a block's groups in turn; the phase is (s, io,
+    block).
+
+    Neighbouring groups so have neighbouring slots, which the host has given rows of similar lengths.
+
+    Reads: `units`, `row_start`.
+    Writes: `first`, `count`, `unit`, `begin`, `length`, `rounds`. A group without a slot has rows without entries.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    share, more = divmod(e.hidden, e.blocks)
+
+    @T.inline
+    def phase(s, io, block):
+        s.first[0] = block * share + T.min(block, more)
+        s.count[0] = share + T.Cast("int32", block < more)
+        for u in T.unroll(e.units):
+            slot: T.int32 = s.first[0] + T.min(u * e.groups + s.group, s.count[0] - 1)
+            s.unit[u] = io.units[slot]
+            for g in T.unroll(e.gates):
+                row = u * e.gates + g
+                s.begin[row] = io.row_start[slot * e.gates + g]
+                s.length[row] = io.row_start[slot * e.gates + g + 1] - s.begin[row]
+                if u * e.groups + s.group >= s.count[0]:
+                    s.length[row] = 0
+                s.rounds[row] = T.Cast("int32", T.call_extern(
+                    "uint32", "__reduce_max_sync", T.uint32(FULL_WARP),
+                    T.Cast("uint32", (s.length[row] + (e.lanes - 1)) // e.lanes)))
+
+    return phase
+
+
+def read_entry(e: Extents) -> Phase:
+    """The lane's entry of a row, of some round; the phase is (s, io, row, r, words, at).
+
+    Reads: `begin`, `length`, the entries. Writes: `words` from `at` on. Barriers: none.
+    After: these words are the entry, or refer to the column behind the last.
+    """
+    absent = e.hidden if e.words == 1 else e.hidden * e.column_bytes
+
+    @T.inline
+    def phase(s, io, row, r, words, at):
+        words[at] = T.uint32(absent)
+        if e.words == 2:
+            words[at + 1] = T.uint32(0)
+        if r * e.lanes + s.lane < s.length[row]:
+            entry = T.meta_var(s.begin[row] + r * e.lanes + s.lane)
+            if e.words == 1:
+                words[at] = T.reinterpret("uint32", io.entries[entry, 0])
+            else:
+                words[at] = T.Cast("uint32", io.entries[entry, 1]) * T.uint32(e.column_bytes)
+                words[at + 1] = T.reinterpret("uint32", io.entries[entry, 0])
+
+    return phase
+
+
+def sum_of_zeros(e: Extents) -> Phase:
+    """What a row adds up to if all states are zero: zero, or NaN where a value is none or infinite; the phase is (s,
+    io, row).
+
+    Reads: `begin`, `length`, `rounds`, the entries. Writes: `zeros`. Barriers: none, but all lanes of a warp take part.
+    """
+    read = read_entry(e)
+    where, special = (0, INFINITY[e.dtype] << 16) if e.words == 1 else (1, INFINITY["float32"])
+
+    @T.inline
+    def phase(s, io, row):
+        s.zeros[row] = T.float32(0)
+        for r in T.serial(s.rounds[row]):
+            read(s, io, row, r, s.word, 0)
+            if (s.word[where] & T.uint32(special)) == T.uint32(special):
+                s.zeros[row] = T.reinterpret("float32", T.uint32(NAN))
+        for h in T.unroll(e.lanes.bit_length() - 1):
+            s.zeros[row] = s.zeros[row] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.zeros[row], 1 << h, 32, 32)
+
+    return phase
+
+
+def load_weights(e: Extents) -> Phase:
+    """Bring the group's weights on chip; the phase is (s, io).
+
+    Reads: the entries. Writes: `weights`, `kept`, `zeros`.
+    Barriers: none: a lane reads of `kept` what it wrote. All lanes of a warp take part.
+    """
+    read, add_zeros = read_entry(e), sum_of_zeros(e)
+
+    @T.inline
+    def hold(s, io, row, r):
+        at = (row * e.registers + r) * e.held_words
+        if e.held_words == e.words:
+            read(s, io, row, r, s.weights, at)
+        else:
+            read(s, io, row, r, s.word, 0)
+            s.weights[at] = place_of(e, s.word, 0)
+            s.weights[at + 1] = T.reinterpret("uint32", value_of(e, s.word, 0))
+
+    @T.inline
+    def phase(s, io):
+        for u in T.unroll(e.units):
+            for g in T.unroll(e.gates):
+                for r in T.unroll(e.registers):
+                    hold(s, io, u * e.gates + g, r)
+                if e.shared > 0:
+                    if u * e.groups + s.group < s.count[0]:
+                        for r in T.serial(e.shared):
+                            read(s, io, u * e.gates + g, e.registers + r, s.word, 0)
+                            for w in T.unroll(e.words):
+                                s.kept[kept_at(e, s, u, g, r) + w] = s.word[w]
+                if e.resets:
+                    add_zeros(s, io, u * e.gates + g)
+
+    return phase
+
+
+def load_ahead(e: Extents) -> Phase:
+    """Begin the loads of the first round of each row that is not on chip; the phase is (s, io).
+
+    Reads: `rounds`, the entries. Writes: `ahead`, where there is such a round. Barriers: none.
+    """
+    read = read_entry(e)
+
+    @T.inline
+    def phase(s, io):
+        for row in T.unroll(e.rows):
+            if s.rounds[row] > e.registers + e.shared:
+                read(s, io, row, e.registers + e.shared, s.ahead, row * e.words)
+
+    return phase
+# fmt: on
+
+
+def kept_at(e: Extents, s: Any, u: Any, g: Any, r: Any) -> tirx.PrimExpr:
+    """Where in `kept` the lane's entry of a round is."""
+    slot = u * e.groups + s.group
+    return (((slot * e.gates + g) * e.shared + r) * e.lanes + s.lane) * e.words

@@ -1,0 +1,223 @@
+"""The sparse recurrent layer's persistent kernels: phases alone, and what the generic tests do not bring about."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from cases import SM80, SM90
+from tvm.script import tirx as T
+
+from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.core import spaces
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import NotApplicable
+from tvm_sparse.emulation import run_on_cpu
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+from tvm_sparse.schedules.recurrent import exchange
+from tvm_sparse.schedules.sparse_recurrent.cluster_rows.space import ClusterExtents
+from tvm_sparse.schedules.sparse_recurrent.persistent_rows import step
+from tvm_sparse.schedules.sparse_recurrent.persistent_rows.space import BATCHED, REGISTERS, SHARED, Extents, longest_row
+from tvm_sparse.schedules.sparse_recurrent.persistent_rows.state import State
+
+TARGET = target_of(SM90)
+POINT = {
+    "blocks": 2, "threads": 64, "reduce_threads": 8, "registers": 2, "shared": 0, "pack": 4, "stages": 2, "exchange": 1,
+}  # fmt: skip
+CLUSTER = {"cluster": 2, "threads": 64, "reduce_threads": 8, "registers": 2, "shared": 4, "pack": 4}
+
+
+def problem_of(key: str) -> SparseRecurrent:
+    found = parse(f"sparse_recurrent/{key}")
+    assert isinstance(found, SparseRecurrent)
+    return found
+
+
+def run(
+    template: str, problem: SparseRecurrent, decisions: dict[str, int], inputs: list[Any], seed: int = 0
+) -> list[np.ndarray]:
+    """The outputs of a point in the emulator; also of points that are too small for their space."""
+    program = spaces.find(template).build(problem, decisions)
+    outputs = problem.empty_outputs()
+    own = [np.full(tuple(map(problem.extent, w.shape)), 0x12345678, w.dtype) for w in program.workspaces]
+    run_on_cpu(program.module, TARGET, [*inputs, *outputs, *own], pipeline=program.pipeline, seed=seed, timeout=120)
+    return outputs
+
+
+# ---- phases --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lanes", "pack"), [(4, 1), (4, 4), (8, 2), (16, 8), (32, 4), (32, 1)])
+def test_reduction_over_lanes(lanes: int, pack: int) -> None:
+    """Lane l of a group ends with the group's sums for sample l % pack, of all rows."""
+    problem = problem_of("steps=1,batch=8,hidden=8,nonzeros=3,cell=gru,dtype=float16")
+    e = Extents.of(problem, {**POINT, "threads": 32, "blocks": 1, "reduce_threads": lanes, "pack": pack})
+    each = e.rows * e.pack
+    reduce = step.reduce_lanes(e)
+
+    @T.prim_func
+    def main(given: T.Buffer((32, each), "float32"), found: T.Buffer((32, e.rows), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        s = T.meta_var(State.of(e, t))
+        for i in T.unroll(each):
+            s.sums[i] = given[t, i]
+        reduce(s)
+        for row in T.unroll(e.rows):
+            found[t, row] = s.sums[row * e.pack]
+
+    given = np.random.default_rng(0).integers(-50, 50, (32, each)).astype("float32")
+    found = np.full((32, e.rows), np.nan, "float32")
+    module = tvm.IRModule({"main": main.with_attr("global_symbol", "main")})
+    run_on_cpu(module, TARGET, [given, found], pipeline="tirx")
+    groups = given.reshape(32 // lanes, lanes, e.rows, pack).sum(1)
+    for t in range(32):
+        np.testing.assert_array_equal(found[t], groups[t // lanes, :, t % pack])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pack", "marked", "free"),
+    [
+        ("float32", 4, [0xFFFFFFFF], [0, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFF, 0xFFFF0000]),
+        # Two halves are sent as one word.
+        ("float16", 2, [0xFFFFFFFF], [0, 0x7FFF7FFF, 0xFFFF0000, 0x0000FFFF]),
+        # Halves are sent by themselves, so that one may be there and its neighbour not.
+        ("bfloat16", 1, [0xFFFFFFFF, 0x0000FFFF, 0xFFFF0000, 0x7FFFFFFF], [0, 0x7FFF7FFF, 0xFFFEFFFE, 0x00010000]),
+    ],
+)
+def test_which_words_are_missing(dtype: str, pack: int, marked: list[int], free: list[int]) -> None:
+    problem = problem_of(f"steps=1,batch=4,hidden=8,nonzeros=3,dtype={dtype}")
+    e = Extents.of(problem, {**POINT, "pack": pack})
+    vectors = [[w if i == at else 0 for i in range(4)] for w in marked for at in range(4)]
+    expected = [1] * len(vectors) + [0] * len(free)
+    words = np.array([*vectors, *([w] * 4 for w in free)], "uint32")
+    count = len(words)
+
+    @T.prim_func
+    def main(given: T.Buffer((count, 4), "uint32"), found: T.Buffer((count,), "int32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        copied = T.alloc_local([4], "uint32")
+        if t < count:
+            for i in T.unroll(4):
+                copied[i] = given[t, i]
+            found[t] = T.Cast("int32", exchange.missing(e, copied, 0))
+
+    found = np.full(count, -1, "int32")
+    module = tvm.IRModule({"main": main.with_attr("global_symbol", "main")})
+    run_on_cpu(module, TARGET, [words, found], pipeline="tirx")
+    assert found.tolist() == expected
+
+
+def test_batches_cover_every_round_once() -> None:
+    for registers, dtype in itertools.product(REGISTERS, ("float32", "float16")):
+        problem = problem_of(f"steps=1,batch=4,hidden=800,nonzeros=300,dtype={dtype}")
+        e = Extents.of(problem, {**POINT, "registers": registers})
+        rounds = [first + i for first, count in e.batches for i in range(count)]
+        assert rounds == list(range(registers))
+        assert all(0 < count <= e.gathered for _, count in e.batches)
+    assert all(n % BATCHED == 0 for n in SHARED)
+
+
+# ---- whole kernels -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("template", ["persistent_rows", "cluster_rows"])
+def test_a_state_that_looks_like_the_mark(template: str, dtype: str, seed: int) -> None:
+    """NaNs all of whose bits are ones, in the first states and in what a step adds: nobody waits for them for ever."""
+    problem = problem_of(f"steps=4,batch=3,hidden=11,nonzeros=4,cell=relu,dtype={dtype}")
+    inputs = problem.generate(seed)
+    names = [argument.name for argument in problem.kernel_inputs]
+    ones = np.full(1, 0xFF, "uint8").repeat(8).view(numpy_dtype(dtype))[0]
+    for name, place in (("h0", (0, 3)), ("h0", (2, 10)), ("x_projected", (1, 1, 5))):
+        inputs[names.index(name)][place] = ones
+    outputs = run(template, problem, POINT if template == "persistent_rows" else CLUSTER, inputs, seed)
+    problem.check(inputs, problem.reference(inputs), outputs)
+    assert np.isnan(outputs[0].astype("float32")).any()
+
+
+@pytest.mark.parametrize("exchanged", [0, 1])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_thread_blocks_that_run_in_any_order(exchanged: int, stages: int) -> None:
+    """Blocks wait for each other whatever order they run in; packs of a batch follow each other."""
+    problem = problem_of("steps=6,batch=5,hidden=23,nonzeros=6,cell=lstm")
+    inputs = problem.generate(0)
+    expected = problem.reference(inputs)
+    point = {**POINT, "blocks": 3, "threads": 32, "pack": 2, "exchange": exchanged, "stages": stages}
+    for seed in range(4):
+        problem.check(inputs, expected, run("persistent_rows", problem, point, inputs, seed))
+
+
+def test_entries_that_are_nowhere_on_chip() -> None:
+    """Rows of very different lengths, of which registers and shared memory keep the beginnings."""
+    problem = problem_of("steps=3,batch=2,hidden=60,nonzeros=12,cell=gru")
+    for structure, kept in (("one_long_row", {"registers": 1, "shared": 4}), ("ragged", {"registers": 0, "shared": 0})):
+        inputs = problem.generate(1, structure)
+        outputs = run("persistent_rows", problem, {**POINT, "pack": 2, **kept}, inputs)
+        problem.check(inputs, problem.reference(inputs), outputs)
+
+
+def test_a_reset_meets_an_infinite_weight() -> None:
+    """Zero times infinity is NaN, as for the reference."""
+    problem = problem_of("steps=3,batch=2,hidden=9,nonzeros=4,resets=1")
+    inputs = problem.generate(2, "special")
+    names = [argument.name for argument in problem.kernel_inputs]
+    inputs[names.index("resets")][:] = 1
+    expected = problem.reference(inputs)
+    assert np.isnan(expected[0]).any()
+    for template, point in (("persistent_rows", {**POINT, "pack": 2}), ("cluster_rows", {**CLUSTER, "pack": 2})):
+        problem.check(inputs, expected, run(template, problem, point, inputs))
+
+
+# ---- spaces --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "blocks", "threads", "stages"),
+    [
+        # As measured on an H200.
+        ("steps=256,batch=4,hidden=1792,nonzeros=18", (48, 64), (256,), 2),
+        ("steps=256,batch=4,hidden=1792,nonzeros=179", (96, 128), (256, 384, 512), 2),
+        ("steps=256,batch=4,hidden=1792,nonzeros=538", (128, 132), (256, 384, 512), 2),
+        ("steps=256,batch=4,hidden=5632,nonzeros=56", (96, 128), (256, 384, 512), 1),
+        ("steps=256,batch=4,hidden=1024,nonzeros=128,cell=lstm,dtype=float16", (128, 132), (256,), 2),
+    ],
+)
+def test_the_default(key: str, blocks: tuple[int, ...], threads: tuple[int, ...], stages: int) -> None:
+    found = spaces.find("persistent_rows").default(problem_of(key), SM90)
+    assert found["blocks"] in blocks and found["threads"] in threads and found["stages"] == stages
+    assert (found["registers"] + found["shared"]) * found["reduce_threads"] >= longest_row(problem_of(key))
+
+
+def test_what_does_not_apply() -> None:
+    rows, cluster = spaces.find("persistent_rows"), spaces.find("cluster_rows")
+    with pytest.raises(NotApplicable, match="exceed the shared memory of a thread block"):
+        rows.space(problem_of("steps=1,batch=1,hidden=60000,nonzeros=1"), SM90)
+    with pytest.raises(NotApplicable, match="16 bits leave no column beyond hidden=65536"):
+        rows.space(problem_of("steps=1,batch=1,hidden=65536,nonzeros=1,dtype=float16"), SM90)
+    with pytest.raises(NotApplicable, match="no cluster keeps 626 entries in each row of hidden=1792"):
+        cluster.space(problem_of("steps=1,batch=4,hidden=1792,nonzeros=538"), SM90)
+    with pytest.raises(NotApplicable, match="need compute capability 9.0"):
+        cluster.space(problem_of("steps=1,batch=4,hidden=64,nonzeros=5"), SM80)
+
+
+def test_who_sends_to_whom() -> None:
+    """Every thread block of a cluster is sent every sample's state by one lane of a group."""
+    problem = problem_of("steps=1,batch=4,hidden=64,nonzeros=5")
+    for cluster, lanes, pack in itertools.product((2, 4, 8, 16), (4, 8, 16, 32), (1, 2, 4)):
+        e = ClusterExtents.of(problem, {**CLUSTER, "cluster": cluster, "reduce_threads": lanes, "pack": pack})
+        sent = [
+            (lane % pack, lane // pack + i * e.copies)
+            for lane in range(e.finishing)
+            for i in range(e.sends)
+            if lane // pack + i * e.copies < cluster
+        ]
+        assert sorted(sent) == [(sample, block) for sample in range(pack) for block in range(cluster)]

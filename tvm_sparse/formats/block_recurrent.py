@@ -1,0 +1,160 @@
+"""Recurrent weights in blocks as tensor cores take them, made on the host.
+
+A matrix `(gates * hidden, hidden)`, row `gate * hidden + unit` for a gate of a unit, is cut into *tiles* of 16 rows,
+which is what one instruction of a tensor core multiplies: 16 units of a layer with one gate; 4 units with their gates
+of one with several, row `gate * 4 + unit` of the tile, so that no sum leaves its tile. A GRU's tiles have four rows of
+zeros. A tile has a list of *groups* of 8 neighbouring columns; groups in which all of its 16 rows are zero are left
+out. So a matrix in blocks of 16 (or for one gate multiples of it) has no zeros beside its own; a dense one has all
+groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..core.problem import numpy_dtype
+from .recurrent import matrix_entries
+
+# Rows of a tile, and columns of a group.
+ROWS, COLUMNS = 16, 8
+
+
+def tile_units(gates: int) -> int:
+    """Units of a tile."""
+    return ROWS if gates == 1 else ROWS // 4
+
+
+def tiles_of(hidden: int, gates: int) -> int:
+    """Tiles of a weight."""
+    return -(-hidden // tile_units(gates))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRecurrentWeights:
+    """Recurrent weights `(gates * hidden, hidden)` in tiles; made by `block_recurrent_weights`.
+
+    Attributes
+    ----------
+    hidden, gates, dtype
+        Units, rows a unit (1 of an RNN, 3 of a GRU, 4 of an LSTM, in torch's order), and the dtype of the values.
+    group_start
+        `(tiles + 1,)` int32: the first group of each tile.
+    groups
+        `(groups,)` int32: a group's column / 8, ascending in each tile.
+    weights
+        `(groups, 16, 8)`: values of the tile's rows in the group's columns; zeros beyond the last unit and column.
+    placed
+        Copies on other devices, kept by the calls.
+    """
+
+    hidden: int
+    gates: int
+    dtype: str
+    group_start: np.ndarray
+    groups: np.ndarray
+    weights: np.ndarray
+    placed: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def held(self) -> tuple[np.ndarray, ...]:
+        """The arrays in the order in which kernels take them.
+
+        An empty array has no address, and strides of its own: in its place there is a group that no tile has.
+        """
+        if len(self.groups):
+            return self.group_start, self.groups, self.weights
+        return self.group_start, np.zeros(1, np.int32), np.zeros((1, ROWS, COLUMNS), self.weights.dtype)
+
+    def laid_out_for(self, batch: int) -> BlockRecurrentWeights:
+        """These weights: their order is the same for every batch."""
+        return self
+
+    @property
+    def density(self) -> float:
+        """Groups that are kept, of all that there could be."""
+        return len(self.groups) / (tiles_of(self.hidden, self.gates) * -(-self.hidden // COLUMNS))
+
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows and columns (int64) of the matrix, and values (float32), of everything that is kept."""
+        return coordinates(self.hidden, self.gates, self.group_start, self.groups, self.weights)
+
+    def dense(self) -> np.ndarray:
+        """The matrix `(gates * hidden, hidden)`, in its dtype."""
+        rows, columns, values = self.coordinates()
+        found = np.zeros((self.gates * self.hidden, self.hidden), numpy_dtype(self.dtype))
+        found[rows, columns] = values.astype(found.dtype)
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockRecurrentWeights(hidden={self.hidden}, gates={self.gates}, dtype={self.dtype},"
+            f" groups={len(self.groups)}, density={self.density:.3g})"
+        )
+
+
+def block_recurrent_weights(matrix: Any, gates: int = 1, *, dtype: str | None = None) -> BlockRecurrentWeights:
+    """Lay a recurrent weight in blocks, or a dense one, out for tensor cores.
+
+    Parameters
+    ----------
+    matrix
+        Shape `(gates * hidden, hidden)`, row `gate * hidden + unit`, gates in torch's order: a SciPy sparse matrix
+        (BSR) or array, a torch tensor of a sparse layout (`torch.sparse_bsr`), or a dense array (NumPy, torch or DLPack
+        on the host) whose nonzeros, NaN among them, are taken. Entries that stand twice are added; blocks of zeros that
+        a sparse matrix stores are kept.
+    gates
+        Rows a unit: 1, 3 (GRU) or 4 (LSTM).
+    dtype
+        Of the values: float32, float16 or bfloat16. None: that of the matrix, float32 in the place of float64.
+
+    Raises
+    ------
+    TypeError
+        If `matrix` is no array.
+    ValueError
+        For another shape, dtype or number of gates; for indices outside of the matrix.
+
+    When not to use it: where nonzeros are scattered, each of which takes 16 * 8 values here; `recurrent_weights` is for
+    those. A NaN or infinity of the states is multiplied by all that is kept, zeros among it, as in a dense product.
+    """
+    if gates not in (1, 3, 4):
+        raise ValueError(f"gates: expected 1, 3 or 4, got {gates!r}")
+    rows, columns, values, hidden, dtype = matrix_entries(matrix, gates, dtype)
+    return lay_out_blocks(rows, columns, values, hidden, gates, dtype)
+
+
+def lay_out_blocks(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, hidden: int, gates: int, dtype: str
+) -> BlockRecurrentWeights:
+    """As `block_recurrent_weights`, of rows, columns and values of the entries, which are not checked."""
+    rows, columns = rows.astype(np.int64), columns.astype(np.int64)
+    units, across, count = tile_units(gates), -(-hidden // COLUMNS), tiles_of(hidden, gates)
+    tile = rows % hidden // units
+    within = rows % hidden if gates == 1 else rows // hidden * units + rows % hidden % units
+    kept, which = np.unique(tile * across + columns // COLUMNS, return_inverse=True)
+    if len(kept) * ROWS * COLUMNS >= 2**31:
+        raise ValueError(f"weights: expected fewer than 2^31 values in groups, got {len(kept)} groups of 16 * 8")
+    place = (which.reshape(-1) * ROWS + within % ROWS) * COLUMNS + columns % COLUMNS
+    found = np.bincount(place, values, len(kept) * ROWS * COLUMNS).reshape(-1, ROWS, COLUMNS)
+    group_start = np.searchsorted(kept, np.arange(count + 1) * across).astype(np.int32)
+    with np.errstate(over="ignore"):
+        held = found.astype(numpy_dtype(dtype))
+    return BlockRecurrentWeights(hidden, gates, dtype, group_start, (kept % across).astype(np.int32), held)
+
+
+def coordinates(
+    hidden: int, gates: int, group_start: np.ndarray, groups: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows and columns (int64) of the matrix, and values (float32), of everything that groups hold of it."""
+    units, row = tile_units(gates), np.arange(ROWS)
+    tile = np.repeat(np.arange(len(group_start) - 1), np.diff(group_start))
+    unit = tile[:, None] * units + row % units
+    gate = np.broadcast_to(row // units if gates > 1 else 0 * row, unit.shape)
+    column = groups.astype(np.int64)[:, None] * COLUMNS + np.arange(COLUMNS)
+    shape = weights.shape
+    inside = ((unit < hidden) & (gate < gates))[:, :, None] & (column < hidden)[:, None, :]
+    rows = np.broadcast_to((gate * hidden + unit)[:, :, None], shape)[inside]
+    return rows, np.broadcast_to(column[:, None, :], shape)[inside], weights[inside].astype(np.float32)

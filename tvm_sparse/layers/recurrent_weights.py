@@ -1,0 +1,132 @@
+"""The two forms in which a layer keeps recurrent weights, each with its operator.
+
+*Entries*: every nonzero with its column, for gathers from shared memory (`sparse_recurrent`). *Blocks*: tiles of 16
+rows in groups of 8 columns, for tensor cores (`block_recurrent`); a dense weight has all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..core.problem import FLOATS, Problem, numpy_dtype
+from ..formats.block_recurrent import (
+    COLUMNS,
+    ROWS,
+    BlockRecurrentWeights,
+    block_recurrent_weights,
+    lay_out_blocks,
+    tiles_of,
+)
+from ..formats.compressed import check_compressed
+from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, recurrent_weights
+from ..operators.block_recurrent.call import block_recurrent
+from ..operators.block_recurrent.call import problem_of as problem_of_blocks
+from ..operators.sparse_recurrent.call import problem_of, sparse_recurrent
+
+FORMS = ("auto", "entries", "blocks")
+# Of the values that blocks hold, those that are nonzero: above this blocks take fewer bytes than entries, which have
+# twice as many each.
+FULL_ENOUGH = 0.5
+# Arrays of each form.
+ARRAYS = {"entries": ("units", "row_start", "entries"), "blocks": ("group_start", "groups", "weights")}
+Weights = RecurrentWeights | BlockRecurrentWeights
+
+
+def form_of(weights: Weights) -> str:
+    """ "entries" or "blocks"."""
+    return "entries" if isinstance(weights, RecurrentWeights) else "blocks"
+
+
+def prepared(matrix: Any, gates: int, dtype: str | None, form: str, order: str) -> Weights:
+    """A matrix in a form; with "auto" in blocks if these are full enough, and of 16 bits, as tensor cores take them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `recurrent_weights`, and for an unknown form.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
+    if form == "entries":
+        return recurrent_weights(matrix, gates, dtype=dtype, order=order)
+    if form == "auto":
+        entries = recurrent_weights(matrix, gates, dtype=dtype, order=order)
+        if numpy_dtype(entries.dtype).itemsize != 2:
+            return entries
+        blocks = lay_out_blocks(*entries.coordinates(), entries.hidden, gates, entries.dtype)
+        return blocks if entries.nonzeros > FULL_ENOUGH * blocks.weights.size else entries
+    return block_recurrent_weights(matrix, gates, dtype=dtype)
+
+
+def of_dtype(weights: Weights, dtype: str) -> Weights:
+    """The weights in the same form and another dtype."""
+    coordinates = *weights.coordinates(), weights.hidden, weights.gates
+    if isinstance(weights, RecurrentWeights):
+        return lay_out(*coordinates, dtype, weights.order or "banks", weights.banks)
+    return lay_out_blocks(*coordinates, dtype)
+
+
+def run(weights: Weights, x_projected: Any, *states: Any, **given: Any) -> tuple[Any, ...]:
+    """The operator of the form: one launch."""
+    if isinstance(weights, RecurrentWeights):
+        return sparse_recurrent(weights, x_projected, *states, **given)
+    return block_recurrent(weights, x_projected, *states, **given)
+
+
+def launch_problem(
+    weights: Weights, steps: int, batch: int, cell: str, *, ragged: bool = False, resets: bool = False
+) -> Problem:
+    """The problem that a launch is."""
+    if isinstance(weights, RecurrentWeights):
+        return problem_of(weights, steps, batch, cell, int(ragged), int(resets))
+    return problem_of_blocks(weights, steps, batch, cell, int(ragged), int(resets))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def parts_of(weights: Weights) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and numbers that `assembled` makes the weights of."""
+    form = form_of(weights)
+    meta: dict[str, Any] = {"form": form, "hidden": weights.hidden, "dtype": weights.dtype}
+    if isinstance(weights, RecurrentWeights):
+        meta |= {"order": weights.order, "banks": weights.banks}
+    return {name: getattr(weights, name) for name in ARRAYS[form]}, meta
+
+
+def assembled(held: Mapping[str, np.ndarray], meta: Mapping[str, Any], gates: int) -> Weights:
+    """Weights of what `parts_of` gave, checked: no kernel reads outside of their arrays.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If they cannot be.
+    """
+    form, hidden, dtype = meta["form"], meta["hidden"], meta["dtype"]
+    if form not in ARRAYS or dtype not in FLOATS or not isinstance(hidden, int) or hidden < 1:
+        raise ValueError(f"no weights: form {form!r}, hidden {hidden!r}, dtype {dtype!r}")
+    arrays = [held[name] for name in ARRAYS[form]]
+    for name, array in zip(ARRAYS[form], arrays, strict=True):
+        wanted = numpy_dtype(dtype if name == "weights" else "int32")
+        if array.dtype != wanted:
+            raise ValueError(f"{name}: expected dtype {wanted}, got {array.dtype}")
+    first, second, third = arrays
+    if form == "blocks":
+        if third.shape != (len(second), ROWS, COLUMNS):
+            raise ValueError(f"weights: expected shape ({len(second)}, {ROWS}, {COLUMNS}), got {third.shape}")
+        shape = tiles_of(hidden, gates), -(-hidden // COLUMNS)
+        check_compressed(first, second, len(third), shape, item="tile", stored_in="group")
+        return BlockRecurrentWeights(hidden, gates, dtype, first, second, third)
+    order, banks, words = meta["order"], meta["banks"], entry_words(hidden, dtype)
+    if order not in ("", *ORDERS) or banks not in BANKS:
+        raise ValueError(f"no order of entries: {order!r} for {banks!r} banks")
+    if third.ndim != 2 or third.shape[1] != words:
+        raise ValueError(f"entries: expected {words} words each, got shape {third.shape}")
+    if first.shape != (hidden,) or (np.sort(first) != np.arange(hidden)).any():
+        raise ValueError(f"units: expected each of {hidden} units once")
+    weights = RecurrentWeights(hidden, gates, dtype, first, second, third, order, banks)
+    check_compressed(second, weights.columns, len(third), (hidden * gates, hidden), stored_in="entry")
+    return weights

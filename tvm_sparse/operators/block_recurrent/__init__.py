@@ -1,0 +1,1 @@
+"""A recurrent layer whose recurrent weight is in blocks, or dense, for tensor cores."""

@@ -1,0 +1,87 @@
+"""The public call of the recurrent layer with a weight in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.formats.block_recurrent import BlockRecurrentWeights, block_recurrent_weights
+from tvm_sparse.operators.nhot_lookup.problem import typical
+from tvm_sparse.operators.sparse_recurrent.call import run_layer
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import BlockRecurrent
+
+__all__ = ["BlockRecurrentWeights", "block_recurrent", "block_recurrent_weights"]
+
+
+def block_recurrent(
+    weights: BlockRecurrentWeights,
+    x_projected: Any,
+    h0: Any,
+    c0: Any = None,
+    *,
+    cell: str,
+    hidden_bias: Any = None,
+    lengths: Any = None,
+    resets: Any = None,
+    out: Any = None,
+    validate: bool = False,
+) -> tuple[Any, ...]:
+    """All steps of a recurrent layer with a recurrent weight U in blocks, or dense, for tensor cores.
+
+        tanh, relu   h[t] = f(x[t] + U h[t-1])
+        lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f c[t-1] + i g;  h[t] = o tanh(c[t])
+        gru          r, z = sigmoid(x[t] + U h[t-1]);  n = tanh(x_n[t] + r (U_n h[t-1] + b));
+                     h[t] = (1 - z) n + z h[t-1]
+
+    Parameters
+    ----------
+    weights
+        U, `(gates * hidden, hidden)`, made once by `block_recurrent_weights`. Copied to the device of `x_projected` at
+        the first call there, and kept.
+    x_projected, h0, c0, cell, hidden_bias, lengths, resets, out, validate
+        As of `sparse_recurrent`.
+
+    Returns
+    -------
+    output, h_n[, c_n]
+        `(steps, batch, hidden)` and `(batch, hidden)` of the weights' dtype: the state after each step, and the states
+        after the last step of each sequence; c_n for "lstm" alone.
+
+    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates, and an infinity times a
+    zero of a group is NaN, as in a dense product.
+
+    Raises
+    ------
+    TypeError
+        If `weights` are no `BlockRecurrentWeights`, or another argument is no array.
+    ValueError
+        As `sparse_recurrent` does.
+    RuntimeError
+        If an argument requires a gradient.
+
+    When not to use it: with nonzeros that are scattered, for which `sparse_recurrent` reads less; on a GPU with
+    float32, or batches of more than 32, which take a kernel a step.
+
+    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip"; dense: Diamos
+    et al. 2016, "Persistent RNNs: Stashing Recurrent Weights On-Chip".
+    """
+    if not isinstance(weights, BlockRecurrentWeights):
+        raise TypeError(
+            f"weights: expected BlockRecurrentWeights, got {type(weights).__name__}; make them by"
+            " block_recurrent_weights(matrix)"
+        )
+    what = ("block_recurrent", cell, weights.gates, weights.hidden, weights.dtype, len(weights.groups))
+    states = x_projected, h0, c0, hidden_bias, lengths, resets
+    return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
+
+
+def problem_of(
+    weights: BlockRecurrentWeights, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
+) -> BlockRecurrent:
+    """The problem of a call. Raises `ProblemError` if there is none."""
+    problem = BlockRecurrent(steps, batch, weights.hidden, 1, cell, weights.dtype, ragged, resets)
+    full, found = problem.across, len(weights.groups)
+    # A dense weight is told from one that is nearly so: what registers hold is chosen for it.
+    nonzeros = full if found == full * problem.tiles else min(full, typical(found, problem.tiles))
+    return BlockRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)
