@@ -20,9 +20,9 @@ from contenders import built
 from reproduction import provenance, timing_rows, write_csv
 
 from tvm_sparse.bench.compare import compare
-from tvm_sparse.cli import shapes as shape_files
 from tvm_sparse.cli.bench import comparison_table, notes
-from tvm_sparse.cli.common import Target, console, errors, label, machine_here
+from tvm_sparse.cli.common import Target, console, errors, machine_here
+from tvm_sparse.core import shape_files
 from tvm_sparse.core.problem import Mismatch, Problem
 from tvm_sparse.core.registry import make
 
@@ -113,7 +113,7 @@ def main(
         last = None
         with built([(problem, (), ()) for problem in problems], where):
             for number, problem in enumerate(problems, start=1):
-                typer.echo(f"\n[{number}/{len(problems)}] {label(problem)}")
+                typer.echo(f"\n[{number}/{len(problems)}] {problem.typed}")
                 try:
                     last = compare(problem, where, seed=seed, rotated=rotated)
                 except Mismatch as error:

@@ -13,7 +13,7 @@ from tvm_sparse.core import registry
 
 STUB = Path(__file__).parent.parent / "tvm_sparse" / "__init__.pyi"
 GENERAL = (
-    (".runtime.dispatch", ("Explanation", "explain", "load")),
+    (".runtime.dispatch", ("Explanation", "explain", "load", "warmup")),
     (".layers.lsh_head", ("LshHead",)),
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),
@@ -29,7 +29,7 @@ def stub() -> str:
     found = [(f".operators.{operator.name}.call", operator.public) for operator in registry.BUILTIN]
     for module, names in sorted([*found, *GENERAL]):
         lines += [f"from {module} import {name} as {name}" for name in sorted(names)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "__version__: str"]) + "\n"
 
 
 def main() -> int:

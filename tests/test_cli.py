@@ -12,20 +12,25 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import tvm_sparse
 from tvm_sparse.artifacts import manifest
 from tvm_sparse.bench import compare as comparing
 from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
-from tvm_sparse.cli import common, doctor, shapes
+from tvm_sparse.cli import common, doctor
 from tvm_sparse.cli.app import app
-from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core import machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
+from tvm_sparse.records.queries import best_records
+from tvm_sparse.runtime import paths
+from tvm_sparse.shipping import export as shipping
 from tvm_sparse.tuning import session
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
@@ -76,6 +81,76 @@ def test_list_names_operators_templates_and_records(tuned: tuple[Path, str]) -> 
     assert record["seconds"] > 0 and record["candidate"].startswith("block_rows@")
     assert [axis for axis, facts in one["axes"].items() if facts["batch"]] == ["m"]
     assert "did you mean bsr_matmul" in call("list", "bsr_matmull", code=2)
+    [one] = json.loads(call("list", "bsr_matmul", "--logs", tuned[0], "--json", "--target", "sm_80"))
+    assert one["tuned"] == {} and {template["kind"] for template in one["templates"]} == {"cuda"}
+    [one] = json.loads(call("list", "bsr_matmul", "--logs", tuned[0], "--json", "--target", "cpu"))
+    assert list(one["tuned"]) == [HERE.arch]
+    assert "nearest valid names" in call("list", "--target", "sm80", code=2)
+
+
+def test_shapes_that_nobody_tuned_are_exported(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    """And those that somebody did as they won; each program once, for any batch."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(
+        "[[bsr_matmul]]\nm = [1, 2]\nk = 64\nn = 64\nblock = 16\nsparsity = [0.5, 0.9]\n"
+        "[[softmax]]\nbatch = [1, 2]\nvocab = 37\n"
+    )
+    folder = tmp_path / "kernels"
+    call("export", "--target", "cpu", "--shapes", path, "--logs", tuned[0], "--operator", "softmax", "-o", folder)
+    [entry] = manifest.read(folder)
+    assert entry.chosen == "fallback" and entry.candidate == spaces.fallback(parse(entry.problem), HERE)
+    jobs = shipping.planned(shape_files.read(path), HERE, best_records([tuned[0]], HERE.arch))
+    assert {(job[0].key, job[2]) for job in jobs} >= {(parse("softmax/batch=1,vocab=37").key, "fallback")}
+    assert [job[2] for job in jobs].count("exact") == 1
+    assert "(--shapes FILE)" in call("export", "--target", "sm_50", "--logs", tuned[0], "-o", folder, code=1)
+
+
+def test_the_cache_is_shown_and_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = paths.user_cache()
+    assert call("cache") == f"nothing in {root}\n"
+    for arch in ("sm_90a", "x86-64-v4"):
+        (root / arch).mkdir(parents=True)
+        (root / arch / "one.so").write_bytes(bytes(2048))
+        (root / arch / manifest.NAME).write_text("{}")
+    assert f"sm_90a: 1 library, 2 KiB, in {root / 'sm_90a'}\n" in call("cache", "show")
+    assert call("cache", "clean", "--target", "sm_90a") == "sm_90a: 1 library, 2 KiB, removed\n"
+    assert [path.name for path in root.rglob("*.so")] == ["one.so"]
+    call("cache", "clean")
+    assert not [path for path in root.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert "show" in call("cache", "drop", code=2)
+
+
+def test_a_shell_completes_commands() -> None:
+    environment = {"_TVM_SPARSE_COMPLETE": "complete_bash", "COMP_WORDS": "tvm-sparse ex", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="tvm-sparse", env=environment)
+    assert result.stdout.split() == ["export", "explain"]
+
+
+def test_the_package_tells_its_names_and_version() -> None:
+    assert call("--version") == f"tvm-sparse {tvm_sparse.__version__}\n"
+    assert {"softmax_topk", "warmup", "BsrWeight", "__version__"} <= set(dir(tvm_sparse))
+
+
+def test_an_old_python_is_told_which_one_is_needed() -> None:
+    code = "import sys; sys.version_info = (3, 10, 4); exec(open('setup.py').read())"
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "tvm_sparse needs Python 3.11 or later; this is Python 3.10\n"
+
+
+def test_what_calls_ask_for_is_tuned(tmp_path: Path) -> None:
+    """A look-up's number of nonzeros is known to calls in steps only: a record of another would never be found."""
+    shape = ("nhot_lookup", "rows=7", "vocab=50", "width=33")
+    plan = call("tune", *shape, "nonzeros=4", "--target", "cpu", "--logs", tmp_path, "--dry-run")
+    said, _, rest = plan.partition("\n")
+    assert said.startswith("nhot_lookup rows=7 vocab=50 width=33 nonzeros=4 is tuned as nhot_lookup rows=7 vocab=50 wi")
+    assert "nonzeros=5" in rest and "nonzeros=4" not in rest
+    rows = tvm_sparse.CsrRows((np.arange(8) * 4, np.zeros(28, np.int64), None), columns=50)
+    given = registry.parse("nhot_lookup/rows=7,vocab=50,width=33,nonzeros=4,index=int64")
+    assert given.as_called() == rows.problem(33, "float32")
+    assert "nonzeros=5" in call("explain", *shape, "nonzeros=4", "--target", "cpu")
+    assert "is tuned as" not in call("tune", *TINY, "--target", "cpu", "--logs", tmp_path, "--dry-run")
 
 
 # ---------------------------------------------------------------------------------------------------- mistakes
@@ -120,7 +195,7 @@ def test_a_bad_file_of_shapes_is_named_with_its_table_and_axis(tmp_path: Path, t
     path = tmp_path / "shapes.toml"
     path.write_text(text)
     with pytest.raises(ProblemError, match=said):
-        shapes.read(path)
+        shape_files.read(path)
     assert str(path) in call("tune", "--shapes", path, "--dry-run", code=2)
 
 
@@ -140,7 +215,7 @@ def test_lists_in_a_file_of_shapes_mean_their_product(tmp_path: Path) -> None:
         "[[softmax_topk]]\nbatch = 1\nvocab = 100\nk = 1\n"  # one of them again
         '[[bsr_matmul]]\nm = 1\nk = 64\nn = 64\nblock = [8, "8x16"]\nsparsity = 0.5\n'
     )
-    problems = shapes.read(path)
+    problems = shape_files.read(path)
     assert [(p.operator, p.batch_extent) for p in problems[:4]] == [("softmax_topk", b) for b in (1, 1, 2, 2)]
     assert [p.axes["block"] for p in problems[4:]] == ["8x8", "8x16"]
     plan = call("tune", "--shapes", path, "--target", "cpu", "--trials", "5", "--dry-run", "--logs", tmp_path / "logs")

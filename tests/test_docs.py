@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_sparse.cli import shapes
+from tvm_sparse.core import shape_files
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r'^```(\w+)(?: title="([\w.-]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -84,7 +84,7 @@ def test_shapes_in_pages_are_shapes(tmp_path: Path) -> None:
     for text in tables:
         path = tmp_path / "shapes.toml"
         path.write_text(text)
-        assert shapes.read(path)
+        assert shape_files.read(path)
 
 
 def test_readme_is_one_page_and_its_links_lead_somewhere() -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cases import use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.artifacts import manifest
-from tvm_sparse.artifacts.compile import compile_candidate
+from tvm_sparse.artifacts.compile import CompileError, compile_candidate
 from tvm_sparse.artifacts.manifest import Entry
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
@@ -66,7 +66,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Candidate]]:
     """What was compiled: in this process, which spares the start of another; the real way has its own tests."""
     done: list[tuple[str, Candidate]] = []
 
-    def build(jobs: Sequence[Any], target: Any, folder: Path, **_: Any) -> list[Entry]:
+    def build(
+        jobs: Sequence[Any], target: Any, folder: Path, show: Callable[[Entry], None] = lambda entry: None, **_: Any
+    ) -> list[Entry]:
         entries = []
         for problem, candidate, chosen, figures in jobs:
             path = folder / building.library_name(problem, candidate, target.arch)
@@ -79,6 +81,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Candidate]]:
                 )
             )  # fmt: skip
             done.append((problem.key, candidate))
+            show(entries[-1])
         return entries
 
     monkeypatch.setattr(building, "build", build)
@@ -113,8 +116,8 @@ ORDER = [
     (1, "bucket", point(64), 4, "the next larger batch that was tuned is 4"),
     (3, "bucket", point(64), 4, "the next larger batch that was tuned is 4"),
     (5, "bucket", point(128), 16, "the next larger batch that was tuned is 16"),
-    (17, "nearby", point(128), 16, "0.1 octaves away; tune this problem"),
-    (64, "nearby", point(128), 16, "2.0 octaves away; tune this problem"),
+    (17, "nearby", point(128), 16, "the decisions are those of softmax_topk batch=16 vocab=37 k=4, the most like it"),
+    (64, "nearby", point(128), 16, "the decisions are those of softmax_topk batch=16 vocab=37 k=4, the most like it"),
 ]
 
 
@@ -159,11 +162,19 @@ def test_nothing_like_it_was_tuned(
         said = kernels.explain(problem, CPU)
         assert (said.how, said.record, said.figures) == ("fallback", None, {})
         assert said.candidate == str(spaces.fallback(problem, CPU))
-        assert CPU.arch in said.why and "tvm-sparse tune" in said.why
+        assert CPU.arch in said.why
+        assert said.tune.startswith(f"tvm-sparse tune softmax_topk batch={batch} vocab=37 k=4 dtype=float16")
         run(kernels.kernel(problem, CPU), problem)
     assert len(builds) == 1
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert [text.partition(",")[0] for text in warned] == [f"softmax_topk/batch={batch}" for batch in (4, 9, 1)]
+    # Once for all batches, with the command that tunes it; and what it took to compile.
+    assert [re.sub(r"\d+\.\d s", "S s", text) for text in warned] == [
+        f"softmax_topk batch=4 vocab=37 k=4 dtype=float16 on {CPU.arch}: not tuned, nor anything like it on {CPU.arch};"
+        " the decisions are a template's default."
+        f" To tune it: {kernels.explain(parse(TOPK.format(batch=4).replace('float32', 'float16')), CPU).tune}",
+        f"softmax_topk batch=4 vocab=37 k=4 dtype=float16 on {CPU.arch}: compiled in S s, once for this user;"
+        " tvm_sparse.warmup compiles before the first call",
+    ]
 
 
 @pytest.mark.parametrize("what", ["arch", "version", "template", "axes"])
@@ -239,6 +250,56 @@ def test_weights_that_differ_in_their_blocks_share_a_library(tmp_path: Path, bui
     assert len(builds) == 1
     other = parse("bsr_matmul/m=8,k=60,n=50,block=5x3,sparsity=0.5,dtype=float16")
     run(kernels.kernel(other, CPU), other)
+    assert len(builds) == 2
+
+
+def test_warmup_compiles_what_is_missing_and_calls_find_it(
+    tmp_path: Path, logs: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that several problems share once, those that are there not at all; keys, problems or a file."""
+    kernels = dispatcher(tmp_path, logs)
+    use_dispatcher(monkeypatch, kernels)
+    half = TOPK.format(batch=4).replace("float32", "float16")
+    said = tvm_sparse.warmup([topk(3), TOPK.format(batch=4), half, topk(9)], target="cpu")
+    assert [one.how for one in said] == ["bucket", "exact", "fallback", "bucket"]
+    assert all(one.library and Path(one.library).is_file() for one in said)
+    assert [candidate for _, candidate in builds] == [point(64), spaces.fallback(parse(half), CPU), point(128)]
+    path = tmp_path / "shapes.toml"
+    path.write_text("[[softmax_topk]]\nbatch = [2, 16]\nvocab = 37\nk = [4, 5]\n")
+    assert [one.how for one in tvm_sparse.warmup(path, target="cpu")] == ["bucket", "nearby", "exact", "nearby"]
+    assert len(builds) == 5  # of k = 5, by the decisions of both batches
+    assert tvm_sparse.warmup(str(path), target="cpu") and tvm_sparse.warmup(half, target="cpu") and len(builds) == 5
+    run(kernels.kernel(topk(8), CPU), topk(8))
+    assert len(builds) == 5
+
+
+def test_warmup_says_what_is_wrong(tmp_path: Path) -> None:
+    for wrong, kind, message in (
+        (lambda: tvm_sparse.warmup([3]), TypeError, "problems: expected problems, keys or the path of a file, got int"),
+        (lambda: tvm_sparse.warmup("softmax_topk/batch=1"), ProblemError, "missing axis vocab, k"),
+        (lambda: tvm_sparse.warmup(tmp_path / "none.toml"), ProblemError, "none.toml: No such file"),
+        (lambda: tvm_sparse.warmup([], builders=0), ValueError, "builders: expected at least 1, got 0"),
+        (lambda: tvm_sparse.warmup([], target="sm_50"), machine.UnknownArch, "expected this machine's, got 'sm_50'"),
+    ):
+        with pytest.raises(kind, match=message):
+            wrong()
+
+
+def test_warmup_keeps_what_was_compiled_before_a_failure(
+    tmp_path: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = building.build
+
+    def second_fails(jobs: Sequence[Any], *rest: Any, **options: Any) -> list[Entry]:
+        real(jobs[:1], *rest, **options)
+        raise CompileError("no")
+
+    monkeypatch.setattr(building, "build", second_fails)
+    two = [topk(4), parse(TOPK.format(batch=4).replace("float32", "float16"))]
+    with pytest.raises(CompileError, match="no"):
+        dispatcher(tmp_path).warmup(two, CPU, 2)
+    monkeypatch.setattr(building, "build", real)
+    dispatcher(tmp_path).warmup(two, CPU, 2)
     assert len(builds) == 2
 
 

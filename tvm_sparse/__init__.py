@@ -13,12 +13,14 @@ operator brings is said in `core.registry`.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 # What belongs to no operator, and where it lives.
 _GENERAL = {
     "explain": "runtime.dispatch",
     "load": "runtime.dispatch",
+    "warmup": "runtime.dispatch",
     "Explanation": "runtime.dispatch",
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
@@ -52,12 +54,22 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return sorted(_homes())
+    if name == "__version__":
+        import importlib.metadata
+
+        return importlib.metadata.version(__name__)
     if name.startswith("__") or name not in (homes := _homes()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(homes[name]), name)
+    if isinstance(value, types.FunctionType):
+        from .runtime.arrays import UNTRACED
+
+        # torch.compile looks at these before it traces a function: it calls ours as it is, and gives the reason where
+        # that cannot be. What torch.compiler.disable sets; but that would take PyTorch, and a microsecond a call.
+        value.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
     globals()[name] = value  # the next look-up finds it there, and does not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes()})
+    return sorted({*globals(), *_homes(), "__all__", "__version__"})

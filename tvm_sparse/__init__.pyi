@@ -38,3 +38,6 @@ from .operators.wta_hash.call import wta_hash as wta_hash
 from .runtime.dispatch import Explanation as Explanation
 from .runtime.dispatch import explain as explain
 from .runtime.dispatch import load as load
+from .runtime.dispatch import warmup as warmup
+
+__version__: str

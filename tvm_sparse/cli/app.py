@@ -9,6 +9,7 @@ import typer
 
 from ..core.registry import BUILTIN
 from .bench import bench
+from .cache import cache
 from .common import PROGRAM, Plugins
 from .doctor import doctor
 from .explain import explain
@@ -19,7 +20,7 @@ from .quickstart import quickstart
 from .tune import tune
 
 # A plain traceback goes into a bug report as it is; typer's boxes do not.
-app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name=PROGRAM, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _version(asked: bool) -> None:
@@ -51,6 +52,7 @@ app.command("tune")(tune)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)
+app.command("cache")(cache)
 app.command("migrate")(migrate)
 
 

@@ -17,7 +17,6 @@ from .common import (
     echo_json,
     errors,
     fail,
-    label,
     machine_here,
     problem_of,
     rate,
@@ -56,7 +55,7 @@ def bench(
         if as_json:
             echo_json(as_dict(result))
             return
-        typer.echo(f"{label(problem)} on {where.name} ({where.arch})")
+        typer.echo(f"{problem.typed} on {where.name} ({where.arch})")
         typer.echo(f"kernel: {result.kernel} ({result.how})")
         console().print(comparison_table(result))
         typer.echo("\n".join(notes(result)))

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 it did not work, 2 what was asked for does not exist, 130 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
 import shlex
@@ -85,10 +84,6 @@ Plugins = Annotated[
         help="Folder or file of an operator outside of the package; may be given again.",
     ),
 ]
-
-
-def default_builders() -> int:
-    return min(machine.cpu().cores, 16)
 
 
 def program() -> str:
@@ -213,17 +208,6 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
         figures = column in right
         made.add_column(column, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
     return made
-
-
-def axes_text(problem: Problem) -> str:
-    """The axes as they are typed, without those that have their default value."""
-    defaults = {field.name: field.default for field in dataclasses.fields(problem)}
-    return " ".join(f"{name}={value}" for name, value in problem.axes.items() if defaults[name] != value)
-
-
-def label(problem: Problem) -> str:
-    """A problem as it is typed after `tvm-sparse tune`."""
-    return f"{problem.operator} {axes_text(problem)}"
 
 
 def us(seconds: float | None) -> str:

@@ -17,7 +17,7 @@ def explain(
         from ..core import machine
         from ..runtime.dispatch import dispatcher
 
-        found = dispatcher.explain(problem_of(operator, axes), machine.resolve(target))
+        found = dispatcher.explain(problem_of(operator, axes).as_called(), machine.resolve(target))
         if as_json:
             echo_json(dataclasses.asdict(found))
         else:

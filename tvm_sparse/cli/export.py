@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import registry
+from ..core import registry, shape_files
 from ..core.registry import parse
 from .common import (
     Builders,
     Plugins,
     Target,
     console,
-    default_builders,
     default_roots,
     duration,
     errors,
     fail,
-    label,
     ratio,
     require,
     size,
@@ -41,11 +39,16 @@ def export(
         typer.Option(help="Folder of records; of several the last wins.  \\[default: the package's, then yours]"),
     ] = None,
     operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only what calls of these problems run, tuned or not; TOML as for tune."),
+    ] = None,
     builders: Builders = None,
     plugin: Plugins = None,
 ) -> None:
     """Compile the best record of every tuned problem into a folder that tvm_sparse.load reads.
 
+    With --shapes, a kernel that was not tuned for this architecture has nearby decisions or a template's default.
     The architecture need not be this machine's: code for sm_90a is built without a GPU.
     """
     with errors():
@@ -61,7 +64,9 @@ def export(
         if where.kind == "cuda":
             require("cuda")
         roots = default_roots(logs)
-        count = sum(operator in (None, parse(key).operator) for key in best_records(roots, where.arch))
+        problems = shape_files.read(shapes) if shapes is not None else None
+        asked = problems if problems is not None else map(parse, best_records(roots, where.arch))
+        count = sum(operator in (None, problem.operator) for problem in asked)
         started = time.monotonic()
         with _progress(count, where.arch) as show:
             try:
@@ -70,7 +75,8 @@ def export(
                     output,
                     roots,
                     only=lambda problem: operator in (None, problem.operator),
-                    builders=builders or default_builders(),
+                    problems=problems,
+                    builders=builders or machine.default_builders(),
                     show=show,
                 )
             except LookupError as error:
@@ -91,7 +97,7 @@ def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
 
         def line(entry: Entry) -> None:
             done.append(entry)
-            typer.echo(f"built {len(done)}/{count}: {label(parse(entry.problem))}")
+            typer.echo(f"built {len(done)}/{count}: {parse(entry.problem).typed}")
 
         yield line
         return
@@ -120,5 +126,5 @@ def print_entries(entries: list[Entry], folder: Path) -> None:
         if cuda:
             used = entry.resources or {}
             cells += [str(used.get("registers", "-")), str(used.get("spill_instructions", "-"))]
-        made.add_row(label(parse(entry.problem)), str(entry.candidate), *cells)
+        made.add_row(parse(entry.problem).typed, str(entry.candidate), *cells)
     console().print(made)

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core import registry
+from ..core import machine, registry
+from ..core.machine import Machine
 from ..core.registry import Operator, axis_type, parse
 from ..records.queries import best_records, recorded_archs
-from .common import AsJson, Plugins, console, default_roots, echo_json, errors, label, program, rate, ratio, table, us
+from .common import AsJson, Plugins, console, default_roots, echo_json, errors, program, rate, ratio, table, us
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 
@@ -22,13 +23,20 @@ def list_operators(
     logs: Annotated[
         list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target", "--arch", help="Only templates for it and problems tuned for it: cpu, cuda, sm_90a, ..."
+        ),
+    ] = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
     """List operators with their axes, their schedule templates, and the problems that are tuned, with figures."""
     with errors():
         chosen = [registry.find(operator)] if operator else list(registry.operators().values())
-        described = [_describe(one, default_roots(logs)) for one in chosen]
+        where = machine.resolve(target) if target is not None else None
+        described = [_describe(one, default_roots(logs), where) for one in chosen]
         if as_json:
             echo_json(described)
             return
@@ -36,10 +44,12 @@ def list_operators(
             _print(one)
 
 
-def _describe(operator: Operator, roots: Iterable[Path]) -> dict[str, Any]:
+def _describe(operator: Operator, roots: Iterable[Path], where: Machine | None) -> dict[str, Any]:
     roots, cls = tuple(roots), operator.problem
     tuned = {}
     for arch in recorded_archs(roots, [cls.operator]):
+        if where is not None and arch != where.arch:
+            continue
         found = {key: value for key, value in best_records(roots, arch).items() if key.startswith(f"{cls.operator}/")}
         tuned[arch] = {
             key: {"candidate": str(best.candidate), **figures, "bytes": parse(key).cost().bytes}
@@ -69,6 +79,7 @@ def _describe(operator: Operator, roots: Iterable[Path]) -> dict[str, Any]:
                 "summary": template.summary,
             }
             for template in operator.templates
+            if where is None or template.kind == where.kind
         ],
         "tuned": tuned,
     }
@@ -99,7 +110,7 @@ def _print(one: dict[str, Any]) -> None:
     for arch, key, record in tuned:
         made.add_row(
             arch,
-            label(parse(key)).removeprefix(f"{one['operator']} "),
+            parse(key).typed.removeprefix(f"{one['operator']} "),
             record["candidate"],
             us(record["seconds"]),
             ratio(record["fallback_seconds"], record["seconds"]),

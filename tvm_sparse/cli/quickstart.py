@@ -23,11 +23,9 @@ from .common import (
     INTERRUPTED,
     Plugins,
     console,
-    default_builders,
     duration,
     errors,
     fail,
-    label,
     program,
     ratio,
     require,
@@ -85,7 +83,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs: Path) -> dict[Problem, Best]:
     from .tune import make_plans, run
 
-    plans = make_plans(problems, where, trials, logs, default_builders())
+    plans = make_plans(problems, where, trials, logs, machine.default_builders())
     outcome = run(plans, logs, seed=0, again=f"{program()} quickstart")
     if outcome.interrupted:
         typer.echo(f"Interrupted; start again with: {program()} quickstart", err=True)
@@ -98,7 +96,7 @@ def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs
 def _export(where: machine.Machine, folder: Path) -> None:
     from ..shipping.export import export
 
-    entries = export(where, folder / "kernels", [folder / "logs"], builders=default_builders())
+    entries = export(where, folder / "kernels", [folder / "logs"], builders=machine.default_builders())
     total = sum((folder / "kernels" / entry.library).stat().st_size for entry in entries)
     typer.echo(f"    {len(entries)} libraries, {total / 1024:,.0f} KiB")
 
@@ -127,9 +125,9 @@ def _check(
     for problem in problems:
         result = results.get(problem)
         if result is None:
-            wrong.append(f"{label(problem)}: no result")
+            wrong.append(f"{problem.typed}: no result")
         elif result["error"]:
-            wrong.append(f"{label(problem)}: {result['error']}")
+            wrong.append(f"{problem.typed}: {result['error']}")
     return results, wrong
 
 
@@ -143,7 +141,7 @@ def final_table(
         peer = result["peer"] or {"seconds": None, "name": "-"}
         correct = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[red]-[/red]"}[result["correct"]]
         made.add_row(
-            label(problem),
+            problem.typed,
             us(best.fallback_seconds),
             us(best.seconds),
             ratio(best.fallback_seconds, best.seconds),
@@ -176,9 +174,9 @@ def _remarks(where: machine.Machine, results: dict[Problem, dict[str, Any]]) -> 
         ours, peer = result["seconds"], result["peer"]
         if ours and peer and peer["seconds"] < ours:
             python = f", of which {us(host)} are Python's" if (host := result["host_seconds"]) else ""
-            more = f"bench {label(problem)} --target {where.arch}"
+            more = f"bench {problem.typed} --target {where.arch}"
             remarks.append(
-                f"{label(problem)}: {peer['name']} is faster here; ours takes {us(ours)} us a call{python}.\n"
+                f"{problem.typed}: {peer['name']} is faster here; ours takes {us(ours)} us a call{python}.\n"
                 f"  All figures: {program()} {more}"
             )
     return remarks
@@ -189,7 +187,7 @@ def _next(problem: Problem, keep: Path | None) -> list[str]:
     public = registry.find(problem.operator).public
     return [
         "Next:",
-        f"  1. tune your own shapes:  {program()} tune {label(problem)} (many: --shapes FILE)",
+        f"  1. tune your own shapes:  {program()} tune {problem.typed} (many: --shapes FILE)",
         f"  2. ship the result:       {program()} export -o kernels",
         f'  3. use it in Python:      tvm_sparse.load("{kernels}"); then tvm_sparse.{public[0]}(...)',
     ]

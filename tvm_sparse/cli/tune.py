@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import registry
+from ..core import machine, registry, shape_files
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
-from . import shapes as shape_files
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -23,11 +22,9 @@ from .common import (
     Plugins,
     Target,
     console,
-    default_builders,
     duration,
     errors,
     fixed_values,
-    label,
     machine_here,
     problem_of,
     program,
@@ -85,14 +82,15 @@ def tune(
     the same command with more trials goes on from what is recorded.
     """
     with errors():
-        problems = _problems(operator, axes, shapes)
+        problems = _as_called(_problems(operator, axes, shapes))
         where = machine_here(target, "tuning")
         _require_templates(templates or (), problems, where)
         from ..runtime import paths
 
         folder = logs if logs is not None else paths.user_logs()
         fixed = fixed_values(fix, _decisions(problems, where) if fix else ())
-        plans = make_plans(problems, where, trials, folder, builders or default_builders(), templates or (), fixed)
+        builders_now = builders or machine.default_builders()
+        plans = make_plans(problems, where, trials, folder, builders_now, templates or (), fixed)
         console().print(plan_table(plans))
         left_out = left_out_lines(plans)
         if left_out:
@@ -125,6 +123,14 @@ def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | N
     if operator is None:
         raise ProblemError("operator: none given; see tvm-sparse list, or give a file of shapes with --shapes")
     return [problem_of(operator, axes)]
+
+
+def _as_called(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that calls ask for in the place of those given, each once; says which are others."""
+    for problem in problems:
+        if problem.as_called() != problem:
+            typer.echo(f"{problem.typed} is tuned as {problem.as_called().typed}: calls with such data ask for it")
+    return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 
 def _require_templates(names: Sequence[str], problems: Sequence[Problem], where: Machine) -> None:
@@ -204,7 +210,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     made = table("problem", "templates", *right, right=right)
     for plan in plans:
         made.add_row(
-            label(plan.problem),
+            plan.problem.typed,
             "\n".join(plan.templates),
             "\n".join(f"{size:,}" for size in plan.templates.values()),
             str(plan.trials),
@@ -314,7 +320,7 @@ class Lines:
     def begin(self, plan: Plan) -> None:
         self._number += 1
         self._next = 0
-        self._name = f"[{self._number}/{self._count}] {label(plan.problem)}"
+        self._name = f"[{self._number}/{self._count}] {plan.problem.typed}"
 
     def show(self, progress: Progress) -> None:
         from ..tuning.session import BATCH
@@ -407,7 +413,7 @@ class Live:
     def _row(self, plan: Plan) -> list[str]:
         state, best = self._states.get(plan.problem), self._bests.get(plan.problem)
         if state is None:
-            return [label(plan.problem), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
+            return [plan.problem.typed, *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
         # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
         gain = ratio(best.fallback_seconds, best.seconds) if best else ""
@@ -420,7 +426,7 @@ class Live:
         if self._limit:
             figures.append(share(bytes_, seconds, plan.machine))
         return [
-            label(plan.problem),
+            plan.problem.typed,
             *figures,
             gain,
             f"{state.measured}/{plan.trials}",
@@ -450,5 +456,5 @@ def result_table(plans: Sequence[Plan], bests: dict[Problem, Best]) -> Table:
         cells.append(rate(bytes_, best.seconds))
         if limit:
             cells.append(share(bytes_, best.seconds, plan.machine))
-        made.add_row(label(plan.problem), str(best.candidate), *cells)
+        made.add_row(plan.problem.typed, str(best.candidate), *cells)
     return made

@@ -121,6 +121,11 @@ def cpu() -> Machine:
     )
 
 
+def default_builders() -> int:
+    """How many processes compile at once unless told otherwise: one a core, 16 at most."""
+    return min(cpu().cores, 16)
+
+
 @functools.cache
 def cpu_arch() -> str:
     """The psABI level of this CPU, or the bare architecture where levels are not defined (`aarch64`)."""

@@ -105,6 +105,13 @@ class Problem(ABC):
         return f"{self.operator}/" + ",".join(shown)
 
     @property
+    def typed(self) -> str:
+        """Operator and axes as they are typed after `tvm-sparse tune`, without axes that have their default."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        shown = (f"{name}={value}" for name, value in self.axes.items() if fields[name] != value)
+        return " ".join((self.operator, *shown))
+
+    @property
     def kernel_inputs(self) -> tuple[Argument, ...]:
         """The inputs that kernels of this very problem take, in calling order."""
         return tuple(filter(self.has, self.inputs))
@@ -128,6 +135,10 @@ class Problem(ABC):
 
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
+
+    def as_called(self) -> Problem:
+        """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""
+        return self
 
     def smaller(self, extent: int) -> Problem:
         """A problem with this batch that the same program computes, and that is cheap to check.

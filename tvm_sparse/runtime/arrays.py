@@ -15,6 +15,11 @@ from typing import Any
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 # Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
 CUDA_ALIGNMENT = 16
+# Said where PyTorch wants to look into a call.
+UNTRACED = (
+    "tvm_sparse's functions are no custom operators of PyTorch: torch.compile calls them between two graphs, and they"
+    " cannot be part of one (fullgraph=True), nor of torch.export, torch.func (vmap, jvp, grad) or fake mode"
+)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "int64": 8}
 
 
@@ -46,7 +51,7 @@ def facts(name: str, array: Any) -> Facts:
     Raises
     ------
     TypeError
-        If it is no array, or lives where no kernel runs.
+        If it is no array, or lives where no kernel runs; if it is a masked array, or stands for one without data.
     """
     if is_torch(array):
         device = array.device.type
@@ -56,15 +61,20 @@ def facts(name: str, array: Any) -> Facts:
             raise TypeError(f"{name}: expected a dense tensor, got layout {array.layout}")
         dtype = str(array.dtype).removeprefix("torch.")
         alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
+        address = _address(name, array)
         return Facts(
             tuple(array.shape),
             dtype,
             device,
             array.device.index or 0,
-            array.is_contiguous(),
-            array.data_ptr() % alignment == 0,
+            # A tensor may hold its values negated, as `torch.Tensor.imag` of a conjugate does.
+            array.is_contiguous() and not array.is_neg(),
+            address % alignment == 0,
         )
     if is_numpy(array):
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(array, masked.MaskedArray):
+            raise TypeError(f"{name}: got a masked array, whose mask a kernel does not see; use its filled(value)")
         dtype = array.dtype.name if array.dtype.isnative else f"{array.dtype.name} of the other byte order"
         return Facts(
             array.shape,
@@ -89,6 +99,26 @@ def facts(name: str, array: Any) -> Facts:
     alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
     aligned = tensor.data_ptr() % alignment == 0
     return Facts(tuple(tensor.shape), dtype, device, index, tensor.is_contiguous(), aligned)
+
+
+def _address(name: str, tensor: Any) -> int:
+    """Where a torch tensor's data lie.
+
+    Raises
+    ------
+    TypeError
+        If it has none: it stands for a tensor while PyTorch traces or transforms a function.
+    """
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    address = None
+    if fake is None or not isinstance(tensor, fake.FakeTensor):
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # of torch.func's wrappers
+            pass
+    if address is None or (not address and tensor.numel()):
+        raise TypeError(f"{name}: got a tensor without data. {UNTRACED}")
+    return address
 
 
 def ready(name: str, array: Any, known: Facts) -> Any:
@@ -160,12 +190,21 @@ def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """A contiguous array under another shape, without a copy."""
-    if tuple(array.shape) == shape:
+    """An array under another shape: without a copy if it is contiguous.
+
+    Raises
+    ------
+    TypeError
+        If its library has no way to do that.
+    """
+    if hasattr(array, "shape") and tuple(array.shape) == shape:
         return array
-    if is_torch(array):
-        return array.view(shape)
-    return array.reshape(shape) if hasattr(array, "reshape") else array.__array_namespace__().reshape(array, shape)
+    if hasattr(array, "reshape"):
+        return array.reshape(shape)
+    reshape = getattr(getattr(array, "__array_namespace__", lambda: None)(), "reshape", None)
+    if reshape is None:
+        raise TypeError(f"{type(array).__name__} arrays have no reshape; expected one of shape {shape}")
+    return reshape(array, shape)
 
 
 def prototype(tensor: Any) -> Any:
@@ -182,7 +221,7 @@ def returned(array: Any, like: Any) -> Any:
         return array
     namespace = getattr(like, "__array_namespace__", lambda: None)()
     if is_numpy(array) and namespace is not None and hasattr(namespace, "from_dlpack"):
-        return namespace.from_dlpack(array)
+        return namespace.from_dlpack(_BfloatExport(array) if array.dtype.name == "bfloat16" else array)
     return array
 
 

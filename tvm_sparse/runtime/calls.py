@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import machine
@@ -32,8 +33,11 @@ def machine_of(name: str, known: Facts) -> Machine:
     return found
 
 
-def check_floats(name: str, known: Facts, rank: int) -> None:
-    if len(known.shape) != rank:
+def check_floats(name: str, known: Facts, rank: int | None = None) -> None:
+    """Check dtype and number of dimensions; without a rank: at least one."""
+    if rank is None and not known.shape:
+        raise ValueError(f"{name}: expected at least 1 dimension, got shape ()")
+    if rank is not None and len(known.shape) != rank:
         raise ValueError(f"{name}: expected {rank} dimensions, got shape {known.shape}")
     if known.dtype not in FLOATS:
         raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
@@ -42,19 +46,54 @@ def check_floats(name: str, known: Facts, rank: int) -> None:
 def logits_facts(logits: Any) -> Facts:
     """Facts of the argument `logits`, checked."""
     known = arrays.facts("logits", logits)
-    check_floats("logits", known, rank=2)
+    check_floats("logits", known)
     refuse_gradient("logits", logits)
-    if known.shape[1] >= 2**31:
-        raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[1]}")
+    if known.shape[-1] >= 2**31:
+        raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[-1]}")
     return known
+
+
+def by_rows(
+    call: Callable[[Any, list[Any] | None], Sequence[Any]],
+    array: Any,
+    known: Facts,
+    out: Any,
+    wanted: tuple[tuple[str, tuple[int, ...], str], ...],
+) -> list[Any]:
+    """The outputs of a call of rows `(batch, width)`, for an array `(..., width)` of another number of dimensions.
+
+    Parameters
+    ----------
+    call
+        (rows, arrays to write into or None) -> the outputs.
+    out, wanted
+        As of `outputs_for`, with the shapes of single rows.
+    """
+    leading = known.shape[:-1]
+    batch = math.prod(leading)
+    rows = arrays.reshaped(array, (batch, known.shape[-1]))
+    if out is None:
+        results = call(rows, None)
+        return [
+            arrays.reshaped(result, (*leading, *shape)) for result, (_, shape, _) in zip(results, wanted, strict=True)
+        ]
+    full = tuple((name, (*leading, *shape), dtype) for name, shape, dtype in wanted)
+    given = outputs_for(out, full, array, known)
+    call(rows, [arrays.reshaped(one, (batch, *shape)) for one, (_, shape, _) in zip(given, wanted, strict=True)])
+    return given
 
 
 def inverse_temperature(temperature: Any) -> float:
     """The factor that a temperature stands for."""
+    if type(temperature) is float and temperature == 1.0:
+        return 1.0
     try:
         inverse = 1.0 / float(temperature)
-    except (TypeError, ValueError):
-        raise TypeError(f"temperature: expected a number, got {type(temperature).__name__}") from None
+    except (TypeError, ValueError, RuntimeError):
+        what = f"{type(temperature).__name__}"
+        if getattr(temperature, "shape", ()):
+            what += f" of shape {tuple(temperature.shape)}"
+        raise TypeError(f"temperature: expected one number, for all rows, got {what}") from None
     except ZeroDivisionError:
         inverse = math.inf
     if not _SMALLEST < inverse < _LARGEST:
@@ -122,14 +161,35 @@ def layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
 
 
 def refuse_gradient(name: str, array: Any) -> None:
-    if arrays.is_torch(array) and array.requires_grad and sys.modules["torch"].is_grad_enabled():
+    """Raise for a torch tensor of which a gradient is wanted, backward or forward."""
+    if not arrays.is_torch(array):
+        return
+    if array.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+    if _forward_mode() and sys.modules["torch"].autograd.forward_ad.unpack_dual(array).tangent is not None:
+        raise RuntimeError(
+            f"{name}: has a tangent, and there is no forward-mode derivative; pass"
+            " torch.autograd.forward_ad.unpack_dual(...).primal"
+        )
+
+
+def _forward_mode() -> bool:
+    """Whether this is within `torch.autograd.forward_ad.dual_level`: only there do tensors have tangents."""
+    return sys.modules["torch.autograd.forward_ad"]._current_level >= 0
 
 
 def is_plain(tensor: Any) -> bool:
     """Whether a kernel takes a torch tensor as it is."""
     try:
-        return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED and not tensor.requires_grad
+        address = tensor.data_ptr()  # 0: of nothing, or of a tensor that stands for another
+        return (
+            address != 0
+            and not address & _MISALIGNED
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+            and not _forward_mode()
+        )
     except RuntimeError:  # sparse layouts know neither contiguity nor an address
         return False
 

@@ -8,10 +8,15 @@ package's own, then the user's cache) or is compiled once, in a child process, i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import shlex
+import sys
 import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +25,12 @@ from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError, digest
 from ..artifacts.residency import too_large
 from ..core import machine as machines
-from ..core import spaces
-from ..core.machine import Machine
-from ..core.problem import Problem, ProblemError
+from ..core import registry, shape_files, spaces
+from ..core.machine import Machine, UnknownArch
+from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import loading, paths
-from .lookup import Choice, Known, choose
+from .lookup import Choice, Known, choose, same_program
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -42,6 +47,7 @@ class Explanation:
     figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
     library: str | None  # None: not compiled yet; the first call compiles it into the user's cache
     why: str
+    tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
 
     def __str__(self) -> str:
         lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
@@ -53,6 +59,8 @@ class Explanation:
                 f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
             )
         lines.append(f"  library: {self.library or 'compiled at the first call'}")
+        if self.tune:
+            lines.append(f"  to tune it: {self.tune}")
         return "\n".join(lines)
 
 
@@ -99,6 +107,7 @@ class Dispatcher:
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[str, dict[str, Any]] = {}
+        self._warned: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
         self._forked = self._watches_forks = False
         self.launchers: dict[tuple, Any] = {}
@@ -140,6 +149,16 @@ class Dispatcher:
             choice = self._choose(problem, machine, sources)
             return _explanation(problem, machine, choice, self._find(choice, machine, sources))
 
+    def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
+        """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
+        with self._lock:
+            sources = self._sources(machine)
+            choices = [self._choose(problem, machine, sources) for problem in problems]
+            missing = [choice for choice in choices if self._find(choice, machine, sources) is None]
+            if missing:
+                self._compile(missing, machine, builders)
+            return [self.kernel(problem, machine).explanation for problem in problems]
+
     def _refuse_fork(self) -> None:
         """Raise in a process forked from one that has loaded CPU kernels: their threads are not there; calls hang."""
         if self._forked:
@@ -158,8 +177,7 @@ class Dispatcher:
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
         sources = self._sources(machine)
         choice = self._choose(problem, machine, sources)
-        if choice.how in ("nearby", "fallback"):
-            logger.warning("%s on %s: %s (%s)", problem, machine.arch, choice.how, choice.why)
+        self._warn(problem, machine, choice)
         kernel = self._loaded(problem, machine, choice, sources)
         if kernel.entry.resident is None:
             return kernel
@@ -178,8 +196,15 @@ class Dispatcher:
         """The kernel of a choice, if need be compiled."""
         located = self._find(choice, machine, sources)
         if located is None:
-            logger.info("compiling %s for %s into the user's cache", choice.candidate, problem)
-            located = self._compile(choice, machine)
+            started = time.monotonic()
+            with _spinner(f"compiling {problem.typed}"):
+                [located] = self._compile([choice], machine)
+            logger.warning(
+                "%s on %s: compiled in %.1f s, once for this user; tvm_sparse.warmup compiles before the first call",
+                problem.typed,
+                machine.arch,
+                time.monotonic() - started,
+            )
         try:
             function = self._function(*located)
         except loading.LoadError as error:
@@ -187,10 +212,19 @@ class Dispatcher:
                 raise
             # Nobody exported this one: what the cache has lost, it makes again.
             logger.warning("a library of the user's cache is compiled again: %s", error)
-            located = self._compile(choice, machine)
+            [located] = self._compile([choice], machine)
             function = self._function(*located)
         function = loading.with_workspaces(function, located[1].workspaces, problem, machine.kind)
         return Kernel(function, located[1], _explanation(problem, machine, choice, located))
+
+    def _warn(self, problem: Problem, machine: Machine, choice: Choice) -> None:
+        """Say that a problem is not tuned: once for all its batches."""
+        command = _tune_command(problem, machine, choice)
+        others = tuple(value for name, value in problem.axes.items() if name != problem.batch_axis)
+        what = (problem.operator, *others, machine)
+        if command is not None and what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s on %s: %s. To tune it: %s", problem.typed, machine.arch, choice.why, command)
 
     def _function(self, folder: Path, entry: Entry) -> Any:
         path = folder / entry.library
@@ -243,15 +277,19 @@ class Dispatcher:
         """A library of the chosen candidate for the chosen problem, at any batch and with any data."""
         for source in sources:
             for entry in source.entries:
-                if entry.candidate == choice.candidate and entry.kind == machine.kind and entry.arch == machine.arch:
-                    if too_large(entry.resident, entry.resources, machine):
-                        continue
-                    if _same_program(entry.problem, choice.compiled_for):
-                        return source.folder, entry
+                if (
+                    _is_program(entry, choice)
+                    and (entry.kind, entry.arch) == (machine.kind, machine.arch)
+                    and not too_large(entry.resident, entry.resources, machine)
+                ):
+                    return source.folder, entry
         return None
 
-    def _compile(self, choice: Choice, machine: Machine) -> tuple[Path, Entry]:
-        """Compile into the user's cache; two processes that need the same library wait for each other."""
+    def _compile(self, choices: Sequence[Choice], machine: Machine, builders: int = 1) -> list[tuple[Path, Entry]]:
+        """Compile what the user's cache lacks; two processes that need the same library wait for each other.
+
+        What was compiled before one of several failed stays.
+        """
         import filelock
 
         from ..workers import building
@@ -265,26 +303,35 @@ class Dispatcher:
                     present = manifest.read(folder)
                 except ManifestError as error:
                     logger.warning("the user's cache is begun anew: %s", error)
-            located = self._find(choice, machine, [_Source("cache", folder, present)])
-            if located is not None and _intact(*located):
-                return located
-            job = (choice.compiled_for, choice.candidate, choice.how, choice.figures)
-            with building.kept.pool() as pool:
-                [entry] = building.build([job], machine, folder, using=pool)
-            manifest.write(folder, [*(e for e in present if e.library != entry.library), entry])
-            return folder, entry
+            missing: list[Choice] = []
+            for choice in choices:
+                located = self._find(choice, machine, [_Source("cache", folder, present)])
+                if (located is None or not _intact(*located)) and not any(
+                    other.candidate == choice.candidate and same_program(other.compiled_for.key, choice.compiled_for)
+                    for other in missing
+                ):
+                    missing.append(choice)
+            jobs = [(choice.compiled_for, choice.candidate, choice.how, choice.figures) for choice in missing]
+            built: list[Entry] = []
+            try:
+                if len(jobs) == 1:
+                    with building.kept.pool() as pool:
+                        building.build(jobs, machine, folder, show=built.append, using=pool)
+                elif jobs:
+                    building.build(jobs, machine, folder, show=built.append, builders=min(builders, len(jobs)))
+            finally:
+                if built:
+                    names = {entry.library for entry in built}
+                    manifest.write(folder, [*(e for e in present if e.library not in names), *built])
+            entries = (*built, *present)
+            return [
+                (folder, next(e for e in entries if _is_program(e, choice)))  # also one that is too large for this GPU
+                for choice in choices
+            ]
 
 
-def _same_program(key: str, problem: Problem) -> bool:
-    """Whether a candidate's program for the problem of `key` is its program for `problem`."""
-    try:
-        other = parse(key)
-    except ProblemError:
-        return False
-    free = {problem.batch_axis, *problem.data_axes}
-    return type(other) is type(problem) and all(
-        other.axes[name] == value for name, value in problem.axes.items() if name not in free
-    )
+def _is_program(entry: Entry, choice: Choice) -> bool:
+    return entry.candidate == choice.candidate and same_program(entry.problem, choice.compiled_for)
 
 
 def _intact(folder: Path, entry: Entry) -> bool:
@@ -304,7 +351,33 @@ def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tu
         figures=dict(choice.figures),
         library=str(located[0] / located[1].library) if located else None,
         why=choice.why,
+        tune=_tune_command(problem, machine, choice),
     )
+
+
+def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | None:
+    """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
+    if choice.how not in ("nearby", "fallback"):
+        return None
+    words = ["tvm-sparse", "tune", *problem.typed.split()]
+    if machine.arch != machines.resolve("auto").arch:
+        words += ["--target", machine.arch]
+    if problem.operator not in {operator.name for operator in registry.BUILTIN}:
+        for path in registry.plugins():
+            words += ["--plugin", path]
+    return shlex.join(words)
+
+
+@contextlib.contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    """A line that moves for as long as the block takes, where somebody looks at stderr."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 # The process's kernels: what the public functions use.
@@ -331,6 +404,65 @@ def load(folder: str) -> int:
     return count
 
 
+def warmup(
+    problems: str | os.PathLike[str] | Problem | Iterable[str | Problem],
+    *,
+    target: str = "auto",
+    builders: int | None = None,
+) -> list[Explanation]:
+    """Load the kernels that calls of these problems run, so that no call has to; what is missing is compiled first.
+
+    Compiled are only kernels that lie in no exported folder and not in the user's cache, several at a time. One
+    serves every batch whose decisions are the same.
+
+    Parameters
+    ----------
+    problems
+        A problem or its key (`"softmax_topk/batch=8,vocab=32000,k=20"`), several of these, or the path of a file of
+        shapes as `tvm-sparse tune --shapes` takes it.
+    target
+        `auto` (the GPU if there is one), `cpu` or `cuda`, of this machine.
+    builders
+        Processes that compile. Default: one a core, 16 at most.
+
+    Returns
+    -------
+    explanations
+        What `explain` says of each problem, in their order.
+
+    Raises
+    ------
+    ProblemError
+        For an unknown operator or axis, or a file that does not mean problems.
+    UnknownArch
+        For a target that is not this machine's.
+    ValueError
+        For fewer than 1 builder.
+    CompileError, LoadError
+        If a kernel does not compile or may not be loaded; those compiled before it stay in the cache.
+    """
+    where = machines.resolve(target)
+    if where not in (machines.gpu(), machines.cpu()):
+        raise UnknownArch(f"target: expected this machine's, got {target!r}; export compiles for others")
+    builders = machines.default_builders() if builders is None else builders
+    if builders < 1:
+        raise ValueError(f"builders: expected at least 1, got {builders}")
+    return dispatcher.warmup([problem.as_called() for problem in _problems(problems)], where, builders)
+
+
+def _problems(given: Any) -> list[Problem]:
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".toml")):
+        return shape_files.read(Path(given))
+    if isinstance(given, str | Problem):
+        given = [given]
+    found = []
+    for one in given:
+        if not isinstance(one, str | Problem):
+            raise TypeError(f"problems: expected problems, keys or the path of a file, got {type(one).__name__}")
+        found.append(parse(one) if isinstance(one, str) else one)
+    return found
+
+
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
     """Which kernel a call runs, and why: exact record, batch bucket, nearby record or fallback.
 
@@ -353,4 +485,4 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
         problem = parse(problem) if "/" in problem else make(problem, axes)
     elif not isinstance(problem, Problem):
         raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
-    return dispatcher.explain(problem, machines.resolve(target))
+    return dispatcher.explain(problem.as_called(), machines.resolve(target))

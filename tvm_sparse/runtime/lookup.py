@@ -77,11 +77,23 @@ def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Ch
             return Choice("bucket", why, other, others[other].candidate, other.key, others[other].figures)
 
     by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
-    for distance, key, other in by_distance:
+    for _, key, other in by_distance:
         candidate = others[other].candidate
         if spaces.refusal(candidate, problem, machine) is None:
             same = other.with_batch(problem.batch_extent) == problem
-            why = f"decisions of {key}, {distance:.1f} octaves away; tune this problem to be sure{passed_over}"
+            why = f"not tuned; the decisions are those of {other.typed}, the most like it{passed_over}"
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
-    why = f"nothing like it was tuned for {machine.arch}; tvm-sparse tune may find better{passed_over}"
+    why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default{passed_over}"
     return Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+
+
+def same_program(key: str, problem: Problem) -> bool:
+    """Whether a candidate's program for the problem of `key` is its program for `problem`."""
+    try:
+        other = parse(key)
+    except ProblemError:
+        return False
+    free = {problem.batch_axis, *problem.data_axes}
+    return type(other) is type(problem) and all(
+        other.axes[name] == value for name, value in problem.axes.items() if name not in free
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.calls import (
+    by_rows,
     check_floats,
     facts_beside,
     fill,
@@ -42,7 +43,9 @@ def bsr_matmul(
     Parameters
     ----------
     x
-        Shape `(m, k)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not contiguous.
+        Shape `(m, k)`, or `(..., k)` with any number of dimensions before; float32, float16 or bfloat16, accumulated in
+        float32. Copied first if it is not contiguous. Under `torch.autocast`, with a weight of its dtype, x and bias
+        are cast to that, as by torch.nn.functional.linear.
     weight
         Shape `(n, k)` in BSR format: a `BsrWeight` (prepared once, the fastest to call with), a
         `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)` with data
@@ -54,7 +57,7 @@ def bsr_matmul(
     activation
         `"relu"`, `"gelu"` (by the error function, as torch's default) or `"silu"`, applied in float32.
     out
-        `(m, n)` array of x's dtype to write into, contiguous and on the same device.
+        `(m, n)` (or `(..., n)`) array of the weight's dtype to write into, contiguous and on the same device.
     validate
         Also check indices and indptr that lie on a GPU, which costs a synchronisation; those on the host are always
         checked, of a `BsrWeight` when it is made. Unchecked bad indices read out of bounds.
@@ -62,15 +65,16 @@ def bsr_matmul(
     Returns
     -------
     y
-        `(m, n)` of x's dtype.
+        `(m, n)` (or `(..., n)`) of the weight's dtype.
 
     Raises
     ------
     TypeError
         If `x`, `weight` or `bias` is none of these.
     ValueError
-        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
-        different devices, matrices of 2^31 elements or more, an unknown activation, or an `out` that does not fit.
+        For an x of no dimension, another dtype, shapes that do not fit, a malformed structure (naming the first bad
+        entry), arrays on different devices, matrices of 2^31 elements or more, an unknown activation, or an `out` that
+        does not fit.
     RuntimeError
         If `x`, the weight or the bias requires a gradient.
 
@@ -80,8 +84,8 @@ def bsr_matmul(
     """
     if not isinstance(weight, BsrWeight):
         known = arrays.facts("x", x)
-        check_floats("x", known, rank=2)
-        weight = BsrWeight(weight, columns=known.shape[1], validate=validate, balance=False)
+        check_floats("x", known)
+        weight = BsrWeight(weight, columns=known.shape[-1], validate=validate, balance=False)
     elif validate:
         weight.validate()
     torch = sys.modules.get("torch")
@@ -101,19 +105,35 @@ def bsr_matmul(
                 return y
 
     known = arrays.facts("x", x)
-    check_floats("x", known, rank=2)
+    check_floats("x", known)
     refuse_gradient("x", x)
-    m, k = known.shape
     n, weight_k = weight.shape
+    k = known.shape[-1]
     if k != weight_k:
         raise ValueError(f"x: expected {weight_k} columns, as the weight has, got shape {known.shape}")
-    if known.dtype != weight.dtype:
-        raise ValueError(f"x: expected dtype {weight.dtype}, as the weight has, got {known.dtype}")
+    casts = _casts(x, known, weight, torch)
+    if known.dtype != weight.dtype and not casts:
+        raise ValueError(
+            f"x: expected dtype {weight.dtype}, as the weight has, got {known.dtype}; convert x, or once the weight:"
+            f" BsrWeight(...).to(dtype={known.dtype!r})"
+        )
     if (known.device, known.index) != (weight.device, weight.device_index):
         raise ValueError(
             f"x: expected an array on {weight.device}:{weight.device_index}, as the weight is,"
             f" got {known.device}:{known.index}"
         )
+    if casts:
+        x = x.to(weight.data.dtype)
+        bias = bias.to(weight.data.dtype) if arrays.is_torch(bias) else bias
+        known = arrays.facts("x", x)
+    if len(known.shape) != 2:
+
+        def call(rows: Any, given: Any) -> list[Any]:
+            return [bsr_matmul(rows, weight, bias=bias, activation=activation, out=given and given[0])]
+
+        [y] = by_rows(call, x, known, out, (("out", (n,), known.dtype),))
+        return out if out is not None else y
+    m = known.shape[0]
     if max(m * k, m * n) >= 2**31:
         raise ValueError(
             f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})"
@@ -141,6 +161,13 @@ def bsr_matmul(
                 if None not in theirs[1:]:
                     weight.kernels[*key, *theirs] = (function, arrays.prototype(y), launchers)
     return out if out is not None else arrays.returned(y, x)
+
+
+def _casts(x: Any, known: arrays.Facts, weight: BsrWeight, torch: Any) -> bool:
+    """Whether torch.autocast casts x and bias to the weight's dtype."""
+    if not (arrays.is_torch(x) and arrays.is_torch(weight.data) and torch.is_autocast_enabled(known.device)):
+        return False
+    return torch.get_autocast_dtype(known.device) is weight.data.dtype
 
 
 def _fill_rows(y: Any, bias: Any, activation: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import refuse_gradient
 
 from .problem import BsrMatmul
 
@@ -49,6 +50,9 @@ class BsrWeight:
     ------
     TypeError, ValueError
         As `bsr_matmul`, naming the argument; if it is to be constant without balance.
+
+    Copies (`copy.copy`, which shares the arrays, and `copy.deepcopy`) and pickles are whole: what is known of the
+    structure is found out again when they are made.
     """
 
     def __init__(
@@ -68,10 +72,7 @@ class BsrWeight:
             raise ValueError(f"data: expected 3 dimensions (nnzb, block_rows, block_cols), got shape {known.shape}")
         if known.dtype not in FLOATS:
             raise ValueError(f"data: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
-        if arrays.is_torch(data) and data.requires_grad and sys.modules["torch"].is_grad_enabled():
-            raise RuntimeError(
-                "weight: requires a gradient, and there is no backward pass; call it under torch.no_grad()"
-            )
+        refuse_gradient("weight", data)
         self.nnzb, *block = known.shape
         rows, cols = self.block_shape = tuple(block)
         if rows < 1 or cols < 1:
@@ -114,6 +115,7 @@ class BsrWeight:
             order = _unread((block_rows, 3), self.indptr, known)
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long, int(constant))
+        self._options = {"balance": balance, "constant": constant}
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
@@ -127,6 +129,101 @@ class BsrWeight:
             Naming the first entry that is wrong.
         """
         self._check(self.indptr, self.indices)
+
+    def to(self, device: Any = None, dtype: Any = None, *, non_blocking: bool = False) -> BsrWeight:
+        """This weight on another device or in another dtype, as `torch.Tensor.to`; itself if nothing changes.
+
+        Parameters
+        ----------
+        device
+            Of PyTorch, as "cuda:0"; or a dtype, if that is all that changes. Other arrays stay where they are.
+        dtype
+            A dtype of torch or NumPy, or its name: float32, float16 or bfloat16.
+        non_blocking
+            As of `torch.Tensor.to`.
+
+        Raises
+        ------
+        TypeError
+            For a device, of arrays that are not PyTorch's; for a dtype, of arrays that are neither PyTorch's nor
+            NumPy's.
+        ValueError
+            For another dtype.
+        """
+        if dtype is None and (name := _dtype_name(device)) in FLOATS:
+            device, dtype = None, name
+        wanted = self.dtype if dtype is None else _dtype_name(dtype)
+        if wanted not in FLOATS:
+            raise ValueError(f"dtype: expected {', '.join(FLOATS)}, got {dtype!r}")
+        kind = type(self.data).__name__
+        if arrays.is_torch(self.data):
+            torch = sys.modules["torch"]
+            place = self.data.device if device is None else torch.device(device)
+            data = self.data.to(place, getattr(torch, wanted), non_blocking=non_blocking)
+            indices, indptr = (a.to(place, non_blocking=non_blocking) for a in (self.indices, self.indptr))
+        elif device is not None:
+            raise TypeError(f"device: only weights of torch tensors move, got a weight of {kind}")
+        elif wanted == self.dtype:
+            return self
+        elif arrays.is_numpy(self.data):
+            data, indices, indptr = self.data.astype(numpy_dtype(wanted)), self.indices, self.indptr
+        else:
+            raise TypeError(f"dtype: only weights of torch tensors and NumPy arrays are converted, got one of {kind}")
+        if data is self.data:
+            return self
+        return BsrWeight((data, indices, indptr), columns=self.shape[1], **self._options)
+
+    def half(self) -> BsrWeight:
+        """This weight in float16."""
+        return self.to(dtype="float16")
+
+    def bfloat16(self) -> BsrWeight:
+        """This weight in bfloat16."""
+        return self.to(dtype="bfloat16")
+
+    def float(self) -> BsrWeight:
+        """This weight in float32."""
+        return self.to(dtype="float32")
+
+    def to_dense(self) -> Any:
+        """The matrix `(n, k)` with its zeros, as an array of the library, dtype and device of `data`.
+
+        Blocks that stand twice are added, in float32.
+
+        Raises
+        ------
+        TypeError
+            For arrays on a GPU that are not PyTorch's.
+        """
+        (n, k), (rows, cols) = self.shape, self.block_shape
+        high, wide = n // rows, k // cols
+        if arrays.is_torch(self.data):
+            torch = sys.modules["torch"]
+            counts = self.indptr.diff().long()
+            at = torch.arange(high, device=counts.device).repeat_interleave(counts) * wide + self.indices
+            blocks = torch.zeros((high * wide, rows, cols), dtype=torch.float32, device=self.data.device)
+            blocks.index_add_(0, at, self.data.float())
+            return blocks.view(high, wide, rows, cols).transpose(1, 2).reshape(n, k).to(self.data.dtype)
+        if self.device != "cpu":
+            raise TypeError(
+                f"weight: only weights of torch tensors become dense on a GPU, got {type(self.data).__name__}"
+            )
+        import numpy as np
+
+        data = arrays.as_numpy(self.data)
+        sums = np.zeros((high * wide, rows, cols), np.float32)
+        at = np.repeat(np.arange(high), np.diff(self.indptr)) * wide + self.indices
+        np.add.at(sums, at, data.astype(np.float32))
+        dense = sums.reshape(high, wide, rows, cols).transpose(0, 2, 1, 3).reshape(n, k).astype(data.dtype)
+        return arrays.returned(dense, self.data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither a kernel nor what is passed to it can be copied.
+        return {"parts": (self.data, self.indices, self.indptr), "columns": self.shape[1], **self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        BsrWeight.__init__(self, state.pop("parts"), **state)
 
     def _check(self, indptr: Any, indices: Any) -> None:
         from tvm_sparse.formats.bsr import check_structure
@@ -166,6 +263,18 @@ class BsrWeight:
             f"BsrWeight(shape={self.shape}, block={rows}x{cols}, nnzb={self.nnzb},"
             f" dtype={self.dtype}, device={self.device})"
         )
+
+
+def _dtype_name(given: Any) -> str:
+    """The name of a dtype of torch or NumPy, or of what it is called."""
+    import numpy as np
+
+    if not isinstance(given, str) and not str(given).startswith("torch."):
+        try:
+            return np.dtype(given).name
+        except TypeError:
+            pass
+    return str(given).removeprefix("torch.")
 
 
 def _no_columns() -> int:

@@ -96,7 +96,7 @@ def candidate_topk(
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2 and figure 2.
     """
-    scale = 1.0 if temperature == 1.0 else inverse_temperature(temperature)
+    scale = inverse_temperature(temperature)
     torch = sys.modules.get("torch")
     key: tuple[Any, ...] | None = None
     if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(n) is int:

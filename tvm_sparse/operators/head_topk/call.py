@@ -90,7 +90,7 @@ def head_topk(
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    scale = 1.0 if temperature == 1.0 else inverse_temperature(temperature)
+    scale = inverse_temperature(temperature)
     torch = sys.modules.get("torch")
     key: tuple[Any, ...] | None = None
     if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(k) is int:

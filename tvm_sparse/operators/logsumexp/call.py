@@ -7,14 +7,14 @@ import sys
 from typing import Any
 
 from tvm_sparse.runtime import arrays
-from tvm_sparse.runtime.calls import fill, fits, is_plain, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime.calls import by_rows, fill, fits, is_plain, logits_facts, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import LogSumExp
 
 
 def logsumexp(logits: Any, out: Any = None) -> Any:
-    """log(sum_j exp(logits[:, j])), the normaliser of softmax, in one read of the logits.
+    """log(sum_j exp(logits[..., j])), the normaliser of softmax, in one read of the logits.
 
     values[b] = m_b + log(sum_j exp(logits[b, j] - m_b)),  m_b = max_j logits[b, j].
 
@@ -23,14 +23,16 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     logits
         As for `softmax`.
     out
-        `(batch,)` float32 array to write into: contiguous, on the device of `logits`.
+        `(batch,)` float32 array (`(...)` of logits `(..., vocab)`) to write into: contiguous, on the device of
+        `logits`.
 
     Returns
     -------
     values
-        `(batch,)` float32, whatever the dtype of `logits`: rounded to half precision (where torch.logsumexp rounds it)
-        it would be of no use as what log-probabilities are the difference to. A row of nothing but -inf, or of nothing,
-        has -inf, one with +inf has +inf, and one with NaN has NaN, as of torch.logsumexp.
+        `(batch,)` (or `(...)`) float32, whatever the dtype of `logits`: rounded to half precision (where
+        torch.logsumexp rounds it) it would be of no use as what log-probabilities are the difference to. A row of
+        nothing but -inf, or of nothing, has -inf, one with +inf has +inf, and one with NaN has NaN, as of
+        torch.logsumexp.
 
     Raises
     ------
@@ -50,6 +52,13 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
                 return result
 
     known = logits_facts(logits)
+    if len(known.shape) != 2:
+
+        def call(rows: Any, given: Any) -> list[Any]:
+            return [logsumexp(rows, given and given[0])]
+
+        [result] = by_rows(call, logits, known, out, (("out", (), "float32"),))
+        return out if out is not None else result
     batch, vocab = known.shape
     [result] = outputs_for(out, (("out", (batch,), "float32"),), logits, known)
     if batch and not vocab:

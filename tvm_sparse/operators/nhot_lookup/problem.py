@@ -103,6 +103,10 @@ class NhotLookup(Problem):
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
         return octaves + 0.5 * (self.weighted != other.weighted) + 0.25 * (self.index != other.index)
 
+    def as_called(self) -> Problem:
+        """With the step of `nonzeros` that calls give, see `typical`."""
+        return dataclasses.replace(self, nonzeros=typical(self.nonzeros * self.rows, self.rows))
+
     def smaller(self, extent: int) -> Problem:
         """With a table of a few thousand rows: a larger one is most of the memory that a case takes."""
         return dataclasses.replace(self, rows=extent, vocab=min(self.vocab, FEW))

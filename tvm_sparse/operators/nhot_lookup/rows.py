@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.calls import refuse_gradient
 
 from .problem import INDEX, NhotLookup, typical
 
@@ -36,6 +37,8 @@ class CsrRows:
     ------
     TypeError, ValueError, RuntimeError
         As `nhot_lookup`, naming the argument.
+
+    They can be copied and pickled.
     """
 
     def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False) -> None:
@@ -62,10 +65,7 @@ class CsrRows:
                 raise ValueError(f"values: expected dtype {', '.join(FLOATS)}, got {facts.dtype}")
             if facts.shape != (self.nnz,):
                 raise ValueError(f"values: expected shape ({self.nnz},), one for each of indices, got {facts.shape}")
-            if arrays.is_torch(values) and values.requires_grad and sys.modules["torch"].is_grad_enabled():
-                raise RuntimeError(
-                    "values: requires a gradient, and there is no backward pass; call it under torch.no_grad()"
-                )
+            refuse_gradient("values", values)
         for name, _, facts in others:
             if (facts.device, facts.index) != (known.device, known.index):
                 raise ValueError(
@@ -101,6 +101,13 @@ class CsrRows:
         """
         self._check(self.indptr, self.indices)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither a kernel nor what is passed to it can be copied.
+        return {"csr": (self.indptr, self.indices, self.values), "columns": self.shape[1]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CsrRows.__init__(self, **state)
+
     def _check(self, indptr: Any, indices: Any) -> None:
         from tvm_sparse.formats.compressed import check_compressed
 
@@ -129,8 +136,7 @@ def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
             raise TypeError(f"csr: expected layout torch.sparse_csr, got {csr.layout}; use csr.to_sparse_csr()")
         if csr.dim() != 2:
             raise ValueError(f"csr: expected 2 dimensions, got shape {tuple(csr.shape)}")
-        if csr.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("csr: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+        refuse_gradient("csr", csr)
         csr = csr.detach()
         return csr.crow_indices(), csr.col_indices(), csr.values(), tuple(csr.shape)
     if getattr(csr, "format", None) == "csr":

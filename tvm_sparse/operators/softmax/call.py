@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from tvm_sparse.runtime import arrays
-from tvm_sparse.runtime.calls import fits, is_plain, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime.calls import by_rows, fits, is_plain, logits_facts, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import ALGORITHMS, Softmax
@@ -20,8 +20,9 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
     Parameters
     ----------
     logits
-        Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
-        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first.
+        Shape `(batch, vocab)`, or `(..., vocab)` with any number of dimensions before; float32, float16 or bfloat16,
+        accumulated in float32. `vocab` below 2^31. Arrays that are not contiguous, or not aligned to 16 bytes on a GPU,
+        are copied first.
     algorithm
         `"online"` (Algorithm 3 of the paper), `"safe"` (2) or `"naive"` (1). The others are there to be compared with:
         they pass over a row more often, and the naive one leaves m_b out, so that logits above 88 make infinities and
@@ -32,7 +33,7 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
     Returns
     -------
     probabilities
-        `(batch, vocab)` of the dtype of `logits`. Those below 1.2e-38 may be 0. A row with NaN or +inf, or with nothing
+        Of the shape and dtype of `logits`. Those below 1.2e-38 may be 0. A row with NaN or +inf, or with nothing
         above -inf, is NaN, as of torch.softmax. (By the naive algorithm +inf is NaN, and the rest of its row 0.)
 
     Raises
@@ -40,7 +41,7 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
     TypeError
         If `logits` is no array or lies on another kind of device.
     ValueError
-        For another rank or dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
+        For no dimension, another dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
     RuntimeError
         If `logits` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
 
@@ -76,6 +77,13 @@ def _softmax(logits: Any, algorithm: str, log: int, out: Any) -> Any:
     known = logits_facts(logits)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if len(known.shape) != 2:
+
+        def call(rows: Any, given: Any) -> list[Any]:
+            return [_softmax(rows, algorithm, log, given and given[0])]
+
+        [result] = by_rows(call, logits, known, out, (("out", known.shape[-1:], known.dtype),))
+        return out if out is not None else result
     [result] = outputs_for(out, (("out", known.shape, known.dtype),), logits, known)
     batch, vocab = known.shape
     if batch and vocab:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from typing import Any
 
 from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
+    by_rows,
     facts_beside,
     fits,
     inverse_temperature,
@@ -41,7 +44,8 @@ def softmax_topk(
     Parameters
     ----------
     logits
-        Shape `(batch, vocab)`; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
+        Shape `(batch, vocab)`, or `(..., vocab)` with any number of dimensions before, which then stand in the place of
+        `batch` below as well; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
         are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. On a GPU finite entries must stay
         below 2e38 times the temperature in size.
     k
@@ -76,8 +80,8 @@ def softmax_topk(
     TypeError
         If an argument is no array, lies on another kind of device, or `k` or `temperature` is no number.
     ValueError
-        For another rank, shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an `out` that
-        does not fit.
+        For no dimension, another shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an
+        `out` that does not fit.
     RuntimeError
         If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
 
@@ -85,7 +89,7 @@ def softmax_topk(
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    scale = 1.0 if temperature == 1.0 else inverse_temperature(temperature)
+    scale = inverse_temperature(temperature)
     plain = bias is None and ids is None
     torch = sys.modules.get("torch")
     if torch is not None and type(logits) is torch.Tensor and type(k) is int:
@@ -117,9 +121,13 @@ def softmax_topk(
         k = operator.index(k)
     except TypeError:
         raise TypeError(f"k: expected an integer, got {type(k).__name__}") from None
-    batch, vocab = known.shape
+    vocab = known.shape[-1]
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
+    if len(known.shape) != 2:
+        options = {"log": log, "temperature": temperature, "bias": bias}
+        return _by_rows(logits, known, k, ids, out, options)
+    batch = known.shape[0]
     extras = []
     if bias is not None:
         extras.append(facts_beside("bias", bias, (vocab,), "float32", known))
@@ -149,3 +157,19 @@ def softmax_topk(
             if None not in theirs:
                 launchers[*key, *theirs] = (function, *map(arrays.prototype, outputs))
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
+
+
+def _by_rows(logits: Any, known: Facts, k: int, ids: Any, out: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+    """`softmax_topk` of logits that have not two dimensions."""
+    leading = known.shape[:-1]
+    wanted: list[tuple[str, tuple[int, ...], str]] = [("values", (k,), "float32"), ("indices", (k,), "int64")]
+    if ids is not None:
+        _, theirs, ids = facts_beside("ids", ids, (*leading, None), "int64", known)
+        ids = arrays.reshaped(ids, (math.prod(leading), theirs.shape[-1]))
+        wanted.append(("given", theirs.shape[-1:], "float32"))
+
+    def call(rows: Any, given: list[Any] | None) -> tuple[Any, ...]:
+        return softmax_topk(rows, k, ids=ids, out=tuple(given) if given else None, **options)
+
+    results = by_rows(call, logits, known, out, tuple(wanted))
+    return out if out is not None else tuple(results)

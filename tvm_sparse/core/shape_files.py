@@ -20,9 +20,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ..core import registry
-from ..core.problem import Problem, ProblemError
-from ..core.registry import make
+from . import registry
+from .problem import Problem, ProblemError
+from .registry import make
 
 
 class ShapesError(ProblemError):

@@ -1,0 +1,49 @@
+"""`tvm-sparse cache`: what calls have compiled for this user, and how it is removed."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import errors, size
+
+
+class Action(enum.StrEnum):
+    show = "show"
+    clean = "clean"
+
+
+def cache(
+    action: Annotated[
+        Action, typer.Argument(help="clean removes the libraries; calls compile them again.")
+    ] = Action.show,
+    arch: Annotated[str | None, typer.Option("--target", "--arch", help="Only this architecture's.")] = None,
+) -> None:
+    """Show the libraries that calls have compiled for this user, or remove them. Records stay."""
+    with errors():
+        import filelock
+
+        from ..runtime import paths
+
+        root = paths.user_cache()
+        folders = sorted(path for path in root.glob("*") if path.is_dir() and arch in (None, path.name))
+        for folder in folders:
+            count, total = _libraries(folder)
+            if action is Action.clean:
+                with filelock.FileLock(folder / ".lock"):
+                    for path in folder.iterdir():
+                        if path.is_file() and path.name != ".lock":
+                            path.unlink()
+            done = "removed" if action is Action.clean else f"in {folder}"
+            typer.echo(f"{folder.name}: {count} {'library' if count == 1 else 'libraries'}, {size(total)}, {done}")
+        if not folders:
+            typer.echo(f"nothing{f' for {arch}' if arch else ''} in {root}")
+
+
+def _libraries(folder: Path) -> tuple[int, int]:
+    """How many there are, and their bytes."""
+    sizes = [path.stat().st_size for path in folder.glob("*.so")]
+    return len(sizes), sum(sizes)
