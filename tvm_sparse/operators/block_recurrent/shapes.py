@@ -18,8 +18,6 @@ AWKWARD: tuple[str, ...] = (
 )
 REALISTIC: tuple[str, ...] = (
     "block_recurrent/steps=256,batch=4,hidden=1792,nonzeros=224,dtype=float16",
-    "block_recurrent/steps=256,batch=4,hidden=1152,nonzeros=144,dtype=float16",
-    "block_recurrent/steps=256,batch=4,hidden=2304,nonzeros=50,cell=relu,dtype=float16",
     "block_recurrent/steps=64,batch=8,hidden=1024,nonzeros=128,cell=lstm,dtype=float16",
     "block_recurrent/steps=64,batch=16,hidden=1024,nonzeros=20,cell=gru,dtype=bfloat16,ragged=1,resets=1",
 )

@@ -13,12 +13,10 @@ AWKWARD: tuple[str, ...] = (
     "sparse_recurrent/steps=3,batch=4,hidden=70,nonzeros=70,cell=lstm",  # as dense as can be
     "sparse_recurrent/steps=6,batch=1,hidden=64,nonzeros=6,cell=gru,resets=1",
     "sparse_recurrent/steps=2,batch=9,hidden=19,nonzeros=3,cell=gru,dtype=float16,ragged=1",
-    "sparse_recurrent/steps=2,batch=1,hidden=65537,nonzeros=1,dtype=float16",  # columns beyond 16 bits
 )
 REALISTIC: tuple[str, ...] = (
     "sparse_recurrent/steps=256,batch=4,hidden=1792,nonzeros=179",
-    "sparse_recurrent/steps=256,batch=4,hidden=5632,nonzeros=56",
-    "sparse_recurrent/steps=256,batch=1,hidden=2304,nonzeros=691,cell=relu,dtype=float16",
+    "sparse_recurrent/steps=2,batch=1,hidden=65537,nonzeros=1,cell=relu,dtype=float16",  # columns beyond 16 bits
     "sparse_recurrent/steps=64,batch=8,hidden=1024,nonzeros=128,cell=lstm,dtype=float16",
     "sparse_recurrent/steps=64,batch=16,hidden=1024,nonzeros=48,cell=gru,dtype=bfloat16,ragged=1,resets=1",
 )
