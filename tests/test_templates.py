@@ -834,7 +834,7 @@ PARKED_BYTES = 32
 def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
-    default, *others = sampled(template, problem, SM90, 2 if template.explicit_threads else 1)
+    default, *others = sampled(template, problem, SM90, 1)
     compiled = [(SM90, candidate) for candidate in (default, *others)]
     if template.name in spaces.applicable(problem, SM80)[0]:
         compiled.append((SM80, template.candidate(template.default(problem, SM80))))
