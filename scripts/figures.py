@@ -32,6 +32,7 @@ from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Argument, Problem
 from tvm_sparse.core.template import NotApplicable, Template
+from tvm_sparse.records import Log
 from tvm_sparse.schedules.vocabulary import DECISIONS
 
 ROOT = Path(__file__).parent.parent
@@ -597,8 +598,7 @@ OUTPUT_LAYER = (
 
 def records_of(operator: str) -> int:
     """Problems of an operator that a record of the H200 ships for."""
-    file = ROOT / "tuning_logs" / "sm_90a" / operator / "best.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    return len(Log(ROOT / "tuning_logs", "sm_90a", operator).best())
 
 
 @part

@@ -18,9 +18,9 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ..device.selection import FULL_WARP
+from .sizes import WIDEST
 
 Phase = Callable[..., Any]
-WIDEST = 16  # bytes of the widest load that a thread can issue
 MARK = 0xFFFFFFFF
 HALF_MARK = 0xFFFF
 # What a NaN is written as.

@@ -19,10 +19,11 @@ from ..core import machine
 from ..core.problem import FLOATS, numpy_dtype
 from ..formats.block_recurrent import BlockRecurrentWeights
 from ..formats.recurrent import RecurrentWeights
+from ..operators.sparse_recurrent.call import input_facts
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import arrays
 from ..runtime.arrays import Facts
-from ..runtime.calls import check_floats, facts_beside, outputs_for, refuse_gradient
+from ..runtime.calls import facts_beside, outputs_for
 from ..runtime.dispatch import Explanation, dispatcher
 from . import storage
 from .captured import CapturedLayer
@@ -377,16 +378,7 @@ class _Layer:
 
     def _check(self, x: Any) -> Facts:
         library("x_projected", x)
-        known = arrays.facts("x_projected", x)
-        check_floats("x_projected", known, rank=3)
-        refuse_gradient("x_projected", x)
-        width = self.weights.gates * self.hidden
-        if known.shape[2] != width or known.dtype != self.dtype:
-            raise ValueError(
-                f"x_projected: expected shape (steps, batch, {width}) and dtype {self.dtype}, as the weights have, got"
-                f" {known.shape} and {known.dtype}"
-            )
-        return known
+        return input_facts(self.weights, x)
 
     def _resets(self, resets: Any, known: Facts) -> Any:
         """As the operator takes them."""

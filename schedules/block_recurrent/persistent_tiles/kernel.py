@@ -29,8 +29,9 @@ from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
 from ...recurrent.exchange import element_bits, find_source, mark, put, stage
+from ...recurrent.sizes import WIDEST
 from ..interface import gpu_program
-from .space import SAMPLES, WIDEST, Extents
+from .space import SAMPLES, Extents
 from .state import State
 from .step import finish, is_item, item, load_inputs, multiply_tiles, take_inputs
 from .weights import load_weights, take_tiles

@@ -12,9 +12,9 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, p
 from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-WARP = 32  # lanes
+from ...recurrent.sizes import FILE, LINE, MOST_REGISTERS, WARP, WIDEST, shared_limit
+
 TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
-WIDEST, LINE = 16, 128  # bytes of a vector, which is a row of a group, and of a cache line
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
 QUAD = 4
 # Samples of an operand's fragment, and the most that there may be: sums of more take too many registers.
@@ -25,12 +25,9 @@ REGISTERS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 SHARED = (0, 1, 2, 4, 6, 8, 12, 16)
 # Blocks: tiles of each, as multiples of the fewest that leave no multiprocessor with two blocks.
 MULTIPLES = (1, 2, 3, 4)
-# Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, operands and
-# sums (addresses, counts, the gates).
-FILE, MOST_REGISTERS, BESIDES = 65536, 255, 44
+# Registers that a thread needs beside weights, operands and sums (addresses, counts, the gates).
+BESIDES = 44
 SCHEDULED = 12  # of so many registers the compiler takes one more, to have loads in flight
-# Dynamic shared memory of a thread block, by compute capability.
-SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
 MOST_LOADS = 8  # 16-byte loads of hidden states that a thread has in flight while it copies them
 MOST_DIRECT = 64  # words of hidden states in flight, where they come straight from the L2 cache
 BATCHED = 2  # rounds whose operands are read at once, of those that are not in registers or whose states are copied
@@ -219,11 +216,6 @@ class Extents:
     def spills(self) -> bool:
         """Whether a thread has too few registers."""
         return self.held + self.held // SCHEDULED + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
-
-
-def shared_limit(machine: Machine) -> int:
-    """Bytes of dynamic shared memory that a thread block can have."""
-    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)
 
 
 def rounds_of(problem: BlockRecurrent, threads: int) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...device.state import Buffers, local, pooled
-from .space import BATCHED, WARP, Extents
+from ...recurrent.sizes import WARP
+from .space import BATCHED, Extents
 
 
 @dataclass

@@ -17,7 +17,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .space import QUAD, WIDEST, Extents
+from ...recurrent.sizes import WIDEST
+from .space import QUAD, Extents
 
 Phase = Callable[..., Any]
 load_vector = T.ptx.ld.global_.v4.u32

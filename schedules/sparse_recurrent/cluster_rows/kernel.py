@@ -28,7 +28,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.cluster import cluster_arrive, cluster_barrier, cluster_wait
 from ...device.state import local
 from ...recurrent.exchange import element_bits
-from ..persistent_rows.space import WIDEST
+from ...recurrent.sizes import WIDEST
 from ..persistent_rows.state import State
 from ..persistent_rows.step import (
     first_state,

@@ -29,7 +29,8 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
-from ...recurrent.exchange import WIDEST, find_source, mark, put, stage
+from ...recurrent.exchange import find_source, mark, put, stage
+from ...recurrent.sizes import WIDEST
 from ..interface import gpu_program
 from .space import Extents
 from .state import State

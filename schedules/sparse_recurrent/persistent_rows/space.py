@@ -13,8 +13,8 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-WARP = 32  # lanes
-WIDEST = 16  # bytes of the widest load that a thread can issue
+from ...recurrent.sizes import FILE, LINE, MOST_REGISTERS, WARP, WIDEST, shared_limit
+
 WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
 # Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
 # cache, more share the weights.
@@ -28,16 +28,12 @@ LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
 REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 SHARED = (0, 4, 8, 16, 32, 64)
-# Registers of a multiprocessor, those that a thread can address, and those that it needs beside weights, sums and what
-# it has in flight (addresses, counts, the gates).
-FILE, MOST_REGISTERS, BESIDES = 65536, 255, 40
-# Dynamic shared memory of a thread block, by compute capability.
-SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
+# Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates).
+BESIDES = 40
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-LINE = 128  # bytes of a cache line
 # Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
 DEVIATIONS = 4.5
 
@@ -240,11 +236,6 @@ class Extents:
             found.append((first, count))
             first += count
         return tuple(found)
-
-
-def shared_limit(machine: Machine) -> int:
-    """Bytes of dynamic shared memory that a thread block can have."""
-    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)
 
 
 def longest_row(problem: SparseRecurrent) -> int:

@@ -208,6 +208,20 @@ def problem_of(
     return SparseRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)
 
 
+def input_facts(weights: LayerWeights, x_projected: Any) -> Facts:
+    """Facts of the argument `x_projected`, checked."""
+    known = arrays.facts("x_projected", x_projected)
+    check_floats("x_projected", known, rank=3)
+    refuse_gradient("x_projected", x_projected)
+    rows = weights.gates * weights.hidden
+    if known.shape[2] != rows or known.dtype != weights.dtype:
+        raise ValueError(
+            f"x_projected: expected shape (steps, batch, {rows}) and dtype {weights.dtype}, as the weights have, got"
+            f" {known.shape} and {known.dtype}"
+        )
+    return known
+
+
 Beside = tuple[str, Facts, Any]
 
 
@@ -219,15 +233,7 @@ def _checked(
         raise ValueError(f"cell: expected one of {', '.join(GATES)}, got {cell!r}")
     if weights.gates != GATES[cell]:
         raise ValueError(f"weights: expected {GATES[cell]} gates for cell={cell!r}, got {weights.gates}")
-    known = arrays.facts("x_projected", x_projected)
-    check_floats("x_projected", known, rank=3)
-    refuse_gradient("x_projected", x_projected)
-    rows = weights.gates * weights.hidden
-    if known.shape[2] != rows or known.dtype != weights.dtype:
-        raise ValueError(
-            f"x_projected: expected shape (steps, batch, {rows}) and dtype {weights.dtype}, as the weights have, got"
-            f" {known.shape} and {known.dtype}"
-        )
+    known = input_facts(weights, x_projected)
     if (c0 is None) == (cell == "lstm"):
         raise ValueError(f"c0: expected {'a state' if cell == 'lstm' else 'None'} for cell={cell!r}")
     if hidden_bias is not None and cell != "gru":

@@ -65,8 +65,12 @@ class EntryRows:
         return T.Cast("float32", T.reinterpret("float16", high))
 
 
-def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
+def next_state(
+    cell: str, samples: int = 1, sigmoid: Callable[..., Any] = T.sigmoid, tanh: Callable[..., Any] = T.tanh
+) -> Callable[..., Any]:
     """The gates of one unit; the phase is (s, v) for one of `samples` that are side by side.
+
+    `sigmoid` and `tanh`: those of a machine whose compiler has none that are exact enough.
 
     Reads, all float32: `s.sums[gate * samples + v]`, U h of each gate; `s.x`, likewise, the projected input; of an LSTM
     `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[0]`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
@@ -77,7 +81,7 @@ def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
         def phase(s, v):
             s.h[v] = s.x[v] + s.sums[v]
             if cell == "tanh":
-                s.h[v] = T.tanh(s.h[v])
+                s.h[v] = tanh(s.h[v])
             elif cell == "relu":
                 s.h[v] = T.if_then_else(s.h[v] < T.float32(0), T.float32(0), s.h[v])
 
@@ -85,20 +89,18 @@ def next_state(cell: str, samples: int = 1) -> Callable[..., Any]:
 
         @T.inline
         def phase(s, v):
-            s.c[v] = T.sigmoid(s.x[samples + v] + s.sums[samples + v]) * s.c[v] + T.sigmoid(
-                s.x[v] + s.sums[v]
-            ) * T.tanh(s.x[2 * samples + v] + s.sums[2 * samples + v])
-            s.h[v] = T.sigmoid(s.x[3 * samples + v] + s.sums[3 * samples + v]) * T.tanh(s.c[v])
+            s.c[v] = sigmoid(s.x[samples + v] + s.sums[samples + v]) * s.c[v] + sigmoid(s.x[v] + s.sums[v]) * tanh(
+                s.x[2 * samples + v] + s.sums[2 * samples + v]
+            )
+            s.h[v] = sigmoid(s.x[3 * samples + v] + s.sums[3 * samples + v]) * tanh(s.c[v])
 
     else:
 
         @T.inline
         def phase(s, v):
             # The gates take the places of their sums.
-            s.sums[samples + v] = T.sigmoid(s.x[samples + v] + s.sums[samples + v])
-            s.sums[v] = T.tanh(
-                s.x[2 * samples + v] + T.sigmoid(s.x[v] + s.sums[v]) * (s.sums[2 * samples + v] + s.bias[0])
-            )
+            s.sums[samples + v] = sigmoid(s.x[samples + v] + s.sums[samples + v])
+            s.sums[v] = tanh(s.x[2 * samples + v] + sigmoid(s.x[v] + s.sums[v]) * (s.sums[2 * samples + v] + s.bias[0]))
             s.h[v] = (T.float32(1) - s.sums[samples + v]) * s.sums[v] + s.sums[samples + v] * s.h[v]
 
     return phase

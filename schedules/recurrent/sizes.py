@@ -1,0 +1,18 @@
+"""Sizes of a GPU that persistent kernels of recurrent layers reckon with. Loads no compiler."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+
+WARP = 32  # lanes
+WIDEST = 16  # bytes of the widest load that a thread can issue
+LINE = 128  # bytes of a cache line
+# Registers of a multiprocessor, and those that a thread can address.
+FILE, MOST_REGISTERS = 65536, 255
+# Dynamic shared memory of a thread block, by compute capability: all that there is, for one block a multiprocessor.
+SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
+
+
+def shared_limit(machine: Machine) -> int:
+    """Bytes of dynamic shared memory that a thread block can have."""
+    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)
