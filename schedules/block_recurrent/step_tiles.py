@@ -16,7 +16,7 @@ def program(problem: BlockRecurrent, decisions: Decisions) -> Program:
 
 step_tiles = Template(
     name="step_tiles",
-    version=1,
+    version=2,
     operator="block_recurrent",
     kind="cuda",
     summary="a kernel a step; lanes of a warp share the rows of a unit",

@@ -1,4 +1,4 @@
-"""The gates of a unit in a persistent kernel."""
+"""Sigmoid and tanh of a GPU, and the gates of a unit in a persistent kernel."""
 
 from __future__ import annotations
 

@@ -42,13 +42,14 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
 
     from ..device.region import device_region
     from ..device.selection import FULL_WARP
+    from .gates import sigmoid, tanh
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
     threads, lanes = decisions["threads"], decisions["reduce_threads"]
     samples = min(batch, SAMPLES)
     rows = problem.rows()
-    update = next_state(cell)
+    update = next_state(cell, 1, sigmoid, tanh)
 
     # fmt: off
     @T.inline

@@ -16,7 +16,7 @@ def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
 
 step_kernels = Template(
     name="step_kernels",
-    version=1,
+    version=2,
     operator="sparse_recurrent",
     kind="cuda",
     summary="a kernel a step; lanes of a warp share the rows of a unit",
