@@ -20,8 +20,6 @@ class State(Buffers):
         The thread and its warp, in its block.
     row, member
         In fragments: its row of a tile, of eight, which is its sample too; and its group of a quad.
-    lane
-        0: each thread sends the states that it has.
     tile, count
         The first of the block's tiles, and how many units the block has.
     begin, groups
