@@ -25,8 +25,7 @@ among the k best and its tile is not among these, there are k better words. So a
 tiles, reads their scores again, k * tile_n of them, and finds the k best words. Both times it is the same selection:
 the k-th largest of the maxima of groups of threads is a bound below which nothing counts; what reaches it is ranked by
 counting. Keys are unique (see `device.selection`), so that the result does not depend on who comes first, and no input
-makes the selection fail. Of short lists of candidates all words are loaded at once, in the place of their tiles' best:
-a trip to memory less.
+makes the selection fail.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, Extents.of(problem, decisions))
 
 
-def tiles(operator: str, name: str, version: int = 1) -> Template:
+def tiles(operator: str, name: str) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
         name=name,
-        version=version,
+        version=1,
         operator=operator,
         kind="cuda",
         summary="words streamed through tensor cores; the best words of the best tiles",

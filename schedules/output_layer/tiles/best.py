@@ -1,4 +1,4 @@
-"""The second kernel of `tiles`: a block a row finds the best words of the best tiles; of short lists, of all words.
+"""The second kernel of `tiles`: a block a row finds the best words of the best tiles.
 
 begin_search    of tiles, then of words: what each thread looks at first is loaded
 load_pairs      maxima and sums of exponentials of the first kernel's blocks
@@ -32,6 +32,8 @@ load_float = T.ptx.ld.global_.f32
 load_pair = T.ptx.ld.global_.v2.f32
 load_long = T.ptx.ld.global_.s64
 LOWEST = T.min_value("float32")
+# Loads of a thread that are in flight together.
+LOADS = 4
 
 
 @dataclass
@@ -72,7 +74,7 @@ class State(Buffers):
     d: Any = local("float32")
     top: Any = local("float32")
     best: Any = local("uint64")
-    bits: Any = local("uint32", lambda e: e.search_loads)
+    bits: Any = local("uint32", LOADS)
     value: Any = local("float32")
     pair: Any = local("float32", 2)
     place: Any = local("int32")
@@ -179,7 +181,7 @@ def begin_search(e: Extents, search: Search) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s):
-        for j in T.unroll(e.search_loads):
+        for j in T.unroll(LOADS):
             s.bits[j] = T.uint32(0)
             if j * e.threads + s.t < search.most:
                 search.load(io, s, j * e.threads + s.t, j)
@@ -194,7 +196,7 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
     Writes: `held`, `maxima`, `bound`, `keys`, `count`.
     Barriers: several; ends with one.
     """
-    threads, lanes, loads = e.threads, e.threads // e.groups, e.search_loads
+    threads, lanes = e.threads, e.threads // e.groups
     # Threads that compare a key with the others.
     rankers = 16
     at = search.number
@@ -209,14 +211,14 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, size, factor):
         s.best[0] = T.uint64(0)
-        for j in T.unroll(loads):
+        for j in T.unroll(LOADS):
             hold(s, j * threads + s.t, j, size)
-        for i in T.serial((size - 1) // (threads * loads)):
-            for j in T.unroll(loads):
-                if ((i + 1) * loads + j) * threads + s.t < size:
-                    search.load(io, s, ((i + 1) * loads + j) * threads + s.t, j)
-            for j in T.unroll(loads):
-                hold(s, ((i + 1) * loads + j) * threads + s.t, j, size)
+        for i in T.serial((size - 1) // (threads * LOADS)):
+            for j in T.unroll(LOADS):
+                if ((i + 1) * LOADS + j) * threads + s.t < size:
+                    search.load(io, s, ((i + 1) * LOADS + j) * threads + s.t, j)
+            for j in T.unroll(LOADS):
+                hold(s, ((i + 1) * LOADS + j) * threads + s.t, j, size)
         for b in T.unroll(min(lanes, 32).bit_length() - 1):
             s.best[0] = T.max(
                 s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
@@ -274,11 +276,11 @@ def search_tiles(e: Extents) -> Search:
 
 
 def search_words(e: Extents) -> Search:
-    """Reads: the scores of the tiles in `chosen`, or of all words; `top` and `d`. Writes: values and indices."""
+    """Reads: the scores of the tiles in `chosen`; `top` and `d`. Writes: values and indices."""
     find = find_word(e)
 
     def name(s: State, i: Any) -> Any:
-        return i if e.direct else s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
+        return s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
 
     @T.inline
     def load(io, s, i, j):
@@ -296,7 +298,7 @@ def search_words(e: Extents) -> Search:
             T.buffer_store(io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, rank))
             write_value(io, s, io.values, io.place(s.index, s.row, rank), key_value(key), factor)
 
-    return Search(1, e.row_pitch if e.direct else min(e.k, e.list_tiles) * e.tile_n, load, finish, name, place)
+    return Search(1, min(e.k, e.list_tiles) * e.tile_n, load, finish, name, place)
 
 
 @T.inline
@@ -354,26 +356,6 @@ def best(e: Extents) -> Callable[..., Any]:
     )
 
     @T.inline
-    def search_both(io, s, factor):
-        do.begin_tiles(io, s)
-        count(io, s.index, s.words)
-        do.load_pairs(io, s, factor)
-        tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
-        do.select_tiles(io, s, tiles, factor)
-        do.begin_words(io, s)
-        do.join_pairs(io, s, factor)
-        do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
-
-    @T.inline
-    def search_directly(io, s, factor):
-        do.begin_words(io, s)
-        count(io, s.index, s.words)
-        do.load_pairs(io, s, factor)
-        T.cuda.cta_sync()
-        do.join_pairs(io, s, factor)
-        do.select_words(io, s, s.words[0], factor)
-
-    @T.inline
     def kernel(io):
         with device_region():
             beam = T.meta_var(io.beam)
@@ -389,10 +371,14 @@ def best(e: Extents) -> Callable[..., Any]:
             T.cuda.cta_sync()
             if e.overlap > 0:
                 wait_then_start_consumer()
-            if e.direct:
-                search_directly(io, s, factor)
-            else:
-                search_both(io, s, factor)
+            do.begin_tiles(io, s)
+            count(io, s.index, s.words)
+            do.load_pairs(io, s, factor)
+            tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
+            do.select_tiles(io, s, tiles, factor)
+            do.begin_words(io, s)
+            do.join_pairs(io, s, factor)
+            do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
             do.write_absent(io, s)
             if e.ids > 0:
                 do.write_asked(io, s, factor)

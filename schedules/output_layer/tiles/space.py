@@ -42,8 +42,6 @@ DEPTH = (1, 2, 3, 4)
 MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
 MAX_K = 256
-# Loads of a thread of the second kernel that are in flight together; and of short lists, all of whose words it loads.
-SEARCH_LOADS, DIRECT_LOADS = 4, 8
 # Maxima that the second kernel ranks at least.
 LEAST_GROUPS = 64
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
@@ -287,19 +285,9 @@ class Extents:
         return max(LEAST_GROUPS, 1 << (2 * self.k - 1).bit_length())
 
     @property
-    def direct(self) -> bool:
-        """Whether the second kernel searches all words at once: of lists whose words its threads have in flight."""
-        return 0 < self.m and self.row_pitch <= DIRECT_LOADS * self.threads
-
-    @property
-    def search_loads(self) -> int:
-        """Loads of a thread of the second kernel that are in flight together."""
-        return ceildiv(self.row_pitch, self.threads) if self.direct else SEARCH_LOADS
-
-    @property
     def searched(self) -> int:
-        """The most that the second kernel searches at a time: all words, or tiles, or words of the best tiles."""
-        return self.row_pitch if self.direct else max(self.list_tiles, min(self.k, self.list_tiles) * self.tile_n)
+        """The most that the second kernel searches at a time: tiles, or words of the best tiles."""
+        return max(self.list_tiles, min(self.k, self.list_tiles) * self.tile_n)
 
     @property
     def pool_bytes(self) -> int:
