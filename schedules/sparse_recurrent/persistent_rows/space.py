@@ -319,16 +319,23 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
     """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
 
-    Only those that are `usual` count, if there are any.
+    Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
 
     Raises `NotApplicable` if there is none.
     """
     for pack in reversed(_table(problem, machine)["pack"]):
         found = list(likely_points(problem, machine, pack))
         if found:
-            best = [point for point in found if usual(problem, point)] or found
+            held = [point for point in found if reach(point) >= longest_row(problem)] or found
+            known = [point for point in held if point["threads"] in USUAL_THREADS] or held
+            best = [point for point in known if usual(problem, point)] or known
             return tuple(min(best, key=lambda p: cycles(Extents.of(problem, p))).items())
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
+
+
+def reach(point: Decisions) -> int:
+    """Entries of a row that are on chip."""
+    return point["reduce_threads"] * (point["registers"] + point["shared"])
 
 
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
