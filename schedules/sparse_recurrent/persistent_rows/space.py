@@ -22,7 +22,8 @@ BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 768, 1024)
 # Of the shapes that were measured on an H200 each was fastest with so many, or nearly: each further warp polls and
-# waits. With the second where the first would take more than one round to copy the hidden states.
+# waits. With the second where the first would take more than one round to copy the hidden states, and for long rows of
+# float32.
 USUAL_THREADS = (256, 512)
 # Entries of a row from which on whole warps were fastest.
 WHOLE_WARPS = 128
@@ -340,9 +341,9 @@ def reach(point: Decisions) -> int:
 
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
     """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
-    one_round = Extents.of(problem, point).vectors <= USUAL_THREADS[0] * MOST_LOADS
-    whole = problem.nonzeros < WHOLE_WARPS or point["reduce_threads"] == WARP
-    return point["threads"] == USUAL_THREADS[0 if one_round else 1] and whole
+    e, long = Extents.of(problem, point), problem.nonzeros >= WHOLE_WARPS
+    more = e.vectors > USUAL_THREADS[0] * MOST_LOADS or (long and e.itemsize == 4)
+    return e.threads == USUAL_THREADS[more] and (e.lanes == WARP or not long)
 
 
 def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
