@@ -34,8 +34,8 @@ BATCHED = 2  # rounds whose operands are read at once, of those that are not in 
 PAD = 4  # floats between samples of a tile's sums beyond its rows: keeps lanes off each other's banks
 # Rounds of a warp in registers from which on more warps share a tile.
 ROUNDS = 4
-# How many more groups than is typical the default keeps on the chip: what `typical` rounds away.
-MORE = 1.45
+# How many more groups than is typical the default keeps on the chip: tiles are not equal.
+MORE = 1.1
 
 
 @dataclass(frozen=True)
