@@ -127,8 +127,14 @@ class Extents:
         return self.itemsize
 
     @property
-    def column_words(self) -> int:
-        return 1
+    def sent_bytes(self) -> int:
+        """Of a store into the exchange: the states of neighbouring units of a tile."""
+        return self.at_once * self.itemsize
+
+    @property
+    def at_once(self) -> int:
+        """Units whose states leave in one store: a tile's, up to 16 bytes of them."""
+        return min(self.tile_units, WIDEST // self.itemsize)
 
     @property
     def pitch(self) -> int:

@@ -141,6 +141,11 @@ class Extents:
         return self.pack * self.itemsize
 
     @property
+    def sent_bytes(self) -> int:
+        """Of a store into the exchange: a column's states."""
+        return self.column_bytes
+
+    @property
     def column_words(self) -> int:
         return ceildiv(self.column_bytes, 4)
 
