@@ -277,6 +277,8 @@ def kernel_body(e: ClusterExtents) -> Phase:
         load(s, io)
         length(s, io, pack)
         first_inputs(s, io, 0, pack)
+        # Bulk copies will write where threads wrote zeros.
+        T.ptx.fence.proxy.async_.shared__cta()
         cluster_barrier()
         for step in T.serial(io.steps):
             go(s, io, step, pack, rank)

@@ -119,7 +119,7 @@ class ClusterExtents(Extents):
         return ((0, first), *((at, min(BATCHED, self.registers - at)) for at in rest))
 
     def held_with(self, words: int) -> int:
-        return super().held_with(words) + self.sends + 2 * self.units
+        return super().held_with(words) + 4 + self.sends + 4 * self.units
 
     @classmethod
     def of(cls, problem: SparseRecurrent, decisions: Decisions) -> ClusterExtents:
