@@ -228,8 +228,8 @@ def find_source(e: Exchanged) -> Phase:
 def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool) -> Phase:
     """Copy vectors of the exchange to shared memory; the phase is (s).
 
-    All loads of a round are under way before the first is looked at. One that brings a mark is repeated until it does
-    not; meanwhile those behind it arrive.
+    All loads of a round are under way before the first is looked at. Those that bring a mark are repeated, all of them
+    before any is looked at again: to wait for one vector after another takes a trip to the L2 cache for each.
 
     `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: others may still read
     there what was copied before.
@@ -247,20 +247,32 @@ def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool
             s.source[0] + T.Cast("uint64", number * WIDEST))
 
     @T.inline
+    def wait(s, base):
+        s.waiting[0] = 1
+        while s.waiting[0] != 0:
+            s.waiting[0] = 0
+            for i in T.unroll(e.loads):
+                if missing(e, s.copied, i * 4):
+                    load(s, base + i * e.threads, i)
+                    s.waiting[0] = 1
+
+    @T.inline
     def phase(s):
         for r in T.unroll(rounds):
             base = T.meta_var(r * (e.threads * e.loads) + s.t)
             for i in T.unroll(e.loads):
                 if base + i * e.threads < vectors:
                     load(s, base + i * e.threads, i)
+                else:
+                    for v in T.unroll(4):
+                        s.copied[i * 4 + v] = T.uint32(0)
+            if e.polled:
+                wait(s, base)
             if guarded:
                 if r == 0:
                     T.cuda.cta_sync()
             for i in T.unroll(e.loads):
                 if base + i * e.threads < vectors:
-                    if e.polled:
-                        while missing(e, s.copied, i * 4):
-                            load(s, base + i * e.threads, i)
                     store_shared(
                         s.front[0] + T.Cast("uint32", place(base + i * e.threads) * WIDEST),
                         s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3])

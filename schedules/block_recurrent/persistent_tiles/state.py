@@ -41,8 +41,8 @@ class State(Buffers):
         Shared memory: the address of the copy of the states.
     base, source
         Global memory: the addresses of the exchange, and of the states in it.
-    copied
-        Vectors on their way to that copy.
+    copied, waiting
+        Vectors on their way to that copy, and whether something was not there yet.
     x, reset, fresh
         The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
     next_x, next_reset, next_fresh
@@ -79,6 +79,7 @@ class State(Buffers):
     base: Any = local("uint64")
     source: Any = local("uint64")
     copied: Any = local("uint32", lambda e: e.loads * 4)
+    waiting: Any = local("int32")
     x: Any = local("float32", lambda e: e.items * e.gates)
     reset: Any = local("int32", lambda e: e.items)
     fresh: Any = local("int32", lambda e: e.fragments)

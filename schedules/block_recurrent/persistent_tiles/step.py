@@ -120,10 +120,14 @@ def fetch(e: Extents, count: int) -> Phase:
             for f in T.unroll(e.fragments):
                 get(s, i, f, places[first + i])
         if e.stages == 0 and e.polled:
-            for i in T.unroll(count):
-                for f in T.unroll(e.fragments):
-                    while missing(e, s.vectors, (i * e.fragments + f) * 4):
-                        get(s, i, f, places[first + i])
+            s.waiting[0] = 1
+            while s.waiting[0] != 0:
+                s.waiting[0] = 0
+                for i in T.unroll(count):
+                    for f in T.unroll(e.fragments):
+                        if missing(e, s.vectors, (i * e.fragments + f) * 4):
+                            get(s, i, f, places[first + i])
+                            s.waiting[0] = 1
             T.cuda.warp_sync()
 
     return phase

@@ -21,9 +21,11 @@ WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one 
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 768, 1024)
-# Of the shapes that were measured on an H200 each was fastest with so many, or as fast as with any number: each further
-# warp polls and waits.
-USUAL_THREADS = 256
+# Of the shapes that were measured on an H200 each was fastest with so many, or nearly: each further warp polls and
+# waits. With the second where the first would take more than one round to copy the hidden states.
+USUAL_THREADS = (256, 512)
+# Entries of a row from which on whole warps were fastest.
+WHOLE_WARPS = 128
 LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
 REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -35,7 +37,7 @@ MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
 # Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
-DEVIATIONS = 4.5
+DEVIATIONS = 4
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
 # much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
@@ -327,21 +329,32 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
     """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
 
-    Only those with `USUAL_THREADS` count, if there are any.
+    Only those that are `usual` count, if there are any.
 
     Raises `NotApplicable` if there is none.
     """
     for pack in reversed(_table(problem, machine)["pack"]):
         found = list(likely_points(problem, machine, pack))
-        usual = [point for point in found if point["threads"] == USUAL_THREADS]
         if found:
-            return tuple(min(usual or found, key=lambda p: cycles(Extents.of(problem, p))).items())
+            best = [point for point in found if usual(problem, point)] or found
+            return tuple(min(best, key=lambda p: cycles(Extents.of(problem, p))).items())
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
 
 
+def usual(problem: SparseRecurrent, point: Decisions) -> bool:
+    """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
+    one_round = Extents.of(problem, point).vectors <= USUAL_THREADS[0] * MOST_LOADS
+    whole = problem.nonzeros < WHOLE_WARPS or point["reduce_threads"] == WARP
+    return point["threads"] == USUAL_THREADS[0 if one_round else 1] and whole
+
+
 def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
-    """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain."""
-    return tuple(n for n in powers(1, WIDEST // numpy_dtype(problem.dtype).itemsize) if n < 2 * problem.batch)
+    """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain.
+
+    Those of one sample may fill a word: stores of 2 bytes into the exchange are slow.
+    """
+    size = numpy_dtype(problem.dtype).itemsize
+    return tuple(n for n in powers(1, WIDEST // size) if n < 2 * problem.batch or n * size == 4)
 
 
 def _table(problem: SparseRecurrent, machine: Machine) -> Table:

@@ -51,6 +51,8 @@ class State(Buffers):
         Global memory: the addresses of the exchange, and of the pack's states in it.
     copied
         Vectors on their way from there to shared memory.
+    waiting
+        Whether some of them were not there yet.
     x, reset, steps_of
         The inputs of a step: projections of each row, whether the sample begins anew, and how many steps it has.
     next_x, next_reset
@@ -98,6 +100,7 @@ class State(Buffers):
     base: Any = local("uint64")
     source: Any = local("uint64")
     copied: Any = local("uint32", lambda e: e.loads * 4)
+    waiting: Any = local("int32")
     x: Any = local("float32", lambda e: e.rows)
     reset: Any = local("int32")
     steps_of: Any = local("int32")
