@@ -22,7 +22,8 @@ BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 768, 1024)
 # Of the shapes that were measured on an H200 each was fastest with so many, or nearly: each further warp polls and
-# waits. With the second where the first would take more than one round to copy the hidden states.
+# waits. With the second where the first would take more than one round to copy the hidden states, and for long rows of
+# float32.
 USUAL_THREADS = (256, 512)
 # Entries of a row from which on whole warps were fastest.
 WHOLE_WARPS = 128
@@ -329,23 +330,30 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
     """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
 
-    Only those that are `usual` count, if there are any.
+    Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
 
     Raises `NotApplicable` if there is none.
     """
     for pack in reversed(_table(problem, machine)["pack"]):
         found = list(likely_points(problem, machine, pack))
         if found:
-            best = [point for point in found if usual(problem, point)] or found
+            held = [point for point in found if reach(point) >= longest_row(problem)] or found
+            known = [point for point in held if point["threads"] in USUAL_THREADS] or held
+            best = [point for point in known if usual(problem, point)] or known
             return tuple(min(best, key=lambda p: cycles(Extents.of(problem, p))).items())
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
 
 
+def reach(point: Decisions) -> int:
+    """Entries of a row that are on chip."""
+    return point["reduce_threads"] * (point["registers"] + point["shared"])
+
+
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
     """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
-    one_round = Extents.of(problem, point).vectors <= USUAL_THREADS[0] * MOST_LOADS
-    whole = problem.nonzeros < WHOLE_WARPS or point["reduce_threads"] == WARP
-    return point["threads"] == USUAL_THREADS[0 if one_round else 1] and whole
+    e, long = Extents.of(problem, point), problem.nonzeros >= WHOLE_WARPS
+    more = e.vectors > USUAL_THREADS[0] * MOST_LOADS or (long and e.itemsize == 4)
+    return e.threads == USUAL_THREADS[more] and (e.lanes == WARP or not long)
 
 
 def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
