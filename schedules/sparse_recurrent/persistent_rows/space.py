@@ -144,6 +144,16 @@ class Extents:
         return self.pack * self.itemsize
 
     @property
+    def by_slot(self) -> bool:
+        """Whether a copy of the states is in an order of its own, which the state's `where` tells; else in columns'."""
+        return False
+
+    @property
+    def absent(self) -> int:
+        """The column that absent entries refer to, always zero: the one behind the last."""
+        return self.hidden
+
+    @property
     def sent_bytes(self) -> int:
         """Of a store into the exchange: a column's states."""
         return self.column_bytes
@@ -409,7 +419,7 @@ def refusal(row: int, decisions: Decisions) -> str | None:
 def too_much(e: Extents, problem: SparseRecurrent, machine: Machine) -> str | None:
     """Why a point's kernel does not fit a multiprocessor, or leaves much of it unused, or None."""
     limit = shared_limit(machine)
-    if e.column_bytes < 4 and e.pack < problem.batch:
+    if e.column_bytes < 4 and e.packs_each > 1:
         return f"{e.pack} samples a gather leave half of a word unused"
     if e.most <= e.groups // 2 and e.threads > THREADS[0]:
         return f"half of {e.groups} groups have none of a thread block's {e.most} units"
