@@ -50,13 +50,15 @@ def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class HashExtents:
-    """How a thread block hashes a row: a thread finds the place of one unit at a time."""
+    """How a thread block hashes a row, or some together: a thread finds the places of `ahead` units at a time."""
 
     hidden: int
     k: int
     units: int
     dtype: str
     threads: int  # of the thread block
+    rows: int = 1  # that are hashed together
+    ahead: int = 1  # units whose columns a thread holds together
 
     @property
     def bits(self) -> int:
@@ -220,11 +222,12 @@ class Room:
         compact: CompactExtents | None = None,
     ) -> Room:
         """For a kernel that does these. One that counts hits of codes which it does not make reads them."""
+        units = 0 if not hashing else count.tile * hashing.units if count else hashing.threads
         return cls(
             spans=count.spans if count else 0,
             cells=count.cells if count else 0,
-            row=hashing.hidden if hashing else 0,
-            places=count.tile * hashing.units if count and hashing else hashing.threads if hashing else 0,
+            row=hashing.rows * hashing.hidden if hashing else 0,
+            places=hashing.rows * units if hashing else 0,
             codes=count.tile if count and not hashing else 0,
             bitmap=compact.bitmap if compact else 0,
         )
