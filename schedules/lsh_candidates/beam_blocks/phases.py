@@ -1,7 +1,7 @@
 """Phases of `beam_blocks`; those that it shares are in `schedules.lsh`.
 
-Of two neighbouring words the even one's count is the low half of a cell. There are fewer than 2^16 bands, so that no
-count overflows into its neighbour.
+The words of the first half of the vocabulary have the low halves of the cells, the others the high halves. There are
+fewer than 2^16 bands, so that no count overflows into its neighbour, and none is 65,535 before a hit.
 """
 
 from __future__ import annotations
@@ -105,14 +105,16 @@ def count_row(e: BlockExtents) -> Phase:
 
     The longest of a group's buckets decides how often it waits for memory, not the sum of all of them.
 
-    Reads: `spans`, words. Writes: `cells`, and in `bitmap` the bits of words whose count reaches the threshold; as
-    scratch `first`, `last`, `word`, `old`. Barriers: none; one has to come before and one has to follow.
+    Reads: `spans`, words. Writes: `cells`, and in `bitmap` the bits of words whose count reaches the threshold, or of
+    any words if it is below 1; as scratch `first`, `last`, `word`. Barriers: none; one has to come before and one has to follow.
     """
 
     # fmt: off
     @T.inline
     def phase(s, io, i, t):
         words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
+        # What a count is before the hit that makes it reach the threshold, in both halves.
+        s.target = T.Cast("uint32", T.max(T.min(io.threshold - 1, 0xFFFF), 0)) * T.uint32(0x10001)
         s.at = t // e.lanes
         while s.at < s.many:
             s.longest = 0
@@ -127,16 +129,15 @@ def count_row(e: BlockExtents) -> Phase:
             s.next = 0
             while s.next < s.longest:
                 for u in T.unroll(e.loads):
+                    s.word[u] = -1
                     if s.first[u] + s.next < s.last[u]:
                         T.ptx.ld.global_.s32(s.word[u], words.ptr_to([s.first[u] + s.next]))
                 for u in T.unroll(e.loads):
-                    if s.first[u] + s.next < s.last[u]:
-                        s.old[u] = T.cuda.atomic_add(
-                            s.cells.ptr_to([s.word[u] >> 1]), T.uint32(1) << T.Cast("uint32", (s.word[u] & 1) << 4))
-                for u in T.unroll(e.loads):
-                    if s.first[u] + s.next < s.last[u]:
-                        s.old[u] = (s.old[u] >> T.Cast("uint32", (s.word[u] & 1) << 4)) & T.uint32(0xFFFF)
-                        if T.Cast("int32", s.old[u]) + 1 == io.threshold:
+                    if s.word[u] >= 0:
+                        s.local = T.Select(s.word[u] < e.cells, s.word[u], s.word[u] - e.cells)
+                        s.low = T.Select(s.word[u] < e.cells, T.uint32(0xFFFF), T.uint32(0xFFFF0000))
+                        s.cell = T.cuda.atomic_add(s.cells.ptr_to([s.local]), s.low & T.uint32(0x10001))
+                        if (s.cell ^ s.target) & s.low == T.uint32(0):
                             T.evaluate(T.cuda.func_call(
                                 "set_bits", s.bitmap.ptr_to([s.word[u] // BITS]),
                                 T.uint32(1) << T.Cast("uint32", s.word[u] % BITS),

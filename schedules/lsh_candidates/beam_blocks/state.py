@@ -20,7 +20,7 @@ def alloc_block_state(h: HashExtents, e: BlockExtents, c: CompactExtents) -> Sim
     ``rows``    of the thread block
     ``anyway``  words that are candidates anyway, of a thread's share
     ``peer``    what thread blocks have of the bitmap
-    ``old``     counts before a hit
+    ``target``  what a count is before the hit that makes it reach the threshold, in both halves of a cell
     """
     own = {
         "list": register(),
@@ -28,8 +28,8 @@ def alloc_block_state(h: HashExtents, e: BlockExtents, c: CompactExtents) -> Sim
         "rows": register(),
         "row_at": register(),
         "longest": register(),  # words of the longest of the buckets in flight
+        "target": register("uint32"),
         "anyway": T.alloc_local([e.shares], "uint32"),
         "peer": T.alloc_local([e.peers], "uint32"),
-        "old": T.alloc_local([e.loads], "uint32"),
     }
     return named(SimpleNamespace(**vars(alloc_state(h, e, c)), **own))
