@@ -106,7 +106,8 @@ def count_row(e: BlockExtents) -> Phase:
     The longest of a group's buckets decides how often it waits for memory, not the sum of all of them.
 
     Reads: `spans`, words. Writes: `cells`, and in `bitmap` the bits of words whose count reaches the threshold, or of
-    any words if it is below 1; as scratch `first`, `last`, `word`. Barriers: none; one has to come before and one has to follow.
+    any words if it is below 1; as scratch `first`, `last`, `word`, `cell`, `low`, `local`.
+    Barriers: none; one has to come before and one has to follow.
     """
 
     # fmt: off

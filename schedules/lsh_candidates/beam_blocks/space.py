@@ -10,11 +10,13 @@ from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 from ...lsh.extents import BUCKET_LANES, LOADS, THREADS, CompactExtents, CountExtents, HashExtents, Room, shared_limit
 
-CLUSTERS = (1, 2, 4, 8, 16)  # of thread blocks; more than 8 are not portable, but a GPU of data centres has 16
+# Of thread blocks. More than 8 are not portable: compute capability 12.0 has none.
+CLUSTERS = (1, 2, 4, 8, 16)
+PORTABLE, ONLY_PORTABLE = 8, 120
 PACKS = (1, 2, 3, 4)  # rows that a thread block hashes together
 USUAL_LANES = 16  # for buckets of some ten words
-# Columns of all units whose columns a thread holds together, if it holds those of several: 24 registers.
-MOST_AHEAD = 48
+# Columns of all units whose columns a thread holds together, if it holds those of several: 16 registers.
+MOST_AHEAD = 32
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,19 @@ def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, 
 def space(problem: LshCandidates, machine: Machine) -> Table:
     if not machine.has_clusters:
         raise NotApplicable("clusters of thread blocks need compute capability 9.0")
-    table = _table()
     _likely(problem, machine)
-    return table
-
-
-def _table() -> Table:
     return {
         "threads": THREADS,
-        "cluster": CLUSTERS,
+        "cluster": _clusters(machine),
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
         "pack": PACKS,
         "overlap": (0, 1, 2),
     }
+
+
+def _clusters(machine: Machine) -> tuple[int, ...]:
+    return tuple(n for n in CLUSTERS if n <= PORTABLE or machine.capability < ONLY_PORTABLE)
 
 
 def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> str | None:
@@ -113,10 +114,10 @@ def _likely(problem: LshCandidates, machine: Machine) -> Decisions:
 
     Raises `NotApplicable` if the counts of all words do not fit a thread block's shared memory.
     """
-    threads, lanes = THREADS[-1], USUAL_LANES
+    threads, lanes, clusters = THREADS[-1], USUAL_LANES, _clusters(machine)
     point = {
         "threads": threads,
-        "cluster": next((n for n in CLUSTERS if n >= problem.beam), CLUSTERS[-1]),
+        "cluster": next((n for n in clusters if n >= problem.beam), clusters[-1]),
         "bucket_lanes": lanes,
         "loads": next((n for n in LOADS if n * (threads // lanes) >= problem.bands), LOADS[-1]),
         "pack": 1,
