@@ -42,6 +42,7 @@ DECISIONS: Mapping[str, str] = {
     ),
     "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
+    "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": "1: the operand that all tiles share is kept in shared memory; 0: in registers.",
     # What is done ahead of its time.
     "overlap": (

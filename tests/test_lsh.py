@@ -349,6 +349,11 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
             "lsh_candidates/lists=1,beam=5,hidden=48,vocab=7000,k=18,units=4,bands=12,table=cuckoo,capacity=90",
             {"threads": 128, "cluster": 2, "pack": 3, "bucket_lanes": 4, "loads": 2, "overlap": 2},
         ),
+        (
+            "beam_blocks",
+            "lsh_candidates/lists=1,beam=5,hidden=50,vocab=900,k=8,units=2,bands=12,capacity=90,dtype=bfloat16",
+            {"threads": 128, "cluster": 2, "pack": 1, "copies": 16, "loads": 2},
+        ),
         ("staged_hash", "wta_hash/batch=2,hidden=48,k=6,units=3,bands=5", {"threads": 64}),
         ("bitmap_scan", "compaction/lists=1,vocab=4000,capacity=7", {"threads": 128, "slices": 2}),
         ("plain_steps", "lsh_candidates/lists=1,beam=2,hidden=48,vocab=700,k=8,units=2,bands=12,capacity=90", {}),
@@ -402,7 +407,7 @@ def test_a_beam_goes_to_thread_blocks_if_counts_fit() -> None:
     assert chosen("beam=12,vocab=152000") == chosen("beam=12,vocab=66000", "sm_120") == "row_clusters"
     assert chosen("beam=12,vocab=40000", "sm_89") == "row_clusters"
     wide = parse("lsh_candidates/lists=1,beam=12,hidden=1000,vocab=152000")
-    assert "337000 bytes exceed shared memory of 204800" in spaces.applicable(wide, SM90)[1]["beam_blocks"]
+    assert "337000 bytes exceed shared memory of 229376" in spaces.applicable(wide, SM90)[1]["beam_blocks"]
     small = machine.Machine("cuda", "sm_120", "sm_120", cores=170)
     table = spaces.find("beam_blocks").space(parse("lsh_candidates/lists=1,beam=12,hidden=64,vocab=4000"), small)
     assert max(table["cluster"]) == 8

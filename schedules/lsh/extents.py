@@ -11,6 +11,7 @@ from tvm_sparse.formats.bitmap import BITS, bitmap_words
 from tvm_sparse.formats.wta import index_bits
 
 WARP = 32
+BANKS = 32  # of shared memory
 WIDEST = 16  # bytes of the widest load that a thread can issue
 THREADS = (128, 256, 384, 512, 768, 1024)
 CLUSTERS = (1, 2, 4, 8)  # of thread blocks; more than 8 are not portable
@@ -59,6 +60,7 @@ class HashExtents:
     threads: int  # of the thread block
     rows: int = 1  # that are hashed together
     ahead: int = 1  # units whose columns a thread holds together
+    copies: int = 1  # of a row in shared memory, each in banks of its own; a power of two
 
     @property
     def bits(self) -> int:
@@ -85,6 +87,11 @@ class HashExtents:
     def vectors(self) -> int:
         """Loads that a thread has in flight."""
         return min(MOST_VECTORS, ceildiv(self.hidden // self.vec, self.threads))
+
+    @property
+    def row_words(self) -> int:
+        """Words of shared memory of all rows that are hashed together."""
+        return self.rows * self.hidden * self.copies
 
     @property
     def column_bytes(self) -> int:
@@ -226,7 +233,7 @@ class Room:
         return cls(
             spans=count.spans if count else 0,
             cells=count.cells if count else 0,
-            row=hashing.rows * hashing.hidden if hashing else 0,
+            row=hashing.row_words if hashing else 0,
             places=hashing.rows * units if hashing else 0,
             codes=count.tile if count and not hashing else 0,
             bitmap=compact.bitmap if compact else 0,

@@ -3,6 +3,9 @@
 Some rows may be hashed together (`rows`), for which columns are loaded once; and a thread may hold the columns of some
 units (`ahead`), `threads` units apart, so that it waits for memory once for all of them.
 
+32 lanes that read elements at random from the 32 banks of shared memory mostly wait for three or four of them that want
+the same bank. Of each element there may be copies in banks of their own (`copies`): with 16 only two lanes share banks.
+
 Phases are called with a state that has the buffers which their heads name: `row` (`rows * hidden` float32, shared),
 `places` (`rows` int32 a unit, shared), and in registers `raw` (`rows * vectors * vector_words` uint32), `columns`
 (`ahead * column_loads * column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit` (int32), `place`
@@ -21,7 +24,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ..device.arithmetic import is_nan
 from ..device.words import load_words, value_at
-from .extents import HashExtents
+from .extents import BANKS, HashExtents
 
 Phase = Callable[..., Any]
 
@@ -36,6 +39,7 @@ def stage_row(e: HashExtents) -> Phase:
     """
     rounds = ceildiv(e.hidden // e.vec, e.threads * e.vectors)
     wide = min(e.vec, 4)  # floats of one access to shared memory
+    apart = max(1, BANKS // e.copies)  # elements whose copies fill all banks
 
     # fmt: off
     @T.inline
@@ -52,10 +56,19 @@ def stage_row(e: HashExtents) -> Phase:
                         for v in T.unroll(e.vec):
                             s.value = value_at(e.dtype, s.raw, (i * e.vectors + u) * e.vector_words, v)
                             s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
-                        for q in T.unroll(e.vec // wide):
-                            for v in T.vectorized(wide):
-                                s.row[i * e.hidden + ((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = (
-                                    s.vector[q * wide + v])
+                        if e.copies > 1:
+                            for v in T.unroll(e.vec):
+                                element: T.let = ((n * e.vectors + u) * e.threads + t) * e.vec + v
+                                # In turn, so that the lanes of a warp write to different banks.
+                                for q in T.unroll(e.copies):
+                                    s.row[(i * e.hidden + element) * e.copies + (q + element // apart) % e.copies] = (
+                                        s.vector[v])
+                        else:
+                            for q in T.unroll(e.vec // wide):
+                                for v in T.vectorized(wide):
+                                    s.row[
+                                        i * e.hidden + ((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v
+                                    ] = s.vector[q * wide + v]
     # fmt: on
     return phase
 
@@ -114,10 +127,10 @@ def find_places(e: HashExtents) -> Phase:
 
     # fmt: off
     @T.inline
-    def compare(s, step, a):
+    def compare(s, step, a, t):
         for c in T.unroll(e.held):
             for i in T.unroll(e.rows):
-                s.value = s.row[i * e.hidden + column(e, s, a * e.held + c)]
+                s.value = s.row[(i * e.hidden + column(e, s, a * e.held + c)) * e.copies + t % e.copies]
                 if s.value > s.best[a * e.rows + i]:
                     s.best[a * e.rows + i] = s.value
                     s.place[a * e.rows + i] = step * e.held + c
@@ -133,11 +146,11 @@ def find_places(e: HashExtents) -> Phase:
                 if step > 0:
                     load(s, permutations, (first + s.unit) * e.k + step * e.held, 0)
                     load_further(s, permutations, (first + s.unit) * e.k + step * e.held, s.unit, count)
-                compare(s, step, 0)
+                compare(s, step, 0, t)
                 if e.ahead > 1:
                     for a in T.unroll(e.ahead - 1):
                         if s.unit + (a + 1) * e.threads < count:
-                            compare(s, step, a + 1)
+                            compare(s, step, a + 1, t)
             for i in T.unroll(e.rows):
                 s.places[s.unit * e.rows + i] = s.place[i]
             if e.ahead > 1:

@@ -18,7 +18,7 @@ def alloc_state(
 
     Shared, in dynamic shared memory:
 
-    ``row``     the row, or those that are hashed together, as float32
+    ``row``     the row, or those that are hashed together, as float32; the copies of an element side by side
     ``places``  of units of a tile of bands, those of rows that are hashed together side by side
     ``codes``   of a tile of bands, where they are read
     ``spans``   buckets of all thread blocks of a cluster: the end in the high half, the beginning in the low one

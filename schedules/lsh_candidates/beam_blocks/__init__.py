@@ -5,7 +5,7 @@ The work is small, and latency is all. A row of 500 bands has 24,000 elements to
 memory, and rows meet once, when all of that is done. (`row_clusters` divides a row, which then meets at every step.)
 
 1.  **Hash.** A thread block has its row in shared memory. A thread finds the places of some units, whose columns it has
-    loaded while the row was on its way.
+    loaded while the row was on its way. Of each row there may be copies in banks of their own (`copies`).
 2.  **Look up.** A thread a bucket; where each of them is goes to shared memory.
 3.  **Count.** A group of `bucket_lanes` lanes goes through `loads` buckets together. Two counts of 16 bits share a cell
     of shared memory. The lane whose addition makes a count reach the threshold sets the word's bit in the bitmap of the
@@ -19,7 +19,7 @@ Nothing goes through global memory but inputs and outputs. Thread blocks without
 there are more rows than thread blocks, these take several, `cluster` rows apart: `pack` of them are hashed together, so
 that columns are loaded once, and counted one after the other.
 
-Shared memory has to hold the counts of all words: some 90,000 words.
+Shared memory has to hold the counts of all words: some 100,000 words.
 
 **overlap** is programmatic dependent launch. With 1 the kernel waits for its producer kernel, and then lets its
 consumer kernel start; with 2 it lets the consumer start before it waits. In both counts are cleared before the wait,

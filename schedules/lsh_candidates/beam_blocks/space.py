@@ -14,6 +14,9 @@ from ...lsh.extents import BUCKET_LANES, LOADS, THREADS, CompactExtents, CountEx
 CLUSTERS = (1, 2, 4, 8, 16)
 PORTABLE, ONLY_PORTABLE = 8, 120
 PACKS = (1, 2, 3, 4)  # rows that a thread block hashes together
+COPIES = (1, 8, 16)  # of a row in shared memory: all lanes share one, or four or two
+# Bytes of dynamic shared memory, beside which a little is static: 227 KB are what a thread block may have.
+MOST_SHARED = 224 * 1024
 USUAL_LANES = 16  # for buckets of some ten words
 # Columns of all units whose columns a thread holds together, if it holds those of several: 16 registers.
 MOST_AHEAD = 32
@@ -70,7 +73,7 @@ def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, 
     each = ceildiv(count.tile * problem.units, threads)  # units of a thread
     ahead = max(1, min(each, MOST_AHEAD // problem.k))
     return (
-        HashExtents(problem.hidden, problem.k, problem.units, problem.dtype, threads, pack, ahead),
+        HashExtents(problem.hidden, problem.k, problem.units, problem.dtype, threads, pack, ahead, decisions["copies"]),
         count,
         CompactExtents(problem.vocab, threads, peers),
     )
@@ -86,6 +89,7 @@ def space(problem: LshCandidates, machine: Machine) -> Table:
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
         "pack": PACKS,
+        "copies": COPIES,
         "overlap": (0, 1, 2),
     }
 
@@ -94,13 +98,17 @@ def _clusters(machine: Machine) -> tuple[int, ...]:
     return tuple(n for n in CLUSTERS if n <= PORTABLE or machine.capability < ONLY_PORTABLE)
 
 
+def _shared_limit(machine: Machine) -> int:
+    return MOST_SHARED if machine.capability < ONLY_PORTABLE else shared_limit(machine)
+
+
 def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> str | None:
     cluster, pack = decisions["cluster"], decisions["pack"]
     if cluster >= 2 * problem.beam:
         return f"of {cluster} thread blocks half and more have none of beam={problem.beam} rows"
     if pack > (most := ceildiv(problem.beam, cluster)):
         return f"{pack} rows together are more than the {most} that a thread block has of beam={problem.beam}"
-    if (room := Room.of(*extents(problem, decisions)).bytes) > (limit := shared_limit(machine)):
+    if (room := Room.of(*extents(problem, decisions)).bytes) > (limit := _shared_limit(machine)):
         return f"{room} bytes exceed shared memory of {limit}"
     return None
 
@@ -110,7 +118,8 @@ def default(problem: LshCandidates, machine: Machine) -> Decisions:
 
 
 def _likely(problem: LshCandidates, machine: Machine) -> Decisions:
-    """A thread block a row, as far as clusters go; large ones, with all of a row's buckets in flight.
+    """A thread block a row, as far as clusters go; large ones, with all of a row's buckets in flight. As many rows as
+    possible are hashed together, of which there are copies if they fit.
 
     Raises `NotApplicable` if the counts of all words do not fit a thread block's shared memory.
     """
@@ -121,9 +130,10 @@ def _likely(problem: LshCandidates, machine: Machine) -> Decisions:
         "bucket_lanes": lanes,
         "loads": next((n for n in LOADS if n * (threads // lanes) >= problem.bands), LOADS[-1]),
         "pack": 1,
+        "copies": 1,
         "overlap": 1,
     }
     if reason := allowed(problem, machine, point):
         raise NotApplicable(f"counts of vocab={problem.vocab} words and rows of hidden={problem.hidden}: {reason}")
-    packed = ({**point, "pack": pack} for pack in reversed(PACKS))
-    return next(p for p in packed if allowed(problem, machine, p) is None)
+    points = ({**point, "pack": pack, "copies": copies} for pack in reversed(PACKS) for copies in (COPIES[-1], 1))
+    return next(p for p in points if allowed(problem, machine, p) is None)
