@@ -165,7 +165,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "copies": (1, 8, 16),
                 "overlap": (0, 1, 2),
             },
-            6 * 4 * 4 * 3 * 3,  # two rows: a thread block each, or one that hashes them together or not
+            6 * 4 * 4 * 3 * 3 * 3,  # two rows: a thread block each, or one that hashes them together or not
         ),
         (
             "row_clusters",

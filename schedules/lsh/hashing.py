@@ -6,10 +6,10 @@ units (`ahead`), `threads` units apart, so that it waits for memory once for all
 32 lanes that read elements at random from the 32 banks of shared memory mostly wait for three or four of them that want
 the same bank. Of each element there may be copies in banks of their own (`copies`): with 16 only two lanes share banks.
 
-Phases are called with a state that has the buffers which their heads name: `row` (`rows * hidden` float32, shared),
-`places` (`rows` int32 a unit, shared), and in registers `raw` (`rows * vectors * vector_words` uint32), `columns`
-(`ahead * column_loads * column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit` (int32), `place`
-(`ahead * rows` int32), `best` (as many float32), `value` (float32).
+Phases are called with a state that has the buffers which their heads name: `row` (`rows * hidden * copies` float32,
+shared), `places` (`rows` int32 a unit, shared), and in registers `raw` (`rows * vectors * vector_words` uint32),
+`columns` (`ahead * column_loads * column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`
+(int32), `place` (`ahead * rows` int32), `best` (as many float32), `value` (float32).
 """
 
 from __future__ import annotations

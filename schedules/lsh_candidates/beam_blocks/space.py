@@ -82,7 +82,7 @@ def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, 
 def space(problem: LshCandidates, machine: Machine) -> Table:
     if not machine.has_clusters:
         raise NotApplicable("clusters of thread blocks need compute capability 9.0")
-    _likely(problem, machine)
+    default(problem, machine)
     return {
         "threads": THREADS,
         "cluster": _clusters(machine),
@@ -114,10 +114,6 @@ def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: LshCandidates, machine: Machine) -> Decisions:
-    return _likely(problem, machine)
-
-
-def _likely(problem: LshCandidates, machine: Machine) -> Decisions:
     """A thread block a row, as far as clusters go; large ones, with all of a row's buckets in flight. As many rows as
     possible are hashed together, of which there are copies if they fit.
 
