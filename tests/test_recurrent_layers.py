@@ -48,7 +48,8 @@ def module(cell: str, *sizes: int, density: float | None = 0.3, **options: Any) 
 
 
 def layer_of(made: Any, cell: str, **options: Any) -> Any:
-    weight = made.weight_hh_l0.detach()
+    """Our layer of a module, of entries unless another form is asked for."""
+    weight, options = made.weight_hh_l0.detach(), {"form": "entries", **options}
     if cell == "lstm":
         return tvm_sparse.SparseLSTM(weight, **options)
     if cell == "gru":
