@@ -50,7 +50,7 @@ DECISIONS: Mapping[str, str] = {
         " kernel start. 2: it lets the consumer start at once, and reads what the template says before it waits."
     ),
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
-    "prefetch": "1: data are brought into the L2 cache before they are asked for.",
+    "prefetch": "1: data are brought into a cache before they are asked for.",
     "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",

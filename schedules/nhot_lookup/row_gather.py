@@ -2,24 +2,33 @@
 
 A row is computed `chunk` columns at a time. The sums of a chunk stay in registers while the row's entries are gone
 through, so each table row that is looked up is read once, and the output is written once.
+
+With `prefetch` a thread asks for the table row of an entry some entries ahead, also of its next rows: rows of a large
+table come from memory, and the processor by itself does not look that far. Few rows are computed by the calling thread:
+to wake the others takes longer than the work.
 """
 
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 # Columns whose sums are held at once: 256 float32 fill half of the 32 registers of AVX-512.
 CHUNK = powers(16, 256)
+# Entries ahead whose table rows are asked for, and bytes of a cache line.
+AHEAD, LINE = 12, 64
+# Bytes of table rows that one thread goes through while others would wake up.
+FEW_BYTES = 128 * 1024
 
 
 def space(problem: NhotLookup, machine: Machine) -> Table:
-    return {"chunk": tuple(c for c in CHUNK if c == CHUNK[0] or c <= problem.width)}
+    return {"chunk": tuple(c for c in CHUNK if c == CHUNK[0] or c <= problem.width), "prefetch": (0, 1)}
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    return {"chunk": max(c for c in space(problem, machine)["chunk"] if c <= 128)}
+    return {"chunk": max(c for c in space(problem, machine)["chunk"] if c <= 128), "prefetch": 1}
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
@@ -28,17 +37,30 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from .interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
-    chunk = decisions["chunk"]
+    chunk, prefetch = decisions["chunk"], decisions["prefetch"] == 1
     whole = width // chunk
     rest = width % chunk
+    size = numpy_dtype(dtype).itemsize
+    few = max(1, FEW_BYTES // (problem.nonzeros * width * size))
 
     # fmt: off
+    @T.inline
+    def ask_for(io, entry, base, columns):
+        """The cache lines of `columns` columns of the table row of an entry, or of the last one."""
+        for line in range(ceildiv(columns * size, LINE)):
+            T.evaluate(T.call_llvm_intrin(
+                "void", "llvm.prefetch.p0", T.address_of(io.table[
+                    T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (LINE // size)]),
+                T.int32(0), T.int32(3), T.int32(1)))
+
     @T.inline
     def sum_columns(io, acc, row, base, columns):
         """`columns` sums from column `base` on."""
         for v in T.vectorized(columns):
             acc[v] = T.float32(0)
         for e in range(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row])):
+            if prefetch:
+                ask_for(io, T.Cast("int64", io.indptr[row]) + e + AHEAD, base, columns)
             for v in T.vectorized(columns):
                 if weighted:
                     acc[v] = acc[v] + T.Cast("float32", io.values[T.Cast("int64", io.indptr[row]) + e]) * T.Cast(
@@ -50,24 +72,32 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
             io.out[row, base + v] = T.Cast(dtype, acc[v])
 
     @T.inline
+    def sum_row(io, r):
+        with T.sblock("row"):
+            row = T.axis.spatial(io.rows, r)
+            T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
+            T.writes(io.out[row, 0:width])
+            acc = T.sblock_alloc_buffer((chunk,), "float32")
+            for c in range(whole):
+                sum_columns(io, acc, row, c * chunk, chunk)
+            if rest > 0:
+                sum_columns(io, acc, row, whole * chunk, rest)
+
+    @T.inline
     def body(io):
-        for r in T.parallel(io.rows):
-            with T.sblock("row"):
-                row = T.axis.spatial(io.rows, r)
-                T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
-                T.writes(io.out[row, 0:width])
-                acc = T.sblock_alloc_buffer((chunk,), "float32")
-                for c in range(whole):
-                    sum_columns(io, acc, row, c * chunk, chunk)
-                if rest > 0:
-                    sum_columns(io, acc, row, whole * chunk, rest)
+        if io.rows <= few:
+            for r in range(io.rows):
+                sum_row(io, r)
+        else:
+            for r in T.parallel(io.rows):
+                sum_row(io, r)
     # fmt: on
     return cpu_program(problem, body)
 
 
 row_gather = Template(
     name="row_gather",
-    version=1,
+    version=2,
     operator="nhot_lookup",
     kind="llvm",
     summary="a thread a row, sums of neighbouring columns in vectors",

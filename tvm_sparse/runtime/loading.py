@@ -53,6 +53,9 @@ def prepare(kind: str) -> None:
     # The runtime takes half of the logical processors for the number of cores. It reads this when the first parallel
     # loop starts, and a value that the user has set stands.
     os.environ.setdefault("TVM_NUM_THREADS", str(machine.cpu().cores))
+    # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins; the
+    # scheduler would find them another one.
+    os.environ.setdefault("TVM_BIND_THREADS", "0")
     spec = importlib.util.find_spec("tvm")
     if spec is None or spec.origin is None:
         raise LoadError("the package apache-tvm is not installed: its runtime library is needed to call kernels")
