@@ -95,7 +95,12 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             },
             17,  # 150 vectors: several rows a block only where each has a warp, and no more than two threads a vector
         ),
-        ("row_gather", "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=2", {"chunk": (16, 32, 64), "prefetch": (0, 1)}, 6),
+        (
+            "row_gather",
+            "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=2",
+            {"chunk": (16, 32, 64), "prefetch": (0, 1)},
+            6,
+        ),
         (
             "lookup_elements",
             "nhot_lookup/rows=3,vocab=9,width=70,nonzeros=2",

@@ -53,8 +53,8 @@ def prepare(kind: str) -> None:
     # The runtime takes half of the logical processors for the number of cores. It reads this when the first parallel
     # loop starts, and a value that the user has set stands.
     os.environ.setdefault("TVM_NUM_THREADS", str(machine.cpu().cores))
-    # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins; the
-    # scheduler would find them another one.
+    # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins,
+    # where the scheduler would find them another one.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     spec = importlib.util.find_spec("tvm")
     if spec is None or spec.origin is None:
