@@ -49,6 +49,25 @@ def _homes() -> dict[str, str]:
     return homes
 
 
+def _show_to_compilers(name: str, function: types.FunctionType) -> None:
+    """Set the attributes at which torch.compile looks before it traces a function.
+
+    Those that torch.compiler.disable and torch.compile set: of PyTorch's own ways the one takes a microsecond a call,
+    and all take PyTorch.
+    """
+    from . import traced
+    from .runtime.arrays import UNTRACED
+
+    found: Any = getattr(traced, name, None)
+    if found is None:
+        function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
+    else:
+        # The first where another function calls it, the others for torch.compile(function).
+        function.__dict__.update(
+            _torchdynamo_inline=found, _torchdynamo_orig_callable=found, _torchdynamo_wrapper_id=id(function)
+        )
+
+
 def __getattr__(name: str) -> Any:
     import importlib
 
@@ -62,11 +81,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(homes[name]), name)
     if isinstance(value, types.FunctionType):
-        from .runtime.arrays import UNTRACED
-
-        # torch.compile looks at these before it traces a function: it calls ours as it is, and gives the reason where
-        # that cannot be. What torch.compiler.disable sets; but that would take PyTorch, and a microsecond a call.
-        value.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
+        _show_to_compilers(name, value)
     globals()[name] = value  # the next look-up finds it there, and does not come here
     return value
 

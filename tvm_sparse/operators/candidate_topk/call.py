@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.operators.head_topk.call import WHERE, pair_facts, whole_number
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     facts_beside,
@@ -116,6 +116,10 @@ def candidate_topk(
             shown = [array.view(hidden.shape[0], *array.shape[2:]) for array in results]
             return tuple(shown) if normaliser else tuple(shown[:2])
 
+    if custom.transformed(hidden, embedding, candidates, counts, bias):
+        options = {"counts": counts, "block": block, "log": log, "temperature": temperature, "bias": bias}
+        options |= {"normaliser": normaliser, "validate": validate, "out": out}
+        return custom.module_of("candidate_topk").candidate_topk(hidden, embedding, candidates, n, **options)
     given = Lists.of(hidden, embedding, candidates, counts, block, validate)
     known, theirs = given.hidden, given.embedding
     n = whole_number("n", n)
@@ -128,7 +132,7 @@ def candidate_topk(
     shown = list(outputs)
     if not normaliser:
         outputs += outputs_for(None, (wanted[2],), hidden, known)
-    if rows:
+    if rows and not arrays.is_fake(hidden):
         problem = CandidateTopk(
             given.lists, given.beam, vocab, known.shape[1], given.m, n, known.dtype, block, int(bias is not None)
         )
@@ -190,7 +194,7 @@ class Lists:
             raise ValueError(f"candidates: expected a number of lists that divides the {rows} rows, got {lists}")
         if counts is not None:
             facts_beside("counts", counts, (lists,), "int32", known, WHERE)
-        if known.device == "cpu" or validate:
+        if (known.device == "cpu" or validate) and not arrays.is_fake(candidates):
             check_candidates(candidates, counts, theirs.shape[0] // block, m)
         return cls(known, theirs, facts, lists, rows // max(lists, 1), m)
 
