@@ -5,6 +5,7 @@
 >>> rows = tvm_sparse.nhot_lookup(csr, table)
 >>> values, indices, info = tvm_sparse.LshHead(embedding).topk(hidden, 12)
 >>> output, h_n, c_n = tvm_sparse.SparseLSTM(weight_hh, density=0.1)(x_projected)
+>>> tvm_sparse.nn.sparsify(model, block=16, sparsity=0.9)  # modules of PyTorch: tvm_sparse.nn
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
 Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch. What each
@@ -73,6 +74,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return sorted(_homes())
+    if name == "nn":
+        return importlib.import_module(f"{__name__}.nn")
     if name == "__version__":
         import importlib.metadata
 
@@ -87,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes(), "__all__", "__version__"})
+    return sorted({*globals(), *_homes(), "__all__", "__version__", "nn"})

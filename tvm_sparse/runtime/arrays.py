@@ -55,6 +55,18 @@ def is_numpy(array: Any) -> bool:
     return numpy is not None and isinstance(array, numpy.ndarray)
 
 
+def dtype_name(given: Any) -> str:
+    """The name of a dtype of torch or NumPy, or of what it is called."""
+    import numpy as np
+
+    if not isinstance(given, str) and not str(given).startswith("torch."):
+        try:
+            return np.dtype(given).name
+        except TypeError:
+            pass
+    return str(given).removeprefix("torch.")
+
+
 def facts(name: str, array: Any) -> Facts:
     """Facts of the argument `name`.
 

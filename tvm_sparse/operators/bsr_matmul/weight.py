@@ -189,9 +189,9 @@ class BsrWeight:
         ValueError
             For another dtype.
         """
-        if dtype is None and (name := _dtype_name(device)) in FLOATS:
+        if dtype is None and (name := arrays.dtype_name(device)) in FLOATS:
             device, dtype = None, name
-        wanted = self.dtype if dtype is None else _dtype_name(dtype)
+        wanted = self.dtype if dtype is None else arrays.dtype_name(dtype)
         if wanted not in FLOATS:
             raise ValueError(f"dtype: expected {', '.join(FLOATS)}, got {dtype!r}")
         kind = type(self.data).__name__
@@ -301,18 +301,6 @@ def balanced(indptr: Any, block_bytes: int) -> tuple[Any, int, str]:
     if arrays.is_torch(indptr):
         order = sys.modules["torch"].from_numpy(order).to(indptr.device)
     return order, long, "skewed" if skew(starts) > SKEWED else "uniform"
-
-
-def _dtype_name(given: Any) -> str:
-    """The name of a dtype of torch or NumPy, or of what it is called."""
-    import numpy as np
-
-    if not isinstance(given, str) and not str(given).startswith("torch."):
-        try:
-            return np.dtype(given).name
-        except TypeError:
-            pass
-    return str(given).removeprefix("torch.")
 
 
 def _no_columns() -> int:
