@@ -31,8 +31,7 @@ from tvm_sparse.formats.block_recurrent import tiles_of
 from tvm_sparse.formats.recurrent import RecurrentWeights
 from tvm_sparse.layers.libraries import to_host
 from tvm_sparse.layers.recurrent import launches
-from tvm_sparse.operators.nhot_lookup.problem import typical
-from tvm_sparse.operators.sparse_recurrent.problem import GATES
+from tvm_sparse.operators.sparse_recurrent.problem import GATES, preferred
 
 OURS, PRODUCT, BLOCKS, MODULE, DENSE, SPARSE, FLASH = (
     "sparse layer", "sparse layer + input product", "layer of blocks", "torch module", "dense step loop",
@@ -145,10 +144,10 @@ def layer(case: Case, matrix: Any, bias_hh: torch.Tensor, **options: Any) -> Any
 def problems_of(case: Case, dtypes: Iterable[str]) -> list[Problem]:
     """What calls of our layers run, at the number of nonzeros, and of groups of blocks, that is expected."""
     found, gates = [], GATES[case.cell]
-    nonzeros = min(case.hidden, typical(round(case.rows * case.hidden * case.density), case.rows))
+    nonzeros = min(case.hidden, preferred(round(case.rows * case.hidden * case.density), case.rows))
     tiles, across = tiles_of(case.hidden, gates), -(-case.hidden // COLUMNS_OF_GROUP)
     absent = tiles * across * (1 - case.density) ** (ROWS_OF_TILE * COLUMNS_OF_GROUP)
-    groups = across if absent < 0.5 else min(across, typical(round(tiles * across - absent), tiles))
+    groups = across if absent < 0.5 else min(across, preferred(round(tiles * across - absent), tiles))
     for steps, batch in dict.fromkeys(launches(case.steps, case.batch, case.hidden)):
         axes = {"steps": steps, "batch": batch, "hidden": case.hidden, "cell": case.cell}
         for dtype in dtypes:

@@ -70,7 +70,7 @@ def test_a_block_of_16_takes_no_more_than_itself_and_a_dense_weight_is_full() ->
     dense = block_recurrent_weights(rng.standard_normal((3 * 40, 40)), 3)
     assert dense.density == 1
     assert problem_of(dense, 5, 2, "gru").nonzeros == 5
-    assert problem_of(weights, 5, 2, "tanh").nonzeros in (5, 10)  # of 40
+    assert 5 <= problem_of(weights, 5, 2, "tanh").nonzeros <= 16  # of 40
 
 
 def test_blocks_of_zeros_that_are_stored_and_nan_are_kept() -> None:

@@ -1,5 +1,7 @@
 """The CUDA emulator gives right results for right kernels, and catches wrong ones."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -378,6 +380,209 @@ def test_cluster_reads_the_shared_memory_of_its_blocks(scope):
         for i in range(2):
             expected = np.broadcast_to((x[:, :, ::-1] ** (i + 1)).sum(1, keepdims=True), x.shape)
             np.testing.assert_allclose(y[..., i], expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- mbarriers and bulk copies between the blocks of a cluster ----------------------------------
+
+bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.shared__cta.mbarrier__complete_tx__bytes
+arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
+try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
+map_to_peer = T.ptx.mapa.shared__cluster.u32
+
+# How the exchange goes wrong, and what the emulator says of it.
+EXCHANGE_FAULTS = {
+    "none": None,
+    "not initialised": "is not initialised as an mbarrier",
+    "initialised twice": "mbarrier.init of the mbarrier .* is initialised already",
+    "initialised for none": "mbarrier.init for 0 arrivals",
+    "misaligned mbarrier": "mbarrier.init on a misaligned mbarrier",
+    "ordinary access": "access to the mbarrier .* by no mbarrier instruction",
+    "no barrier before": "which may not have started: no cluster barrier before|is not initialised as an mbarrier",
+    "too few bytes": "phase 0 of the mbarrier .* gets 16 bytes more than it expects",
+    "too many bytes": r"deadlock: (.*\n)*.*waits in mbarrier.try_wait .* awaits 0 arrivals and 16 bytes",
+    "not armed": r"deadlock: (.*\n)*.*waits in mbarrier.try_wait .* awaits 1 arrivals and -128 bytes",
+    "armed twice": "mbarrier.arrive at the mbarrier .* whose phase 0 awaits no arrival",
+    "beyond the range": "the transaction count of the mbarrier .* beyond its range",
+    "no such parity": "mbarrier.try_wait for parity 2",
+    "no wait": "data race|completes without .* bulk copies in flight|more than it expects",
+    "wrong parity": "data race: (a thread reads what another wrote|a bulk copy writes what another read)",
+    "one copy": "data race",
+    "sent unseen": "data race: a bulk copy reads what another wrote",
+    "source in flight": "data race: a thread writes what another read.* a bulk copy",
+    "odd size": "cp.async.bulk of 24 bytes, which is no multiple of 16",
+    "misaligned": "misaligned cp.async.bulk",
+    "past the destination": "cp.async.bulk of 128 bytes to what is not all shared memory|is not in shared memory",
+    "onto the mbarrier": "access to the mbarrier .* by no mbarrier instruction",
+    "mbarrier elsewhere": "cp.async.bulk to dynamic shared memory, which is not where the mbarrier .* is",
+    "no such block": "the cluster has no block of rank 2",
+    "mapped twice": "the address of a peer's shared memory where that of the own is due",
+    "no barrier at exit": "exits with no cluster barrier after a peer's access|which has exited",
+    "expected at exit": "the block exits while the mbarrier .* awaits 16 bytes",
+}
+
+
+@functools.cache
+def exchange():
+    """Y = the states after 4 steps that turn X and add one, of which each block of a cluster computes half.
+
+    Blocks send each other their half in 2 copies that alternate, without any barrier between steps. `fault`: by number,
+    so that one kernel has them all, because g++ takes longer than a run.
+    """
+    of = {fault: i for i, fault in enumerate(EXCHANGE_FAULTS)}
+
+    @T.prim_func
+    def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((2, 64), "float32"), fault: T.int32):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([32])
+        states = T.alloc_buffer([2, 64], "float32", scope="shared.dyn")
+        bars = T.alloc_shared([4], "uint64")
+        done = T.alloc_local([1], "uint32")
+        peer = T.alloc_local([2], "uint32")
+        own = T.alloc_local([2], "uint32")
+        for i in T.serial(2):
+            states[0, i * 32 + t] = X[i * 32 + t]
+        if t == 0:
+            if fault != of["not initialised"]:
+                T.ptx.mbarrier.init.shared__cta.b64(bars.ptr_to([0]), T.uint32(1))
+            T.ptx.mbarrier.init.shared__cta.b64(
+                bars.ptr_to([1]), T.if_then_else(fault == of["initialised for none"], T.uint32(0), T.uint32(1))
+            )
+            if fault == of["initialised twice"]:
+                T.ptx.mbarrier.init.shared__cta.b64(bars.ptr_to([1]), T.uint32(1))
+            if fault == of["misaligned mbarrier"]:
+                T.ptx.mbarrier.init.shared__cta.b64(
+                    T.cuda.cvta_generic_to_shared(bars.ptr_to([2])) + T.uint32(4), T.uint32(1)
+                )
+            if fault == of["ordinary access"]:
+                bars[1] = T.uint64(0)
+            T.ptx.fence.mbarrier_init.release.cluster()
+            if fault == of["too few bytes"]:
+                arrive_expecting(bars.ptr_to([1]), T.uint32(112))
+            elif fault == of["too many bytes"]:
+                arrive_expecting(bars.ptr_to([1]), T.uint32(144))
+            elif fault == of["beyond the range"]:
+                arrive_expecting(bars.ptr_to([1]), T.uint32(1 << 20))
+            elif fault != of["not armed"]:
+                arrive_expecting(bars.ptr_to([1]), T.uint32(128))
+            if fault == of["armed twice"]:
+                arrive_expecting(bars.ptr_to([1]), T.uint32(128))
+            if fault != of["not initialised"]:
+                arrive_expecting(bars.ptr_to([0]), T.uint32(128))
+        T.cuda.cta_sync()
+        if fault != of["no barrier before"]:
+            T.ptx.barrier.cluster.arrive.release.aligned()
+            T.ptx.barrier.cluster.wait.acquire.aligned()
+        for step in T.serial(4):
+            if fault == of["one copy"]:
+                states[step % 2, r * 32 + t] = states[step % 2, (r * 32 + t + 17) % 64] + T.float32(1)
+            states[(step + 1) % 2, r * 32 + t] = states[step % 2, (r * 32 + t + 17) % 64] + T.float32(1)
+            if step < 3:
+                T.ptx.fence.proxy.async_.shared__cta()
+                if fault != of["sent unseen"]:
+                    T.cuda.cta_sync()
+                if t == 0:
+                    own[0] = T.cuda.cvta_generic_to_shared(states.ptr_to([(step + 1) % 2, r * 32]))
+                    own[1] = T.cuda.cvta_generic_to_shared(bars.ptr_to([(step + 1) % 2]))
+                    for i in T.serial(2):
+                        map_to_peer(peer[i], own[i], T.Cast("uint32", 1 - r))
+                    if fault == of["no such block"]:
+                        map_to_peer(peer[0], own[0], T.uint32(2))
+                    if fault == of["mapped twice"]:
+                        map_to_peer(peer[0], peer[0], T.Cast("uint32", r))
+                    if fault == of["mbarrier elsewhere"]:
+                        peer[1] = own[1]
+                    if fault == of["misaligned"]:
+                        bulk_copy(peer[0] + T.uint32(8), own[0], T.uint32(112), peer[1])
+                    if fault == of["past the destination"]:
+                        bulk_copy(peer[0] + T.uint32(192), own[0], T.uint32(128), peer[1])
+                    if fault == of["odd size"]:
+                        bulk_copy(peer[0], own[0], T.uint32(24), peer[1])
+                    if fault == of["onto the mbarrier"]:
+                        bulk_copy(peer[1] // T.uint32(16) * T.uint32(16), own[0], T.uint32(16), peer[1])
+                    bulk_copy(peer[0], own[0], T.uint32(128), peer[1])
+                if fault == of["source in flight"]:
+                    T.cuda.cta_sync()
+                    states[(step + 1) % 2, r * 32 + t] = T.float32(0)
+                done[0] = T.uint32(0)
+                if fault == of["no such parity"]:
+                    try_wait(done[0], bars.ptr_to([1]), T.uint32(2))
+                if fault == of["wrong parity"]:
+                    try_wait(done[0], bars.ptr_to([1]), T.uint32(1))
+                    done[0] = T.uint32(1)
+                if fault == of["no wait"]:
+                    done[0] = T.uint32(1)
+                while done[0] == T.uint32(0):
+                    try_wait(done[0], bars.ptr_to([(step + 1) % 2]), T.Cast("uint32", step // 2))
+                if t == 0 and step == 0:
+                    arrive_expecting(bars.ptr_to([1]), T.uint32(128))
+        if t == 0 and fault == of["expected at exit"]:
+            arrive_expecting(bars.ptr_to([0]), T.uint32(16))
+        Y[r, r * 32 + t] = states[0, r * 32 + t]
+        if fault != of["no barrier at exit"]:
+            T.ptx.barrier.cluster.arrive.relaxed.aligned()
+            T.ptx.barrier.cluster.wait.acquire.aligned()
+
+    return func
+
+
+def run_exchange(fault, seed, **options):
+    x, y = RNG.standard_normal(64).astype("float32"), np.zeros((2, 64), "float32")
+    run_tirx(exchange(), [x, y, list(EXCHANGE_FAULTS).index(fault)], seed=seed, **options)
+    expected = x
+    for _ in range(4):
+        expected = np.roll(expected, -17) + np.float32(1)
+    return y.sum(0), expected
+
+
+def test_bulk_copies_between_blocks_of_a_cluster():
+    for seed in range(6):
+        np.testing.assert_array_equal(*run_exchange("none", seed))
+
+
+@pytest.mark.parametrize("fault", [fault for fault in EXCHANGE_FAULTS if EXCHANGE_FAULTS[fault]])
+def test_faulty_exchange(fault):
+    for seed in range(3):
+        with pytest.raises(EmulationError, match=EXCHANGE_FAULTS[fault]):
+            run_exchange(fault, seed)
+
+
+def test_wait_for_an_mbarrier_may_fail():
+    """A wait in no loop: some threads find the copy done, others do not, by the seed, and nothing but NaN there."""
+
+    @T.prim_func
+    def func(Y: T.Buffer((2, 64), "uint32"), Z: T.Buffer((2, 64), "float32")):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([2])
+        t = T.thread_id([64])
+        s = T.alloc_shared([2, 4], "float32")
+        bar = T.alloc_shared([1], "uint64")
+        done = T.alloc_local([1], "uint32")
+        peer = T.alloc_local([2], "uint32")
+        s[r, t % 4] = T.float32(1)
+        if t == 0:
+            T.ptx.mbarrier.init.shared.b64(bar.ptr_to([0]), T.uint32(1))
+            arrive_expecting(bar.ptr_to([0]), T.uint32(16))
+        T.cuda.cluster_sync()
+        if t == 0:
+            map_to_peer(peer[0], T.cuda.cvta_generic_to_shared(s.ptr_to([r, 0])), T.Cast("uint32", 1 - r))
+            map_to_peer(peer[1], T.cuda.cvta_generic_to_shared(bar.ptr_to([0])), T.Cast("uint32", 1 - r))
+            bulk_copy(peer[0], s.ptr_to([r, 0]), T.uint32(16), peer[1])
+        try_wait(done[0], bar.ptr_to([0]), T.uint32(0))
+        Y[r, t] = done[0]
+        Z[r, t] = s[1 - r, t % 4]
+        while done[0] == T.uint32(0):
+            try_wait(done[0], bar.ptr_to([0]), T.uint32(0))
+        T.cuda.cluster_sync()
+
+    found = set()
+    for seed in range(6):
+        y, z = np.full((2, 64), 9, "uint32"), np.zeros((2, 64), "float32")
+        run_tirx(func, [y, z], seed=seed, check_races=False)
+        found |= {*zip(y.flat, np.nan_to_num(z, nan=-1).flat, strict=True)}
+    assert {(0, -1), (1, 1)} <= found <= {(0, -1), (0, 1), (1, 1)}
 
 
 # ---- wrong kernels -----------------------------------------------------------------------------

@@ -19,9 +19,11 @@ from tvm_sparse.core.problem import FLOATS, Mismatch, Problem, ProblemError, Set
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.formats.bsr import check_structure, fullest_first, random_pattern, skew
 from tvm_sparse.formats.compressed import check_compressed
+from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.nhot_lookup.problem import INDEX, NhotLookup, typical
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent, preferred
 
 SOFTMAX = [p for p in AWKWARD if isinstance(p, SoftmaxTopk)]
 BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
@@ -178,6 +180,20 @@ def test_typical_rows_are_counted_roughly() -> None:
     assert typical(5, 10) == 1 and typical(1001, 100) == 10 and typical(10**12, 1) == 10**12
     for n in range(1, 2000):
         assert 1 / 1.6 < typical(n, 1) / n < 1.6
+
+
+def test_rows_of_recurrent_weights_are_rounded_up() -> None:
+    assert [preferred(n, 1) for n in (0, 1, 3, 7, 9, 18, 56, 115, 179, 538, 691)] == [
+        1, 1, 3, 8, 10, 20, 63, 130, 200, 630, 800,
+    ]  # fmt: skip
+    # A random pattern's mean is a little more than it was asked to be.
+    assert preferred(1005, 10) == 100 and preferred(1030, 10) == 130
+    for n in range(1, 2000):
+        assert n / 1.02 <= preferred(n, 1) <= max(n + 1, 1.34 * n)
+    for operator, hidden in ((SparseRecurrent, 500), (BlockRecurrent, 4000)):
+        for nonzeros, called in ((179, 200), (499, 500), (9999, 500)):
+            asked = operator(4, 2, hidden, nonzeros, "tanh", "float16")
+            assert asked.as_called() == operator(4, 2, hidden, called, "tanh", "float16")
 
 
 # ---- generated inputs ----------------------------------------------------------------------------

@@ -329,9 +329,9 @@ def test_problems_are_alike_in_what_decisions_depend_on() -> None:
 
 def test_what_a_call_asks_for_is_a_rough_number_of_nonzeros() -> None:
     weights = tvm_sparse.recurrent_weights(np.eye(30) + np.eye(30, k=1) + np.eye(30, k=-1))
-    assert calls.problem_of(weights, 5, 2, "tanh") == SparseRecurrent(5, 2, 30, 2)
+    assert calls.problem_of(weights, 5, 2, "tanh") == SparseRecurrent(5, 2, 30, 3)
     full = tvm_sparse.recurrent_weights(np.ones((30, 30), np.float32))
-    assert calls.problem_of(full, 5, 2, "tanh", 1, 0) == SparseRecurrent(5, 2, 30, 20, ragged=1)
+    assert calls.problem_of(full, 5, 2, "tanh", 1, 0) == SparseRecurrent(5, 2, 30, 30, ragged=1)
 
 
 def test_generated_weights_are_what_the_structure_says() -> None:

@@ -75,8 +75,8 @@ class Exchanged(Protocol):
         """Columns."""
 
     @property
-    def column_words(self) -> int:
-        """Words of a column's states, a half counted as one."""
+    def sent_bytes(self) -> int:
+        """Of a store into the exchange: the states of neighbouring lanes."""
 
     @property
     def pitch(self) -> int:
@@ -92,7 +92,7 @@ def missing(e: Exchanged, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
     found = None
     for i in range(4):
         word = words[at + i]
-        if e.column_bytes > 2:
+        if e.sent_bytes > 2:
             this = word == T.uint32(MARK)
         else:  # a half of all ones: the usual test for a zero half, of the complement
             this = ((~word - T.uint32(0x00010001)) & word & T.uint32(0x80008000)) != T.uint32(0)
@@ -112,40 +112,63 @@ def element_bits(dtype: str, value: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.Cast("uint32", T.reinterpret("uint16", value))
 
 
+def element_of(dtype: str, bits: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The value of the dtype that `element_bits` took apart."""
+    if dtype == "float32":
+        return T.reinterpret("float32", bits)
+    return T.reinterpret(dtype, T.Cast("uint16", bits))
+
+
+def sent_words(e: Exchanged) -> int:
+    """Words of a store into the exchange, a half counted as one."""
+    return ceildiv(e.sent_bytes, 4)
+
+
 # fmt: off
-def put(e: Exchanged) -> Phase:
-    """Give the others the states of a unit; the phase is (s, slot, pack, column, mine).
+def collect(e: Exchanged) -> Phase:
+    """Bring together the states that are sent at once, those of neighbouring lanes; the phase is (s).
 
-    The first lane of a group collects those of a pack's samples and stores them at once, `mine` being whether the group
-    has the unit.
-
-    Reads: `bits`. Writes: `sent`; the exchange, by a store that goes to the L2 cache at once.
+    Reads: `bits`. Writes: `sent`, right in each lane that is the first of those whose states are sent at once.
     Barriers: none, but all lanes of a warp take part.
     """
     infinity, nan = INFINITY[e.dtype], NAN if e.itemsize == 4 else HALF_NAN
-    store = STORE_EXCHANGED[e.column_bytes]
     # 16 bits: the first exchange makes words, each further one doubles their number.
-    halves = e.itemsize == 2 and e.pack > 1
-    doublings = e.column_words.bit_length() - 1
+    halves = e.itemsize == 2 and e.sent_bytes > 2
+    doublings = sent_words(e).bit_length() - 1
 
     @T.inline
-    def phase(s, slot, pack, column, mine):
+    def phase(s):
         s.sent[0] = T.Select((s.bits[0] & T.uint32(nan)) > T.uint32(infinity), T.uint32(nan), s.bits[0])
         if halves:
             s.sent[0] = s.sent[0] | (T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sent[0], 1, 32, 32) << T.uint32(16))
         for d in T.unroll(doublings):
-            for i in T.unroll(e.column_words):
+            for i in T.unroll(sent_words(e)):
                 if i < (1 << d):
                     s.sent[(1 << d) + i] = T.tvm_warp_shuffle_xor(
                         T.uint32(FULL_WARP), s.sent[i], (2 if halves else 1) << d, 32, 32)
-        if s.lane == 0 and mine:
+
+    return phase
+
+
+def put(e: Exchanged) -> Phase:
+    """Give the others what was collected; the phase is (s, slot, pack, column, mine).
+
+    `column`: of the first state. `mine`: whether the lane stores.
+
+    Reads: `sent`. Writes: the exchange, by a store that goes to the L2 cache at once. Barriers: none.
+    """
+    store = STORE_EXCHANGED[e.sent_bytes]
+
+    @T.inline
+    def phase(s, slot, pack, column, mine):
+        if mine:
             at = T.meta_var(
                 s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
                 + T.Cast("uint64", column) * T.uint64(e.column_bytes))
-            if e.column_bytes == 2:
+            if e.sent_bytes == 2:
                 store(at, T.Cast("uint16", s.sent[0]))
             else:
-                store(at, *[s.sent[i] for i in range(e.column_words)])
+                store(at, *[s.sent[i] for i in range(sent_words(e))])
 
     return phase
 
@@ -156,8 +179,11 @@ def mark(e: Exchanged) -> Phase:
     Writes: the mark from the second slot on, and zeros in what is behind the last column of each pack.
     Barriers: none; one of the grid has to follow.
     """
-    words = e.hidden * e.column_bytes // 4  # of states
-    rest = e.hidden * e.column_bytes % 4  # bytes of states in the word behind them
+    # Words that are sent, and bytes of states in the word behind them. A store of whole words has zeros for columns
+    # that there are not.
+    words, rest = divmod(e.hidden * e.column_bytes, 4)
+    if rest and e.sent_bytes > 2:
+        words, rest = words + 1, 0
 
     @T.inline
     def phase(s, io, block):
@@ -203,7 +229,7 @@ def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool
     """Copy vectors of the exchange to shared memory; the phase is (s).
 
     All loads of a round are under way before the first is looked at. Those that bring a mark are repeated, all of them
-    before any is looked at again.
+    before any is looked at again: to wait for one vector after another takes a trip to the L2 cache for each.
 
     `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: others may still read
     there what was copied before.

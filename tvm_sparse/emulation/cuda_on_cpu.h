@@ -16,7 +16,7 @@
 //
 // Every access of the kernel is reported by g++'s -fsanitize=thread instrumentation. The hooks
 // are defined here (libtsan is not linked) and look for data races between threads of a block, and
-// in shared memory between those of a cluster.
+// in shared memory between those of a cluster and their bulk copies.
 #pragma once
 
 #include <setjmp.h>
@@ -36,6 +36,11 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#ifdef COC_MACHINE
+#include <deque>
+#include <map>
+#include <string>
+#endif
 
 #define COC_UNCHECKED __attribute__((no_sanitize("thread", "bounds", "alignment")))
 
@@ -49,9 +54,13 @@ struct Dim {
   unsigned x, y, z;
 };
 
-enum class State { kReady, kWarp, kActiveMask, kBarrier, kCluster, kGrid, kDone };
+enum class State { kReady, kWarp, kActiveMask, kBarrier, kMbarrier, kCluster, kGrid, kDone };
 
 struct Block;
+
+// Of the machine alone.
+struct Knowledge;
+struct Mbarriers;
 
 struct Thread {
   Dim idx;
@@ -73,6 +82,7 @@ struct Thread {
   uint32_t participants = 0;
   // Vector clock over the lanes of the own warp, for the race detector.
   uint32_t clock[32];
+  const Knowledge* heard = nullptr;  // what it knows through mbarriers
   // Cluster barriers: how many it arrived at and waited for, and the last one known to be behind
   // all threads of the cluster, also from a block barrier with one that waited.
   uint32_t arrived = 0, waited = 0, known = 0;
@@ -89,6 +99,7 @@ struct Thread {
 
 struct Barrier {
   int arrived = 0, expected = 0, true_predicates = 0;
+  const Knowledge* heard = nullptr;
 };
 
 struct Block {
@@ -107,12 +118,17 @@ struct Block {
   unsigned awaited = 0;    // of the leader: threads that the cluster barrier waits for,
   uint32_t completed = 0;  // and how many cluster barriers were completed
   uint32_t known = 0;      // the most of its threads' `known`
+  // Of the leader: what threads knew that arrived at a cluster barrier, and at the last completed.
+  const Knowledge *gathering = nullptr, *gathered = nullptr;
+  Mbarriers* mbarriers = nullptr;
   // The last cluster barrier before which a peer accessed its shared memory, plus one, and where.
   uint32_t touched = 0;
   void* touched_at = nullptr;
 };
 
-// Shadow of one byte: its last write and its last reads, for the race detector.
+// Shadow of one byte: its last write and its last reads, for the race detector. A bulk copy
+// has a thread number from kAsync on, by the mbarrier it signals, and the phase of that as its clock.
+constexpr uint32_t kAsync = 1u << 16;
 struct Access {
   uint32_t block, thread, epoch, clock, arrived;
 };
@@ -178,6 +194,10 @@ void cluster_wait(int line);
 void copy_async(void* dst, const void* src, int size, int filled);
 void wait_copies(int pending_groups);
 void check_address(const void* address, size_t size);
+void mbarrier_init(char* place, uint32_t count);
+void mbarrier_arrive(char* place, uint32_t bytes);
+bool mbarrier_wait(int line, char* place, uint32_t parity);
+void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier);
 inline Thread& self() { return *machine.current; }
 inline unsigned cluster_size() {
   return machine.cluster.x * machine.cluster.y * machine.cluster.z;
@@ -190,6 +210,41 @@ inline unsigned cluster_size() {
 namespace cuda_on_cpu {
 
 Machine machine;
+
+// What is behind a thread through mbarriers, handed on by every kind of synchronisation: accesses by
+// a thread of its cluster with a clock below `clocks`, in a block's epoch below `epochs`, before the
+// cluster barrier `known`. Behind the threads, `clocks` has the mbarriers, whose clock is the number
+// of their phase. Shared by those who know the same, and kept for as long as the cluster runs.
+struct Knowledge {
+  std::vector<uint32_t> clocks, epochs;
+  uint32_t known = 0;
+};
+static std::deque<Knowledge> knowledge;
+
+// An mbarrier object. Its place in shared memory holds nothing: what it is on a GPU is not for use.
+struct Mbarrier {
+  Block* block = nullptr;
+  char* place = nullptr;  // as find_region knows it
+  uint32_t number = 0;    // among those of the cluster
+  int64_t expected = 0, pending = 0, bytes = 0;  // arrivals, and the transaction count
+  uint32_t phase = 0;
+  unsigned in_flight = 0;  // bulk copies that will complete bytes of this phase
+  int64_t copied = -1;     // the last phase that a copy signalled
+  Knowledge gathering;     // what those knew who arrived, or had something copied,
+  const Knowledge* gathered = nullptr;  // and what one knows who waited for the phase before this
+};
+struct Mbarriers : std::map<char*, Mbarrier> {};
+static uint32_t mbarriers_made;
+
+// A bulk copy that has been issued and not been performed. Places are as find_region knows them.
+struct Flight {
+  char *destination, *source;
+  size_t size;
+  Mbarrier* mbarrier;
+  Block* sender;
+};
+static std::vector<Flight> flights;
+static unsigned patience;  // the steps of threads that a bulk copy takes, on average
 
 // ---- errors ----------------------------------------------------------------------------------
 
@@ -270,6 +325,9 @@ void load_shared(Block* block) {
 
 static void finish_pending_write();
 static void count_arrival(Block* leader);
+static void perform(size_t index);
+static void check_exit(Block& b);
+static std::string describe(const Mbarrier& m);
 
 void suspend() {
   finish_pending_write();
@@ -354,9 +412,7 @@ void thread_main() {
   Thread* t = machine.current;
   t->state = State::kDone;
   Block& b = *t->block;
-  if (!--b.alive && b.touched > b.known && machine.check_races)
-    fail("the block exits with no cluster barrier after a peer's access to its shared memory, "
-         "code+0x%lx", code_offset(b.touched_at));
+  if (!--b.alive) check_exit(b);
   if (t->arrived == b.leader->completed) count_arrival(b.leader);
   _longjmp(machine.scheduler, 1);
 }
@@ -395,7 +451,7 @@ bool resolve_activemask() {
   machine.current = nullptr;
   char text[4096];
   int n = 0, listed = 0;
-  unsigned exited = 0, waiting = 0;
+  unsigned exited = 0, waiting = 0, for_mbarriers = 0;
   for (Block* b : machine.blocks)
     for (Thread& t : b->threads) {
       if (t.state == State::kDone) {
@@ -403,10 +459,12 @@ bool resolve_activemask() {
         continue;
       }
       waiting++;
+      for_mbarriers += t.state == State::kMbarrier;
       bool seen = false;  // one line for all threads that wait at the same place
       for (Thread& o : b->threads) {
         if (&o == &t) break;
-        seen |= o.state == t.state && o.line == t.line && o.mask == t.mask && o.op == t.op;
+        seen |= o.state == t.state && o.line == t.line && o.mask == t.mask && o.op == t.op &&
+                (t.state != State::kMbarrier || o.value == t.value);
       }
       if (seen || ++listed > 8) continue;
       n += snprintf(text + n, sizeof text - n,
@@ -414,6 +472,11 @@ bool resolve_activemask() {
                     t.idx.z, b->idx.x, b->idx.y, b->idx.z, t.op);
       if (t.state == State::kWarp) n += snprintf(text + n, sizeof text - n, " mask 0x%x", t.mask);
       n += snprintf(text + n, sizeof text - n, " at kernel.cu:%d", t.line);
+      if (t.state == State::kMbarrier) {
+        const Mbarrier& m = *(const Mbarrier*)t.value;
+        n += snprintf(text + n, sizeof text - n, " for %s, whose phase %u awaits %ld arrivals and %ld bytes",
+                      describe(m).c_str(), m.phase, long(m.pending), long(m.bytes));
+      }
       if (t.state != State::kWarp) continue;
       for (unsigned i = 0; i < 32 && t.warp * 32 + i < b->threads.size(); i++) {
         Thread& o = b->threads[t.warp * 32 + i];
@@ -423,8 +486,8 @@ bool resolve_activemask() {
         }
       }
     }
-  fail("divergent barrier or collective: %u threads wait for ever, %u have exited%s", waiting,
-       exited, text);
+  fail("%s: %u threads wait for ever, %u have exited%s",
+       for_mbarriers ? "deadlock" : "divergent barrier or collective", waiting, exited, text);
 }
 
 void run_resident_blocks() {
@@ -433,6 +496,10 @@ void run_resident_blocks() {
   while (alive) {
     size_t with_work = 0;
     for (Block* b : machine.blocks) with_work += !b->ready.empty();
+    if (!flights.empty() && (!with_work || random_number() % patience == 0)) {
+      perform(random_number() % flights.size());
+      continue;
+    }
     if (!with_work) {
       if (!resolve_activemask()) report_deadlock();
       continue;
@@ -490,6 +557,9 @@ void prepare(Block& b, unsigned cluster, unsigned rank, unsigned slot) {
   b.rank = rank, b.leader = &b - rank;
   b.awaited = n * cluster_size();
   b.completed = b.known = b.touched = 0;
+  b.gathering = b.gathered = nullptr;
+  if (!b.mbarriers) b.mbarriers = new Mbarriers;
+  b.mbarriers->clear();
   b.threads = std::vector<Thread>(n);
   b.alive = n;
   for (Barrier& barrier : b.barriers) barrier = Barrier();
@@ -527,6 +597,67 @@ void prepare(Block& b, unsigned cluster, unsigned rank, unsigned slot) {
   }
 }
 
+// ---- what threads know through mbarriers -----------------------------------------------------
+
+static void raise(std::vector<uint32_t>& to, const std::vector<uint32_t>& from) {
+  if (to.size() < from.size()) to.resize(from.size());
+  for (size_t i = 0; i < from.size(); i++) to[i] = std::max(to[i], from[i]);
+}
+
+static void join(Knowledge& to, const Knowledge& from) {
+  raise(to.clocks, from.clocks);
+  raise(to.epochs, from.epochs);
+  to.known = std::max(to.known, from.known);
+}
+
+static bool covers(const Knowledge& a, const Knowledge& b) {
+  auto all = [](const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
+    for (size_t i = 0; i < b.size(); i++)
+      if (b[i] > (i < a.size() ? a[i] : 0)) return false;
+    return true;
+  };
+  return a.known >= b.known && all(a.clocks, b.clocks) && all(a.epochs, b.epochs);
+}
+
+static void join(const Knowledge*& to, const Knowledge* from) {
+  if (!from || to == from || (to && covers(*to, *from))) return;
+  if (!to || covers(*from, *to)) {
+    to = from;
+    return;
+  }
+  knowledge.push_back(*to);
+  join(knowledge.back(), *from);
+  to = &knowledge.back();
+}
+
+static void acquire(Thread& t, const Knowledge* from) {
+  join(t.heard, from);
+  if (!t.heard) return;
+  t.known = std::max(t.known, t.heard->known);
+  t.block->known = std::max(t.block->known, t.known);
+}
+
+// Adds all that the thread has done and knows; what it does from now on is told apart.
+static void release(Thread& t, Knowledge& to) {
+  const Block& b = *t.block;
+  size_t count = b.threads.size(), first = b.rank * count + t.warp * 32;
+  if (t.heard) join(to, *t.heard);
+  to.clocks.resize(std::max(to.clocks.size(), cluster_size() * count));
+  to.epochs.resize(cluster_size());
+  t.clock[t.lane]++;
+  for (size_t i = 0; i < 32 && t.warp * 32 + i < count; i++)
+    to.clocks[first + i] = std::max(to.clocks[first + i], t.clock[i]);
+  to.epochs[b.rank] = std::max(to.epochs[b.rank], b.epoch);
+  to.known = std::max(to.known, t.known);
+}
+
+static uint32_t heard_of(const Thread& t, size_t i) {
+  return t.heard && i < t.heard->clocks.size() ? t.heard->clocks[i] : 0;
+}
+
+// Where the clocks of mbarriers start.
+static size_t cluster_threads(const Block& b) { return cluster_size() * b.threads.size(); }
+
 // ---- collectives -----------------------------------------------------------------------------
 
 // Every warp collective is one exchange: all lanes of `mask` bring a value and get all values.
@@ -550,6 +681,7 @@ Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
   if (complete) {
     uint32_t joined[32] = {};
     uint64_t values[32];
+    const Knowledge* heard = nullptr;
     memset(values, 0xFF, sizeof values);  // lanes that take no part have an undefined value
     for (unsigned i = 0; i < count; i++)
       if (mask >> i & 1) {
@@ -557,12 +689,14 @@ Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
         values[i] = o.value;
         o.clock[i]++;
         for (unsigned k = 0; k < 32; k++) joined[k] = std::max(joined[k], o.clock[k]);
+        join(heard, o.heard);
       }
     for (unsigned i = 0; i < count; i++)
       if (mask >> i & 1) {
         Thread& o = threads[first + i];
         memcpy(o.lanes, values, sizeof values);
         memcpy(o.clock, joined, sizeof joined);
+        acquire(o, heard);
         o.participants = mask;
         wake(o);
       }
@@ -585,6 +719,7 @@ int block_barrier(const char* op, int line, int id, int count, bool predicate,
   barrier.expected = expected;
   barrier.arrived++;
   barrier.true_predicates += predicate;
+  join(barrier.heard, t.heard);
   t.op = op, t.line = line, t.mask = 0, t.barrier = id;
   if (wait) {
     t.state = State::kBarrier;
@@ -601,6 +736,7 @@ int block_barrier(const char* op, int line, int id, int count, bool predicate,
       if (o.state == State::kBarrier && o.barrier == id) {
         o.value = barrier.true_predicates;
         o.known = b.known;
+        acquire(o, barrier.heard);
         wake(o);
       }
     barrier = Barrier();
@@ -621,8 +757,12 @@ void grid_barrier(int line) {
     machine.grid_arrived = 0;
     for (Block* b : machine.blocks) {
       b->epoch++;
-      for (Thread& o : b->threads)
+      const Knowledge* heard = nullptr;
+      for (Thread& o : b->threads) join(heard, o.heard);
+      for (Thread& o : b->threads) {
+        acquire(o, heard);
         if (o.state == State::kGrid) wake(o);
+      }
     }
   }
   suspend();
@@ -632,6 +772,7 @@ void grid_barrier(int line) {
 static void count_arrival(Block* leader) {
   if (--leader->awaited) return;
   leader->completed++;
+  leader->gathered = leader->gathering;
   for (unsigned r = 0; r < cluster_size(); r++) {
     leader->awaited += leader[r].alive;
     for (Thread& o : leader[r].threads)
@@ -645,6 +786,7 @@ void cluster_arrive(int line) {
     fail("barrier.cluster.arrive at kernel.cu:%d: the thread has not waited since the last", line);
   finish_pending_write();
   t.arrived++;
+  join(t.block->leader->gathering, t.heard);
   count_arrival(t.block->leader);
   yield_point();
 }
@@ -660,6 +802,7 @@ void cluster_wait(int line) {
   }
   t.waited = t.known = t.arrived;
   t.block->known = std::max(t.block->known, t.known);
+  acquire(t, t.block->leader->gathered);
 }
 
 // ---- race detector ---------------------------------------------------------------------------
@@ -677,8 +820,9 @@ static Region* find_region(char* address, size_t size) {
   return nullptr;
 }
 
-// The shared memory of a peer is there from a cluster barrier on, and has to stay until another.
-static void check_peer(const Region& r, void* pc) {
+// The shared memory of a peer is there from a cluster barrier on, and has to stay until another, or
+// until it has `awaited` the access itself.
+static void check_peer(const Region& r, void* pc, bool awaited = false) {
   const Thread& t = self();
   if (!r.owner || r.owner == t.block) return;
   const Dim& i = r.owner->idx;
@@ -688,6 +832,7 @@ static void check_peer(const Region& r, void* pc) {
   if (!t.known && machine.check_races)
     fail("access to %s of block (%u, %u, %u), which may not have started: no cluster barrier before, "
          "code+0x%lx", r.name, i.x, i.y, i.z, code_offset(pc));
+  if (awaited) return;
   r.owner->touched = std::max(r.owner->touched, t.arrived + 1);
   r.owner->touched_at = pc;
 }
@@ -696,12 +841,17 @@ static void check_peer(const Region& r, void* pc) {
 // unless a barrier (or, within a warp, a collective that both lanes took part in) is between.
 // Atomics and ptx loads and stores with volatile, acquire... are not looked at, nor is ordering
 // through them known. Threads of different blocks are compared only if these are of one cluster,
-// and only in its shared memory: the cluster barrier has to be between.
+// and only in its shared memory: the cluster barrier has to be between. An mbarrier orders what is
+// before an arrival, and bulk copies, before what is behind a wait for that phase.
 bool ordered(const Access& before, const Thread& t, bool shared) {
   const Block& b = *t.block;
-  if (before.epoch == 0 || t.known > before.arrived) return true;
-  if (before.block != b.number)
-    return !shared || before.block - b.leader->number >= cluster_size();
+  uint32_t rank = before.block - b.leader->number;
+  if (before.epoch == 0 || rank >= cluster_size() || (rank != b.rank && !shared)) return true;
+  if (before.thread >= kAsync)
+    return heard_of(t, cluster_threads(b) + before.thread - kAsync) > before.clock;
+  if (t.known > before.arrived || heard_of(t, rank * b.threads.size() + before.thread) > before.clock)
+    return true;
+  if (rank != b.rank) return t.heard && before.epoch < t.heard->epochs[rank];
   if (before.thread == t.rank || before.epoch < b.epoch) return true;
   return before.thread / 32 == t.warp && t.clock[before.thread % 32] > before.clock;
 }
@@ -712,6 +862,15 @@ bool ordered(const Access& before, const Thread& t, bool shared) {
   const Dim& d = machine.block;
   const Block* b = self().block;
   Dim idx = b->leader[other.block - b->leader->number].idx;
+  if (other.thread >= kAsync) {
+    std::string where = "an mbarrier";
+    for (unsigned i = 0; i < cluster_size(); i++)
+      for (const auto& [place, m] : *b->leader[i].mbarriers)
+        if (other.thread == kAsync + m.number) where = describe(m);
+    fail("data race: %s byte %ld of %s, code+0x%lx; the other is a bulk copy of phase %u of %s, "
+         "which the thread has not awaited", what, long(home(address) - r.begin), r.name, code_offset(pc),
+         other.clock, where.c_str());
+  }
   fail("data race: %s byte %ld of %s, code+0x%lx; the other is thread (%u, %u, %u) of block "
        "(%u, %u, %u), with no barrier between", what, long(home(address) - r.begin), r.name,
        code_offset(pc), other.thread % d.x, other.thread / d.x % d.y, other.thread / d.x / d.y,
@@ -744,10 +903,66 @@ static void check_elsewhere(char* address, size_t size, void* pc) {
   report_out_of_bounds(address, size, pc);
 }
 
+static void refuse_mbarriers(const Region& r, char* address, size_t size, void* pc) {
+  if (!r.owner || r.owner->mbarriers->empty()) return;
+  auto behind = r.owner->mbarriers->lower_bound(home(address) + size);
+  if (behind == r.owner->mbarriers->begin()) return;
+  const auto& [place, m] = *std::prev(behind);
+  if (place + 8 > home(address))
+    fail("access to %s by no mbarrier instruction, code+0x%lx", describe(m).c_str(), code_offset(pc));
+}
+
 void check_address(const void* address, size_t size) {
   void* pc = __builtin_return_address(0);
-  if (Region* found = find_region((char*)address, size)) return check_peer(*found, pc);
-  check_elsewhere((char*)address, size, pc);
+  Region* found = find_region((char*)address, size);
+  if (!found) return check_elsewhere((char*)address, size, pc);
+  check_peer(*found, pc);
+  refuse_mbarriers(*found, (char*)address, size, pc);
+  if (!machine.check_races || !found->owner || found->owner->mbarriers->empty()) return;
+  Shadow* shadow = found->shadow + (home((char*)address) - found->begin);
+  for (size_t i = 0; i < size; i++)  // not even atomics may touch what is in flight
+    if (shadow[i].write.thread >= kAsync && !ordered(shadow[i].write, self(), true))
+      report_race("a thread accesses what another wrote,", (char*)address + i, shadow[i].write, pc);
+}
+
+static Access access_of(const Thread& t) {
+  return {t.block->number, t.rank, t.block->epoch, t.clock[t.lane], t.arrived};
+}
+
+// What the current thread does, `now`, or has a bulk copy do. `strict`: not even a write of
+// what is there already is benign.
+static void look_for_races(const Region& r, char* address, size_t size, bool is_write, bool strict,
+                           const Access& now, void* pc) {
+  if (!machine.check_races) return;
+  const Thread& t = self();
+  Shadow* shadow = r.shadow + (home(address) - r.begin);
+  bool shared = r.owner, async = now.thread >= kAsync;
+  for (size_t i = 0; i < size; i++) {
+    Shadow& s = shadow[i];
+    if (!is_write) {
+      if (!ordered(s.write, t, shared))
+        report_race(async ? "a bulk copy reads what another wrote," : "a thread reads what another wrote,",
+                    address + i, s.write, pc);
+      if (s.read.thread != now.thread || s.read.block != now.block) s.read_before = s.read;
+      s.read = now;
+      continue;
+    }
+    for (const Access& read : {s.read, s.read_before})
+      if (!ordered(read, t, shared))
+        report_race(async ? "a bulk copy writes what another read," : "a thread writes what another read,",
+                    address + i, read, pc);
+    if (!ordered(s.write, t, shared)) {
+      if (strict || s.write.thread >= kAsync)
+        report_race(async ? "a bulk copy writes what another wrote," : "a thread writes what another wrote,",
+                    address + i, s.write, pc);
+      if (!machine.pending.address && size <= 16) {
+        PendingWrite& p = machine.pending;
+        p.address = address, p.size = size, p.other = s.write, p.pc = pc;
+        memcpy(p.before, address, size);
+      }
+    }
+    s.write = now;
+  }
 }
 
 void on_access(char* address, size_t size, bool is_write, void* pc) {
@@ -757,29 +972,186 @@ void on_access(char* address, size_t size, bool is_write, void* pc) {
   Region* found = find_region(address, size);
   if (!found) return check_elsewhere(address, size, pc);
   check_peer(*found, pc);
-  if (!machine.check_races) return;
-  Shadow* shadow = found->shadow + (home(address) - found->begin);
-  bool shared = found->owner;
-  Access now{t->block->number, t->rank, t->block->epoch, t->clock[t->lane], t->arrived};
-  for (size_t i = 0; i < size; i++) {
-    Shadow& s = shadow[i];
-    if (!is_write) {
-      if (!ordered(s.write, *t, shared))
-        report_race("a thread reads what another wrote,", address + i, s.write, pc);
-      if (s.read.thread != now.thread || s.read.block != now.block) s.read_before = s.read;
-      s.read = now;
-      continue;
-    }
-    for (const Access& read : {s.read, s.read_before})
-      if (!ordered(read, *t, shared))
-        report_race("a thread writes what another read,", address + i, read, pc);
-    if (!ordered(s.write, *t, shared) && !machine.pending.address && size <= 16) {
-      PendingWrite& p = machine.pending;
-      p.address = address, p.size = size, p.other = s.write, p.pc = pc;
-      memcpy(p.before, address, size);
-    }
-    s.write = now;
+  refuse_mbarriers(*found, address, size, pc);
+  look_for_races(*found, address, size, is_write, false, access_of(*t), pc);
+}
+
+// ---- mbarriers and bulk copies -------------------------------------------------------
+
+constexpr int64_t kMostOfMbarrier = (1 << 20) - 1;  // arrivals, and bytes
+
+static std::string describe(const Mbarrier& m) {
+  const Region& r = *find_region(m.place, 8);
+  const Dim& i = m.block->idx;
+  char text[128];
+  snprintf(text, sizeof text, "the mbarrier at byte %ld of %s of block (%u, %u, %u)", long(m.place - r.begin), r.name,
+           i.x, i.y, i.z);
+  return text;
+}
+
+static Region& region_of_mbarrier(const char* op, char* place, bool own, void* pc) {
+  finish_pending_write();
+  if (uintptr_t(place) % 8) fail("%s on a misaligned mbarrier", op);
+  Region* r = find_region(place, 8);
+  if (!r) report_out_of_bounds(place, 8, pc);
+  if (!r->owner) fail("%s on %s, and an mbarrier is in shared memory", op, r->name);
+  if (own && r->owner != self().block) fail("%s on the mbarrier of a peer", op);
+  check_peer(*r, pc, true);
+  return *r;
+}
+
+static Mbarrier& mbarrier_at(const char* op, const Region& r, char* place) {
+  auto found = r.owner->mbarriers->find(home(place));
+  if (found == r.owner->mbarriers->end())
+    fail("%s on byte %ld of %s, which is not initialised as an mbarrier", op, long(home(place) - r.begin), r.name);
+  return found->second;
+}
+
+// The use of an mbarrier counts as a read of it, as which it is ordered behind the initialisation.
+static Mbarrier& use(const char* op, char* place, void* pc) {
+  const Region& r = region_of_mbarrier(op, place, true, pc);
+  Mbarrier& m = mbarrier_at(op, r, place);
+  look_for_races(r, place, 8, false, false, access_of(self()), pc);
+  return m;
+}
+
+// What comes from peers has to find the block and its mbarriers, and what it sends to be read.
+static void check_exit(Block& b) {
+  for (const auto& [place, m] : *b.mbarriers) {
+    if (m.in_flight)
+      fail("the block exits with %u bulk copies in flight, which signal %s", m.in_flight, describe(m).c_str());
+    if (m.bytes) fail("the block exits while %s awaits %ld bytes", describe(m).c_str(), long(m.bytes));
+    auto has_waited = [&, &m = m](const Thread& t) { return heard_of(t, cluster_threads(b) + m.number) > m.copied; };
+    if (m.copied >= 0 && machine.check_races && std::none_of(b.threads.begin(), b.threads.end(), has_waited))
+      fail("the block exits with no wait for phase %ld of %s, which bulk copies signal", long(m.copied),
+           describe(m).c_str());
   }
+  if (b.touched > b.known && machine.check_races)
+    fail("the block exits with no cluster barrier after a peer's access to its shared memory, "
+         "code+0x%lx", code_offset(b.touched_at));
+}
+
+// Completes the phase if nothing is missing.
+static void complete(Mbarrier& m) {
+  if (m.pending || m.bytes > 0) return;
+  if (m.bytes < 0)
+    fail("phase %u of %s gets %ld bytes more than it expects", m.phase, describe(m).c_str(), -long(m.bytes));
+  if (m.in_flight)
+    fail("phase %u of %s completes without %u bulk copies in flight, whose bytes it does not expect",
+         m.phase, describe(m).c_str(), m.in_flight);
+  m.phase++;
+  m.pending = m.expected;
+  size_t clock = cluster_threads(*m.block) + m.number;
+  m.gathering.clocks.resize(std::max(m.gathering.clocks.size(), clock + 1));
+  m.gathering.clocks[clock] = m.phase;
+  m.gathering.epochs.resize(cluster_size());
+  knowledge.push_back(m.gathering);
+  m.gathered = &knowledge.back();
+  for (Thread& o : m.block->threads)
+    if (o.state == State::kMbarrier && o.value == uint64_t(&m)) wake(o);
+}
+
+static void add_bytes(Mbarrier& m, int64_t bytes) {
+  m.bytes += bytes;
+  if (m.bytes > kMostOfMbarrier || m.bytes < -kMostOfMbarrier)
+    fail("the transaction count of %s is %ld, beyond its range", describe(m).c_str(), long(m.bytes));
+}
+
+void mbarrier_init(char* place, uint32_t count) {
+  void* pc = __builtin_return_address(0);
+  Region& r = region_of_mbarrier("mbarrier.init", place, true, pc);
+  if (count < 1 || count > kMostOfMbarrier) fail("mbarrier.init for %u arrivals", count);
+  look_for_races(r, place, 8, true, true, access_of(self()), pc);
+  Block& b = *r.owner;
+  auto [added, is_new] = b.mbarriers->try_emplace(home(place));
+  Mbarrier& m = added->second;
+  if (!is_new) fail("mbarrier.init of %s, which is initialised already", describe(m).c_str());
+  m.block = &b, m.place = home(place), m.number = mbarriers_made++;
+  m.expected = m.pending = count;
+}
+
+void mbarrier_arrive(char* place, uint32_t bytes) {
+  Mbarrier& m = use("mbarrier.arrive", place, __builtin_return_address(0));
+  add_bytes(m, bytes);
+  if (!m.pending) fail("mbarrier.arrive at %s, whose phase %u awaits no arrival", describe(m).c_str(), m.phase);
+  release(self(), m.gathering);
+  m.pending--;
+  complete(m);
+  yield_point();
+}
+
+// It blocks, except when it has waited for long enough, which is for the seed to say.
+bool mbarrier_wait(int line, char* place, uint32_t parity) {
+  const char* op = "mbarrier.try_wait";
+  void* pc = __builtin_return_address(0);
+  Mbarrier& m = use(op, place, pc);
+  Thread& t = self();
+  auto is_over = [&] { return (m.phase & 1) != parity; };
+  if (parity > 1) fail("%s for parity %u", op, parity);
+  if (!is_over()) {
+    if (random_number() % 4) {
+      t.op = op, t.line = line, t.mask = 0, t.value = uint64_t(&m), t.state = State::kMbarrier;
+      suspend();
+    } else {
+      yield_point(true);
+    }
+  }
+  if (!is_over()) return false;
+  acquire(t, m.gathered);
+  return true;
+}
+
+// Where a place in shared memory, as find_region knows it, is now.
+static char* whereabouts(const Block* b, char* place) {
+  size_t size = __stop_cuda_shared - __start_cuda_shared;
+  bool swapped = machine.loaded == b && place >= b->saved_shared && place < b->saved_shared + size;
+  return swapped ? __start_cuda_shared + (place - b->saved_shared) : place;
+}
+
+// Until it is performed, what it will write is poisoned, and from now on nobody's who has not waited. It
+// comes after all that its thread has done and knows, so who waits for it knows that, too.
+void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
+  const char* op = "cp.async.bulk";
+  void* pc = __builtin_return_address(0);
+  Thread& t = self();
+  const Region& where = region_of_mbarrier(op, mbarrier, false, pc);
+  Mbarrier& m = mbarrier_at(op, where, mbarrier);
+  Access now{t.block->number, kAsync + m.number, t.block->epoch, m.phase, 0};
+  look_for_races(where, mbarrier, 8, false, false, now, pc);
+  if (size % 16) fail("%s of %u bytes, which is no multiple of 16", op, size);
+  if (uintptr_t(dst) % 16 || uintptr_t(src) % 16) fail("misaligned %s", op);
+  Region *from = find_region((char*)src, size), *to = find_region(dst, size);
+  if (!from) report_out_of_bounds((char*)src, size, pc);
+  if (from->owner != t.block) fail("%s from %s, not from the block's shared memory", op, from->name);
+  if (!to) fail("%s of %u bytes to what is not all shared memory, code+0x%lx", op, size, code_offset(pc));
+  if (to->owner != m.block) fail("%s to %s, which is not where %s is", op, to->name, describe(m).c_str());
+  refuse_mbarriers(*from, (char*)src, size, pc);
+  refuse_mbarriers(*to, dst, size, pc);
+  look_for_races(*from, (char*)src, size, false, false, now, pc);
+  look_for_races(*to, dst, size, true, true, now, pc);
+  memset(dst, 0xFF, size);
+  t.block->touched = std::max(t.block->touched, t.arrived + 1);
+  t.block->touched_at = pc;
+  m.in_flight++;
+  m.copied = m.phase;
+  release(t, m.gathering);
+  if (flights.empty()) {
+    unsigned threads = cluster_threads(*m.block), of_these[] = {2, 2 * threads, 32 * threads};
+    patience = of_these[random_number() % 3];
+  }
+  flights.push_back({home(dst), home((char*)src), size, &m, t.block});
+  yield_point();
+}
+
+static void perform(size_t index) {
+  std::swap(flights[index], flights.back());
+  Flight flight = flights.back();
+  flights.pop_back();
+  Mbarrier& m = *flight.mbarrier;
+  memcpy(whereabouts(m.block, flight.destination), whereabouts(flight.sender, flight.source), flight.size);
+  m.in_flight--;
+  add_bytes(m, -int64_t(flight.size));
+  complete(m);
 }
 
 }  // namespace cuda_on_cpu
@@ -861,6 +1233,8 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
   for (size_t next = 0; next < blocks; next += slots) {
     m.blocks.clear();
     m.loaded = nullptr;
+    knowledge.clear();
+    mbarriers_made = 0;
     for (size_t s = 0; s < slots; s++) {
       prepare(resident[s], order[(next + s) / cluster], (next + s) % cluster, s);
       m.blocks.push_back(&resident[s]);
@@ -949,8 +1323,9 @@ COC_UNCHECKED inline T atomic(T* address, F change) {
   return old;
 }
 
-// Shared addresses in PTX are 32-bit offsets; dynamic shared memory gets its own range.
-constexpr uint32_t kDynamicShared = 1u << 24;
+// Shared addresses in PTX are 32-bit offsets; dynamic shared memory gets its own range. Those of a
+// peer, which only .shared::cluster instructions take, are marked with its rank plus one.
+constexpr uint32_t kDynamicShared = 1u << 24, kPeer = kDynamicShared << 1;
 COC_UNCHECKED inline uint32_t shared_address(const void* p) {
   char* c = (char*)p;
   if (c >= __start_cuda_shared && c < __stop_cuda_shared) return c - __start_cuda_shared;
@@ -960,6 +1335,7 @@ COC_UNCHECKED inline uint32_t shared_address(const void* p) {
   fail("address %p is not in shared memory", p);
 }
 COC_UNCHECKED inline void* generic(uint32_t shared) {
+  if (shared >= kPeer) fail("the address of a peer's shared memory where that of the own is due");
   if (shared >= kDynamicShared) return self().block->dynamic_shared + (shared - kDynamicShared);
   return __start_cuda_shared + shared;
 }
@@ -1515,6 +1891,21 @@ COC_DEVICE void check_alignment(A address, int offset, size_t bytes) {
 template <class A>
 COC_DEVICE void check_place(A address, int offset) {
   check_address((char*)generic(address) + offset, 1);
+}
+// An operand of .shared::cluster instructions.
+COC_DEVICE char* in_cluster(uint32_t address, int offset) {
+  uint32_t rank = address / kPeer;
+  if (!rank) return (char*)generic(address) + offset;
+  if (rank > cluster_size()) fail("the cluster has no block of rank %u", rank - 1);
+  return (char*)map_shared(generic(address % kPeer), rank - 1) + offset;
+}
+template <class A>
+COC_DEVICE char* in_block(A address, int offset) { return (char*)generic(address) + offset; }
+// mapa: an address of the own shared memory to the same of a block of the cluster.
+COC_DEVICE uint32_t map_shared_address(uint32_t address, uint32_t rank) {
+  if (rank >= cluster_size()) fail("the cluster has no block of rank %u", rank);
+  generic(address);
+  return address + (rank == self().block->rank ? 0 : kPeer * (rank + 1));
 }
 template <class T, class A>
 inline T* at(A address, int offset) { return (T*)((char*)generic(address) + offset); }

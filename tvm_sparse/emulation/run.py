@@ -10,16 +10,20 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
   in shared memory (`check_races`);
 * barriers and warp collectives which not all participants reach;
 * blocks which exit while others of their cluster may access their shared memory;
+* mbarriers used before they are initialised, beyond their count or for more or fewer bytes than come,
+  and use of what bulk copies write by threads which have not awaited it (it is written at a moment
+  drawn from `seed`);
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1);
 * in a launch that overlaps its producer kernel, use of what was read ahead of `griddepcontrol.wait`
   (`stale` contents of arrays, which some threads find and others no longer).
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
-barrier orders what a release would) and caches that are behind memory, contraction of a * b + c to
-fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and the rounding
-in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through
-global memory between blocks show only as different results under different seeds.
+barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
+not looked at) and caches that are behind memory, contraction of a * b + c to fma, flushed denormals,
+approximate intrinsics (`__expf` is exact here), the order and the rounding in which tensor cores add,
+and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show
+only as different results under different seeds.
 """
 
 from __future__ import annotations
@@ -114,7 +118,7 @@ def run_on_cpu(
     Raises
     ------
     EmulationError : a kernel misbehaved; the message says which, where and in which thread.
-    NotImplementedError : the kernel uses what is not emulated (TMA, mbarrier, wgmma...).
+    NotImplementedError : the kernel uses what is not emulated (TMA, wgmma...).
     ValueError : an array is not C-contiguous, or its stale contents are of another shape or dtype.
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
@@ -432,7 +436,11 @@ BITS = {
 # Ordering is stronger here than anything these ask for.
 NO_EFFECT = re.compile(
     r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*"
+    r"|fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async\.shared::cta"
     r"|griddepcontrol\.launch_dependents"
+)
+MBARRIER = re.compile(
+    r"mbarrier\.(init|arrive\.expect_tx|try_wait\.parity)(\.(acquire|release)\.(cta|cluster))?\.shared(::cta)?\.b64"
 )
 
 
@@ -473,6 +481,15 @@ def _lanes(operand: str) -> list[str]:
 
 def _set(destination: str, value: str) -> str:
     return "" if destination == "_" else f"cuda_on_cpu::ptx::set({destination}, {value});"
+
+
+def _mbarrier(action: str, ops: list[str]) -> str | None:
+    place = f"cuda_on_cpu::ptx::in_block({_address(next(o for o in ops if o.startswith('[')))})"
+    if action == "init":
+        return f"cuda_on_cpu::mbarrier_init({place}, {ops[1]});"
+    if action == "arrive.expect_tx":
+        return f"cuda_on_cpu::mbarrier_arrive({place}, {ops[2]});" if ops[0] == "_" else None
+    return f"{ops[0]} = cuda_on_cpu::mbarrier_wait(__builtin_LINE(), {place}, {ops[2]});"
 
 
 def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
@@ -563,6 +580,12 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         filled = ops[3] if len(ops) > 3 else ops[2]
         return (f"cuda_on_cpu::ptx::copy_async({_address(ops[0])}, (const void*)"
                 f"{_address(ops[1])}, {ops[2]}, {filled});")  # fmt: skip
+    if barrier := MBARRIER.fullmatch(opcode):
+        return _mbarrier(barrier.group(1), ops)
+    if opcode == "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes":
+        to, barrier_there = (f"cuda_on_cpu::ptx::in_cluster({_address(ops[i])})" for i in (0, 3))
+        source = f"cuda_on_cpu::ptx::in_block({_address(ops[1])})"
+        return f"cuda_on_cpu::bulk_copy({to}, {source}, {ops[2]}, {barrier_there});"
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
     if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):
@@ -584,6 +607,8 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return "__trap();"
     if opcode in BITS:
         return _set(ops[0], BITS[opcode].format(*ops[1:]))
+    if opcode == "mapa.shared::cluster.u32":
+        return _set(ops[0], f"cuda_on_cpu::ptx::map_shared_address({ops[1]}, {ops[2]})")
     if opcode == "griddepcontrol.wait":
         return "cuda_on_cpu::await_previous();"
     if NO_EFFECT.fullmatch(opcode):

@@ -44,7 +44,7 @@ def build(problem: BlockRecurrent, decisions: Decisions) -> Program:
 
 persistent_tiles = Template(
     name="persistent_tiles",
-    version=1,
+    version=2,
     operator="block_recurrent",
     kind="cuda",
     summary="all steps in one launch; weights stay on chip, tensor cores multiply, blocks exchange states",

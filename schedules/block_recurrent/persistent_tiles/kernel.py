@@ -28,12 +28,12 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
-from ...recurrent.exchange import element_bits, find_source, mark, put, stage
+from ...recurrent.exchange import collect, element_bits, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
 from ..interface import gpu_program
 from .space import SAMPLES, Extents
 from .state import State
-from .step import finish, is_item, item, load_inputs, multiply_tiles, take_inputs
+from .step import finish, is_item, item, load_inputs, multiply_tiles, sends, take_inputs
 from .weights import load_weights, take_tiles
 
 Phase = Callable[..., Any]
@@ -44,9 +44,9 @@ def begin(e: Extents) -> Phase:
     """The items, and the states before the first step; the phase is (s, io).
 
     Reads: `h0`, `c0`, `lengths`. Writes: `unit`, `length`, `cells`, `owns`, `samples`; the exchange's first slot.
-    Barriers: none.
+    Barriers: none, but all lanes of a warp take part.
     """
-    send = put(e)
+    join, send = collect(e), put(e)
     apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from sample to sample
 
     @T.inline
@@ -57,14 +57,16 @@ def begin(e: Extents) -> Phase:
         for j in T.unroll(e.items):
             b = T.meta_var(item(e, s, j)[1])
             s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
+            s.bits[0] = T.uint32(0)
             if is_item(e, s, j):
                 s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[j]])
                 s.owns[j] = value_in(e.dtype, s.bits[0], 0)
-                send(s, 0, b, s.unit[j], True)
                 if e.cell == "lstm":
                     s.cells[j] = T.Cast("float32", io.c0[b, s.unit[j]])
                 if e.ragged:
                     s.length[j] = io.lengths[b]
+            join(s)
+            send(s, 0, b, s.unit[j], sends(e, s, j))
 
     return phase
 
@@ -95,6 +97,7 @@ def kernel_body(e: Extents) -> Phase:
         T.device_entry()
         block = T.cta_id([e.blocks])
         t = T.thread_id([e.threads])
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         s = T.meta_var(State.of(e, t))
         s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
         if e.stages > 0:

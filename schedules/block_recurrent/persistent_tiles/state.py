@@ -20,8 +20,6 @@ class State(Buffers):
         The thread and its warp, in its block.
     row, member
         In fragments: its row of a tile, of eight, which is its sample too; and its group of a quad.
-    lane
-        0: each thread sends the states that it has.
     tile, count
         The first of the block's tiles, and how many units the block has.
     begin, groups
@@ -44,7 +42,7 @@ class State(Buffers):
     base, source
         Global memory: the addresses of the exchange, and of the states in it.
     copied, waiting
-        Vectors on their way, and whether something was not there yet.
+        Vectors on their way to that copy, and whether something was not there yet.
     x, reset, fresh
         The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
     next_x, next_reset, next_fresh
@@ -65,7 +63,6 @@ class State(Buffers):
     warp: Any
     row: Any
     member: Any
-    lane: Any
     tile: Any = local("int32")
     count: Any = local("int32")
     begin: Any = local("int32")
@@ -99,7 +96,7 @@ class State(Buffers):
     result: Any = local("float32", lambda e: e.items)
     passed: Any = local("float32")
     bits: Any = local("uint32")
-    sent: Any = local("uint32")
+    sent: Any = local("uint32", lambda e: e.sent_bytes // 4)
     stage: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
     kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
     where: Any = pooled(
@@ -117,4 +114,4 @@ class State(Buffers):
     @classmethod
     def of(cls, e: Extents, t: Any) -> State:
         """Within a kernel: the state of the thread `t`."""
-        return cls.alloc(e, e.shared_bytes, t=t, warp=t // WARP, row=t % WARP // 4, member=t % 4, lane=0)
+        return cls.alloc(e, e.shared_bytes, t=t, warp=t // WARP, row=t % WARP // 4, member=t % 4)

@@ -11,12 +11,13 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.words import value_in
-from ...recurrent.exchange import element_bits, load_vector, missing, put, state_bits
+from ...recurrent.exchange import collect, element_bits, load_vector, missing, put, sent_words, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, SAMPLES, Extents
 from .weights import find_tile, load_shared, read_round, recall_round
 
 Phase = Callable[..., Any]
+STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
 
 
 def item(e: Extents, s: Any, j: Any) -> tuple[Any, Any]:
@@ -29,6 +30,11 @@ def is_item(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
     """Whether there is such a unit and sample."""
     unit, sample = item(e, s, j)
     return tirx.all(unit < s.count[0], sample < e.batch)
+
+
+def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
+    """Whether the thread sends the states of its j-th unit and sample, and of the units next to it."""
+    return tirx.all(s.t % e.at_once == 0, is_item(e, s, j))
 
 
 # fmt: off
@@ -290,9 +296,9 @@ def finish(e: Extents) -> Phase:
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
     Reads: `parts`, `x`, `reset`, `length`, `cells`, `owns`. Writes: the exchange, the outputs, `cells`, `owns`.
-    Barriers: none.
+    Barriers: none, but all lanes of a warp take part.
     """
-    add, compute, send = sum_parts(e), gates(e), put(e)
+    add, compute, join, send, write = sum_parts(e), gates(e), collect(e), put(e), write_output(e)
 
     @T.inline
     def new_state(s, io, step, j):
@@ -314,20 +320,58 @@ def finish(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, step, j, half, slot):
         b = T.meta_var(item(e, s, j)[1])
+        s.bits[0] = T.uint32(0)
         if is_item(e, s, j):
             add(s, j, half)
             new_state(s, io, step, j)
-            if step + 1 < io.steps:
-                send(s, slot, b, s.unit[j], True)
-            if e.ragged:
-                io.output[step, b, s.unit[j]] = T.Cast(
-                    e.dtype, T.Select(step < s.length[j], s.owns[j], T.float32(0)))
-            else:
-                io.output[step, b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
-            if step + 1 == io.steps:
+        join(s)
+        if step + 1 < io.steps:
+            send(s, slot, b, s.unit[j], sends(e, s, j))
+        write(s, io, step, j)
+        if step + 1 == io.steps:
+            if is_item(e, s, j):
                 io.h_n[b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
                 if e.cell == "lstm":
                     io.c_n[b, s.unit[j]] = T.Cast(e.dtype, s.cells[j])
+
+    return phase
+
+
+def write_output(e: Extents) -> Phase:
+    """An item's output; the phase is (s, io, step, j).
+
+    Where rows of the output are whole stores of the exchange, one lane writes what was sent: stores of 2 bytes hold up
+    the exchange in the L2 cache.
+
+    Reads: `sent`, `owns`, `length`. Writes: `output`. Barriers: none.
+    """
+    whole = e.hidden % e.at_once == 0
+    store = STORE_GLOBAL[e.sent_bytes]
+
+    @T.inline
+    def together(s, io, step, j, b):
+        if e.ragged:
+            if step >= s.length[j]:
+                for w in T.unroll(sent_words(e)):
+                    s.sent[w] = T.uint32(0)
+        store(io.output.ptr_to([step, b, s.unit[j]]), *[s.sent[w] for w in range(sent_words(e))])
+
+    @T.inline
+    def apart(s, io, step, j, b):
+        if e.ragged:
+            io.output[step, b, s.unit[j]] = T.Cast(
+                e.dtype, T.Select(step < s.length[j], s.owns[j], T.float32(0)))
+        else:
+            io.output[step, b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
+
+    @T.inline
+    def phase(s, io, step, j):
+        b = T.meta_var(item(e, s, j)[1])
+        if whole:
+            if sends(e, s, j):
+                together(s, io, step, j, b)
+        elif is_item(e, s, j):
+            apart(s, io, step, j, b)
 
     return phase
 # fmt: on

@@ -1,14 +1,20 @@
 """The sparse recurrent layer in one cluster of thread blocks, which exchange states through distributed shared memory.
 
-For layers whose weights fit into the registers and the shared memory of a few multiprocessors. Thread blocks of a
-cluster store states right into each other's shared memory, in 2 copies of which one is read while the other is written,
-and meet at the cluster's barrier once a step: neither goes through the L2 cache. No cooperative launch is needed,
-because the thread blocks of a cluster always run at the same time.
+For layers whose weights fit into the registers and the shared memory of a few multiprocessors. Each cluster has one
+pack of the batch's samples, by default one sample, and its own copy of the weights, so that a batch is as many clusters
+side by side. Nothing but inputs and outputs goes through the L2 cache. No cooperative launch is needed, because the
+thread blocks of a cluster always run at the same time. What a step does, and how weights are kept, is told by
+`persistent_rows`, whose phases these are, but for how states are exchanged and that cell states stay in registers.
 
-Each cluster has one pack of the batch's samples, and its own copy of the weights. What a step does, and how weights are
-kept, is told by `persistent_rows`, whose phases these are, but for two: as many lanes of a group compute the same gates
-as there are thread blocks to send the states to, or as the group has; and cell states stay in registers. What goes to
-global memory is stored while the barrier is waited for.
+**Exchange.** Each thread block has two copies of the states of all units, and an mbarrier for each. While it reads one
+copy, it writes its own units' new states to the other one; then it sends these to each other thread block, all at once,
+with a bulk copy (`cp.async.bulk`) that tells the receiver's mbarrier how many bytes have come. When all have come, the
+next step begins. There is no other barrier of the cluster: whoever sends states has all states of the step before, and
+a block that has the new states of all others so knows that nobody reads the copy any more that it writes next.
+
+**Places.** That a thread block's states may be sent at once they lie by slot, not by column: a *chunk* for each thread
+block, of equal size, a multiple of the 16 bytes that a bulk copy moves. Entries name columns. Each thread block has a
+table of the places of columns, from which its entries are translated when they are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
 
 cluster_rows = Template(
     name="cluster_rows",
-    version=1,
+    version=2,
     operator="sparse_recurrent",
     kind="cuda",
     summary="a cluster of thread blocks a pack of samples, states exchanged through their shared memory",

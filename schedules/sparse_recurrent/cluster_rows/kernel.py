@@ -2,17 +2,24 @@
 
 before the first step
 
-    take_units, load_weights
-    fill            both copies of the states: those before the first step, and zeros
-    find_peers      where the copies of the other thread blocks are
+    take_units
+    prepare         zeros, the table of places, mbarriers
+    a barrier of the thread block
+    fill            the states before the first step
+    load_weights
     a barrier of the cluster
 
 in each step
 
     load_inputs     what the next one needs
     gather, reduce_lanes
-    send            the states after the step, to all thread blocks of the cluster
-    write_outputs   between the halves of a barrier of the cluster
+    keep            the units' states after the step, in the copy that is not read
+    send            the same to all other thread blocks of the cluster
+    write_outputs
+    await_states    those of all other thread blocks
+
+after the last one a barrier of the cluster, because a thread block's shared memory has to stay until all others have
+read of it and written to it.
 """
 
 from __future__ import annotations
@@ -25,10 +32,10 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.cluster import cluster_arrive, cluster_barrier, cluster_wait
-from ...device.state import local
+from ...device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait
+from ...device.state import local, pooled
 from ...recurrent.exchange import element_bits
-from ...recurrent.sizes import WIDEST
+from ...recurrent.sizes import WARP
 from ..persistent_rows.state import State
 from ..persistent_rows.step import (
     first_state,
@@ -41,15 +48,13 @@ from ..persistent_rows.step import (
     write_outputs,
 )
 from ..persistent_rows.weights import load_ahead, load_weights, take_units
-from .space import ClusterExtents
+from .space import BARRIER_BYTES, COPIES, ClusterExtents
 
 Phase = Callable[..., Any]
-PEER = """
-__device__ __forceinline__ unsigned long long place_at_peer(void* p, int r) {
-  return (unsigned long long)__cluster_map_shared_rank(p, r);
-}
-"""
-store_word, store_half = T.ptx.st.u32, T.ptx.st.u16
+store_shared = {4: T.ptx.st.shared.u32, 2: T.ptx.st.shared.u16}
+bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.shared__cta.mbarrier__complete_tx__bytes
+arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
+try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
 
 
 @dataclass
@@ -58,95 +63,173 @@ class ClusterState(State):
 
     Attributes
     ----------
-    copy
-        Which of the lanes that finish the same sample the thread is.
+    pool
+        The address of the thread block's dynamic shared memory.
     peers
-        Addresses of the copies of states in the shared memory of the thread blocks that it sends to.
+        The same of the thread blocks that the warp sends to, as addresses of the cluster.
+    chunk_at
+        Bytes from the beginning of a copy to the thread block's chunk.
     turn
-        Bytes from the first copy to the one that is written in this step.
+        Of the copy that is written in this step: 0 or 1.
+    done
+        Whether a wait is over.
+    where
+        Shared: of each column, the place of its states in a copy.
+    barriers
+        Shared: the mbarrier of each copy.
     """
 
-    copy: Any = local("int32")
-    peers: Any = local("uint64", lambda e: e.sends)
+    pool: Any = local("uint32")
+    peers: Any = local("uint32", lambda e: e.sends)
+    chunk_at: Any = local("uint32")
     turn: Any = local("int32")
+    done: Any = local("uint32")
+    where: Any = pooled("uint16", lambda e: e.hidden, lambda e: (e.stage_bytes + e.kept_bytes) // 2)
+    barriers: Any = pooled("uint64", COPIES, lambda e: e.barriers_at // BARRIER_BYTES)
 
 
 # fmt: off
-def fill(e: ClusterExtents) -> Phase:
-    """Both copies of the states; the phase is (s, io, pack).
+def prepare(e: ClusterExtents) -> Phase:
+    """Zeros in both copies of the states, the table of places, and mbarriers; the phase is (s, io, rank).
 
-    Each thread block reads the states of all units before the first step. What is behind the last column, samples that
-    there are not, and the other copy are zeros.
-
-    Reads: `h0`. Writes: `stages`. Barriers: none; one of the cluster has to follow.
+    Writes: `stages`, `where`, `barriers`, `pool`, `peers`, `chunk_at`, `front`, `copies`, `turn`.
+    Barriers: none; one of the thread block has to follow, and one of the cluster before states are sent.
     """
-    elements = e.hidden * e.pack
-    of_copy = e.vectors * WIDEST // e.itemsize
+    share, more = divmod(e.hidden, e.cluster)
+    words = e.stage_bytes // 4
 
     @T.inline
-    def phase(s, io, pack):
-        states = T.decl_buffer(
-            (2 * of_copy,), "uint32" if e.itemsize == 4 else "uint16", data=s.stages.data, scope="shared.dyn")
-        for i in T.serial(ceildiv(2 * of_copy, e.threads)):
-            at: T.int32 = i * e.threads + s.t
-            s.bits[0] = T.uint32(0)
-            if at < elements:
-                if pack * e.pack + at % e.pack < e.batch:
-                    s.bits[0] = element_bits(e.dtype, io.h0[pack * e.pack + at % e.pack, at // e.pack])
-            if at < 2 * of_copy:
-                states[at] = T.Cast(states.dtype, s.bits[0])
+    def addresses(s, rank):
+        s.pool[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
+        s.front[0] = s.pool[0]
+        s.copies[0] = s.pool[0] * T.uint32(2) + T.uint32(e.stage_bytes // COPIES)
+        s.chunk_at[0] = T.Cast("uint32", rank * e.chunk_bytes)
+        s.turn[0] = 1
+        for i in T.unroll(e.sends):
+            T.ptx.mapa.shared__cluster.u32(s.peers[i], s.pool[0], T.Cast("uint32", peer_of(e, s, i) % e.cluster))
+
+    @T.inline
+    def phase(s, io, rank):
+        addresses(s, rank)
+        for i in T.serial(ceildiv(words, e.threads)):
+            if i * e.threads + s.t < words:
+                s.stages[i * e.threads + s.t] = T.uint32(0)
+        for i in T.serial(ceildiv(e.hidden, e.threads)):
+            slot: T.int32 = i * e.threads + s.t
+            # The first `more` thread blocks have a unit more than the others.
+            block: T.int32 = T.Select(
+                slot < more * (share + 1), slot // (share + 1), more + (slot - more * (share + 1)) // share)
+            if slot < e.hidden:
+                s.where[io.units[slot]] = T.Cast(
+                    "uint16", block * e.chunk + slot - (block * share + T.min(block, more)))
+        if s.t == 0:
+            for i in T.unroll(COPIES):
+                T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([i]), T.uint32(1))
+            T.ptx.fence.mbarrier_init.release.cluster()
+            for i in T.unroll(COPIES):
+                # The second copy has the states after the first step, the first one those after the second.
+                if COPIES - i < io.steps:
+                    arrive_expecting(s.barriers.ptr_to([i]), T.uint32(e.expected_bytes))
 
     return phase
 
 
-def find_peers(e: ClusterExtents) -> Phase:
-    """The thread blocks that a lane sends its sample's states to; the phase is (s).
+def peer_of(e: ClusterExtents, s: Any, i: Any) -> Any:
+    """The `i`-th thread block that the thread's warp sends to: warps share them."""
+    return s.t // WARP + i * (e.threads // WARP)
 
-    Writes: `copy`, `peers`, `turn`. Barriers: none.
+
+def fill(e: ClusterExtents) -> Phase:
+    """The states of all units before the first step, to the copy that is read first; the phase is (s, io, pack).
+
+    Reads: `h0`, `where`. Writes: `stages`. Barriers: none; one of the thread block has to follow.
     """
+    elements, store = e.hidden * e.pack, store_shared[e.itemsize]
 
     @T.inline
-    def phase(s):
-        s.turn[0] = e.vectors * WIDEST
-        s.copy[0] = s.lane // e.pack
-        for i in T.unroll(e.sends):
-            s.peers[i] = T.cuda.func_call(
-                "place_at_peer", s.stages.ptr_to([0]), T.min(s.copy[0] + i * e.copies, e.cluster - 1),
-                source_code=PEER, return_type="uint64")
+    def phase(s, io, pack):
+        for i in T.serial(ceildiv(elements, e.threads)):
+            at: T.int32 = i * e.threads + s.t
+            if at < elements and pack * e.pack + at % e.pack < e.batch:
+                s.bits[0] = element_bits(e.dtype, io.h0[pack * e.pack + at % e.pack, at // e.pack])
+                store(
+                    s.front[0] + T.Cast("uint32", s.where[at // e.pack]) * T.uint32(e.column_bytes)
+                    + T.Cast("uint32", at % e.pack * e.itemsize),
+                    T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
+
+    return phase
+
+
+def keep(e: ClusterExtents) -> Phase:
+    """A unit's states after the step, in the thread block's own copy; the phase is (s, u, mine).
+
+    Reads: `bits`. Writes: `stages`, the copy that is not read in this step.
+    Barriers: none; one of the thread block has to follow.
+    """
+    store = store_shared[e.itemsize]
+
+    @T.inline
+    def phase(s, u, mine):
+        if s.lane < e.finishing and mine:
+            at = T.meta_var(
+                s.copies[0] - s.front[0] + s.chunk_at[0]
+                + T.Cast("uint32", (u * e.groups + s.group) * e.column_bytes + s.sample * e.itemsize))
+            store(at, T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
 
     return phase
 
 
 def send(e: ClusterExtents) -> Phase:
-    """A unit's states to all thread blocks of the cluster; the phase is (s, u, mine).
+    """The states of the thread block's units to all others of the cluster; the phase is (s, rank).
 
-    The lanes that finish the same sample share the thread blocks.
-
-    Reads: `bits`, `peers`. Writes: peers' `stages`, the copy at `turn`.
-    Barriers: none; one of the cluster has to follow.
+    Reads: `stages`, the own chunk of the copy that is not read in this step. Writes: the same place of the others.
+    Barriers: of the thread block, at the beginning.
     """
 
     @T.inline
-    def phase(s, u, mine):
-        for i in T.unroll(e.sends):
-            if s.lane < e.finishing and mine and s.copy[0] + i * e.copies < e.cluster:
-                at = T.meta_var(s.peers[i] + T.Cast(
-                    "uint64", s.turn[0] + s.unit[u] * e.column_bytes + s.sample * e.itemsize))
-                if e.itemsize == 4:
-                    store_word(at, s.bits[0])
-                else:
-                    store_half(at, T.Cast("uint16", s.bits[0]))
+    def phase(s, rank):
+        # What threads wrote is for bulk copies, which read by another way.
+        T.ptx.fence.proxy.async_.shared__cta()
+        T.cuda.cta_sync()
+        if s.t % WARP == 0:
+            chunk = T.meta_var(s.copies[0] - s.front[0] + s.chunk_at[0])
+            for i in T.unroll(e.sends):
+                if peer_of(e, s, i) < e.cluster and peer_of(e, s, i) != rank:
+                    bulk_copy(
+                        s.peers[i] + (chunk - s.pool[0]), chunk, T.uint32(e.chunk_bytes),
+                        s.peers[i] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
+
+    return phase
+
+
+def await_states(e: ClusterExtents) -> Phase:
+    """Wait until the others' states after the step are there; the phase is (s, io, step).
+
+    The first thread then tells the mbarrier what comes next, which is there two steps later.
+
+    Reads and writes: `barriers`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, step):
+        at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
+        s.done[0] = T.uint32(0)
+        while s.done[0] == T.uint32(0):
+            try_wait(s.done[0], at, T.Cast("uint32", step // COPIES % 2))
+        if s.t == 0 and step + 1 + COPIES < io.steps:
+            arrive_expecting(at, T.uint32(e.expected_bytes))
 
     return phase
 
 
 def take_step(e: ClusterExtents) -> Phase:
-    """One step; the phase is (s, io, step, pack)."""
+    """One step; the phase is (s, io, step, pack, rank)."""
     load, take, ahead = load_inputs(e), take_inputs(e), load_ahead(e)
-    multiply, reduce, compute, give, write = gather(e), reduce_lanes(e), next_state(e), send(e), write_outputs(e)
+    multiply, reduce, compute, hold = gather(e), reduce_lanes(e), next_state(e), keep(e)
+    give, write, wait = send(e), write_outputs(e), await_states(e)
 
     @T.inline
-    def phase(s, io, step, pack):
+    def phase(s, io, step, pack, rank):
         take(s)
         if step + 1 < io.steps:
             load(s, io, step + 1, pack)
@@ -156,46 +239,51 @@ def take_step(e: ClusterExtents) -> Phase:
         for u in T.unroll(e.units):
             mine = T.meta_var(u * e.groups + s.group < s.count[0])
             compute(s, io, step, pack, u, mine)
-            if step + 1 < io.steps:
-                give(s, u, mine)
+            hold(s, u, mine)
         if step + 1 < io.steps:
-            cluster_arrive()
+            give(s, rank)
         for u in T.unroll(e.units):
             write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
         if step + 1 < io.steps:
-            cluster_wait()
+            wait(s, io, step)
         s.front[0] = s.copies[0] - s.front[0]
-        s.turn[0] = e.vectors * WIDEST - s.turn[0]
+        s.turn[0] = 1 - s.turn[0]
 
     return phase
 
 
 def kernel_body(e: ClusterExtents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
-    deal, load, begin, places = take_units(e), load_weights(e), fill(e), find_peers(e)
+    deal, ready, begin, load = take_units(e), prepare(e), fill(e), load_weights(e)
     first, first_inputs, length, go = first_state(e), load_inputs(e), load_length(e), take_step(e)
 
     @T.inline
     def body(io):
         T.device_entry()
-        pack = T.cluster_id([e.packs])
-        rank = T.cta_id_in_cluster([e.cluster])
+        # Numbers of clusters are read from a special register anew wherever they stand, if they are not kept.
+        cluster_id = T.cluster_id([e.packs])
+        rank_id = T.cta_id_in_cluster([e.cluster])
         t = T.thread_id([e.threads])
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        pack: T.int32 = cluster_id
+        rank: T.int32 = rank_id
         s = T.meta_var(ClusterState.of(e, t))
-        s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
-        s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
         deal(s, io, rank)
+        ready(s, io, rank)
+        T.cuda.cta_sync()
         begin(s, io, pack)
         for u in T.unroll(e.units):
             first(s, io, pack, u, u * e.groups + s.group < s.count[0])
         load(s, io)
-        places(s)
         length(s, io, pack)
         first_inputs(s, io, 0, pack)
+        # Bulk copies will write where threads wrote zeros.
+        T.ptx.fence.proxy.async_.shared__cta()
         cluster_barrier()
         for step in T.serial(io.steps):
-            go(s, io, step, pack)
+            go(s, io, step, pack, rank)
+        cluster_arrive_relaxed()
+        cluster_wait()
 
     return body
 # fmt: on

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
+from ...recurrent.sizes import WARP, WIDEST
 from ..persistent_rows.space import (
+    BATCHED,
     LANES,
     REGISTERS,
     SHARED,
@@ -18,7 +21,6 @@ from ..persistent_rows.space import (
     Extents,
     enough,
     longest_row,
-    operate_cycles,
     packs_of,
     refusal,
     require,
@@ -27,12 +29,21 @@ from ..persistent_rows.space import (
 
 # Of more than 8 thread blocks clusters are not portable: an H100 has them, of 16.
 CLUSTERS = (2, 4, 8, 16)
-PORTABLE = 8
+COPIES = 2  # of the hidden states
+BARRIER_BYTES = 8  # of an mbarrier
+
+# For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged; for each warp; for 32 words that
+# are read from shared memory; for an instruction of all warps of a quarter of a multiprocessor; for the reduction
+# and the gates of a row and sample by such a warp; and for each row, one after another, of a group.
+EXCHANGE, EACH_WARP, WORDS, ISSUED, FINISHED, ROW = 660, 10, 1, 3, 72, 200
 
 
 @dataclass(frozen=True)
 class ClusterExtents(Extents):
-    """The sizes of one point's kernel: `blocks` are a cluster's, and each cluster has one pack."""
+    """The sizes of one point's kernel: `blocks` are a cluster's, and each cluster has one pack.
+
+    A copy of the hidden states has a chunk for each thread block, and one more vector of zeros.
+    """
 
     @property
     def cluster(self) -> int:
@@ -40,33 +51,79 @@ class ClusterExtents(Extents):
         return self.blocks
 
     @property
-    def copies(self) -> int:
-        """Lanes of a group that finish the same sample, and send it to different thread blocks."""
-        return min(self.lanes // self.pack, self.cluster)
-
-    @property
-    def sends(self) -> int:
-        """Thread blocks that each of these sends it to."""
-        return ceildiv(self.cluster, self.copies)
-
-    @property
     def packs_each(self) -> int:
         return 1
-
-    @property
-    def finishing(self) -> int:
-        return self.pack * self.copies
 
     @property
     def loads(self) -> int:
         return 1  # nothing is copied
 
+    @property
+    def by_slot(self) -> bool:
+        return True
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The states of a thread block's units."""
+        return ceildiv(self.most * self.column_bytes, WIDEST) * WIDEST
+
+    @property
+    def chunk(self) -> int:
+        """Places of a chunk, of which the last ones may be unused."""
+        return self.chunk_bytes // self.column_bytes
+
+    @property
+    def absent(self) -> int:
+        return self.cluster * self.chunk
+
+    @property
+    def vectors(self) -> int:
+        return self.cluster * self.chunk_bytes // WIDEST + 1
+
+    @property
+    def expected_bytes(self) -> int:
+        """What a thread block is sent in a step."""
+        return (self.cluster - 1) * self.chunk_bytes
+
+    @property
+    def sends(self) -> int:
+        """Thread blocks that a warp sends to at most."""
+        return ceildiv(self.cluster, self.threads // WARP)
+
+    # Shared memory: the copies, entries, the table of places (16 bits each: two copies of more do not fit), mbarriers.
+
+    @property
+    def where_bytes(self) -> int:
+        return self.hidden * 2
+
+    @property
+    def barriers_at(self) -> int:
+        """In bytes."""
+        before = self.stage_bytes + self.kept_bytes + self.where_bytes
+        return ceildiv(before, BARRIER_BYTES) * BARRIER_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.barriers_at + COPIES * BARRIER_BYTES
+
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """As for `persistent_rows`, but the first batch is what most rows have, where one batch may be so large.
+
+        Little else takes time in a step than the gathers, those of absent entries among them.
+        """
+        first = min(self.registers, ceildiv(min(self.nonzeros, self.hidden), self.lanes) + 1)
+        if not 0 < first <= self.gathered:
+            return super().batches
+        rest = range(first, self.registers, BATCHED)
+        return ((0, first), *((at, min(BATCHED, self.registers - at)) for at in rest))
+
     def held_with(self, words: int) -> int:
-        return super().held_with(words) + 2 * self.sends + 2 * self.units
+        return super().held_with(words) + 4 + self.sends + 4 * self.units
 
     @classmethod
     def of(cls, problem: SparseRecurrent, decisions: Decisions) -> ClusterExtents:
-        whole = {"blocks": decisions["cluster"], "stages": 2, "exchange": 0, **decisions}
+        whole = {"blocks": decisions["cluster"], "stages": COPIES, "exchange": 0, **decisions}
         found = super().of(problem, whole)
         assert isinstance(found, ClusterExtents)
         return found
@@ -107,16 +164,29 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
     return dict(best_point(problem, machine))
 
 
-@functools.lru_cache(maxsize=64)
-def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
-    """Of portable clusters with as many samples a gather as there may be, the point that takes the fewest cycles.
+def cycles(e: ClusterExtents, machine: Machine) -> float:
+    """A guess of the cycles of one step, clusters that have to wait for others counted in."""
+    warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP)) / 4
+    row = min(e.nonzeros, e.hidden)
+    read_again = max(0, row - e.registers * e.lanes) * e.words
+    words = e.most * e.gates * (row * e.column_words + read_again) / WARP
+    issued = warps * e.rows * ceildiv(row, e.lanes) * (e.pack + 2)
+    step = (
+        EXCHANGE
+        + EACH_WARP * (e.threads // WARP)
+        + WORDS * words
+        + ISSUED * issued
+        + (FINISHED * warps * e.pack + ROW) * e.rows
+    )
+    return ceildiv(e.packs, max(1, machine.cores // e.cluster)) * step
 
-    Raises `NotApplicable` if no cluster keeps the layer's weights.
-    """
+
+def likely_points(problem: SparseRecurrent, machine: Machine) -> Iterator[Decisions]:
+    """Points that may be the best, all of them allowed: rows are in registers as far as these reach."""
     row, table = longest_row(problem), _table(problem)
-    for portable, pack in itertools.product((True, False), reversed(table["pack"])):
-        points = (
-            {
+    for cluster, threads, lanes, pack in itertools.product(table["cluster"], THREADS, LANES, table["pack"]):
+        for registers in reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1]):
+            point = {
                 "cluster": cluster,
                 "threads": threads,
                 "reduce_threads": lanes,
@@ -124,10 +194,19 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
                 "shared": SHARED[enough(SHARED, row - registers * lanes, lanes)],
                 "pack": pack,
             }
-            for cluster, threads, lanes, registers in itertools.product(table["cluster"], THREADS, LANES, REGISTERS)
-            if (cluster <= PORTABLE) == portable
-        )
-        found = [p for p in points if allowed(problem, machine, p) is None]
-        if found:
-            return tuple(min(found, key=lambda p: operate_cycles(ClusterExtents.of(problem, p))).items())
-    raise NotApplicable(f"no cluster keeps {row} entries in each row of hidden={problem.hidden}")
+            if allowed(problem, machine, point) is None:
+                yield point
+                break
+
+
+@functools.lru_cache(maxsize=64)
+def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
+    """Of the likely points the one that takes the fewest `cycles`.
+
+    Raises `NotApplicable` if no cluster keeps the layer's weights.
+    """
+    found = list(likely_points(problem, machine))
+    if not found:
+        row = longest_row(problem)
+        raise NotApplicable(f"no cluster keeps {row} entries in each row of hidden={problem.hidden}")
+    return tuple(min(found, key=lambda point: cycles(ClusterExtents.of(problem, point), machine)).items())

@@ -46,7 +46,7 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
 
 persistent_rows = Template(
     name="persistent_rows",
-    version=1,
+    version=2,
     operator="sparse_recurrent",
     kind="cuda",
     summary="all steps in one launch; weights stay on chip, blocks exchange states",

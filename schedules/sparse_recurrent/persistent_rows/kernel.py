@@ -16,6 +16,7 @@ in each step, for each pack
     gather          products of weights and states                         (`step`)
     reduce_lanes    their sums
     finish          gates; the state after the step, to all thread blocks
+    write_before    the state before the step, to the caller: the output of the step before
 """
 
 from __future__ import annotations
@@ -29,12 +30,21 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
-from ...recurrent.exchange import find_source, mark, put, stage
+from ...recurrent.exchange import collect, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
 from ..interface import gpu_program
 from .space import Extents
 from .state import State
-from .step import finish, first_state, gather, load_inputs, load_length, reduce_lanes, take_inputs
+from .step import (
+    finish,
+    first_state,
+    gather,
+    load_inputs,
+    load_length,
+    reduce_lanes,
+    take_inputs,
+    write_before,
+)
 from .weights import load_ahead, load_weights, take_units
 
 Phase = Callable[..., Any]
@@ -47,7 +57,7 @@ def begin(e: Extents) -> Phase:
     Reads: `h0`, `c0`. Writes: the exchange's first slot; what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    send, take = put(e), first_state(e)
+    join, send, take = collect(e), put(e), first_state(e)
 
     @T.inline
     def phase(s, io):
@@ -55,7 +65,8 @@ def begin(e: Extents) -> Phase:
             for p in T.serial(e.packs):
                 mine = T.meta_var(u * e.groups + s.group < s.count[0])
                 take(s, io, p, u, mine)
-                send(s, 0, p, s.unit[u], mine)
+                join(s)
+                send(s, 0, p, s.unit[u], s.lane == 0 and mine)
 
     return phase
 
@@ -64,7 +75,7 @@ def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
     load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
     find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
-    copy = stage(e, e.vectors, lambda number: number, e.stages == 1)
+    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1), write_before(e)
 
     @T.inline
     def phase(s, io, step, pack):
@@ -80,6 +91,8 @@ def take_pack(e: Extents) -> Phase:
         multiply(s, io)
         reduce(s)
         end(s, io, step, pack, step + 1 if e.polled else (step + 1) % 2)
+        if step > 0:
+            write(s, io, step, pack)
         if e.stages == 2:
             s.front[0] = s.copies[0] - s.front[0]
 

@@ -21,9 +21,12 @@ WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one 
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 768, 1024)
-# Of the shapes that were measured on an H200 each was fastest with so many, or as fast as with any number: each further
-# warp polls and waits.
-USUAL_THREADS = 256
+# Of the shapes that were measured on an H200 each was fastest with so many, or nearly: each further warp polls and
+# waits. With the second where the first would take more than one round to copy the hidden states, and for long rows of
+# float32.
+USUAL_THREADS = (256, 512)
+# Entries of a row from which on whole warps were fastest.
+WHOLE_WARPS = 128
 LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
 REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -35,7 +38,7 @@ MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
 # Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
-DEVIATIONS = 4.5
+DEVIATIONS = 4
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
 # much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
@@ -139,6 +142,21 @@ class Extents:
     def column_bytes(self) -> int:
         """The states of a column: what one gather brings."""
         return self.pack * self.itemsize
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether a copy of the states is in an order of its own, which the state's `where` tells; else in columns'."""
+        return False
+
+    @property
+    def absent(self) -> int:
+        """The column that absent entries refer to, always zero: the one behind the last."""
+        return self.hidden
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of a store into the exchange: a column's states."""
+        return self.column_bytes
 
     @property
     def column_words(self) -> int:
@@ -312,21 +330,39 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
     """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
 
-    Only those with `USUAL_THREADS` count, if there are any.
+    Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
 
     Raises `NotApplicable` if there is none.
     """
     for pack in reversed(_table(problem, machine)["pack"]):
         found = list(likely_points(problem, machine, pack))
-        usual = [point for point in found if point["threads"] == USUAL_THREADS]
         if found:
-            return tuple(min(usual or found, key=lambda p: cycles(Extents.of(problem, p))).items())
+            held = [point for point in found if reach(point) >= longest_row(problem)] or found
+            known = [point for point in held if point["threads"] in USUAL_THREADS] or held
+            best = [point for point in known if usual(problem, point)] or known
+            return tuple(min(best, key=lambda p: cycles(Extents.of(problem, p))).items())
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
 
 
+def reach(point: Decisions) -> int:
+    """Entries of a row that are on chip."""
+    return point["reduce_threads"] * (point["registers"] + point["shared"])
+
+
+def usual(problem: SparseRecurrent, point: Decisions) -> bool:
+    """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
+    e, long = Extents.of(problem, point), problem.nonzeros >= WHOLE_WARPS
+    more = e.vectors > USUAL_THREADS[0] * MOST_LOADS or (long and e.itemsize == 4)
+    return e.threads == USUAL_THREADS[more] and (e.lanes == WARP or not long)
+
+
 def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
-    """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain."""
-    return tuple(n for n in powers(1, WIDEST // numpy_dtype(problem.dtype).itemsize) if n < 2 * problem.batch)
+    """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain.
+
+    Those of one sample may fill a word: stores of 2 bytes into the exchange are slow.
+    """
+    size = numpy_dtype(problem.dtype).itemsize
+    return tuple(n for n in powers(1, WIDEST // size) if n < 2 * problem.batch or n * size == 4)
 
 
 def _table(problem: SparseRecurrent, machine: Machine) -> Table:
@@ -383,7 +419,7 @@ def refusal(row: int, decisions: Decisions) -> str | None:
 def too_much(e: Extents, problem: SparseRecurrent, machine: Machine) -> str | None:
     """Why a point's kernel does not fit a multiprocessor, or leaves much of it unused, or None."""
     limit = shared_limit(machine)
-    if e.column_bytes < 4 and e.pack < problem.batch:
+    if e.column_bytes < 4 and e.packs_each > 1:
         return f"{e.pack} samples a gather leave half of a word unused"
     if e.most <= e.groups // 2 and e.threads > THREADS[0]:
         return f"half of {e.groups} groups have none of a thread block's {e.most} units"

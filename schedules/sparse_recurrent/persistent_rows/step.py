@@ -9,9 +9,11 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
-from ...recurrent.exchange import element_bits, put, state_bits
+from ...recurrent.exchange import collect, element_bits, element_of, put, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, Extents
 from .weights import held_place, held_value, kept_at, place_of, read_entry, value_of
@@ -379,12 +381,13 @@ def write_outputs(e: Extents) -> Phase:
 def finish(e: Extents) -> Phase:
     """The units' new states, to all who need them; the phase is (s, io, step, pack, slot).
 
-    `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
+    `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it. After the last
+    step there is none, and the states go to the caller; after the others `write_before` sees to that.
 
-    Reads: as `next_state`. Writes: the exchange, the outputs, what is carried.
+    Reads: as `next_state`. Writes: the exchange or the outputs, what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    compute, send, write = next_state(e), put(e), write_outputs(e)
+    compute, join, send, write = next_state(e), collect(e), put(e), write_outputs(e)
 
     @T.inline
     def phase(s, io, step, pack, slot):
@@ -392,9 +395,42 @@ def finish(e: Extents) -> Phase:
             mine = T.meta_var(u * e.groups + s.group < s.count[0])
             compute(s, io, step, pack, u, mine)
             if step + 1 < io.steps:
-                send(s, slot, pack, s.unit[u], mine)
-        for u in T.unroll(e.units):
-            write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
+                join(s)
+                send(s, slot, pack, s.unit[u], s.lane == 0 and mine)
+        if step + 1 == io.steps:
+            for u in T.unroll(e.units):
+                write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
+
+    return phase
+
+
+def write_before(e: Extents) -> Phase:
+    """The output of the step before, which is the state before this one; the phase is (s, io, step, pack).
+
+    The thread block writes neighbouring columns, as many as it has units: stores of 2 bytes here and there, which the
+    units' own threads would make, hold up the exchange in the L2 cache.
+
+    Reads: `stages` at `front`, `lengths`. Writes: `output`. Barriers: none.
+    """
+    load = load_shared[e.itemsize]
+
+    @T.inline
+    def phase(s, io, step, pack):
+        for i in T.serial(ceildiv(e.most * e.pack, e.threads)):
+            number: T.int32 = i * e.threads + s.t
+            column: T.int32 = s.first[0] + number % e.most
+            member: T.int32 = number // e.most
+            if number < e.most * e.pack and number % e.most < s.count[0] and pack * e.pack + member < e.batch:
+                at = T.meta_var(s.front[0] + T.Cast("uint32", column * e.column_bytes + member * e.itemsize))
+                if e.itemsize == 2:
+                    load(s.small[0], at)
+                    s.bits[0] = T.Cast("uint32", s.small[0])
+                else:
+                    load(s.bits[0], at)
+                if e.ragged:
+                    if step > io.lengths[pack * e.pack + member]:
+                        s.bits[0] = T.uint32(0)
+                io.output[step - 1, pack * e.pack + member, column] = element_of(e.dtype, s.bits[0])
 
     return phase
 # fmt: on

@@ -98,9 +98,13 @@ def read_entry(e: Extents) -> Phase:
     """The lane's entry of a row, of some round; the phase is (s, io, row, r, words, at).
 
     Reads: `begin`, `length`, the entries. Writes: `words` from `at` on. Barriers: none.
-    After: these words are the entry, or refer to the column behind the last.
+    After: these words are the entry, or refer to the column of absent ones. Where copies of the states have an order of
+    their own, the place in it is in the column's stead.
     """
-    absent = e.hidden if e.words == 1 else e.hidden * e.column_bytes
+    absent = e.absent if e.words == 1 else e.absent * e.column_bytes
+
+    def place(s: Any, column: tirx.PrimExpr) -> tirx.PrimExpr:
+        return T.Cast("uint32", s.where[column] if e.by_slot else column)
 
     @T.inline
     def phase(s, io, row, r, words, at):
@@ -111,8 +115,10 @@ def read_entry(e: Extents) -> Phase:
             entry = T.meta_var(s.begin[row] + r * e.lanes + s.lane)
             if e.words == 1:
                 words[at] = T.reinterpret("uint32", io.entries[entry, 0])
+                if e.by_slot:
+                    words[at] = (words[at] & T.uint32(0xFFFF0000)) | place(s, words[at] & T.uint32(0xFFFF))
             else:
-                words[at] = T.Cast("uint32", io.entries[entry, 1]) * T.uint32(e.column_bytes)
+                words[at] = place(s, io.entries[entry, 1]) * T.uint32(e.column_bytes)
                 words[at + 1] = T.reinterpret("uint32", io.entries[entry, 0])
 
     return phase

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tvm_sparse.formats.block_recurrent import BlockRecurrentWeights, block_recurrent_weights
-from tvm_sparse.operators.nhot_lookup.problem import typical
 from tvm_sparse.operators.sparse_recurrent.call import run_layer
 from tvm_sparse.runtime.dispatch import dispatcher
 
+from ..sparse_recurrent.problem import preferred
 from .problem import BlockRecurrent
 
 __all__ = ["BlockRecurrentWeights", "block_recurrent", "block_recurrent_weights"]
@@ -83,5 +83,5 @@ def problem_of(
     problem = BlockRecurrent(steps, batch, weights.hidden, 1, cell, weights.dtype, ragged, resets)
     full, found = problem.across, len(weights.groups)
     # A dense weight is told from one that is nearly so: what registers hold is chosen for it.
-    nonzeros = full if found == full * problem.tiles else min(full, typical(found, problem.tiles))
+    nonzeros = full if found == full * problem.tiles else min(full, preferred(found, problem.tiles))
     return BlockRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)

@@ -61,6 +61,10 @@ class BlockRecurrent(RecurrentLayer):
         return tiles_of(self.hidden, self.gates)
 
     @property
+    def most_nonzeros(self) -> int:
+        return self.across
+
+    @property
     def typical_groups(self) -> int:
         """Groups of a typical tile."""
         return min(self.nonzeros, self.across)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
-from tvm_sparse.operators.nhot_lookup.problem import typical
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -23,7 +22,7 @@ from tvm_sparse.runtime.calls import (
 )
 from tvm_sparse.runtime.dispatch import Dispatcher, dispatcher
 
-from .problem import GATES, RecurrentLayer, SparseRecurrent
+from .problem import GATES, RecurrentLayer, SparseRecurrent, preferred
 
 if TYPE_CHECKING:
     import numpy as np
@@ -204,7 +203,7 @@ def problem_of(
     weights: RecurrentWeights, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
 ) -> SparseRecurrent:
     """The problem of a call. Raises `ProblemError` if there is none."""
-    nonzeros = min(weights.hidden, typical(weights.nonzeros, weights.gates * weights.hidden))
+    nonzeros = min(weights.hidden, preferred(weights.nonzeros, weights.gates * weights.hidden))
     return SparseRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)
 
 

@@ -15,6 +15,8 @@ carried in float32. The weight is in the layout of `formats.recurrent`.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -121,6 +123,18 @@ class RecurrentLayer(Problem):
     def row_entries(self) -> int:
         """Values of a typical row of the weight."""
 
+    @property
+    @abstractmethod
+    def most_nonzeros(self) -> int:
+        """`nonzeros` of a dense weight."""
+
+    def as_called(self) -> Problem:
+        """With `nonzeros` as calls round it; more than a dense weight has are as many."""
+        most = self.most_nonzeros
+        return dataclasses.replace(
+            self, nonzeros=most if self.nonzeros >= most else min(most, preferred(self.nonzeros, 1))
+        )
+
     @abstractmethod
     def rows(self) -> Any:
         """How a program reads the weight row by row: see `definition.Rows`. Loads the compiler."""
@@ -184,12 +198,29 @@ class RecurrentLayer(Problem):
         return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
 
 
+# Preferred numbers: from 10 on those of Renard's series R10, rounded; below, what is as far apart, or the next number.
+PREFERRED = (10, 13, 16, 20, 25, 32, 40, 50, 63, 80)
+SMALL = (1, 2, 3, 4, 5, 6, 8)
+# A mean that exceeds a preferred number by less counts as that number: a pattern is random.
+SLACK = 1.02
+
+
+def preferred(entries: int, rows: int) -> int:
+    """The mean number of entries a row, rounded up to a preferred number: what calls give for `nonzeros`.
+
+    Kernels serve any number. What they keep on chip is chosen for this one: were it less, typical rows would not fit.
+    """
+    mean = entries / rows / SLACK
+    larger = (number * 10**power for power in itertools.count() for number in PREFERRED)
+    return next(number for number in itertools.chain(SMALL, larger) if mean <= number)
+
+
 @dataclass(frozen=True)
 class SparseRecurrent(RecurrentLayer):
     """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences.
 
-    `nonzeros` is their number in a typical row of the weight. `ragged` = 1: sequences have lengths of their own.
-    `resets` = 1: states may be set to zero before any step.
+    `nonzeros` is their number in a row of the weight, as `preferred` rounds it. `ragged` = 1: sequences have lengths of
+    their own. `resets` = 1: states may be set to zero before any step.
     """
 
     operator: ClassVar[str] = "sparse_recurrent"
@@ -223,6 +254,10 @@ class SparseRecurrent(RecurrentLayer):
         from tvm_sparse.formats.recurrent import entry_words
 
         return entry_words(self.hidden, self.dtype)
+
+    @property
+    def most_nonzeros(self) -> int:
+        return self.hidden
 
     @property
     def row_entries(self) -> int:
