@@ -259,6 +259,19 @@ def test_plain_tensors_do_not_go_through_operators(monkeypatch: pytest.MonkeyPat
         call()
 
 
+def test_parameters_take_the_short_way_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, embedding = torch.nn.Parameter(TABLE), torch.nn.Parameter(EMBEDDING)
+    calls = (
+        (lambda table, _: tvm_sparse.nhot_lookup(ROWS, table)),
+        (lambda _, embedding: tvm_sparse.head_topk(HIDDEN, embedding, 5)),
+    )
+    wanted = [call(TABLE, EMBEDDING) for call in calls]
+    monkeypatch.setattr(custom, "transformed", lambda *_, **__: pytest.fail("the long way was taken"))
+    with torch.no_grad():
+        for call, want in zip(calls, wanted, strict=True):
+            same(call(table, embedding), want)
+
+
 def test_a_compiler_is_told_before_there_is_pytorch() -> None:
     program = """
 import sys
@@ -451,3 +464,38 @@ def test_no_gradient_is_wanted() -> None:
         assert not tvm_sparse.bsr_matmul(leaf(X), WEIGHT).requires_grad
     with torch.inference_mode():
         np.testing.assert_array_equal(tvm_sparse.softmax(leaf(LOGITS)).numpy(), tvm_sparse.softmax(LOGITS).numpy())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this build of torch finds no CUDA GPU")
+def test_on_a_gpu() -> None:
+    """Graphs and gradients there; `test_nn` and the rest of this file say the same of the CPU."""
+
+    def moved(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(arg.cuda() for arg in args)
+
+    weight, rows = WEIGHT.to("cuda"), tvm_sparse.CsrRows(moved((STARTS, ENTRIES, VALUES)), columns=50)
+
+    def all_of(logits: Any, x: Any, table: Any, hidden: Any, embedding: Any) -> Any:
+        found = [tvm_sparse.softmax(logits), tvm_sparse.logsumexp(logits), tvm_sparse.bsr_matmul(x, weight)]
+        best = tvm_sparse.softmax_topk(logits, 5)
+        return [*found, tvm_sparse.nhot_lookup(rows, table), *best, *tvm_sparse.head_topk(hidden, embedding, 5)]
+
+    given = moved((LOGITS, X, TABLE, HIDDEN, EMBEDDING))
+    wanted = all_of(*given)
+    same(torch.compile(all_of, backend="aot_eager", fullgraph=True)(*given), wanted)
+    grads = []
+    for device in ("cpu", "cuda"):
+        parts = tuple(tensor.to(device) for tensor in (BLOCKS, COLUMNS, STARTS))
+        x, table, logits = (leaf(tensor.to(device)) for tensor in (X, TABLE, LOGITS))
+        prepared, entries = (WEIGHT, ROWS) if device == "cpu" else (weight, rows)
+        blocks = leaf(parts[0])
+        sums = tvm_sparse.bsr_matmul(x, prepared).sin().sum() + tvm_sparse.nhot_lookup(entries, table).sin().sum()
+        sums = sums + tvm_sparse.bsr_matmul(x, (blocks, *parts[1:])).sin().sum()
+        (sums + tvm_sparse.logsumexp(logits).sum() + tvm_sparse.softmax(logits).square().sum()).backward()
+        grads.append([tensor.grad.cpu() for tensor in (x, blocks, table, logits)])
+    for have, want in zip(*grads, strict=True):
+        torch.testing.assert_close(have, want, atol=2e-5, rtol=2e-5)
+    layer = tvm_sparse.nn.BsrLinear.from_dense(torch.nn.Linear(66, 35), (5, 3), 0.5)
+    on_cpu = layer(X)
+    torch.testing.assert_close(layer.cuda()(X.cuda()).cpu(), on_cpu, atol=2e-5, rtol=2e-5)

@@ -176,8 +176,8 @@ class BsrLinear(torch.nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, data, bias = x.to(dtype), data.to(dtype), None if bias is None else bias.to(dtype)
-        elif not self._in_graph(x):
-            weight, bias = self._eager()
+        elif not self._in_graph(x, data, bias):
+            weight, bias = self._eager(data, bias)
             return bsr_matmul(x, weight, bias=bias, activation=self.activation)
         backward = Turned(
             self.turned_places,
@@ -191,29 +191,29 @@ class BsrLinear(torch.nn.Module):
         known = self.order, self._long, self._pattern, False
         return product(x, parts, self.in_features, *known, bias=bias, activation=self.activation, backward=backward)
 
-    def _in_graph(self, x: Any) -> bool:
+    def _in_graph(self, x: Any, data: Any, bias: Any) -> bool:
         """Whether PyTorch is to see the operator: it traces, or somebody wants a gradient."""
         if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
             return True
         if not torch.is_grad_enabled():
             return False
-        return x.requires_grad or any(one is not None and one.requires_grad for one in self._parameters.values())
+        return x.requires_grad or data.requires_grad or (bias is not None and bias.requires_grad)
 
-    def _eager(self) -> tuple[BsrWeight, Any]:
+    def _eager(self, data: Any, bias: Any) -> tuple[BsrWeight, Any]:
         """Weight and bias without gradients, with the kernels of the calls before."""
-        data, bias = self.data, self.bias
         where = data.data_ptr(), 0 if bias is None else bias.data_ptr()
-        if self._kept is None or self._kept[2] != where:
+        kept = self._kept
+        if kept is None or kept[2] != where:
             parts = data.detach(), self.indices, self.indptr
             weight = BsrWeight.assembled(parts, self.in_features, self.order, self._long, self._pattern, False)
-            self._kept = weight, None if bias is None else bias.detach(), where
-        return self._kept[0], self._kept[1]
+            kept = self._kept = weight, None if bias is None else bias.detach(), where
+        return kept[0], kept[1]
 
     # ---- life ------------------------------------------------------------------------------------
 
     def to_dense(self) -> torch.nn.Linear:
         """A `torch.nn.Linear` with the same weight and bias, without the activation."""
-        dense = self._eager()[0].to_dense()
+        dense = self._eager(self.data, self.bias)[0].to_dense()
         found = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         found.weight = torch.nn.Parameter(dense)
         if self.bias is not None:

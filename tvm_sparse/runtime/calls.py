@@ -189,6 +189,30 @@ def _forward_mode() -> bool:
     return sys.modules["torch.autograd.forward_ad"]._current_level >= 0
 
 
+def without_gradient(array: Any) -> Any:
+    """A parameter, where no gradient is wanted, as the plain tensor that it holds; anything else as it is."""
+    torch = sys.modules.get("torch")
+    if torch is not None and type(array) is torch.nn.Parameter and not torch.is_grad_enabled():
+        return array.detach()
+    return array
+
+
+def _find_modes() -> int:
+    """How many modes of PyTorch watch calls; from now on by PyTorch's own function, in a third of the time."""
+    global _modes, _forward_ad
+    import torch
+    import torch.autograd.forward_ad
+
+    _forward_ad = torch.autograd.forward_ad  # first: another thread may be here
+    _modes = torch._C._len_torch_dispatch_stack
+    return _modes()
+
+
+# What `is_plain` asks at every call. Only within a level of forward mode do tensors have tangents.
+_modes: Callable[[], int] = _find_modes
+_forward_ad: Any = None
+
+
 def is_plain(tensor: Any) -> bool:
     """Whether a kernel takes a torch tensor as it is."""
     try:
@@ -199,9 +223,8 @@ def is_plain(tensor: Any) -> bool:
             and tensor.is_contiguous()
             and not tensor.requires_grad
             and not tensor.is_neg()
-            # Neither tangents nor a mode that watches calls. Not by functions of our own: this is asked at every call.
-            and sys.modules["torch.autograd.forward_ad"]._current_level < 0
-            and not sys.modules["torch._C"]._len_torch_dispatch_stack()
+            and not _modes()
+            and _forward_ad._current_level < 0
         )
     except RuntimeError:  # sparse layouts know neither contiguity nor an address
         return False

@@ -16,6 +16,7 @@ from tvm_sparse.runtime.calls import (
     layouts,
     machine_of,
     outputs_for,
+    without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -99,6 +100,8 @@ def candidate_topk(
     scale = inverse_temperature(temperature)
     torch = sys.modules.get("torch")
     key: tuple[Any, ...] | None = None
+    if type(embedding) is not type(hidden):
+        embedding = without_gradient(embedding)
     if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(n) is int:
         beside = layouts((candidates, counts, bias), torch)
         if None not in beside and hidden.is_cuda:

@@ -18,6 +18,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -93,6 +94,8 @@ def head_topk(
     scale = inverse_temperature(temperature)
     torch = sys.modules.get("torch")
     key: tuple[Any, ...] | None = None
+    if type(embedding) is not type(hidden):
+        embedding = without_gradient(embedding)
     if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(k) is int:
         beside = () if bias is None and ids is None else layouts((bias, ids), torch)
         if None not in beside:

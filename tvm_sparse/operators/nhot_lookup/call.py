@@ -15,6 +15,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -71,6 +72,7 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     Units", section 4.1.
     """
     torch = sys.modules.get("torch")
+    table = without_gradient(table) if torch is not None and type(table) is not torch.Tensor else table
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
