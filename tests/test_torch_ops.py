@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,20 @@ def test_export(strict: bool) -> None:
 class Rows(torch.nn.Module):
     def forward(self, logits: Any, x: Any) -> Any:
         return (*tvm_sparse.softmax_topk(logits, 5), tvm_sparse.softmax(logits), tvm_sparse.bsr_matmul(x, WEIGHT))
+
+
+def test_a_saved_program_is_loaded_by_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Every(), ALL), path)
+    program = """
+import sys, torch
+import tvm_sparse.torch_ops
+graph = torch.export.load(sys.argv[1]).graph
+print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(node.target)}))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
+    names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
+    assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
 
 
 def test_export_at_any_batch() -> None:
