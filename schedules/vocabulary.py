@@ -12,7 +12,7 @@ DECISIONS: Mapping[str, str] = {
     # How the work is divided.
     "threads": "Threads of a thread block.",
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
-    "cluster": "Thread blocks of a cluster that share one row, joined over distributed shared memory.",
+    "cluster": "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory.",
     "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all that is looked up.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
@@ -41,7 +41,8 @@ DECISIONS: Mapping[str, str] = {
         " of it: vectors of two of its rows."
     ),
     "shared": "Further ones of the same that it keeps in shared memory.",
-    "pack": "Samples of a batch side by side in memory, so that one load serves them all.",
+    "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
+    "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": "1: the operand that all tiles share is kept in shared memory; 0: in registers.",
     # What is done ahead of its time.
     "overlap": (

@@ -651,6 +651,7 @@ def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str])
         cells = [first(key)]
         for times in (single, half):
             cells += [us(times.get(n)) for n in ("sparse layer", "sparse layer + input product", "torch module")]
+        cells.insert(-1, us(half.get("layer of blocks")))
         cells += [us(single.get(n)) for n in ("dense step loop", "sparse step loop")]
         ours = half.get("sparse layer + input product")
         cells.append(times_as(half["torch module"] / ours) if ours and "torch module" in half else "-")
@@ -658,8 +659,8 @@ def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str])
         yield [*cells, f"{step / int(key[-2]):.2f}" if step else "-"]
 
 
-RNN_COLUMNS = ("ours, float32", "with product", "cuDNN", "ours, float16", "with product", "cuDNN", "cuBLAS loop",
-               "cuSPARSE loop", "cuDNN / ours, float16", "a step, float32")  # fmt: skip
+RNN_COLUMNS = ("ours, float32", "with product", "cuDNN", "ours, float16", "with product", "dense in blocks", "cuDNN",
+               "cuBLAS loop", "cuSPARSE loop", "cuDNN / ours, float16", "a step, float32")  # fmt: skip
 
 
 @part

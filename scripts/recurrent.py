@@ -167,7 +167,7 @@ def cell_of(kind: str, hidden_bias: torch.Tensor | None, on_gpu: bool) -> Callab
         return lambda x, product, states: (act(x + product),)
     if kind == "lstm":
         if on_gpu:
-            return lambda x, product, states: torch._thnn_fused_lstm_cell(x, product, states[1])[:2]
+            return lambda x, product, states: torch.ops.aten._thnn_fused_lstm_cell(x, product, states[1])[:2]
 
         def lstm(x: Any, product: Any, states: Any) -> tuple[Any, ...]:
             i, f, g, o = (x + product).chunk(4, 1)
@@ -179,7 +179,8 @@ def cell_of(kind: str, hidden_bias: torch.Tensor | None, on_gpu: bool) -> Callab
     zeros = torch.zeros_like(hidden_bias)
     inside, outside = torch.cat([zeros, zeros, hidden_bias]), torch.cat([zeros, zeros, zeros])
     if on_gpu:
-        return lambda x, product, states: torch._thnn_fused_gru_cell(x, product, states[0], outside, inside)[:1]
+        cell = torch.ops.aten._thnn_fused_gru_cell
+        return lambda x, product, states: cell(x, product, states[0], outside, inside)[:1]
 
     def gru(x: Any, product: Any, states: Any) -> tuple[Any, ...]:
         (xr, xz, xn), (ur, uz, un) = x.chunk(3, 1), (product + inside).chunk(3, 1)

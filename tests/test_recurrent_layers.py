@@ -17,6 +17,7 @@ import tvm_sparse
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.formats.recurrent import recurrent_weights
 from tvm_sparse.layers import recurrent, storage
+from tvm_sparse.layers import recurrent_weights as forms
 
 torch = pytest.importorskip("torch")
 from tvm_sparse.layers.recurrent_stack import RecurrentStack  # noqa: E402
@@ -48,7 +49,8 @@ def module(cell: str, *sizes: int, density: float | None = 0.3, **options: Any) 
 
 
 def layer_of(made: Any, cell: str, **options: Any) -> Any:
-    weight = made.weight_hh_l0.detach()
+    """Our layer of a module, of entries unless another form is asked for."""
+    weight, options = made.weight_hh_l0.detach(), {"form": "entries", **options}
     if cell == "lstm":
         return tvm_sparse.SparseLSTM(weight, **options)
     if cell == "gru":
@@ -178,7 +180,7 @@ def test_a_layer_of_blocks_is_torch_s(cell: str, dtype: str) -> None:
             close(one, other, TOLERANCE[dtype])
 
 
-def test_forms_are_chosen() -> None:
+def test_forms_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     import scipy.sparse
 
     dense = torch.randn(64, 64)
@@ -189,7 +191,9 @@ def test_forms_are_chosen() -> None:
         (bsr, "bfloat16", "blocks"),
         (bsr.to_sparse_bsr((16, 16)), "float16", "blocks"),
         (scipy.sparse.bsr_array(bsr.numpy(), blocksize=(16, 16)), "float16", "blocks"),
-        (tvm_sparse.prune(dense, 0.3), "float16", "entries"),
+        (tvm_sparse.prune(dense, 0.3), "float16", "blocks"),
+        (tvm_sparse.prune(dense, 0.3), "float32", "entries"),
+        (tvm_sparse.prune(dense, 0.1), "float16", "entries"),
         (torch.zeros(64, 64), "float16", "entries"),
     ):
         layer = tvm_sparse.SparseRNN(weight, dtype=dtype)
@@ -201,6 +205,9 @@ def test_forms_are_chosen() -> None:
     # Blocks of a GRU have rows of all gates, as tiles do, which have rows of zeros too.
     stack = tvm_sparse.from_torch(torch.nn.GRU(4, 32), density=0.25, method="block", block=8, dtype="bfloat16")
     assert stack.layers[0].form == "blocks"
+    # What exceeds a few bytes has to be more than half full.
+    monkeypatch.setattr(forms, "FEW_BYTES", 0)
+    assert tvm_sparse.SparseRNN(tvm_sparse.prune(dense, 0.3), dtype="float16").form == "entries"
     apart = tvm_sparse.prune(torch.randn(96, 32), 0.25, method="block", block=8)
     assert tvm_sparse.SparseGRU(apart, dtype="float16").form == "entries"
     assert tvm_sparse.from_torch(torch.nn.GRU(4, 32), form="blocks").layers[0].form == "blocks"

@@ -154,6 +154,20 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         ),
         ("lsh_stages", "lsh_candidates/lists=1,beam=2,hidden=9,vocab=100,k=4", {"chunk": (32, 64, 128)}, 3),
         (
+            "beam_blocks",
+            "lsh_candidates/lists=1,beam=2,hidden=9,vocab=60,k=4",
+            {
+                "threads": COUNTING["threads"],
+                "cluster": ROWS[:5],
+                "bucket_lanes": (4, 8, 16, 32),
+                "loads": ROWS[:4],
+                "pack": (1, 2, 3, 4),
+                "copies": (1, 8, 16),
+                "overlap": (0, 1, 2),
+            },
+            6 * 4 * 4 * 3 * 3 * 3,  # two rows: a thread block each, or one that hashes them together or not
+        ),
+        (
             "row_clusters",
             "lsh_candidates/lists=1,beam=2,hidden=9,vocab=60,k=4",
             COUNTING,

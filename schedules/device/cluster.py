@@ -3,7 +3,7 @@
 The thread blocks of a cluster run at the same time, on neighbouring multiprocessors, and reach each other's shared
 memory, which is then called distributed shared memory. Two rules hold for every exchange:
 
-* a thread block must have begun before others store to its shared memory: a barrier comes before the first store;
+* a thread block must have begun before others reach its shared memory: a barrier comes before the first access;
 * it must not end while others may still do so: a barrier, or what implies one, comes after the last.
 
 A barrier has two halves, so that work that needs nothing of the other thread blocks can stand between them.
@@ -29,6 +29,19 @@ def peer_store(name: str, kind: str) -> Any:
     return lambda pointer, rank, value: T.cuda.func_call(
         name, pointer, rank, value, source_code=source, return_type="void"
     )
+
+
+def peer_load(name: str, kind: str, dtype: str) -> Any:
+    """A function (shared address, rank) of the `kind` that is there in the rank-th thread block of the cluster.
+
+    `name` and `kind` are the C++ function's, `dtype` is TIR's for the same. Loads that follow each other are in flight
+    together, as they are not waited for before they are used.
+    """
+    source = (
+        f"__device__ __forceinline__ {kind} {name}(const void* p, int r)"
+        f" {{ return *(const volatile {kind}*)__cluster_map_shared_rank(p, r); }}"
+    )
+    return lambda pointer, rank: T.cuda.func_call(name, pointer, rank, source_code=source, return_type=dtype)
 
 
 @T.inline

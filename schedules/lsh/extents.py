@@ -11,6 +11,7 @@ from tvm_sparse.formats.bitmap import BITS, bitmap_words
 from tvm_sparse.formats.wta import index_bits
 
 WARP = 32
+BANKS = 32  # of shared memory
 WIDEST = 16  # bytes of the widest load that a thread can issue
 THREADS = (128, 256, 384, 512, 768, 1024)
 CLUSTERS = (1, 2, 4, 8)  # of thread blocks; more than 8 are not portable
@@ -50,13 +51,16 @@ def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class HashExtents:
-    """How a thread block hashes a row: a thread finds the place of one unit at a time."""
+    """How a thread block hashes a row, or some together: a thread finds the places of `ahead` units at a time."""
 
     hidden: int
     k: int
     units: int
     dtype: str
     threads: int  # of the thread block
+    rows: int = 1  # that are hashed together
+    ahead: int = 1  # units whose columns a thread holds together
+    copies: int = 1  # of a row in shared memory, each in banks of its own; a power of two
 
     @property
     def bits(self) -> int:
@@ -83,6 +87,11 @@ class HashExtents:
     def vectors(self) -> int:
         """Loads that a thread has in flight."""
         return min(MOST_VECTORS, ceildiv(self.hidden // self.vec, self.threads))
+
+    @property
+    def row_words(self) -> int:
+        """Words of shared memory of all rows that are hashed together."""
+        return self.rows * self.hidden * self.copies
 
     @property
     def column_bytes(self) -> int:
@@ -220,11 +229,12 @@ class Room:
         compact: CompactExtents | None = None,
     ) -> Room:
         """For a kernel that does these. One that counts hits of codes which it does not make reads them."""
+        units = 0 if not hashing else count.tile * hashing.units if count else hashing.threads
         return cls(
             spans=count.spans if count else 0,
             cells=count.cells if count else 0,
-            row=hashing.hidden if hashing else 0,
-            places=count.tile * hashing.units if count and hashing else hashing.threads if hashing else 0,
+            row=hashing.row_words if hashing else 0,
+            places=hashing.rows * units if hashing else 0,
             codes=count.tile if count and not hashing else 0,
             bitmap=compact.bitmap if compact else 0,
         )

@@ -1,9 +1,15 @@
 """A row's band codes: the row into shared memory, and the places of its units.
 
-Phases are called with a state that has the buffers which their heads name: `row` (hidden float32, shared), `places`
-(an int32 a unit, shared), and in registers `raw` (`vectors * vector_words` uint32), `columns` (`column_loads *
-column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`, `place` (int32), `best`, `value`
-(float32).
+Some rows may be hashed together (`rows`), for which columns are loaded once; and a thread may hold the columns of some
+units (`ahead`), `threads` units apart, so that it waits for memory once for all of them.
+
+32 lanes that read elements at random from the 32 banks of shared memory mostly wait for three or four of them that want
+the same bank. Of each element there may be copies in banks of their own (`copies`): with 16 only two lanes share banks.
+
+Phases are called with a state that has the buffers which their heads name: `row` (`rows * hidden * copies` float32,
+shared), `places` (`rows` int32 a unit, shared), and in registers `raw` (`rows * vectors * vector_words` uint32),
+`columns` (`ahead * column_loads * column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`
+(int32), `place` (`ahead * rows` int32), `best` (as many float32), `value` (float32).
 """
 
 from __future__ import annotations
@@ -18,58 +24,90 @@ from tvm_sparse.core.template import ceildiv
 
 from ..device.arithmetic import is_nan
 from ..device.words import load_words, value_at
-from .extents import HashExtents
+from .extents import BANKS, HashExtents
 
 Phase = Callable[..., Any]
 
 
 def stage_row(e: HashExtents) -> Phase:
-    """The row into shared memory, NaN as -inf; called with (s, row, first, t), `row` being a flat buffer of rows.
+    """Rows into shared memory, NaN as -inf; called with (s, row, first, t), `row` being a flat buffer of rows.
+
+    Rows beside the first are `stride` elements apart; from the `many`-th on the last one is taken again.
 
     Reads: `hidden` elements from `row[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`, `vector`.
     Barriers: none; one has to follow.
     """
     rounds = ceildiv(e.hidden // e.vec, e.threads * e.vectors)
     wide = min(e.vec, 4)  # floats of one access to shared memory
+    apart = max(1, BANKS // e.copies)  # elements whose copies fill all banks
 
     # fmt: off
     @T.inline
-    def phase(s, hidden, first, t):
+    def phase(s, hidden, first, t, stride=0, many=1):
         for n in T.serial(rounds):
-            for u in T.unroll(e.vectors):
-                if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
-                    load_words(e.vector_bytes, s.raw, u * e.vector_words, s.small, hidden.ptr_to(
-                        [first + ((n * e.vectors + u) * e.threads + t) * e.vec]))
-            for u in T.unroll(e.vectors):
-                if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
-                    for v in T.unroll(e.vec):
-                        s.value = value_at(e.dtype, s.raw, u * e.vector_words, v)
-                        s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
-                    for q in T.unroll(e.vec // wide):
-                        for v in T.vectorized(wide):
-                            s.row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = s.vector[q * wide + v]
+            for i in T.unroll(e.rows):
+                for u in T.unroll(e.vectors):
+                    if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+                        load_words(e.vector_bytes, s.raw, (i * e.vectors + u) * e.vector_words, s.small, hidden.ptr_to(
+                            [first + T.min(i, many - 1) * stride + ((n * e.vectors + u) * e.threads + t) * e.vec]))
+            for i in T.unroll(e.rows):
+                for u in T.unroll(e.vectors):
+                    if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+                        for v in T.unroll(e.vec):
+                            s.value = value_at(e.dtype, s.raw, (i * e.vectors + u) * e.vector_words, v)
+                            s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
+                        if e.copies > 1:
+                            for v in T.unroll(e.vec):
+                                element: T.let = ((n * e.vectors + u) * e.threads + t) * e.vec + v
+                                # In turn, so that the lanes of a warp write to different banks.
+                                for q in T.unroll(e.copies):
+                                    s.row[(i * e.hidden + element) * e.copies + (q + element // apart) % e.copies] = (
+                                        s.vector[v])
+                        else:
+                            for q in T.unroll(e.vec // wide):
+                                for v in T.vectorized(wide):
+                                    s.row[
+                                        i * e.hidden + ((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v
+                                    ] = s.vector[q * wide + v]
     # fmt: on
     return phase
 
 
 def load_columns(e: HashExtents) -> Phase:
-    """The next columns of a unit; called with (s, columns, at): from element `at` of the flat buffer on.
+    """The next columns of a unit; called with (s, columns, at, a): from element `at` of the flat buffer on, as those of
+    the `a`-th unit that the thread holds.
 
     Reads: permutations. Writes: `columns`, `small`. Barriers: none.
     """
 
     # fmt: off
     @T.inline
-    def phase(s, permutations, at):
+    def phase(s, permutations, at, a):
         for u in T.unroll(e.column_loads):
-            load_words(e.column_bytes, s.columns, u * e.column_words, s.small, permutations.ptr_to(
-                [at + u * (e.column_bytes // 2)]))
+            load_words(e.column_bytes, s.columns, (a * e.column_loads + u) * e.column_words, s.small,
+                       permutations.ptr_to([at + u * (e.column_bytes // 2)]))
+    # fmt: on
+    return phase
+
+
+def load_further_columns(e: HashExtents) -> Phase:
+    """The same of the thread's units beside the first, as far as there are `count`; called with (s, permutations, at,
+    unit, count): `at` and `unit` are those of the first."""
+    load = load_columns(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, permutations, at, unit, count):
+        if e.ahead > 1:
+            for a in T.unroll(e.ahead - 1):
+                if unit + (a + 1) * e.threads < count:
+                    load(s, permutations, at + (a + 1) * e.threads * e.k, a + 1)
     # fmt: on
     return phase
 
 
 def column(e: HashExtents, s: Any, c: Any) -> tirx.PrimExpr:
-    """The `c`-th of the columns that a thread holds."""
+    """The `c`-th of the columns that a thread holds; each unit has `held`."""
     if e.column_bytes == 2:
         return T.Cast("int32", s.columns[c])
     return T.Cast("int32", (s.columns[c // 2] >> T.Cast("uint32", c % 2 * 16)) & T.uint32(0xFFFF))
@@ -78,58 +116,77 @@ def column(e: HashExtents, s: Any, c: Any) -> tirx.PrimExpr:
 def find_places(e: HashExtents) -> Phase:
     """The places of some units; called with (s, permutations, first, count, t).
 
-    The columns of a thread's first unit are in `columns` already (`load_first_columns`).
+    The columns of a thread's first units are in `columns` already (`load_first_columns`).
 
     Reads: `row`, `columns`, the permutations of `count` units from `first` on.
-    Writes: `places[0]` to `places[count - 1]`; as scratch `columns`, `unit`, `place`, `best`, `value`.
+    Writes: `places[0]` to `places[count * rows - 1]`; as scratch `columns`, `unit`, `place`, `best`, `value`.
     Barriers: none; one has to come before and one has to follow.
     """
-    load = load_columns(e)
+    load, load_further = load_columns(e), load_further_columns(e)
     steps = e.k // e.held
 
     # fmt: off
     @T.inline
+    def compare(s, step, a, t):
+        for c in T.unroll(e.held):
+            for i in T.unroll(e.rows):
+                s.value = s.row[(i * e.hidden + column(e, s, a * e.held + c)) * e.copies + t % e.copies]
+                if s.value > s.best[a * e.rows + i]:
+                    s.best[a * e.rows + i] = s.value
+                    s.place[a * e.rows + i] = step * e.held + c
+
+    @T.inline
     def phase(s, permutations, first, count, t):
         s.unit = t
         while s.unit < count:
-            s.best = T.float32("-inf")
-            s.place = 0
+            for q in T.unroll(e.ahead * e.rows):
+                s.best[q] = T.float32("-inf")
+                s.place[q] = 0
             for step in T.serial(steps):
                 if step > 0:
-                    load(s, permutations, (first + s.unit) * e.k + step * e.held)
-                for c in T.unroll(e.held):
-                    s.value = s.row[column(e, s, c)]
-                    if s.value > s.best:
-                        s.best = s.value
-                        s.place = step * e.held + c
-            s.places[s.unit] = s.place
-            s.unit = s.unit + e.threads
+                    load(s, permutations, (first + s.unit) * e.k + step * e.held, 0)
+                    load_further(s, permutations, (first + s.unit) * e.k + step * e.held, s.unit, count)
+                compare(s, step, 0, t)
+                if e.ahead > 1:
+                    for a in T.unroll(e.ahead - 1):
+                        if s.unit + (a + 1) * e.threads < count:
+                            compare(s, step, a + 1, t)
+            for i in T.unroll(e.rows):
+                s.places[s.unit * e.rows + i] = s.place[i]
+            if e.ahead > 1:
+                for a in T.unroll(e.ahead - 1):
+                    if s.unit + (a + 1) * e.threads < count:
+                        for i in T.unroll(e.rows):
+                            s.places[(s.unit + (a + 1) * e.threads) * e.rows + i] = s.place[(a + 1) * e.rows + i]
+            s.unit = s.unit + e.ahead * e.threads
             if s.unit < count:
-                load(s, permutations, (first + s.unit) * e.k)
+                load(s, permutations, (first + s.unit) * e.k, 0)
+                load_further(s, permutations, (first + s.unit) * e.k, s.unit, count)
     # fmt: on
     return phase
 
 
 def load_first_columns(e: HashExtents) -> Phase:
-    """The columns of a thread's first unit, which need nothing of the row; called with (s, permutations, first, count,
+    """The columns of a thread's first units, which need nothing of the row; called with (s, permutations, first, count,
     t) as `find_places` is.
 
     Reads: permutations. Writes: `columns`. Barriers: none.
     """
-    load = load_columns(e)
+    load, load_further = load_columns(e), load_further_columns(e)
 
     # fmt: off
     @T.inline
     def phase(s, permutations, first, count, t):
         if t < count:
-            load(s, permutations, (first + t) * e.k)
+            load(s, permutations, (first + t) * e.k, 0)
+            load_further(s, permutations, (first + t) * e.k, t, count)
     # fmt: on
     return phase
 
 
-def code_of_places(e: HashExtents, s: Any, band: Any) -> tirx.PrimExpr:
-    """Equation 7: the code of the `band`-th of the bands whose places are in shared memory."""
-    code: Any = s.places[band * e.units]
+def code_of_places(e: HashExtents, s: Any, band: Any, row: Any = 0) -> tirx.PrimExpr:
+    """Equation 7: the code of the `band`-th of the bands whose places are in shared memory, for the `row`-th row."""
+    code: Any = s.places[band * e.units * e.rows + row]
     for unit in range(1, e.units):
-        code = (code << e.bits) | s.places[band * e.units + unit]
+        code = (code << e.bits) | s.places[(band * e.units + unit) * e.rows + row]
     return code

@@ -449,8 +449,8 @@ class SparseRNN(_Layer):
         (float32 in the place of float64). Sums are made in float32; the states that go from step to step are rounded.
     form
         "entries": every nonzero with its column, for any pattern. "blocks": tiles of 16 rows (4 units of a GRU or LSTM)
-        and groups of 8 columns for tensor cores, for block-sparse and dense weights. "auto": blocks where they are
-        more than half full, and values have 16 bits.
+        and groups of 8 columns for tensor cores, for block-sparse and dense weights. "auto": blocks where values
+        have 16 bits, and more than half of what blocks hold is nonzero, or 15 % if they take at most 8 MiB.
     order
         Of the entries of a row: "banks" (few bank conflicts), "greedy" or "columns", as of
         `formats.recurrent.recurrent_weights`.

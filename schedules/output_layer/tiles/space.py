@@ -30,6 +30,8 @@ THREADS = (256, 512, 1024)
 WIDE = 4096
 # Bytes of words above which the L2 cache of no machine holds them.
 CACHE = 48 * 2**20
+# Words of a list whose best are found faster by few threads.
+SHORT = 8192
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own.
@@ -129,13 +131,15 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     wide, large = row > WIDE, most_words(problem) * row > CACHE
     # Large tiles where there are many, with as many loads in flight.
     many = large and not wide
+    # Of one short list of candidates, large tiles, which are few, and a search by few threads.
+    short = bool(candidates_of(problem)) and lists_of(problem)[0] == 1 and most_words(problem) <= SHORT and not wide
     for tile_m in sorted(table["tile_m"], reverse=True):
         teams = in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
-            table["tile_n"][:: -1 if many else 1],
+            table["tile_n"][:: -1 if many or short else 1],
             teams,
-            (1, 2, 3, 4) if many else (2, 4, 1, 3) if wide else (2, 1, 3, 4),
-            table["threads"][::-1],
+            (1, 2, 3, 4) if many or short else (2, 4, 1, 3) if wide else (2, 1, 3, 4),
+            table["threads"][:: 1 if short else -1],
         ):
             point = {
                 "tile_m": tile_m,
@@ -144,7 +148,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "tiles": tiles,
                 "depth": depth,
                 "staged": staged,
-                "blocks": table["blocks"][0 if tiles > 1 else min(1, len(table["blocks"]) - 1)],
+                "blocks": table["blocks"][0 if tiles > 1 or short else min(1, len(table["blocks"]) - 1)],
                 "threads": threads,
                 "overlap": max(table["overlap"]),
                 "evict_first": max(table["evict_first"]) if large else 0,
