@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import io
 import itertools
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,15 @@ def test_a_head_comes_back_as_it_was(suffix: str, dtype: str, table: str, tmp_pa
     assert isinstance(tvm_sparse.LshHead.load(path).embedding, torch.Tensor)
     with pytest.raises(TypeError, match="hidden: expected an array of the embedding's library"):
         tensors.topk(hidden, 5)
+
+
+def test_a_head_that_was_called_is_copied_and_pickled() -> None:
+    embedding, hidden = drawn(4)
+    head = tvm_sparse.LshHead(embedding, **SMALL)
+    wanted = head.topk(hidden, 5)
+    for other in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        for have, want in zip(other.topk(hidden, 5)[:2], wanted[:2], strict=True):
+            np.testing.assert_array_equal(have, want)
 
 
 def test_a_file_without_the_embedding(tmp_path: Path) -> None:

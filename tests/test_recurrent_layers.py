@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_forms_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert layer.form == form, (weight, dtype)
         other = tvm_sparse.SparseRNN(weight, dtype=dtype, form="entries" if form == "blocks" else "blocks")
         assert other.form != form and np.array_equal(layer.weights.dense(), other.weights.dense())
-    layer = tvm_sparse.SparseRNN(bsr, dtype="float16").astype("float32")
+    layer = tvm_sparse.SparseRNN(bsr, dtype="float16").to(torch.float32)
     assert layer.form == "blocks" and layer.dtype == "float32"
     # Blocks of a GRU have rows of all gates, as tiles do, which have rows of zeros too.
     stack = tvm_sparse.from_torch(torch.nn.GRU(4, 32), density=0.25, method="block", block=8, dtype="bfloat16")
@@ -338,6 +339,7 @@ X, H = np.zeros((4, 2, 12), np.float32), np.zeros((2, 3), np.float32)
         ),
         (lambda: tvm_sparse.SparseRNN(recurrent_weights(np.eye(3)), form="blocks"), ValueError, "is prepared already"),
         (lambda: LAYER.astype("float64"), ValueError, "dtype: expected one of"),
+        (lambda: LAYER.to(dtype=torch.float64), ValueError, "dtype: expected one of"),
         (lambda: LAYER.to("cpu").capture(3, 2), ValueError, "device: a CUDA graph needs a GPU"),
         (lambda: LAYER.project_inputs(X, H), ValueError, "weight_ih: expected shape"),
         (lambda: tvm_sparse.project_inputs(X, X[0].T, cell="elman"), ValueError, "cell: expected one of"),
@@ -550,7 +552,19 @@ def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
         wanted = model(x)
         model.rnn = tvm_sparse.from_torch(model.rnn)
         close(model.to("cpu")(x), wanted)
-        assert not any(name.startswith("rnn") for name in model.state_dict())
+        state = model.state_dict()
+        assert state["rnn._extra_state"].dtype is torch.uint8 and "rnn.weight_3" in state
+        other = Model().eval()
+        other.rnn = tvm_sparse.from_torch(other.rnn, density=0.5)
+        other.load_state_dict(state)
+        close(other(x), wanted)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.rnn))):
+            assert copied(x) is not None
+        with pytest.raises(ValueError, match="state: not what a layer is kept as"):
+            other.load_state_dict({**state, "rnn._extra_state": state["rnn._extra_state"][:-40]})
+        lstm = tvm_sparse.from_torch(module("lstm", 6, 16, num_layers=1))
+        with pytest.raises(ValueError, match="state: expected 1 layers of lstm and 16 units, got 4"):
+            lstm.set_extra_state(state["rnn._extra_state"])
         path = model.rnn.save(tmp_path / "stack.npz")
         model.rnn = RecurrentStack.load(path)
         close(model(x), wanted)

@@ -5,6 +5,7 @@
 >>> rows = tvm_sparse.nhot_lookup(csr, table)
 >>> values, indices, info = tvm_sparse.LshHead(embedding).topk(hidden, 12)
 >>> output, h_n, c_n = tvm_sparse.SparseLSTM(weight_hh, density=0.1)(x_projected)
+>>> tvm_sparse.nn.sparsify(model, block=16, sparsity=0.9)  # modules of PyTorch: tvm_sparse.nn
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
 Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch. What each
@@ -49,11 +50,32 @@ def _homes() -> dict[str, str]:
     return homes
 
 
+def _show_to_compilers(name: str, function: types.FunctionType) -> None:
+    """Set the attributes at which torch.compile looks before it traces a function.
+
+    Those that torch.compiler.disable and torch.compile set: of PyTorch's own ways the one takes a microsecond a call,
+    and all take PyTorch.
+    """
+    from . import traced
+    from .runtime.arrays import UNTRACED
+
+    found: Any = getattr(traced, name, None)
+    if found is None:
+        function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
+    else:
+        # The first where another function calls it, the others for torch.compile(function).
+        function.__dict__.update(
+            _torchdynamo_inline=found, _torchdynamo_orig_callable=found, _torchdynamo_wrapper_id=id(function)
+        )
+
+
 def __getattr__(name: str) -> Any:
     import importlib
 
     if name == "__all__":
         return sorted(_homes())
+    if name == "nn":
+        return importlib.import_module(f"{__name__}.nn")
     if name == "__version__":
         import importlib.metadata
 
@@ -62,14 +84,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(homes[name]), name)
     if isinstance(value, types.FunctionType):
-        from .runtime.arrays import UNTRACED
-
-        # torch.compile looks at these before it traces a function: it calls ours as it is, and gives the reason where
-        # that cannot be. What torch.compiler.disable sets; but that would take PyTorch, and a microsecond a call.
-        value.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
+        _show_to_compilers(name, value)
     globals()[name] = value  # the next look-up finds it there, and does not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes(), "__all__", "__version__"})
+    return sorted({*globals(), *_homes(), "__all__", "__version__", "nn"})

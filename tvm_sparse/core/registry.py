@@ -10,6 +10,7 @@ module            holds                                                         
 ``call``          the public functions and classes that `Operator.public` names       `import tvm_sparse`
 ``peers``         ``PEERS``, and ``ours`` to call the public function with inputs     `bench`, `quickstart`
 ``shapes``        ``QUICKSTART``, ``AWKWARD`` and ``REALISTIC`` problem keys          `quickstart`, the generic tests
+``torch_op``      custom operators of PyTorch for public functions; optional          `runtime.custom`
 the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine                 tuning, look-up, export
 ================  ==================================================================  ==================================
 
@@ -84,6 +85,10 @@ class Operator:
     @property
     def peers(self) -> ModuleType:
         return self._module("peers")
+
+    @property
+    def torch_op(self) -> ModuleType:
+        return self._module("torch_op")
 
     @property
     def shapes(self) -> ModuleType:

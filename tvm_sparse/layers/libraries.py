@@ -40,6 +40,9 @@ class Library(Protocol):
 
 
 class _NumPy:
+    def __reduce__(self) -> str:
+        return "NUMPY"  # a copy is the same
+
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
         return np.full(shape, value, dtype)
 
@@ -94,6 +97,9 @@ class _NumPy:
 
 
 class _Torch:
+    def __reduce__(self) -> str:
+        return "TORCH"
+
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
         torch = _torch()
         return torch.full(shape, value, dtype=getattr(torch, dtype), device=like.device)

@@ -405,6 +405,10 @@ class LshHead:
 
     # ---- life ----------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was found out by calls is found out again: no kernel can be copied.
+        return {**self.__dict__, "_explained": {}, "_constants": {}}
+
     def to(self, device: Any) -> LshHead:
         """The head with its arrays as torch tensors on a device; itself if they are there already.
 

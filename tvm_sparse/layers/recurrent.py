@@ -299,11 +299,16 @@ class _Layer:
 
     # ---- life ------------------------------------------------------------------------------------
 
-    def to(self, device: Any) -> Self:
-        """The layer for a device, which `capture` takes. Weights are placed where inputs lie at the first call."""
-        if str(device) == self.device:
-            return self
-        return self._like(self.weights, device)
+    def to(self, device: Any = None, dtype: Any = None) -> Self:
+        """The layer for a device, which `capture` takes, or of another dtype (`astype`); itself if nothing changes.
+
+        Weights are placed where inputs lie at the first call. A dtype, of torch or NumPy or its name, may be the only
+        argument.
+        """
+        if dtype is None and (name := arrays.dtype_name(device)) in FLOATS:
+            device, dtype = None, name
+        found = self if dtype is None else self.astype(arrays.dtype_name(dtype))
+        return found if device is None or str(device) == self.device else found._like(found.weights, device)
 
     def astype(self, dtype: str) -> Self:
         """The layer with weights, inputs and outputs of another dtype; itself if it is the same."""
@@ -312,6 +317,9 @@ class _Layer:
         if dtype not in FLOATS:
             raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
         return self._like(of_dtype(self.weights, dtype), self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_constants": {}}  # what calls have put on devices
 
     def _like(self, weights: Weights, device: Any) -> Self:
         found = type(self).__new__(type(self))

@@ -88,7 +88,8 @@ class RecurrentStack(torch.nn.Module):
     """Recurrent layers on top of each other, in one direction or both, called as `torch.nn.RNN`, `LSTM` and `GRU` are.
 
     `from_torch` and `load` make it. It is a module without parameters, for evaluation: `to`, `half` and the like move
-    it, its state dict is empty, and `save` keeps it.
+    it, and `save` keeps it. Its state dict holds the input weights and, as one tensor of bytes, the recurrent ones; a
+    stack of the same cell, sizes and layers loads it, whatever is pruned there.
 
     Parameters
     ----------
@@ -134,8 +135,8 @@ class RecurrentStack(torch.nn.Module):
                     f"inputs: expected a weight of shape {wanted} and a bias of ({rows},) at {number}, got"
                     f" {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
                 )
-            self.register_buffer(f"weight_{number}", weight, persistent=False)
-            self.register_buffer(f"bias_{number}", bias, persistent=False)
+            self.register_buffer(f"weight_{number}", weight)
+            self.register_buffer(f"bias_{number}", bias)
         self.layers = list(layers)
         self.bidirectional, self.batch_first = bool(bidirectional), bool(batch_first)
         self.num_layers = len(layers) // directions
@@ -252,6 +253,38 @@ class RecurrentStack(torch.nn.Module):
         self.layers, self.dtype = [layer.astype(dtype) for layer in self.layers], dtype
         return self
 
+    def get_extra_state(self) -> torch.Tensor:
+        """The recurrent weights, as bytes: what the state dict holds beside the buffers."""
+        held: dict[str, Any] = {}
+        metas = []
+        for number, layer in enumerate(self.layers):
+            arrays, meta = layer.parts()
+            held |= {f"{name}_{number}": array for name, array in arrays.items()}
+            metas.append(meta)
+        return torch.frombuffer(bytearray(storage.to_bytes(held, {"layers": metas})), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Take recurrent weights, in the dtype of the stack.
+
+        Raises
+        ------
+        ValueError
+            If they are damaged, or not of as many layers, of this cell and size.
+        """
+        held, meta = storage.from_bytes(to_host(state).tobytes(), "state")
+        metas = meta.get("layers", [])
+        layers = []
+        for number, numbers in enumerate(metas):
+            own = _of_layer(held, number)
+            layers.append(CLASSES[self.cell].assembled(own, numbers, None, f"state, layer {number}"))
+        kinds = {(layer.cell, layer.hidden) for layer in layers}
+        if len(layers) != len(self.layers) or kinds != {(self.cell, self.hidden_size)}:
+            raise ValueError(
+                f"state: expected {len(self.layers)} layers of {self.cell} and {self.hidden_size} units, got"
+                f" {len(layers)} of {sorted(kinds)}"
+            )
+        self.layers = [layer.astype(self.dtype) for layer in layers]
+
     def save(self, path: str | Path) -> Path:
         """Write the stack to a file, as `SparseLSTM.save` a layer. Returns the path with its suffix."""
         held: dict[str, Any] = {}
@@ -288,14 +321,19 @@ class RecurrentStack(torch.nn.Module):
         layers, inputs = [], []
         try:
             for number, numbers in enumerate(meta["layers"]):
-                ends = f"_{number}"
-                own = {name.removesuffix(ends): a for name, a in held.items() if name.rpartition("_")[2] == ends[1:]}
+                own = _of_layer(held, number)
                 layers.append(CLASSES[numbers["cell"]].assembled(own, numbers, None, f"{path}, layer {number}"))
                 place = "cpu" if device is None else device
                 inputs.append((tensor(own["weight_ih"], place), tensor(own["bias"], place) if "bias" in own else None))
             return cls(layers, inputs, bidirectional=meta["bidirectional"], batch_first=meta["batch_first"])
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path}: not a stack: {type(error).__name__}: {error}") from error
+
+
+def _of_layer(held: dict[str, Any], number: int) -> dict[str, Any]:
+    """The arrays of one layer, by the names that it has for them."""
+    ends = f"_{number}"
+    return {name.removesuffix(ends): a for name, a in held.items() if name.rpartition("_")[2] == ends[1:]}
 
 
 class _Turned:

@@ -7,6 +7,7 @@ by who reads it.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,12 +35,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any])
     if not path.suffix:
         path = path.with_suffix(SUFFIXES[0] if importlib.util.find_spec("safetensors") else SUFFIXES[1])
     _check_suffix(path)
-    bits = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    # As their bits: neither format's NumPy side knows bfloat16 in every version.
-    plain = {
-        name: np.ascontiguousarray(array.view(np.uint16) if name in bits else array) for name, array in arrays.items()
-    }
-    text = json.dumps({**meta, "bfloat16": bits})
+    plain, text = _plain(arrays, meta)
     part = path.with_name(f"{path.name}.part")
     if path.suffix == SUFFIXES[0]:
         from safetensors.numpy import save_file
@@ -47,8 +43,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any])
         save_file(plain, part, metadata={_META: text})
     else:
         with open(part, "wb") as file:
-            entries: dict[str, Any] = {_META: np.frombuffer(text.encode(), np.uint8), **plain}
-            np.savez(file, **entries)
+            _write_npz(file, plain, text)
     part.replace(path)
     return path
 
@@ -72,17 +67,61 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
                 text = (file.metadata() or {})[_META]
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
         else:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            text = arrays.pop(_META).tobytes().decode()
-        meta = json.loads(text)
-        for name in meta.pop("bfloat16"):
-            arrays[name] = arrays[name].view(ml_dtypes.bfloat16)
+            arrays, text = _read_npz(path)
+        return _given(arrays, text)
     except (ModuleNotFoundError, FileNotFoundError):
         raise
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(f"{path}: not a file that `save` wrote: {type(error).__name__}: {error}") from error
+
+
+def to_bytes(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
+    """The bytes of an npz file."""
+    file = io.BytesIO()
+    _write_npz(file, *_plain(arrays, meta))
+    return file.getvalue()
+
+
+def from_bytes(data: bytes, source: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """What `to_bytes` made bytes of.
+
+    Raises
+    ------
+    ValueError
+        If it did not, naming the `source`.
+    """
+    try:
+        return _given(*_read_npz(io.BytesIO(data)))
+    except Exception as error:  # damaged ones may raise anything
+        raise ValueError(f"{source}: not what a layer is kept as: {type(error).__name__}: {error}") from error
+
+
+def _plain(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str]:
+    """Arrays without bfloat16, which neither format's NumPy side knows in every version, and the numbers as JSON."""
+    bits = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
+    plain = {
+        name: np.ascontiguousarray(array.view(np.uint16) if name in bits else array) for name, array in arrays.items()
+    }
+    return plain, json.dumps({**meta, "bfloat16": bits})
+
+
+def _given(arrays: dict[str, np.ndarray], text: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """What `_plain` was given."""
+    meta = json.loads(text)
+    for name in meta.pop("bfloat16"):
+        arrays[name] = arrays[name].view(ml_dtypes.bfloat16)
     return arrays, meta
+
+
+def _write_npz(file: Any, plain: Mapping[str, np.ndarray], text: str) -> None:
+    entries: dict[str, Any] = {_META: np.frombuffer(text.encode(), np.uint8), **plain}
+    np.savez(file, **entries)
+
+
+def _read_npz(file: Any) -> tuple[dict[str, np.ndarray], str]:
+    with np.load(file, allow_pickle=False) as found:
+        arrays = {name: found[name] for name in found.files}
+    return arrays, arrays.pop(_META).tobytes().decode()
 
 
 def _check_suffix(path: Path) -> None:

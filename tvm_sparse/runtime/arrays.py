@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from typing import Any
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 # Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
 CUDA_ALIGNMENT = 16
-# Said where PyTorch wants to look into a call.
+# Said where PyTorch wants to look into a call of a function that is no custom operator.
 UNTRACED = (
-    "tvm_sparse's functions are no custom operators of PyTorch: torch.compile calls them between two graphs, and they"
+    "this function of tvm_sparse is no custom operator of PyTorch: torch.compile calls it between two graphs, and it"
     " cannot be part of one (fullgraph=True), nor of torch.export, torch.func (vmap, jvp, grad) or fake mode"
 )
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "int64": 8}
@@ -35,6 +36,15 @@ class Facts:
     aligned: bool
 
 
+class _Here(threading.local):
+    """Where this thread is: `below` a custom operator of PyTorch, which takes care of tensors without data."""
+
+    below = False
+
+
+here = _Here()
+
+
 def is_torch(array: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
@@ -43,6 +53,18 @@ def is_torch(array: Any) -> bool:
 def is_numpy(array: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(array, numpy.ndarray)
+
+
+def dtype_name(given: Any) -> str:
+    """The name of a dtype of torch or NumPy, or of what it is called."""
+    import numpy as np
+
+    if not isinstance(given, str) and not str(given).startswith("torch."):
+        try:
+            return np.dtype(given).name
+        except TypeError:
+            pass
+    return str(given).removeprefix("torch.")
 
 
 def facts(name: str, array: Any) -> Facts:
@@ -102,23 +124,36 @@ def facts(name: str, array: Any) -> Facts:
 
 
 def _address(name: str, tensor: Any) -> int:
-    """Where a torch tensor's data lie.
+    """Where a torch tensor's data lie; of a fake one below a custom operator, where they would.
 
     Raises
     ------
     TypeError
         If it has none: it stands for a tensor while PyTorch traces or transforms a function.
     """
+    if not stands_for_data(tensor):
+        return tensor.data_ptr()
+    if here.below:
+        return 0
+    raise TypeError(f"{name}: got a tensor without data. {UNTRACED}")
+
+
+def is_fake(array: Any) -> bool:
+    """Whether this is a tensor of PyTorch's fake mode: shape, dtype and device, and nothing else."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
-    address = None
-    if fake is None or not isinstance(tensor, fake.FakeTensor):
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # of torch.func's wrappers
-            pass
-    if address is None or (not address and tensor.numel()):
-        raise TypeError(f"{name}: got a tensor without data. {UNTRACED}")
-    return address
+    return fake is not None and isinstance(array, fake.FakeTensor)
+
+
+def stands_for_data(tensor: Any) -> bool:
+    """Whether a dense torch tensor has no data of its own, as while PyTorch traces or transforms a function."""
+    if tensor.layout is not sys.modules["torch"].strided or tensor.device.type == "meta":
+        return False
+    if is_fake(tensor):
+        return True
+    try:
+        return not tensor.data_ptr() and tensor.numel() > 0
+    except RuntimeError:  # of torch.func's wrappers
+        return True
 
 
 def ready(name: str, array: Any, known: Facts) -> Any:

@@ -43,12 +43,12 @@ def check_floats(name: str, known: Facts, rank: int | None = None) -> None:
         raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
 
 
-def logits_facts(logits: Any) -> Facts:
-    """Facts of the argument `logits`, checked."""
+def logits_facts(logits: Any, instead: str = "") -> Facts:
+    """Facts of the argument `logits`, checked; `instead` says what has a gradient."""
     known = arrays.facts("logits", logits)
     check_floats("logits", known)
-    refuse_gradient("logits", logits)
-    if known.shape[-1] >= 2**31:
+    refuse_gradient("logits", logits, instead)
+    if not arrays.is_fake(logits) and known.shape[-1] >= 2**31:  # of a fake one it would be a condition of the graph
         raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[-1]}")
     return known
 
@@ -160,12 +160,23 @@ def layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
     )
 
 
-def refuse_gradient(name: str, array: Any) -> None:
-    """Raise for a torch tensor of which a gradient is wanted, backward or forward."""
+# Of functions with a backward pass, which custom operators have.
+TORCH_ALONE = "there is one where all arrays are torch tensors; call it under torch.no_grad()"
+
+
+def no_gradient(name: str, instead: str = "") -> str:
+    """What is said of an argument whose gradient nobody can give."""
+    return f"{name}: requires a gradient, and there is no backward pass; " + (
+        instead or "call it under torch.no_grad()"
+    )
+
+
+def refuse_gradient(name: str, array: Any, instead: str = "") -> None:
+    """Raise for a torch tensor of which a gradient is wanted, backward or forward; `instead` says what has one."""
     if not arrays.is_torch(array):
         return
     if array.requires_grad and sys.modules["torch"].is_grad_enabled():
-        raise RuntimeError(f"{name}: requires a gradient, and there is no backward pass; call it under torch.no_grad()")
+        raise RuntimeError(no_gradient(name, instead))
     if _forward_mode() and sys.modules["torch"].autograd.forward_ad.unpack_dual(array).tangent is not None:
         raise RuntimeError(
             f"{name}: has a tangent, and there is no forward-mode derivative; pass"
@@ -178,6 +189,30 @@ def _forward_mode() -> bool:
     return sys.modules["torch.autograd.forward_ad"]._current_level >= 0
 
 
+def without_gradient(array: Any) -> Any:
+    """A parameter, where no gradient is wanted, as the plain tensor that it holds; anything else as it is."""
+    torch = sys.modules.get("torch")
+    if torch is not None and type(array) is torch.nn.Parameter and not torch.is_grad_enabled():
+        return array.detach()
+    return array
+
+
+def _find_modes() -> int:
+    """How many modes of PyTorch watch calls; from now on by PyTorch's own function, in a third of the time."""
+    global _modes, _forward_ad
+    import torch
+    import torch.autograd.forward_ad
+
+    _forward_ad = torch.autograd.forward_ad  # first: another thread may be here
+    _modes = torch._C._len_torch_dispatch_stack
+    return _modes()
+
+
+# What `is_plain` asks at every call. Only within a level of forward mode do tensors have tangents.
+_modes: Callable[[], int] = _find_modes
+_forward_ad: Any = None
+
+
 def is_plain(tensor: Any) -> bool:
     """Whether a kernel takes a torch tensor as it is."""
     try:
@@ -188,7 +223,8 @@ def is_plain(tensor: Any) -> bool:
             and tensor.is_contiguous()
             and not tensor.requires_grad
             and not tensor.is_neg()
-            and not _forward_mode()
+            and not _modes()
+            and _forward_ad._current_level < 0
         )
     except RuntimeError:  # sparse layouts know neither contiguity nor an address
         return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.calls import (
+    TORCH_ALONE,
     by_rows,
     check_floats,
     facts_beside,
@@ -76,13 +77,21 @@ def bsr_matmul(
         entry), arrays on different devices, matrices of 2^31 elements or more, an unknown activation, or an `out` that
         does not fit.
     RuntimeError
-        If `x`, the weight or the bias requires a gradient.
+        If `out`, the data of a `BsrWeight`, or a sparse tensor requires a gradient.
+
+    Of tensors that require a gradient the result has one. That of x is the product of g with the transposed weight, by
+    the same kernels; a `BsrWeight` keeps its transposed structure from the first such call on. That of the stored
+    blocks, given as `(data, indices, indptr)`, is a sampled dense-dense product, by PyTorch's batched product of
+    gathered rows; that of the bias is a sum. An activation costs a second product in the backward pass.
 
     When not to use it: with less than about half of the blocks zero a dense product is as fast.
 
     Source: Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3.
     """
     if not isinstance(weight, BsrWeight):
+        parts = weight if isinstance(weight, (tuple, list)) else (weight,)
+        if custom.transformed(x, bias, *parts, differentiable=True):
+            return _operator(x, weight, bias, activation, out, validate)
         known = arrays.facts("x", x)
         check_floats("x", known)
         weight = BsrWeight(weight, columns=known.shape[-1], validate=validate, balance=False)
@@ -104,9 +113,11 @@ def bsr_matmul(
                     function(x, *weight.arguments, bias, y)
                 return y
 
+    if custom.transformed(x, bias, weight.data, differentiable=True):
+        return _operator(x, weight, bias, activation, out, validate)
     known = arrays.facts("x", x)
     check_floats("x", known)
-    refuse_gradient("x", x)
+    refuse_gradient("x", x, TORCH_ALONE)
     n, weight_k = weight.shape
     k = known.shape[-1]
     if k != weight_k:
@@ -134,7 +145,7 @@ def bsr_matmul(
         [y] = by_rows(call, x, known, out, (("out", (n,), known.dtype),))
         return out if out is not None else y
     m = known.shape[0]
-    if max(m * k, m * n) >= 2**31:
+    if not arrays.is_fake(x) and max(m * k, m * n) >= 2**31:  # of a fake m it would be a condition of the graph
         raise ValueError(
             f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})"
         )
@@ -142,6 +153,8 @@ def bsr_matmul(
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
     extras = [] if bias is None else [facts_beside("bias", bias, (n,), known.dtype, known, "x is")]
     [y] = outputs_for(out, (("out", (m, n), known.dtype),), x, known)
+    if arrays.is_fake(x):
+        return y
     if m and n:
         if weight.nnzb == 0 or k == 0:
             if bias is None:
@@ -161,6 +174,11 @@ def bsr_matmul(
                 if None not in theirs[1:]:
                     weight.kernels[*key, *theirs] = (function, arrays.prototype(y), launchers)
     return out if out is not None else arrays.returned(y, x)
+
+
+def _operator(x: Any, weight: Any, bias: Any, activation: str | None, out: Any, validate: bool) -> Any:
+    operator = custom.module_of("bsr_matmul")
+    return operator.bsr_matmul(x, weight, bias=bias, activation=activation, out=out, validate=validate)
 
 
 def _casts(x: Any, known: arrays.Facts, weight: BsrWeight, torch: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -14,6 +13,9 @@ from .problem import BsrMatmul
 
 # What `formats.bsr.skew` gives, beyond which a pattern counts as skewed: patterns drawn evenly stay below.
 SKEWED = 4.0
+
+# What has a gradient of the stored blocks.
+INSTEAD = "call it under torch.no_grad(), or give bsr_matmul the parts (data, indices, indptr), or use tvm_sparse.nn"
 
 
 class BsrWeight:
@@ -43,8 +45,13 @@ class BsrWeight:
         starts `(n / block_rows + 1,)`. `data` may be changed in place unless it is `constant`, the structure may not.
     shape, dtype, nnzb, block_shape, device
         Of the matrix.
+    order, long
+        What `balance` has found: block rows `(n / block_rows, 3)`, the fullest first, and how many of them are long;
+        -1 if nothing was looked at.
     pattern
         `"skewed"` if some block rows were found to hold far more blocks than others, else `"uniform"`.
+    constant
+        As it was promised.
 
     Raises
     ------
@@ -72,7 +79,7 @@ class BsrWeight:
             raise ValueError(f"data: expected 3 dimensions (nnzb, block_rows, block_cols), got shape {known.shape}")
         if known.dtype not in FLOATS:
             raise ValueError(f"data: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
-        refuse_gradient("weight", data)
+        refuse_gradient("weight", data, INSTEAD)
         self.nnzb, *block = known.shape
         rows, cols = self.block_shape = tuple(block)
         if rows < 1 or cols < 1:
@@ -102,23 +109,55 @@ class BsrWeight:
             raise ValueError(f"weight: blocks of {rows}x{cols} do not divide shape ({n}, {k})")
         if max(n * k, self.nnzb * rows * cols) >= 2**31:
             raise ValueError(f"weight: expected fewer than 2^31 elements, got shape ({n}, {k})")
-        self.shape = (int(n), int(k))
+        self.shape = (n, k)
         self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
-        if known.device == "cpu" or validate:
+        if (known.device == "cpu" or validate) and not arrays.is_fake(indptr):
             self._check(indptr, indices)
         self.data = arrays.ready("data", data, known)
         self.indices, self.indptr = as_int32("indices", indices), as_int32("indptr", indptr)
-        self.pattern, long = "uniform", -1
-        if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)):
-            order, long = self._balance()
+        self._options = {"balance": balance, "constant": constant}
+        if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)) and not arrays.is_fake(indptr):
+            block_bytes = rows * cols * numpy_dtype(self.dtype).itemsize
+            self._hold(*balanced(self.indptr, block_bytes), constant)
         else:
-            order = _unread((block_rows, 3), self.indptr, known)
+            self._hold(_unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
+
+    @classmethod
+    def assembled(
+        cls, parts: tuple[Any, Any, Any], columns: int, order: Any, long: int, pattern: str, constant: bool
+    ) -> BsrWeight:
+        """A weight of tensors that `BsrWeight` has prepared before: nothing is checked.
+
+        Parameters
+        ----------
+        parts
+            `(data, indices, indptr)` as attributes of the weight have them.
+        columns
+            k.
+        order, long, pattern, constant
+            The attributes of these names.
+        """
+        self = cls.__new__(cls)
+        self.data, self.indices, self.indptr = parts
+        known = arrays.facts("data", self.data)
+        self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
+        self.nnzb, rows, cols = known.shape
+        self.block_shape = rows, cols
+        self.shape = ((self.indptr.shape[0] - 1) * rows, columns)
+        self._options = {"balance": long >= 0, "constant": constant}
+        self._hold(order, long, pattern, constant)
+        return self
+
+    def _hold(self, order: Any, long: int, pattern: str, constant: bool) -> None:
+        """Keep what is known of the structure, and what kernels take."""
+        self.order, self.long, self.pattern, self.constant = order, long, pattern, constant
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long, int(constant))
-        self._options = {"balance": balance, "constant": constant}
         # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
         self.kernels: dict[tuple, Any] = {}
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
+        # Of tensors, the structure of the transposed weight, once a gradient of x was asked for; see `torch_op`.
+        self.turned: Any = None
 
     def validate(self) -> None:
         """Check indices and indptr again, wherever they lie, which on a GPU costs a synchronisation.
@@ -150,9 +189,9 @@ class BsrWeight:
         ValueError
             For another dtype.
         """
-        if dtype is None and (name := _dtype_name(device)) in FLOATS:
+        if dtype is None and (name := arrays.dtype_name(device)) in FLOATS:
             device, dtype = None, name
-        wanted = self.dtype if dtype is None else _dtype_name(dtype)
+        wanted = self.dtype if dtype is None else arrays.dtype_name(dtype)
         if wanted not in FLOATS:
             raise ValueError(f"dtype: expected {', '.join(FLOATS)}, got {dtype!r}")
         kind = type(self.data).__name__
@@ -232,18 +271,6 @@ class BsrWeight:
         grid = self.shape[0] // rows, self.shape[1] // cols
         check_structure(arrays.as_numpy(indptr), arrays.as_numpy(indices), self.nnzb, grid)
 
-    def _balance(self) -> tuple[Any, int]:
-        """The block rows in order, on the weight's device, and how many are long."""
-        from tvm_sparse.formats.bsr import fullest_first, skew
-
-        starts = arrays.as_numpy(self.indptr)
-        if skew(starts) > SKEWED:
-            self.pattern = "skewed"
-        order, long = fullest_first(starts, math.prod(self.block_shape) * numpy_dtype(self.dtype).itemsize)
-        if arrays.is_torch(self.indptr):
-            order = sys.modules["torch"].from_numpy(order).to(self.indptr.device)
-        return order, long
-
     def problem(self, m: int, bias: int = 0, activation: str = "") -> BsrMatmul:
         """The problem of a product with `m` rows of x."""
         key = m, bias, activation
@@ -265,16 +292,15 @@ class BsrWeight:
         )
 
 
-def _dtype_name(given: Any) -> str:
-    """The name of a dtype of torch or NumPy, or of what it is called."""
-    import numpy as np
+def balanced(indptr: Any, block_bytes: int) -> tuple[Any, int, str]:
+    """Of row starts the block rows in order, on their device, how many are long, and the pattern."""
+    from tvm_sparse.formats.bsr import fullest_first, skew
 
-    if not isinstance(given, str) and not str(given).startswith("torch."):
-        try:
-            return np.dtype(given).name
-        except TypeError:
-            pass
-    return str(given).removeprefix("torch.")
+    starts = arrays.as_numpy(indptr)
+    order, long = fullest_first(starts, block_bytes)
+    if arrays.is_torch(indptr):
+        order = sys.modules["torch"].from_numpy(order).to(indptr.device)
+    return order, long, "skewed" if skew(starts) > SKEWED else "uniform"
 
 
 def _no_columns() -> int:
@@ -297,7 +323,7 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
             raise ValueError(f"weight: expected 2 dimensions, got shape {tuple(weight.shape)}")
         return weight.values(), weight.col_indices(), weight.crow_indices(), tuple(weight.shape)
     if getattr(weight, "format", None) == "bsr":
-        return weight.data, weight.indices, weight.indptr, weight.shape
+        return weight.data, weight.indices, weight.indptr, (int(weight.shape[0]), int(weight.shape[1]))
     if getattr(weight, "format", None) is not None:
         raise TypeError(
             f"weight: expected a SciPy matrix in BSR format, got {weight.format}; use weight.tobsr(blocksize=...)"

@@ -6,7 +6,7 @@ from typing import Any
 
 from tvm_sparse.operators.candidate_topk.call import Lists
 from tvm_sparse.operators.head_topk.call import WHERE
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.calls import facts_beside, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -48,12 +48,15 @@ def candidate_logits(
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
+    if custom.transformed(hidden, embedding, candidates, counts, bias):
+        options = {"counts": counts, "bias": bias, "validate": validate, "out": out}
+        return custom.module_of("candidate_logits").candidate_logits(hidden, embedding, candidates, **options)
     given = Lists.of(hidden, embedding, candidates, counts, 1, validate)
     known, vocab = given.hidden, given.embedding.shape[0]
     extras = [] if bias is None else [facts_beside("bias", bias, (vocab,), "float32", known, WHERE)]
     rows = known.shape[0]
     [logits] = outputs_for(out, (("logits", (rows, given.m), "float32"),), hidden, known)
-    if rows:
+    if rows and not arrays.is_fake(hidden):
         problem = CandidateLogits(
             given.lists, given.beam, vocab, known.shape[1], given.m, known.dtype, int(bias is not None)
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.operators.head_topk.call import WHERE, pair_facts, whole_number
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     facts_beside,
@@ -16,6 +16,7 @@ from tvm_sparse.runtime.calls import (
     layouts,
     machine_of,
     outputs_for,
+    without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -99,6 +100,8 @@ def candidate_topk(
     scale = inverse_temperature(temperature)
     torch = sys.modules.get("torch")
     key: tuple[Any, ...] | None = None
+    if type(embedding) is not type(hidden):
+        embedding = without_gradient(embedding)
     if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(n) is int:
         beside = layouts((candidates, counts, bias), torch)
         if None not in beside and hidden.is_cuda:
@@ -116,6 +119,10 @@ def candidate_topk(
             shown = [array.view(hidden.shape[0], *array.shape[2:]) for array in results]
             return tuple(shown) if normaliser else tuple(shown[:2])
 
+    if custom.transformed(hidden, embedding, candidates, counts, bias):
+        options = {"counts": counts, "block": block, "log": log, "temperature": temperature, "bias": bias}
+        options |= {"normaliser": normaliser, "validate": validate, "out": out}
+        return custom.module_of("candidate_topk").candidate_topk(hidden, embedding, candidates, n, **options)
     given = Lists.of(hidden, embedding, candidates, counts, block, validate)
     known, theirs = given.hidden, given.embedding
     n = whole_number("n", n)
@@ -128,7 +135,7 @@ def candidate_topk(
     shown = list(outputs)
     if not normaliser:
         outputs += outputs_for(None, (wanted[2],), hidden, known)
-    if rows:
+    if rows and not arrays.is_fake(hidden):
         problem = CandidateTopk(
             given.lists, given.beam, vocab, known.shape[1], given.m, n, known.dtype, block, int(bias is not None)
         )
@@ -190,7 +197,7 @@ class Lists:
             raise ValueError(f"candidates: expected a number of lists that divides the {rows} rows, got {lists}")
         if counts is not None:
             facts_beside("counts", counts, (lists,), "int32", known, WHERE)
-        if known.device == "cpu" or validate:
+        if (known.device == "cpu" or validate) and not arrays.is_fake(candidates):
             check_candidates(candidates, counts, theirs.shape[0] // block, m)
         return cls(known, theirs, facts, lists, rows // max(lists, 1), m)
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     check_floats,
@@ -18,6 +18,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -93,6 +94,8 @@ def head_topk(
     scale = inverse_temperature(temperature)
     torch = sys.modules.get("torch")
     key: tuple[Any, ...] | None = None
+    if type(embedding) is not type(hidden):
+        embedding = without_gradient(embedding)
     if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(k) is int:
         beside = () if bias is None and ids is None else layouts((bias, ids), torch)
         if None not in beside:
@@ -105,6 +108,9 @@ def head_topk(
             function(hidden, embedding, scale, 1 if log else 0, *extras, *results)
             return _shown(results, normaliser)
 
+    if custom.transformed(hidden, embedding, bias, ids):
+        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
+        return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     (batch, width), vocab = known.shape, theirs.shape[0]
     k = whole_number("k", k)
@@ -127,6 +133,8 @@ def head_topk(
     shown = list(outputs)
     if not normaliser:
         outputs[2:2] = outputs_for(None, (sums,), hidden, known)
+    if arrays.is_fake(hidden):
+        return tuple(shown)
     tensors = torch is not None and arrays.is_torch(hidden) and arrays.is_torch(embedding)
     if batch > FUSED_ROWS and width and tensors and hidden.is_cuda:
         logits = sys.modules["torch"].nn.functional.linear(hidden.detach(), embedding.detach())

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.calls import by_rows, fill, fits, is_plain, logits_facts, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -39,6 +39,8 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     TypeError, ValueError, RuntimeError
         As `softmax`.
 
+    Of tensors that require a gradient the result has one: dx = g * softmax(x), by the kernel of `softmax`.
+
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.
     """
     torch = sys.modules.get("torch")
@@ -51,6 +53,8 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
                 function(logits, result)
                 return result
 
+    if custom.transformed(logits, differentiable=True):
+        return custom.module_of("logsumexp").logsumexp(logits, out)
     known = logits_facts(logits)
     if len(known.shape) != 2:
 
@@ -61,6 +65,8 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
         return out if out is not None else result
     batch, vocab = known.shape
     [result] = outputs_for(out, (("out", (batch,), "float32"),), logits, known)
+    if arrays.is_fake(logits):
+        return result
     if batch and not vocab:
         fill(result, -math.inf)
     elif batch:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.calls import (
+    TORCH_ALONE,
     check_floats,
     fill,
     fits,
@@ -14,6 +15,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -59,7 +61,10 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
         different devices, or an `out` that does not fit.
     RuntimeError
-        If the table or the values require a gradient.
+        If `out`, or the values of a `CsrRows` or of a sparse tensor, require a gradient.
+
+    Of a table that requires a gradient the result has one: csr.T @ g, by this same look-up; so it has of values given
+    as `(indptr, indices, values)`, by PyTorch's operators on copies of the rows that are looked up, `(nnz, width)`.
 
     When not to use it: with more than a few percent of the columns nonzero a dense product is as fast.
 
@@ -67,10 +72,11 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     Units", section 4.1.
     """
     torch = sys.modules.get("torch")
+    table = without_gradient(table) if torch is not None and type(table) is not torch.Tensor else table
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
-        found = _repeated_lookup(csr, table, torch)
+        found = repeated_lookup(csr, table, torch)
         if found is not None and is_plain(table):
             function, like, arguments = found
             if out is None:
@@ -81,9 +87,11 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
                 function(*arguments, table, out)
                 return out
 
+    if custom.transformed(table, *_arrays_of(csr), differentiable=True):
+        return custom.module_of("nhot_lookup").nhot_lookup(csr, table, out=out, validate=validate)
     known = arrays.facts("table", table)
     check_floats("table", known, rank=2)
-    refuse_gradient("table", table)
+    refuse_gradient("table", table, TORCH_ALONE)
     vocab, width = known.shape
     given = csr
     if not isinstance(csr, CsrRows):
@@ -98,12 +106,14 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
             f"csr: expected arrays on {known.device}:{known.index}, as the table is,"
             f" got {csr.device}:{csr.device_index}"
         )
-    if max(rows, vocab, width) >= 2**31 or rows * width >= 2**34:
+    if not arrays.is_fake(table) and (max(rows, vocab, width) >= 2**31 or rows * width >= 2**34):
         raise ValueError(
             f"csr: expected extents below 2^31 and a product of fewer than 2^34 elements, got rows={rows},"
             f" vocab={vocab}, width={width}"
         )
     [result] = outputs_for(out, (("out", (rows, width), known.dtype),), table, known)
+    if arrays.is_fake(table):
+        return result
     if rows and width:
         if csr.nnz == 0:
             fill(result, 0)
@@ -117,21 +127,28 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
                 if given is csr:
                     csr.kernels[table.shape, table.dtype, table.device] = (function, like, launchers)
                 elif known.device == "cuda" and (parts := _csr_tensors(given, table, torch)) is not None:
-                    launchers[_lookup_key(parts, table)] = (function, like)
+                    launchers[lookup_key(parts, table)] = (function, like)
     return out if out is not None else arrays.returned(result, table)
 
 
-def _repeated_lookup(csr: Any, table: Any, torch: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
+def _arrays_of(csr: Any) -> tuple[Any, ...]:
+    """The arrays that sparse rows come in."""
+    if isinstance(csr, CsrRows):
+        return csr.indptr, csr.indices, csr.values
+    return tuple(csr) if isinstance(csr, (tuple, list)) else (csr,)
+
+
+def repeated_lookup(csr: Any, table: Any, torch: Any, checked: bool = False) -> tuple[Any, Any, tuple[Any, ...]] | None:
     """Of a look-up like one before: the kernel, a prototype of its output, and the arguments in front of the table."""
     if type(csr) is CsrRows:
         found = csr.kernels.get((table.shape, table.dtype, table.device))
         # Other launchers: other kernels have been loaded since.
         return (*found[:2], csr.arguments) if found is not None and found[2] is dispatcher.launchers else None
-    # Structures on the host are checked at every call.
-    parts = _csr_tensors(csr, table, torch) if table.is_cuda else None
+    # Structures on the host are checked at every call, but those of which somebody knows that they are `checked`.
+    parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
     if parts is None:
         return None
-    found = dispatcher.launchers.get(_lookup_key(parts, table))
+    found = dispatcher.launchers.get(lookup_key(parts, table))
     return (*found, parts) if found is not None and all(map(is_plain, parts)) else None
 
 
@@ -152,7 +169,7 @@ def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
     return parts if rows > 0 and entries[0] and parts[-1].shape == entries else None
 
 
-def _lookup_key(parts: tuple[Any, ...], table: Any) -> tuple[Any, ...]:
+def lookup_key(parts: tuple[Any, ...], table: Any) -> tuple[Any, ...]:
     """What the choice of a kernel for a look-up depends on."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)

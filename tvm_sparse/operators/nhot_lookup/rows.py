@@ -24,6 +24,8 @@ class CsrRows:
         Of rows given by their arrays, which do not tell it.
     validate
         Also check indptr and indices that lie on a GPU; those on the host are always checked.
+    checked
+        A promise that indptr and indices are valid: nothing looks at them. Bad ones read out of bounds.
 
     Attributes
     ----------
@@ -41,7 +43,7 @@ class CsrRows:
     They can be copied and pickled.
     """
 
-    def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False) -> None:
+    def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False, checked: bool = False) -> None:
         indptr, indices, values, shape = _csr_parts(csr)
         known = arrays.facts("indptr", indptr)
         if len(known.shape) != 1 or known.dtype not in INDEX:
@@ -76,12 +78,12 @@ class CsrRows:
             if columns is None:
                 raise ValueError("columns: rows given as (indptr, indices, values) need their number of columns")
             shape = (known.shape[0] - 1, columns)
-        self.shape = (int(shape[0]), int(shape[1]))
+        self.shape = shape
         if known.shape[0] != self.shape[0] + 1:
             raise ValueError(f"indptr: expected {self.shape[0] + 1} entries (rows + 1), got {known.shape[0]}")
         self.index, self.device, self.device_index = known.dtype, known.device, known.index
         self.dtype = others[-1][2].dtype if values is not None else None
-        if known.device == "cpu" or validate:
+        if (known.device == "cpu" or validate) and not (checked or arrays.is_fake(indptr)):
             self._check(indptr, indices)
         self.indptr = arrays.ready("indptr", indptr, known)
         self.indices = arrays.ready("indices", indices, theirs)
@@ -140,7 +142,7 @@ def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
         csr = csr.detach()
         return csr.crow_indices(), csr.col_indices(), csr.values(), tuple(csr.shape)
     if getattr(csr, "format", None) == "csr":
-        return csr.indptr, csr.indices, csr.data, csr.shape
+        return csr.indptr, csr.indices, csr.data, (int(csr.shape[0]), int(csr.shape[1]))
     if getattr(csr, "format", None) is not None:
         raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {csr.format}; use csr.tocsr()")
     raise TypeError(

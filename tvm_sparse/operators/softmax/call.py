@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.calls import by_rows, fits, is_plain, logits_facts, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -43,13 +43,15 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
     ValueError
         For no dimension, another dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
     RuntimeError
-        If `logits` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+        If `out` requires a gradient, or `logits` has a forward-mode tangent.
+
+    Of tensors that require a gradient the result has one: dx = p * (g - sum_i g_i p_i), by PyTorch's kernel.
 
     When not to use it: where the k largest entries are all that is needed; `softmax_topk` writes nothing else.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithms 1 to 3.
     """
-    return _softmax(logits, algorithm, 0, out)
+    return distribution(logits, algorithm, 0, out)
 
 
 def log_softmax(logits: Any, out: Any = None) -> Any:
@@ -59,10 +61,11 @@ def log_softmax(logits: Any, out: Any = None) -> Any:
 
     Arguments, result and errors are those of `softmax`, whose library it runs.
     """
-    return _softmax(logits, "online", 1, out)
+    return distribution(logits, "online", 1, out)
 
 
-def _softmax(logits: Any, algorithm: str, log: int, out: Any) -> Any:
+def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
+    """`softmax`, or with `log` `log_softmax`."""
     torch = sys.modules.get("torch")
     if torch is not None and type(logits) is torch.Tensor and type(algorithm) is str:
         # As in softmax_topk, where a number stands for the algorithm, and in logsumexp, where None does.
@@ -71,27 +74,32 @@ def _softmax(logits: Any, algorithm: str, log: int, out: Any) -> Any:
             function, like = found
             if out is None or fits(out, like, torch):
                 result = torch.empty_like(like) if out is None else out
-                function(logits, log, result)
+                function(logits, 1 if log else 0, result)
                 return result
 
+    if custom.transformed(logits, differentiable=True):
+        operator = custom.module_of("softmax")
+        return operator.log_softmax(logits, out) if log else operator.softmax(logits, algorithm=algorithm, out=out)
     known = logits_facts(logits)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if len(known.shape) != 2:
 
         def call(rows: Any, given: Any) -> list[Any]:
-            return [_softmax(rows, algorithm, log, given and given[0])]
+            return [distribution(rows, algorithm, log, given and given[0])]
 
         [result] = by_rows(call, logits, known, out, (("out", known.shape[-1:], known.dtype),))
         return out if out is not None else result
     [result] = outputs_for(out, (("out", known.shape, known.dtype),), logits, known)
     batch, vocab = known.shape
+    if arrays.is_fake(logits):
+        return result
     if batch and vocab:
         prepared = arrays.ready("logits", logits, known)
         launchers = dispatcher.launchers
         problem = Softmax(batch, vocab, algorithm, known.dtype)
         function = dispatcher.kernel(problem, machine_of("logits", known)).function
-        function(arrays.argument(prepared), log, arrays.argument(result))
+        function(arrays.argument(prepared), int(log), arrays.argument(result))
         if type(logits) is getattr(torch, "Tensor", None):
             launchers[logits.shape, logits.dtype, logits.device, algorithm] = (function, arrays.prototype(result))
     return out if out is not None else arrays.returned(result, logits)

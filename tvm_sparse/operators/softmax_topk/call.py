@@ -7,7 +7,7 @@ import operator
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, custom
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     by_rows,
@@ -23,6 +23,11 @@ from tvm_sparse.runtime.calls import (
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import SoftmaxTopk
+
+# What a gradient is taken of.
+INSTEAD = (
+    "call it under torch.no_grad(), or take the entries at its indices of tvm_sparse.log_softmax(logits), which has one"
+)
 
 
 def softmax_topk(
@@ -83,7 +88,8 @@ def softmax_topk(
         For no dimension, another shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an
         `out` that does not fit.
     RuntimeError
-        If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`.
+        If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`; for a
+        gradient gather from `softmax` or `log_softmax` at the indices.
 
     When not to use it: where the whole distribution is needed afterwards.
 
@@ -114,7 +120,10 @@ def softmax_topk(
                     function(logits, scale, 1 if log else 0, *[a for a in (bias, ids) if a is not None], *out)
                 return out
 
-    known = logits_facts(logits)
+    if custom.transformed(logits, bias, ids):
+        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids}
+        return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
+    known = logits_facts(logits, INSTEAD)
     try:
         if isinstance(k, bool):
             raise TypeError
@@ -138,7 +147,7 @@ def softmax_topk(
     if ids is not None:
         wanted.append(("given", (batch, n), "float32"))
     outputs = outputs_for(out, tuple(wanted), logits, known)
-    if batch:
+    if batch and not arrays.is_fake(logits):
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
         prepared = arrays.ready("logits", logits, known)
         launchers = dispatcher.launchers

@@ -1,0 +1,304 @@
+"""Modules of PyTorch: they compute what PyTorch's dense ones do, and live as those: states, moves, copies, graphs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cases import use_dispatcher
+
+import tvm_sparse
+from tvm_sparse.core import machine
+from tvm_sparse.core.registry import parse
+from tvm_sparse.runtime.dispatch import Dispatcher
+
+torch = pytest.importorskip("torch")
+nn = tvm_sparse.nn
+
+PRODUCT = "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5,bias=1"
+LOOKUP = "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2"
+KEYS = (
+    PRODUCT,
+    f"{PRODUCT},dtype=bfloat16",
+    f"{PRODUCT},activation=gelu",
+    "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.5",
+    f"{LOOKUP},weighted=0",
+    f"{LOOKUP},weighted=1",
+    "nhot_lookup/rows=50,vocab=7,width=33,nonzeros=1,weighted=0",
+    "nhot_lookup/rows=50,vocab=7,width=33,nonzeros=1,weighted=1",
+)
+X = torch.randn(7, 66)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
+    cache = tmp_path_factory.mktemp("kernels")
+    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
+    own.warmup([parse(key) for key in KEYS], machine.cpu(), builders=2)
+    with pytest.MonkeyPatch.context() as patch:
+        use_dispatcher(patch, own)
+        yield own
+
+
+def linear(bias: bool = True) -> Any:
+    return torch.nn.Linear(66, 35, bias)
+
+
+def layer(sparsity: float | None = 0.5, **options: Any) -> Any:
+    return nn.BsrLinear.from_dense(linear(), (5, 3), sparsity, **options)
+
+
+def close(have: Any, want: Any, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(have, want, atol=tolerance, rtol=tolerance)
+
+
+# ---- BsrLinear -----------------------------------------------------------------------------------
+
+
+def test_blocks_of_the_largest_norm_stay() -> None:
+    dense = linear()
+    made = nn.BsrLinear.from_dense(dense, (5, 3), 0.75)
+    blocks = dense.weight.detach().reshape(7, 5, 22, 3).transpose(1, 2)
+    norms = blocks.square().sum((2, 3)).flatten()
+    kept = torch.zeros(154, dtype=torch.bool)
+    kept[norms.argsort(descending=True)[:38]] = True  # round(0.25 * 154), of equal halves the even one
+    wanted = (blocks * kept.view(7, 22, 1, 1)).transpose(1, 2).reshape(35, 66)
+    assert torch.equal(made.to_dense().weight, wanted) and torch.equal(made.bias, dense.bias)
+    with torch.no_grad():
+        close(made(X), torch.nn.functional.linear(X, wanted, dense.bias))
+    assert repr(made) == "BsrLinear(in_features=66, out_features=35, bias=True, block=5x3, sparsity=0.753)"
+
+
+def test_zeros_of_a_pruned_layer_and_of_a_tensor_in_bsr_format() -> None:
+    dense = linear()
+    mask = (torch.rand(7, 22) < 0.3).float().kron(torch.ones(5, 3))
+    with torch.no_grad():
+        dense.weight.mul_(mask)
+    made = nn.BsrLinear.from_dense(dense, (5, 3))
+    other = nn.BsrLinear.from_torch(dense.weight.detach().to_sparse_bsr((5, 3)), dense.bias, activation="gelu")
+    assert made.data.shape == other.data.shape and torch.equal(made.to_dense().weight, dense.weight)
+    with torch.no_grad():
+        close(made(X), dense(X))
+        close(other(X), torch.nn.functional.gelu(dense(X)))
+    assert "activation='gelu'" in repr(other)
+
+
+@pytest.mark.parametrize("sparsity", [0, 1])
+def test_all_blocks_and_none(sparsity: int) -> None:
+    dense = linear()
+    made = nn.BsrLinear.from_dense(dense, (5, 3), sparsity)
+    wanted = dense(X) if not sparsity else dense.bias.expand(7, 35)
+    close(made(X), wanted)
+    made(X).sum().backward()
+    assert made.data.grad.shape == made.data.shape
+
+
+def test_it_trains_as_a_dense_layer_does() -> None:
+    made = layer(0.5)
+    theirs = made.to_dense()
+    mask = theirs.weight.detach() != 0
+    for _ in range(2):
+        found = []
+        for module in (made, theirs):
+            x = X.clone().requires_grad_()
+            module.zero_grad()
+            module(x).square().mean().backward()
+            found.append((x.grad, module.bias.grad, module.bias.detach().clone()))
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= 0.1 * parameter.grad * (mask if parameter is theirs.weight else 1)
+        close(*(one[0] for one in found))
+        close(*(one[1] for one in found))
+        with torch.no_grad():
+            close(made(X), theirs(X))
+    close(made.to_dense().weight, theirs.weight.detach())
+
+
+def test_a_state_dict_holds_all_and_takes_another_structure() -> None:
+    one, other = layer(0.5), layer(0.8)
+    assert list(one.state_dict()) == ["data", "bias", "indices", "indptr"]
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    with torch.no_grad():
+        assert not torch.equal(one(X), other(X))
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert torch.equal(one(X), other(X))
+    bad = one.state_dict()
+    bad["indices"] = bad["indices"] + 22
+    with pytest.raises(RuntimeError, match=r"BsrLinear: indices: indices\[0\]=.* is outside \[0, 22\)"):
+        layer(0.5).load_state_dict(bad)
+    with pytest.raises(RuntimeError, match="blocks of 5x3 of 35 rows expected"):
+        layer(0.5).load_state_dict({**one.state_dict(), "indptr": torch.zeros(4, dtype=torch.int32)})
+    with pytest.raises(RuntimeError, match="Missing key.*indices"):
+        layer(0.5).load_state_dict({name: t for name, t in one.state_dict().items() if name != "indices"})
+
+
+def test_copies_pickles_and_moves() -> None:
+    made = layer(0.5)
+    with torch.no_grad():
+        wanted = made(X)
+        for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.to("cpu")):
+            assert torch.equal(other(X), wanted)
+        changed = copy.deepcopy(made)
+        changed.data.mul_(2)
+        assert not torch.equal(changed(X), wanted) and torch.equal(made(X), wanted)
+        changed.data = torch.nn.Parameter(made.data * 1)  # another tensor in its place is seen
+        assert torch.equal(changed(X), wanted)
+        half = made.bfloat16()
+        assert half is made and half.data.dtype is torch.bfloat16 and half.indptr.dtype is torch.int32
+        close(half(X.bfloat16()).float(), wanted, 0.05)
+        empty = copy.deepcopy(made).to("meta").to_empty(device="cpu")
+        empty.load_state_dict(made.state_dict())
+        assert torch.equal(empty(X.bfloat16()), made(X.bfloat16()))
+
+
+def test_autocast_casts_as_of_a_dense_layer() -> None:
+    made = layer(0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = made(X)
+        found.float().sum().backward()
+    assert found.dtype is torch.bfloat16 and made.data.grad.dtype is torch.float32
+    close(found.float(), made(X), 0.05)
+
+
+def test_in_graphs() -> None:
+    model = torch.nn.Sequential(layer(0.5, activation="gelu"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(X), model(X))
+        exported = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        assert torch.equal(exported.module()(X[:5]), model(X[:5]))
+    assert "0.indices" in exported.state_dict
+    grads = []
+    for call in (compiled, model):
+        model.zero_grad()
+        call(X).sum().backward()
+        grads.append(model[0].data.grad.clone())
+    close(*grads)
+    torch._dynamo.reset()
+
+
+def test_a_layer_that_cannot_be() -> None:
+    for call, error, message in (
+        (lambda: nn.BsrLinear.from_dense(X), TypeError, "linear: expected a torch.nn.Linear, got Tensor"),
+        (lambda: nn.BsrLinear.from_dense(linear(), 16), ValueError, r"block: blocks of 16x16 do not divide .*\(35, 66"),
+        (lambda: nn.BsrLinear.from_dense(linear(), (5, 0)), ValueError, "block: expected a positive number"),
+        (lambda: nn.BsrLinear.from_dense(linear(), (5, 3), 1.5), ValueError, "sparsity: expected a number from 0 to 1"),
+        (lambda: nn.BsrLinear.from_dense(linear().double(), (5, 3), 0.5), ValueError, "data: expected dtype float32"),
+        (lambda: nn.BsrLinear.from_torch(X), TypeError, "weight: expected a tensor of layout torch.sparse_bsr, got"),
+        (lambda: layer(0.5, activation="tanh"), ValueError, "activation: expected one of relu, gelu, silu or None"),
+        (
+            lambda: nn.BsrLinear.from_torch(torch.ones(4, 4).to_sparse_bsr((2, 2)), torch.ones(5)),
+            ValueError,
+            r"bias: expected shape \(4,\)",
+        ),
+        (lambda: layer(0.5)(X[:, :63]), ValueError, "x: expected 66 columns"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    dense = linear()
+    dense.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="linear: expected a weight without NaN"):
+        nn.BsrLinear.from_dense(dense, (5, 3), 0.5)
+
+
+# ---- sparsify ------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(70, 35)
+        self.first = torch.nn.Sequential(linear(), torch.nn.ReLU())
+        self.again = self.first[0]
+        self.odd = torch.nn.Linear(36, 35)
+        self.head = torch.nn.Linear(35, 70, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_the_linear_layers_of_a_model_are_swapped() -> None:
+    model = Model()
+    model.eval()
+    found = nn.sparsify(model, block=(5, 11), sparsity=0.5)
+    assert set(found) == {"first.0", "again"} and model.first[0] is model.again is found["again"]
+    assert not model.again.training and type(model.head) is type(model.odd) is torch.nn.Linear
+    assert nn.sparsify(model, block=(5, 11)) == {}
+    named = nn.sparsify(model, block=(5, 6), sparsity=None, filter=lambda name, _: name == "odd")
+    assert list(named) == ["odd"] and named["odd"].data.shape == (42, 5, 6)
+    with pytest.raises(ValueError, match="block: blocks of 64x64 do not divide"):
+        nn.sparsify(model := Model(), block=64, filter=lambda name, _: name != "head")
+    assert type(model.odd) is torch.nn.Linear
+    with pytest.raises(TypeError, match="model: is a linear layer itself"):
+        nn.sparsify(linear())
+
+
+# ---- NHotEmbeddingBag ----------------------------------------------------------------------------
+
+INDICES = torch.tensor([4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8], dtype=torch.int32)
+OFFSETS = torch.tensor([0, 3, 3, 5, 8, 9, 12], dtype=torch.int32)  # the second and the last bag are empty
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_are_those_of_pytorch(mode: str) -> None:
+    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode)
+    made = nn.NHotEmbeddingBag.from_torch(theirs)
+    assert made.weight is theirs.weight and repr(made) == f"NHotEmbeddingBag(50, 33, mode={mode!r})"
+    weights = torch.randn(12) if mode == "sum" else None
+    for given in ((INDICES, OFFSETS), (INDICES, OFFSETS, weights), (INDICES[:7].view(7, 1),)):
+        found = []
+        for module in (made, theirs):
+            theirs.zero_grad()
+            result = module(*given)
+            result.square().sum().backward()
+            found.append((result, theirs.weight.grad.clone()))
+        for have, want in zip(*found, strict=True):
+            close(have, want)
+
+
+def test_bags_of_other_kinds() -> None:
+    made = nn.NHotEmbeddingBag(50, 33)
+    wanted = made(INDICES, OFFSETS)
+    last = torch.cat([OFFSETS, torch.tensor([12], dtype=torch.int32)])
+    weights = torch.ones(12)
+    for rows in ((last, INDICES, None), tvm_sparse.CsrRows((last, INDICES, weights), columns=50)):
+        close(made(rows), wanted)
+    close(made(torch.sparse_csr_tensor(last, INDICES, weights, (7, 50))), wanted)
+    closed = torch.nn.EmbeddingBag(50, 33, mode="sum", include_last_offset=True)
+    assert nn.NHotEmbeddingBag.from_torch(closed)(INDICES, last).shape == (7, 33)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(made, backend="aot_eager", fullgraph=True)(INDICES, OFFSETS), wanted)
+    torch._dynamo.reset()
+    other = nn.NHotEmbeddingBag(50, 33)
+    other.load_state_dict(made.state_dict())
+    for copied in (other, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(copied(INDICES, OFFSETS), wanted)
+
+
+def test_bags_that_cannot_be() -> None:
+    made, mean = nn.NHotEmbeddingBag(50, 33), nn.NHotEmbeddingBag(50, 33, mode="mean")
+    bag = torch.nn.EmbeddingBag
+    for call, message in (
+        (lambda: nn.NHotEmbeddingBag(50, 33, mode="max"), "mode: expected one of sum, mean, got 'max'"),
+        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, mode="max")), "mode: expected one of sum, mean"),
+        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, padding_idx=0)), "bag: expected padding_idx=None, got 0"),
+        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, sparse=True)), "bag: expected sparse=False"),
+        (lambda: made(INDICES), "offsets: expected one dimension of torch.int32, as input has, got None"),
+        (lambda: made(INDICES, OFFSETS.long()), "offsets: expected one dimension of torch.int32.*int64"),
+        (lambda: made(INDICES.view(4, 3), OFFSETS), "offsets: a two-dimensional input"),
+        (lambda: made(INDICES.view(2, 2, 3)), "input: expected one or two dimensions"),
+        (lambda: made(INDICES, OFFSETS, torch.ones(11)), r"per_sample_weights: expected shape \(12,\)"),
+        (lambda: mean(INDICES, OFFSETS, torch.ones(12)), "per_sample_weights: expected the mode sum, got mean"),
+        (lambda: mean((OFFSETS, INDICES, None)), "input: sparse rows have their own"),
+        (lambda: made(INDICES + 1, OFFSETS), r"indices\[7\]=50 is outside \[0, 50\)"),
+        (lambda: made(INDICES, OFFSETS.flip(0)), "indptr"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="bag: expected a torch.nn.EmbeddingBag, got Linear"):
+        nn.NHotEmbeddingBag.from_torch(linear())

@@ -1,0 +1,516 @@
+"""Custom operators of PyTorch: in graphs, under fake tensors and vmap, and their gradients against float64 PyTorch.
+
+Kernels are compiled once for the module, into a temporary cache.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import use_dispatcher
+
+import tvm_sparse
+from tvm_sparse.core import machine
+from tvm_sparse.core.registry import parse
+from tvm_sparse.runtime import custom
+from tvm_sparse.runtime.dispatch import Dispatcher
+
+torch = pytest.importorskip("torch")
+
+PRODUCT = "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.92"
+KEYS = (
+    "softmax/batch=7,vocab=61",
+    "logsumexp/batch=7,vocab=61",
+    "softmax_topk/batch=7,vocab=61,k=5",
+    "softmax_topk/batch=7,vocab=61,k=5,bias=1,ids=3",
+    PRODUCT,
+    f"{PRODUCT},bias=1",
+    f"{PRODUCT},bias=1,activation=relu",
+    f"{PRODUCT},bias=1,activation=gelu",
+    f"{PRODUCT},bias=1,activation=silu",
+    "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92",  # the gradient of x
+    "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2,weighted=1",
+    "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2,weighted=0",
+    "nhot_lookup/rows=50,vocab=7,width=33,nonzeros=1,weighted=1",  # the gradient of the table
+    "head_topk/batch=7,vocab=61,hidden=16,k=5",
+    "candidate_topk/lists=1,beam=7,vocab=61,hidden=16,m=10,k=3",
+    "candidate_logits/lists=1,beam=7,vocab=61,hidden=16,m=10",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
+    cache = tmp_path_factory.mktemp("kernels")
+    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
+    own.warmup([parse(key) for key in KEYS], machine.cpu(), builders=2)
+    with pytest.MonkeyPatch.context() as patch:
+        use_dispatcher(patch, own)
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def ints(*numbers: int) -> Any:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# Block row 1 and row 1 are empty, and columns stand in any order.
+STARTS = ints(0, 3, 3, 5, 8, 9, 9, 12)
+BLOCKS = torch.randn(12, 5, 3)
+COLUMNS = ints(4, 0, 21, 7, 3, 1, 0, 20, 5, 2, 9, 8)
+WEIGHT = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+ENTRIES = ints(4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8)
+VALUES = torch.randn(12)
+ROWS = tvm_sparse.CsrRows((STARTS, ENTRIES, VALUES), columns=50)
+LOGITS, X, TABLE = torch.randn(7, 61), torch.randn(7, 66), torch.randn(50, 33)
+HIDDEN, EMBEDDING = torch.randn(7, 16), torch.randn(61, 16)
+BIAS, IDS, WORDS = torch.randn(61), torch.randint(0, 61, (7, 3)), torch.arange(0, 20, 2, dtype=torch.int32)
+PRODUCT_BIAS = torch.randn(35)
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "softmax": (lambda x: tvm_sparse.softmax(x * 2) + 1, (LOGITS,)),
+    "log_softmax": (lambda x: tvm_sparse.log_softmax(x * 2) + 1, (LOGITS,)),
+    "logsumexp": (lambda x: tvm_sparse.logsumexp(x * 2) + 1, (LOGITS,)),
+    "softmax_topk": (lambda x: tvm_sparse.softmax_topk(x * 2, 5), (LOGITS,)),
+    "softmax_topk with all": (
+        lambda x, b, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=0.5, bias=b, ids=i),
+        (LOGITS, BIAS, IDS),
+    ),
+    "bsr_matmul": (lambda x: tvm_sparse.bsr_matmul(x * 2, WEIGHT), (X,)),
+    "bsr_matmul with all": (
+        lambda x, b: tvm_sparse.bsr_matmul(x, WEIGHT, bias=b, activation="gelu"),
+        (X, PRODUCT_BIAS),
+    ),
+    "bsr_matmul of parts": (lambda x, *parts: tvm_sparse.bsr_matmul(x, parts), (X, BLOCKS, COLUMNS, STARTS)),
+    "nhot_lookup": (lambda table: tvm_sparse.nhot_lookup(ROWS, table * 2), (TABLE,)),
+    "nhot_lookup of parts": (
+        lambda starts, at, table: tvm_sparse.nhot_lookup((starts, at, None), table),
+        (STARTS, ENTRIES, TABLE),
+    ),
+    "head_topk": (lambda h, e: tvm_sparse.head_topk(h * 2, e, 5, normaliser=True), (HIDDEN, EMBEDDING)),
+    "candidate_topk": (lambda h, e, c: tvm_sparse.candidate_topk(h * 2, e, c, 3), (HIDDEN, EMBEDDING, WORDS)),
+    "candidate_logits": (lambda h, e, c: tvm_sparse.candidate_logits(h * 2, e, c), (HIDDEN, EMBEDDING, WORDS)),
+}
+
+
+def flat(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def every(*given: tuple[Any, ...]) -> list[Any]:
+    """All of `CALLS` in one graph, which is traced in less time than many are."""
+    return [one for (call, _), args in zip(CALLS.values(), given, strict=True) for one in flat(call(*args))]
+
+
+ALL = tuple(args for _, args in CALLS.values())
+
+
+def same(have: Any, want: Any) -> None:
+    for one, other in zip(flat(have), flat(want), strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_holds_all(backend: str) -> None:
+    compiled = torch.compile(every, backend=backend, fullgraph=True)
+    same(compiled(*ALL), every(*ALL))
+
+
+def test_a_function_is_compiled_by_itself_and_at_any_batch() -> None:
+    compiled = torch.compile(tvm_sparse.softmax, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (7, 5, 3):
+        same(compiled(LOGITS[:rows]), tvm_sparse.softmax(LOGITS[:rows]))
+
+
+def test_into_out_in_a_graph() -> None:
+    out, pair = torch.empty(7, 61), (torch.empty(7, 5), torch.empty(7, 5, dtype=torch.int64))
+    compiled = torch.compile(tvm_sparse.softmax, backend="aot_eager", fullgraph=True)
+    assert compiled(LOGITS, out=out) is out
+    same(out, tvm_sparse.softmax(LOGITS))
+    best = torch.compile(tvm_sparse.softmax_topk, backend="aot_eager", fullgraph=True)
+    best(LOGITS, 5, out=pair)
+    same(pair, tvm_sparse.softmax_topk(LOGITS, 5))
+    for bad, message in ((torch.empty(7, 60), r"expected shape \(7, 61\)"), (out.half(), "dtype torch.float32, got")):
+        with pytest.raises(ValueError, match=message):
+            custom.written(tvm_sparse.softmax(LOGITS), bad)
+    with pytest.raises(ValueError, match="out: expected 2 arrays, got 1"):
+        custom.written(pair, pair[:1])
+    with pytest.raises(RuntimeError, match="out: a gradient is wanted"):
+        tvm_sparse.softmax(LOGITS.clone().requires_grad_(), out=out)
+
+
+class Every(torch.nn.Module):
+    def forward(self, *given: Any) -> Any:
+        return every(*given)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    exported = torch.export.export(Every(), ALL, strict=strict)
+    same(exported.module()(*ALL), every(*ALL))
+    targets = {str(node.target) for node in exported.graph.nodes}
+    assert {f"tvm_sparse.{name.partition(' ')[0]}.default" for name in CALLS if name != "log_softmax"} <= targets
+
+
+class Rows(torch.nn.Module):
+    def forward(self, logits: Any, x: Any) -> Any:
+        return (*tvm_sparse.softmax_topk(logits, 5), tvm_sparse.softmax(logits), tvm_sparse.bsr_matmul(x, WEIGHT))
+
+
+def test_a_saved_program_is_loaded_by_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Every(), ALL), path)
+    program = """
+import sys, torch
+import tvm_sparse.torch_ops
+graph = torch.export.load(sys.argv[1]).graph
+print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(node.target)}))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
+    names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
+    assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
+
+
+def test_export_at_any_batch() -> None:
+    batch = {0: torch.export.Dim("batch")}
+    exported = torch.export.export(Rows(), (LOGITS, X), dynamic_shapes=(batch, batch)).module()
+    for rows in (7, 5):
+        same(exported(LOGITS[:rows], X[:rows]), Rows()(LOGITS[:rows], X[:rows]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors(name: str) -> None:
+    """Shapes, dtypes and devices are those of a call, without a kernel."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    call, args = CALLS[name]
+    wanted = flat(call(*args))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found = flat(call(*map(mode.from_tensor, args)))
+    for have, want in zip(found, wanted, strict=True):
+        assert isinstance(have, FakeTensor)
+        assert (have.shape, have.dtype, have.device) == (want.shape, want.dtype, want.device)
+
+
+def test_fake_tensors_are_checked() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    logits = FakeTensorMode().from_tensor(LOGITS)
+    with pytest.raises(ValueError, match=r"k: expected 1 <= k <= vocab \(61\), got 62"):
+        tvm_sparse.softmax_topk(logits, 62)
+    with pytest.raises(ValueError, match="logits: expected dtype .* got float64"):
+        tvm_sparse.softmax(logits.double())
+    with pytest.raises(Exception, match=r"x: expected 66 columns, as the weight has"):
+        torch.compile(CALLS["bsr_matmul"][0], backend="eager", fullgraph=True)(X[:, :63])
+
+
+def test_a_mode_that_watches_sees_the_operator() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    want = tvm_sparse.softmax(LOGITS)
+    with Watch():
+        same(tvm_sparse.softmax(LOGITS), want)
+    assert seen[0] == "tvm_sparse.softmax.default"
+
+
+def leaf(tensor: Any) -> Any:
+    return tensor.clone().requires_grad_()
+
+
+OPERATORS: dict[str, tuple[Any, ...]] = {
+    "softmax": (leaf(LOGITS), "online", True),
+    "logsumexp": (leaf(LOGITS),),
+    "softmax_topk": (LOGITS, 5, False, 1.0, BIAS, IDS),
+    "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True),
+    "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),
+    "candidate_logits": (HIDDEN, EMBEDDING, WORDS, None, None, False),
+    "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True, False),
+    "bsr_matmul": (
+        *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.long, WEIGHT.pattern, False, 66),
+        *(leaf(PRODUCT_BIAS), "gelu", None, None, None, None, -1, "uniform", False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_pytorch_finds_the_operator_right(name: str) -> None:
+    custom.module_of(name)
+    torch.library.opcheck(getattr(torch.ops.tvm_sparse, name).default, OPERATORS[name])
+
+
+def test_plain_tensors_do_not_go_through_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call, args in CALLS.values():
+        call(*args)
+    monkeypatch.setattr(custom, "transformed", lambda *_, **__: pytest.fail("an operator was asked for"))
+    for call in (
+        lambda: tvm_sparse.softmax(LOGITS),
+        lambda: tvm_sparse.logsumexp(LOGITS),
+        lambda: tvm_sparse.softmax_topk(LOGITS, 5),
+        lambda: tvm_sparse.bsr_matmul(X, WEIGHT),
+        lambda: tvm_sparse.nhot_lookup(ROWS, TABLE),
+        lambda: tvm_sparse.head_topk(HIDDEN, EMBEDDING, 5),
+    ):
+        call()
+
+
+def test_parameters_take_the_short_way_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, embedding = torch.nn.Parameter(TABLE), torch.nn.Parameter(EMBEDDING)
+    calls = (
+        (lambda table, _: tvm_sparse.nhot_lookup(ROWS, table)),
+        (lambda _, embedding: tvm_sparse.head_topk(HIDDEN, embedding, 5)),
+    )
+    wanted = [call(TABLE, EMBEDDING) for call in calls]
+    monkeypatch.setattr(custom, "transformed", lambda *_, **__: pytest.fail("the long way was taken"))
+    with torch.no_grad():
+        for call, want in zip(calls, wanted, strict=True):
+            same(call(table, embedding), want)
+
+
+def test_a_compiler_is_told_before_there_is_pytorch() -> None:
+    program = """
+import sys
+import tvm_sparse
+for name in ("softmax", "log_softmax", "logsumexp", "softmax_topk", "bsr_matmul", "nhot_lookup", "head_topk"):
+    assert getattr(tvm_sparse, name)._torchdynamo_inline.__name__ == name
+assert tvm_sparse.wta_hash._torchdynamo_disable
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+
+def test_vmap() -> None:
+    logits, x, tables, hidden = (torch.stack([a, -a], 1) for a in (LOGITS, X, TABLE, HIDDEN))
+    ids = torch.stack([IDS, IDS.flip(0)])
+    for function in (tvm_sparse.softmax, tvm_sparse.log_softmax, tvm_sparse.logsumexp):
+        same(torch.vmap(function, 1)(logits), torch.stack([function(LOGITS), function(-LOGITS)]))
+    found = torch.vmap(lambda y, i: tvm_sparse.softmax_topk(y, 5, ids=i), (1, 0))(logits, ids)
+    for one, (y, i) in enumerate(((LOGITS, ids[0]), (-LOGITS, ids[1]))):
+        same([array[one] for array in found], tvm_sparse.softmax_topk(y, 5, ids=i))
+    same(torch.vmap(lambda i: tvm_sparse.softmax_topk(LOGITS, 5, ids=i))(ids)[2][0], found[2][0])
+    for call, given, each in (
+        (lambda y: tvm_sparse.bsr_matmul(y, WEIGHT), x, (X, -X)),
+        (lambda t: tvm_sparse.nhot_lookup(ROWS, t), tables, (TABLE, -TABLE)),
+    ):
+        torch.testing.assert_close(torch.vmap(call, 1)(given), torch.stack([call(one) for one in each]))
+    for call in (
+        lambda h: tvm_sparse.head_topk(h, EMBEDDING, 5),
+        lambda h: tvm_sparse.candidate_topk(h, EMBEDDING, WORDS, 3),
+        lambda h: [tvm_sparse.candidate_logits(h, EMBEDDING, WORDS)],
+    ):
+        for have, *want in zip(torch.vmap(call, 1)(hidden), call(HIDDEN), call(-HIDDEN), strict=True):
+            torch.testing.assert_close(have, torch.stack(want))
+
+
+def test_vmap_over_what_has_no_rule() -> None:
+    def pair(tensor: Any) -> Any:
+        return torch.stack([tensor, tensor])
+
+    for call, given, name in (
+        (lambda b: tvm_sparse.softmax_topk(LOGITS, 5, bias=b), BIAS, "bias"),
+        (lambda d: tvm_sparse.bsr_matmul(X, (d, COLUMNS, STARTS)), BLOCKS, "weight"),
+        (lambda b: tvm_sparse.bsr_matmul(X, WEIGHT, bias=b), PRODUCT_BIAS, "bias"),
+        (lambda v: tvm_sparse.nhot_lookup((STARTS, ENTRIES, v), TABLE), VALUES, "values"),
+        (lambda e: tvm_sparse.head_topk(HIDDEN, e, 5), EMBEDDING, "embedding"),
+        (lambda c: tvm_sparse.candidate_topk(HIDDEN, EMBEDDING, c, 3), WORDS, "candidates"),
+        (lambda h: tvm_sparse.candidate_topk(h, EMBEDDING, WORDS.expand(7, 10), 3), HIDDEN, "candidates"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            torch.vmap(call)(pair(given))
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def gradients(call: Callable[..., Any], given: tuple[Any, ...], towards: Any) -> list[Any]:
+    inputs = [leaf(tensor) for tensor in given]
+    call(*inputs).backward(towards)
+    return [tensor.grad for tensor in inputs]
+
+
+def check_gradients(ours: Callable[..., Any], theirs: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    """Eager and compiled, in float32, against PyTorch's in float64."""
+    result = theirs(*(tensor.double() for tensor in given))
+    towards = torch.randn(result.shape)
+    torch.testing.assert_close(ours(*given).double(), result, atol=1e-5, rtol=1e-5)
+    wanted = gradients(theirs, tuple(tensor.double() for tensor in given), towards.double())
+    for call in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        for have, want in zip(gradients(call, given, towards), wanted, strict=True):
+            assert have.dtype is torch.float32
+            torch.testing.assert_close(have.double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_gradients_of_rows(name: str) -> None:
+    ours, theirs = getattr(tvm_sparse, name), getattr(torch, name)
+    check_gradients(ours, lambda x: theirs(x, -1), (LOGITS,))
+    x = LOGITS[:6].reshape(2, 3, 61)
+    towards = torch.randn(ours(x).shape)
+    [have] = gradients(ours, (x,), towards)
+    [want] = gradients(lambda y: theirs(y, -1), (x.double(),), towards.double())
+    torch.testing.assert_close(have.double(), want, atol=2e-6, rtol=2e-5)
+
+
+def test_gradients_twice() -> None:
+    x, y = leaf(LOGITS), leaf(LOGITS.double())
+    found = []
+    for tensor, function in ((x, tvm_sparse.logsumexp), (y, lambda z: torch.logsumexp(z, -1))):
+        [first] = torch.autograd.grad(function(tensor).sum(), tensor, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), tensor)[0].double())
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_of_rows_of_nothing() -> None:
+    x = LOGITS.clone()
+    x[2] = -torch.inf
+    x[3, 5:] = -torch.inf
+    for ours, theirs in ((tvm_sparse.logsumexp, torch.logsumexp), (tvm_sparse.softmax, torch.softmax)):
+        towards = torch.randn(ours(x).shape)
+        [have], [want] = (gradients(call, (x,), towards) for call in (ours, lambda y, f=theirs: f(y, -1)))
+        torch.testing.assert_close(have, want, equal_nan=True)
+
+
+def dense(blocks: Any) -> Any:
+    """The weight with its zeros, as a function of its blocks."""
+    high = torch.repeat_interleave(torch.arange(7), STARTS.diff())
+    grid = blocks.new_zeros(7, 22, 5, 3).index_put((high, COLUMNS.long()), blocks, accumulate=True)
+    return grid.transpose(1, 2).reshape(35, 66)
+
+
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_gradients_of_a_product(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom.module_of("bsr_matmul"), "GATHERED", 200)  # some blocks at a time
+
+    def ours(x: Any, blocks: Any, bias: Any) -> Any:
+        return tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS), bias=bias, activation=activation)
+
+    def theirs(x: Any, blocks: Any, bias: Any) -> Any:
+        return ACTIVATIONS[activation](x @ dense(blocks).T + bias)
+
+    check_gradients(ours, theirs, (X, BLOCKS, PRODUCT_BIAS))
+
+
+def test_gradients_of_x_with_a_prepared_weight() -> None:
+    """The transposed structure is found once, by eager calls; a graph takes it if it is there."""
+    towards = torch.randn(2, 3, 35)
+    x = X[:6].reshape(2, 3, 66)
+    weight = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+    [want] = gradients(lambda y: y @ dense(BLOCKS.double()).T, (x.double(),), towards.double())
+    for prepared in (False, True):
+        compiled = torch.compile(lambda y: tvm_sparse.bsr_matmul(y, weight), backend="aot_eager", fullgraph=True)
+        assert (weight.turned is not None) == prepared
+        for call in (compiled, lambda y: tvm_sparse.bsr_matmul(y, weight)):
+            [have] = gradients(call, (x,), towards)
+            torch.testing.assert_close(have.double(), want, atol=2e-5, rtol=2e-5)
+        torch._dynamo.reset()
+    kept = weight.turned
+    gradients(lambda y: tvm_sparse.bsr_matmul(y, weight), (x,), towards)
+    assert weight.turned is kept
+
+
+def test_gradients_of_a_lookup() -> None:
+    high = torch.repeat_interleave(torch.arange(7), STARTS.diff())
+
+    def theirs(values: Any, table: Any) -> Any:
+        return values.new_zeros(7, 50).index_put((high, ENTRIES.long()), values, accumulate=True) @ table
+
+    check_gradients(lambda v, t: tvm_sparse.nhot_lookup((STARTS, ENTRIES, v), t), theirs, (VALUES, TABLE))
+    check_gradients(lambda t: tvm_sparse.nhot_lookup(ROWS, t), lambda t: theirs(VALUES.double(), t), (TABLE,))
+
+
+def test_gradients_that_nobody_offers() -> None:
+    best = lambda y: tvm_sparse.softmax_topk(y, 5)[0]  # noqa: E731
+    for call in (
+        lambda: best(leaf(LOGITS)),
+        lambda: torch.compile(best, backend="eager", fullgraph=True)(leaf(LOGITS)).sum().backward(),
+    ):
+        with pytest.raises(RuntimeError, match="logits: requires a gradient.*tvm_sparse.log_softmax"):
+            call()
+    for function in (torch.func.grad(lambda y: tvm_sparse.logsumexp(y).sum()), torch.func.jacrev(tvm_sparse.softmax)):
+        with pytest.raises(RuntimeError, match="torch.func.grad, vjp, jvp .* use torch.autograd.grad"):
+            function(LOGITS)
+    for call, name in (
+        (lambda: tvm_sparse.head_topk(leaf(HIDDEN), EMBEDDING, 5), "hidden"),
+        (lambda: tvm_sparse.candidate_topk(HIDDEN, leaf(EMBEDDING), WORDS, 3), "embedding"),
+        (lambda: tvm_sparse.bsr_matmul(leaf(X), [a.numpy() for a in (BLOCKS, COLUMNS, STARTS)]), "x"),
+        (lambda: tvm_sparse.BsrWeight((leaf(BLOCKS), COLUMNS, STARTS), columns=66), "weight"),
+        (lambda: tvm_sparse.nhot_lookup((STARTS.numpy(), ENTRIES.numpy(), None), leaf(TABLE)), "table"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{name}: requires a gradient"):
+            call()
+    with pytest.raises(RuntimeError, match="^csr: requires a gradient"):
+        tvm_sparse.nhot_lookup(torch.eye(7, 50).to_sparse_csr().requires_grad_(), leaf(TABLE))
+
+
+def test_no_gradient_is_wanted() -> None:
+    with torch.no_grad():
+        assert not tvm_sparse.softmax(leaf(LOGITS)).requires_grad
+        assert not tvm_sparse.bsr_matmul(leaf(X), WEIGHT).requires_grad
+    with torch.inference_mode():
+        np.testing.assert_array_equal(tvm_sparse.softmax(leaf(LOGITS)).numpy(), tvm_sparse.softmax(LOGITS).numpy())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this build of torch finds no CUDA GPU")
+def test_on_a_gpu() -> None:
+    """Graphs and gradients there; `test_nn` and the rest of this file say the same of the CPU."""
+
+    def moved(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(arg.cuda() for arg in args)
+
+    weight, rows = WEIGHT.to("cuda"), tvm_sparse.CsrRows(moved((STARTS, ENTRIES, VALUES)), columns=50)
+
+    def all_of(logits: Any, x: Any, table: Any, hidden: Any, embedding: Any) -> Any:
+        found = [tvm_sparse.softmax(logits), tvm_sparse.logsumexp(logits), tvm_sparse.bsr_matmul(x, weight)]
+        best = tvm_sparse.softmax_topk(logits, 5)
+        return [*found, tvm_sparse.nhot_lookup(rows, table), *best, *tvm_sparse.head_topk(hidden, embedding, 5)]
+
+    given = moved((LOGITS, X, TABLE, HIDDEN, EMBEDDING))
+    wanted = all_of(*given)
+    same(torch.compile(all_of, backend="aot_eager", fullgraph=True)(*given), wanted)
+    grads = []
+    for device in ("cpu", "cuda"):
+        parts = tuple(tensor.to(device) for tensor in (BLOCKS, COLUMNS, STARTS))
+        x, table, logits = (leaf(tensor.to(device)) for tensor in (X, TABLE, LOGITS))
+        prepared, entries = (WEIGHT, ROWS) if device == "cpu" else (weight, rows)
+        blocks = leaf(parts[0])
+        sums = tvm_sparse.bsr_matmul(x, prepared).sin().sum() + tvm_sparse.nhot_lookup(entries, table).sin().sum()
+        sums = sums + tvm_sparse.bsr_matmul(x, (blocks, *parts[1:])).sin().sum()
+        (sums + tvm_sparse.logsumexp(logits).sum() + tvm_sparse.softmax(logits).square().sum()).backward()
+        grads.append([tensor.grad.cpu() for tensor in (x, blocks, table, logits)])
+    for have, want in zip(*grads, strict=True):
+        torch.testing.assert_close(have, want, atol=2e-5, rtol=2e-5)
+    layer = tvm_sparse.nn.BsrLinear.from_dense(torch.nn.Linear(66, 35), (5, 3), 0.5)
+    on_cpu = layer(X)
+    torch.testing.assert_close(layer.cuda()(X.cuda()).cpu(), on_cpu, atol=2e-5, rtol=2e-5)

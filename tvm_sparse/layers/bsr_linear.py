@@ -1,0 +1,349 @@
+"""A linear layer with a block-sparse weight, and the swap of a model's linear layers, which need PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
+from ..operators.bsr_matmul.problem import ACTIVATIONS
+from ..operators.bsr_matmul.torch_op import Turned, product, turned
+from ..operators.bsr_matmul.weight import balanced
+from .settings import integer
+
+# What is known of the structure, in buffers that are made again from it.
+_ORDER, _TURNED = "order", ("turned_places", "turned_indices", "turned_indptr", "turned_order")
+
+
+class BsrLinear(torch.nn.Module):
+    """activation(x @ weight.T + bias) with a block-sparse weight: `bsr_matmul` as a `torch.nn.Linear`.
+
+    `from_dense` makes one of a `torch.nn.Linear`, `from_torch` of a tensor in BSR format, and `sparsify` of all linear
+    layers of a model.
+
+    Parameters
+    ----------
+    weight
+        `(out_features, in_features)`: a `BsrWeight` of torch tensors, or what makes one. Its blocks become a parameter.
+    bias
+        `(out_features,)` tensor of its dtype, on its device, or None.
+    activation
+        "relu", "gelu", "silu" or None, in the same kernel.
+
+    Attributes
+    ----------
+    data
+        `(nnzb, block_rows, block_cols)` parameter: the stored blocks. It may be trained; the structure stays.
+    bias
+        `(out_features,)` parameter or None.
+    indices, indptr
+        int32 buffers: the structure. They are in the state dict with `data` and `bias`; `load_state_dict` takes a state
+        with another structure of the same matrix, too, and checks it.
+    in_features, out_features, block_shape, activation
+        Of the layer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `BsrWeight`, and for a bias or an activation that does not fit.
+
+    Gradients go to x, to the stored blocks and to the bias, as of `bsr_matmul`. Under `torch.autocast` x, blocks and
+    bias are cast, as of `torch.nn.Linear`. It can be moved and converted (`to`, `half`, ...), copied, pickled, compiled
+    (`torch.compile(fullgraph=True)`) and exported (`torch.export`).
+
+    When not to use it: with less than about half of the blocks zero a dense layer is as fast.
+    """
+
+    data: Any
+    bias: Any
+    indices: torch.Tensor
+    indptr: torch.Tensor
+    order: torch.Tensor
+    turned_places: torch.Tensor
+    turned_indices: torch.Tensor
+    turned_indptr: torch.Tensor
+    turned_order: torch.Tensor
+    _kept: tuple[BsrWeight, Any, tuple[int, int]] | None
+    _long: int
+    _pattern: str
+    _turned_long: int
+    _turned_pattern: str
+
+    def __init__(self, weight: Any, bias: torch.Tensor | None = None, *, activation: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(weight, BsrWeight):
+            weight = BsrWeight(weight)
+        if not isinstance(weight.data, torch.Tensor):
+            raise TypeError(f"weight: expected a weight of torch tensors, got one of {type(weight.data).__name__}")
+        if activation is not None and activation not in ACTIVATIONS[1:]:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
+        self.out_features, self.in_features = weight.shape
+        self.block_shape, self.activation = weight.block_shape, activation
+        data = weight.data
+        if bias is not None:
+            wanted = ((self.out_features,), data.dtype, data.device)
+            if (tuple(bias.shape), bias.dtype, bias.device) != wanted:
+                raise ValueError(
+                    f"bias: expected shape {wanted[0]}, dtype {wanted[1]} and device {wanted[2]}, got"
+                    f" {tuple(bias.shape)}, {bias.dtype} and {bias.device}"
+                )
+            bias = torch.nn.Parameter(bias.detach())
+        self.data = torch.nn.Parameter(data.detach())
+        self.register_parameter("bias", bias)
+        self.register_buffer("indices", weight.indices)
+        self.register_buffer("indptr", weight.indptr)
+        self._prepare()
+
+    @classmethod
+    def from_dense(
+        cls,
+        linear: torch.nn.Linear,
+        block: int | tuple[int, int] = 16,
+        sparsity: float | None = None,
+        *,
+        activation: str | None = None,
+    ) -> BsrLinear:
+        """A layer of the blocks of a dense one; what it keeps is copied.
+
+        Parameters
+        ----------
+        linear
+            Of float32, float16 or bfloat16, without NaN.
+        block
+            Rows and columns of a block, or one number for both. They divide `out_features` and `in_features`.
+        sparsity
+            Share of the blocks that become zero, 0 <= sparsity <= 1, rounded to whole blocks: those of the smallest
+            sum of squares; of equal ones the last. None: those that are zero already.
+        activation
+            As of the class.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments that do not fit, naming them.
+        """
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        dense = linear.weight.detach()
+        rows, cols = _block_of(block)
+        n, k = dense.shape
+        if n % rows or k % cols:
+            raise ValueError(f"block: blocks of {rows}x{cols} do not divide the weight's shape ({n}, {k})")
+        blocks = dense.reshape(n // rows, rows, k // cols, cols).transpose(1, 2)
+        scores = blocks.float().square().sum((2, 3))
+        if bool(scores.isnan().any()):
+            raise ValueError("linear: expected a weight without NaN, which has no magnitude")
+        if sparsity is None:
+            kept = (blocks != 0).flatten(2).any(2)
+        else:
+            if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity <= 1:
+                raise ValueError(f"sparsity: expected a number from 0 to 1, got {sparsity!r}")
+            kept = torch.zeros_like(scores, dtype=torch.bool)
+            best = scores.flatten().sort(descending=True, stable=True).indices
+            kept.view(-1)[best[: round((1 - sparsity) * scores.numel())]] = True
+        indices = kept.nonzero()[:, 1].to(torch.int32)
+        counts = kept.sum(1)
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+        bias = None if linear.bias is None else linear.bias.detach().clone()
+        weight = BsrWeight((blocks[kept].contiguous(), indices, indptr), columns=k)
+        made = cls(weight, bias, activation=activation)
+        made.data.requires_grad_(linear.weight.requires_grad)
+        return made.train(linear.training)
+
+    @classmethod
+    def from_torch(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None
+    ) -> BsrLinear:
+        """A layer with a copy of a weight in PyTorch's BSR format, as `to_sparse_bsr` makes one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the class.
+        """
+        if not isinstance(weight, torch.Tensor) or weight.layout is not torch.sparse_bsr:
+            what = weight.layout if isinstance(weight, torch.Tensor) else type(weight).__name__
+            raise TypeError(f"weight: expected a tensor of layout torch.sparse_bsr, got {what}")
+        given = BsrWeight(weight.detach().clone())
+        return cls(given, None if bias is None else bias.detach().clone(), activation=activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., out_features)` of x `(..., in_features)`."""
+        data, bias = self.data, self.bias
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, data, bias = x.to(dtype), data.to(dtype), None if bias is None else bias.to(dtype)
+        elif not self._in_graph(x, data, bias):
+            weight, bias = self._eager(data, bias)
+            return bsr_matmul(x, weight, bias=bias, activation=self.activation)
+        backward = Turned(
+            self.turned_places,
+            self.turned_indices,
+            self.turned_indptr,
+            self.turned_order,
+            self._turned_long,
+            self._turned_pattern,
+        )
+        parts = data, self.indices, self.indptr
+        known = self.order, self._long, self._pattern, False
+        return product(x, parts, self.in_features, *known, bias=bias, activation=self.activation, backward=backward)
+
+    def _in_graph(self, x: Any, data: Any, bias: Any) -> bool:
+        """Whether PyTorch is to see the operator: it traces, or somebody wants a gradient."""
+        if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        return x.requires_grad or data.requires_grad or (bias is not None and bias.requires_grad)
+
+    def _eager(self, data: Any, bias: Any) -> tuple[BsrWeight, Any]:
+        """Weight and bias without gradients, with the kernels of the calls before."""
+        where = data.data_ptr(), 0 if bias is None else bias.data_ptr()
+        kept = self._kept
+        if kept is None or kept[2] != where:
+            parts = data.detach(), self.indices, self.indptr
+            weight = BsrWeight.assembled(parts, self.in_features, self.order, self._long, self._pattern, False)
+            kept = self._kept = weight, None if bias is None else bias.detach(), where
+        return kept[0], kept[1]
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    def to_dense(self) -> torch.nn.Linear:
+        """A `torch.nn.Linear` with the same weight and bias, without the activation."""
+        dense = self._eager(self.data, self.bias)[0].to_dense()
+        found = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
+        found.weight = torch.nn.Parameter(dense)
+        if self.bias is not None:
+            found.bias = torch.nn.Parameter(self.bias.detach().clone())
+        return found.train(self.training)
+
+    def extra_repr(self) -> str:
+        rows, cols = self.block_shape
+        blocks = (self.out_features // rows) * (self.in_features // cols)
+        text = (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" block={rows}x{cols}, sparsity={1 - self.data.shape[0] / max(1, blocks):.3g}"
+        )
+        return text if self.activation is None else f"{text}, activation={self.activation!r}"
+
+    def _prepare(self) -> None:
+        """Find out about the structure what kernels want to know, and about the transposed one."""
+        self._kept = None
+        if self.data.device.type == "meta":
+            return
+        rows, cols = self.block_shape
+        block_bytes = rows * cols * self.data.element_size()
+        order, self._long, self._pattern = balanced(self.indptr, block_bytes)
+        found = turned(self.indices, self.indptr, self.in_features // cols, block_bytes)
+        self._turned_long, self._turned_pattern = found.long, found.pattern
+        for name, tensor in zip((_ORDER, *_TURNED), (order, *found[:4]), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BsrLinear:
+        super()._apply(fn, recurse)
+        self._prepare()
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        names = [f"{prefix}{name}" for name in ("data", "indices", "indptr")]
+        errors = rest[-1]
+        if all(name in state_dict for name in names):
+            data, indices, indptr = (state_dict[name] for name in names)
+            rows, cols = self.block_shape
+            starts = (self.out_features // rows + 1,)
+            try:
+                if tuple(data.shape[1:]) != self.block_shape or tuple(indptr.shape) != starts:
+                    raise ValueError(
+                        f"blocks of {rows}x{cols} of {self.out_features} rows expected, got data of shape"
+                        f" {tuple(data.shape)} and indptr of {tuple(indptr.shape)}"
+                    )
+                # Another structure of the same matrix is checked, and finds room.
+                BsrWeight((data, indices, indptr), columns=self.in_features, validate=True, balance=False)
+            except (TypeError, ValueError) as error:
+                errors.append(f"{prefix.rstrip('.') or 'BsrLinear'}: {error}")
+                return
+            if data.shape != self.data.shape:
+                with torch.no_grad():
+                    self.data = torch.nn.Parameter(self.data.new_empty(data.shape), self.data.requires_grad)
+                    self.indices = self.indices.new_empty(indices.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # no kernel can be copied
+
+
+def sparsify(
+    model: torch.nn.Module,
+    *,
+    block: int | tuple[int, int] = 16,
+    sparsity: float | None = 0.9,
+    filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+) -> dict[str, BsrLinear]:
+    """Put a `BsrLinear` in the place of the linear layers of a model, which it changes.
+
+    Parameters
+    ----------
+    model
+        What holds the layers, at any depth. A layer that stands in it twice is swapped once, and stands there twice.
+    block, sparsity
+        As of `BsrLinear.from_dense`; each layer gets this share of zero blocks. None keeps the zeros of layers that
+        were pruned before.
+    filter
+        (name, layer) -> whether to swap it: `lambda name, layer: "mlp" in name`. Without one all are taken but those
+        that blocks do not divide, and those that share their weight with another module, as an output layer with its
+        embedding: these would come apart.
+
+    Returns
+    -------
+    swapped
+        The new layers by name; empty if there was none to swap.
+
+    Raises
+    ------
+    TypeError
+        If the model is a linear layer itself: `BsrLinear.from_dense` makes one of it.
+    ValueError
+        As `BsrLinear.from_dense`; nothing has been changed then.
+
+    Subclasses of `torch.nn.Linear` stay, as others may read their weight (`torch.nn.MultiheadAttention` does). Without
+    a fine-tuning after it, pruning by magnitude costs accuracy; with one, train the model as it was: the blocks are
+    parameters of the new layers, so make the optimiser afterwards.
+    """
+    if isinstance(model, torch.nn.Linear):
+        raise TypeError("model: is a linear layer itself; use tvm_sparse.nn.BsrLinear.from_dense")
+    rows, cols = _block_of(block)
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    made: dict[int, BsrLinear] = {}
+    places: list[tuple[str, torch.nn.Module, str, BsrLinear]] = []
+    for path, parent in model.named_modules():
+        for name, layer in parent._modules.items():  # named_children names a layer once
+            full = f"{path}.{name}" if path else name
+            if type(layer) is not torch.nn.Linear:
+                continue
+            if filter is not None:
+                chosen = filter(full, layer)
+            else:
+                fits = not (layer.out_features % rows or layer.in_features % cols)
+                chosen = fits and len(owners[id(layer.weight)]) == 1
+            if chosen:
+                if id(layer) not in made:
+                    made[id(layer)] = BsrLinear.from_dense(layer, (rows, cols), sparsity)
+                places.append((full, parent, name, made[id(layer)]))
+    for _, parent, name, new in places:
+        parent.add_module(name, new)
+    return {full: new for full, _, _, new in places}
+
+
+def _block_of(block: Any) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    given = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
+    if len(given) != 2 or any(integer("block", extent) < 1 for extent in given):
+        raise ValueError(f"block: expected a positive number, or one for rows and one for columns, got {block!r}")
+    return given[0], given[1]

@@ -1,0 +1,155 @@
+"""Sums of the rows of a table as a module, which needs PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..operators.nhot_lookup import torch_op
+from ..operators.nhot_lookup.call import CsrRows, nhot_lookup
+
+MODES = ("sum", "mean")
+
+
+class NHotEmbeddingBag(torch.nn.Module):
+    """`nhot_lookup` as a `torch.nn.EmbeddingBag`: a sum, weighted or not, or a mean of rows of a table for each bag.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim
+        Rows and columns of the table, which is drawn from a normal distribution.
+    mode
+        "sum" or "mean".
+    device, dtype
+        Of the table; float32, float16 or bfloat16.
+    validate
+        Also check indices that lie on a GPU, which costs a synchronisation; those on the host are always checked.
+
+    Attributes
+    ----------
+    weight
+        `(num_embeddings, embedding_dim)` parameter, of the name and shape that `torch.nn.EmbeddingBag` has: states of
+        one load into the other.
+
+    Raises
+    ------
+    ValueError
+        For another mode.
+
+    The gradient of the table is dense. `from_torch` makes one of a `torch.nn.EmbeddingBag`. It can be moved, converted,
+    copied, pickled, compiled and exported.
+    """
+
+    weight: Any
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: str = "sum",
+        device: Any = None,
+        dtype: Any = None,
+        validate: bool = False,
+    ) -> None:
+        super().__init__()
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.validate, self.include_last_offset = mode, validate, False
+        self.weight = torch.nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        torch.nn.init.normal_(self.weight)
+
+    @classmethod
+    def from_torch(cls, bag: torch.nn.EmbeddingBag, *, validate: bool = False) -> NHotEmbeddingBag:
+        """One in the place of a `torch.nn.EmbeddingBag`, whose parameter it shares.
+
+        Raises
+        ------
+        TypeError
+            If it is none.
+        ValueError
+            For what is not offered: the mode "max", `padding_idx`, `max_norm`, `scale_grad_by_freq` and sparse
+            gradients.
+        """
+        if not isinstance(bag, torch.nn.EmbeddingBag):
+            raise TypeError(f"bag: expected a torch.nn.EmbeddingBag, got {type(bag).__name__}")
+        for name, wanted in (
+            ("padding_idx", None),
+            ("max_norm", None),
+            ("scale_grad_by_freq", False),
+            ("sparse", False),
+        ):
+            if getattr(bag, name) != wanted:
+                raise ValueError(f"bag: expected {name}={wanted}, got {getattr(bag, name)}")
+        made = cls(bag.num_embeddings, bag.embedding_dim, mode=bag.mode, device="meta", validate=validate)
+        made.weight, made.include_last_offset = bag.weight, bag.include_last_offset
+        return made.train(bag.training)
+
+    def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
+        """Sums or means of rows of the table.
+
+        Parameters
+        ----------
+        input
+            `(bags, n)` int32 or int64 indices, n a bag; `(entries,)` with `offsets`; or sparse rows
+            `(bags, num_embeddings)` as `nhot_lookup` takes them (`CsrRows`, `(indptr, indices, values)` or a tensor in
+            CSR format), alone.
+        offsets
+            `(bags,)` of the same dtype: where bags begin in a one-dimensional input, the first at 0. One more, the
+            number of entries, of a bag made of one with `include_last_offset`.
+        per_sample_weights
+            Of the shape of `input` and the dtype of the table, with the mode "sum".
+
+        Returns
+        -------
+        sums
+            `(bags, embedding_dim)`; 0 for an empty bag.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments that do not fit, naming them, and as `nhot_lookup`.
+        """
+        if isinstance(input, (CsrRows, tuple)) or input.layout is torch.sparse_csr:
+            if offsets is not None or per_sample_weights is not None or self.mode != "sum":
+                raise ValueError("input: sparse rows have their own row starts and weights, and are summed")
+            return self._looked_up(input)
+        if per_sample_weights is not None:
+            if self.mode != "sum":
+                raise ValueError(f"per_sample_weights: expected the mode sum, got {self.mode}")
+            if per_sample_weights.shape != input.shape:
+                raise ValueError(
+                    f"per_sample_weights: expected shape {tuple(input.shape)}, as input has, got"
+                    f" {tuple(per_sample_weights.shape)}"
+                )
+            per_sample_weights = per_sample_weights.reshape(-1)
+        starts = self._starts(input, offsets)
+        sums = self._looked_up((starts, input.reshape(-1), per_sample_weights))
+        if self.mode == "sum":
+            return sums
+        return sums / starts.diff().clamp(min=1)[:, None].to(sums.dtype)
+
+    def _looked_up(self, csr: Any) -> torch.Tensor:
+        function = torch_op.nhot_lookup if torch.compiler.is_compiling() else nhot_lookup
+        return function(csr, self.weight, validate=self.validate)
+
+    def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
+        """Where bags begin and the last one ends."""
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets: a two-dimensional input has bags of one size, and no offsets")
+            bags, n = input.shape
+            return torch.arange(bags + 1, dtype=input.dtype, device=input.device) * n
+        if input.dim() != 1:
+            raise ValueError(f"input: expected one or two dimensions, got shape {tuple(input.shape)}")
+        if offsets is None or offsets.dim() != 1 or offsets.dtype != input.dtype:
+            got = None if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
+            raise ValueError(f"offsets: expected one dimension of {input.dtype}, as input has, got {got}")
+        if self.include_last_offset:
+            return offsets
+        return torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"

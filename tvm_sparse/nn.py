@@ -1,0 +1,10 @@
+"""Modules of PyTorch: `tvm_sparse.nn.BsrLinear`, `NHotEmbeddingBag`, `LmHead`, `RecurrentStack`, and `sparsify`."""
+
+from __future__ import annotations
+
+from .layers.bsr_linear import BsrLinear, sparsify
+from .layers.embedding_bag import NHotEmbeddingBag
+from .layers.lm_head import LmHead
+from .layers.recurrent_stack import RecurrentStack
+
+__all__ = ["BsrLinear", "LmHead", "NHotEmbeddingBag", "RecurrentStack", "sparsify"]

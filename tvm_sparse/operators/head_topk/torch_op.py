@@ -1,0 +1,53 @@
+"""`head_topk` as a custom operator of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.runtime import custom
+
+from . import call
+
+__all__ = ["head_topk"]
+
+
+def _call(
+    hidden: Any, embedding: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any, normaliser: bool
+) -> list[Any]:
+    options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
+    return list(call.head_topk(hidden, embedding, k, **options))
+
+
+def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
+    """Rows of all examples together."""
+    hidden, embedding, k, log, temperature, bias, ids, normaliser = args
+    custom.unbatched("head_topk", (in_dims[1], in_dims[5]), ("embedding", "bias"))
+    hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
+    ids = None if ids is None else custom.in_front(ids, in_dims[6], info.batch_size).flatten(0, 1)
+    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, normaliser)
+    return [result.unflatten(0, hidden.shape[:2]) for result in results], [0] * len(results)
+
+
+_OPERATOR = custom.define(
+    "head_topk(Tensor hidden, Tensor embedding, int k, bool log, float temperature, Tensor? bias, Tensor? ids,"
+    " bool normaliser) -> Tensor[]",
+    _call,
+    _batched,
+    custom.without_backward("hidden, embedding or bias"),
+)
+
+
+def head_topk(
+    hidden: Any,
+    embedding: Any,
+    k: int,
+    *,
+    log: bool = False,
+    temperature: float = 1.0,
+    bias: Any = None,
+    ids: Any = None,
+    normaliser: bool = False,
+    out: Any = None,
+) -> tuple[Any, ...]:
+    """The public function, as it stands in a graph."""
+    return custom.written(tuple(_OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser)), out)

@@ -1,0 +1,91 @@
+"""`nhot_lookup` as a custom operator of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime.calls import is_plain, refuse_gradient
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from . import call
+from .rows import CsrRows
+
+__all__ = ["nhot_lookup"]
+
+
+def _call(indptr: Any, indices: Any, values: Any, table: Any, checked: bool, validate: bool) -> Any:
+    csr = indptr, indices, values
+    if not checked or arrays.is_fake(table):
+        return call.nhot_lookup(csr, table, validate=validate)
+    found = call.repeated_lookup(csr, table, torch, checked=True)
+    if found is not None and is_plain(table):
+        function, like, arguments = found
+        result = torch.empty_like(like)
+        function(*arguments, table, result)
+        return result
+    rows = CsrRows(csr, columns=table.shape[0], checked=True)
+    result = call.nhot_lookup(rows, table)
+    kept = rows.kernels.get((table.shape, table.dtype, table.device))
+    if kept is not None:
+        parts = csr if values is not None else csr[:2]
+        dispatcher.launchers[call.lookup_key(parts, table)] = kept[:2]
+    return result
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _backward(ctx: Any, grad: Any) -> Any:
+    """Of the table csr.T @ g, which is a look-up; of a value the product of a row of g and a row of the table."""
+    indptr, indices, values, table = ctx.saved_tensors
+    places = torch.arange(indices.shape[0], device=indices.device, dtype=indptr.dtype)
+    rows = torch.searchsorted(indptr, places, right=True).to(indptr.dtype) - 1
+    of_values = of_table = None
+    if ctx.needs_input_grad[2]:
+        products = grad.index_select(0, rows).float() * table.index_select(0, indices).float()
+        of_values = products.sum(1).to(values.dtype)
+    if ctx.needs_input_grad[3]:
+        columns, order = torch.sort(indices, stable=True)
+        starts = torch.arange(table.shape[0] + 1, device=indices.device, dtype=indptr.dtype)
+        turned = torch.searchsorted(columns, starts).to(indptr.dtype)
+        given = None if values is None else values.index_select(0, order)
+        of_table = _OPERATOR(turned, rows.index_select(0, order), given, grad, True, False)
+    return None, None, of_values, of_table, None, None
+
+
+def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, table: Any, *rest: Any) -> Any:
+    """Tables next to each other."""
+    custom.unbatched("nhot_lookup", in_dims[:3], ("indptr", "indices", "values"))
+    table = table.movedim(in_dims[3], 1)
+    found = _OPERATOR(indptr, indices, values, table.flatten(1), *rest)
+    return found.unflatten(1, table.shape[1:]), 1
+
+
+_OPERATOR = custom.define(
+    "nhot_lookup(Tensor indptr, Tensor indices, Tensor? values, Tensor table, bool checked, bool validate) -> Tensor",
+    _call,
+    _batched,
+    _backward,
+    _setup,
+)
+
+
+def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
+    """The public function, as it stands in a graph."""
+    checked = isinstance(csr, CsrRows)
+    if checked:
+        parts = csr.indptr, csr.indices, csr.values
+    elif isinstance(csr, (tuple, list)):
+        if len(csr) != 3:
+            raise ValueError(f"csr: expected (indptr, indices, values or None), got {len(csr)} items")
+        parts = csr[0], csr[1], csr[2]
+    elif isinstance(csr, torch.Tensor) and csr.layout is torch.sparse_csr:
+        refuse_gradient("csr", csr)
+        parts = csr.crow_indices(), csr.col_indices(), csr.values()
+    else:
+        raise TypeError(f"csr: expected a CsrRows, a torch.sparse_csr tensor or a tuple, got {type(csr).__name__}")
+    return custom.written(_OPERATOR(*parts, table, checked and not validate, validate), out)

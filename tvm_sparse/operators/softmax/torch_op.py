@@ -1,0 +1,44 @@
+"""`softmax` and `log_softmax` as a custom operator of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tvm_sparse.runtime import custom
+
+from . import call
+
+__all__ = ["log_softmax", "softmax"]
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.log = inputs[2]
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, grad: Any) -> Any:
+    """dx = p * (g - sum(g * p)); of logarithms dx = g - p * sum(g)."""
+    [y] = ctx.saved_tensors
+    function = torch._log_softmax_backward_data if ctx.log else torch._softmax_backward_data
+    return function(grad, y, -1, y.dtype), None, None
+
+
+def _batched(info: Any, in_dims: Any, logits: Any, algorithm: str, log: bool) -> Any:
+    return _OPERATOR(logits.movedim(in_dims[0], 0), algorithm, log), 0
+
+
+_OPERATOR = custom.define(
+    "softmax(Tensor logits, str algorithm, bool log) -> Tensor", call.distribution, _batched, _backward, _setup
+)
+
+
+def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
+    """The public function, as it stands in a graph."""
+    return custom.written(_OPERATOR(logits, algorithm, False), out)
+
+
+def log_softmax(logits: Any, out: Any = None) -> Any:
+    """The public function, as it stands in a graph."""
+    return custom.written(_OPERATOR(logits, "online", True), out)

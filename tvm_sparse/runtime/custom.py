@@ -1,0 +1,149 @@
+"""Custom operators of PyTorch: how a public function stands in a graph, and how it gets a gradient.
+
+An operator's `torch_op` module, which is imported with PyTorch only, gives each of its functions a custom operator by
+`define`, and a form of the public function that torch.compile can follow. Plain tensors of eager calls never come
+here: a public function asks `transformed` where its short way has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ..core import registry
+from . import arrays
+from .calls import no_gradient
+
+NAMESPACE = "tvm_sparse"
+_libraries: list[Any] = []  # an operator is there as long as the library object that defined it
+
+
+def transformed(*given: Any, differentiable: bool = False) -> bool:
+    """Whether a call with these arrays, of which some may be None, has to go through its custom operator.
+
+    Never if one is not PyTorch's. It has to where PyTorch wants to see it: tensors without data (of fake mode,
+    torch.export, torch.func), a mode that watches calls, and, of a function that is `differentiable`, a tensor that
+    requires a gradient.
+
+    Raises
+    ------
+    RuntimeError
+        Within derivatives of torch.func, which do not know the backward passes of custom operators.
+    """
+    tensors = [array for array in given if array is not None]
+    if arrays.here.below or not all(map(arrays.is_torch, tensors)):
+        return False
+    import torch
+
+    if any(map(torch._C._functorch.is_gradtrackingtensor, tensors)):
+        raise RuntimeError(
+            "torch.func.grad, vjp, jvp and what is made of them do not go through custom operators of PyTorch; use"
+            " torch.autograd.grad"
+        )
+    if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or any(map(arrays.stands_for_data, tensors))
+
+
+def module_of(name: str) -> ModuleType:
+    """The `torch_op` module of the operator `name`."""
+    return registry.operators()[name].torch_op
+
+
+def define(
+    schema: str,
+    call: Callable[..., Any],
+    batched: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup: Callable[..., Any] | None = None,
+) -> Any:
+    """Define a custom operator, and return its only overload.
+
+    Parameters
+    ----------
+    schema
+        Of `torch.library`: `name(arguments) -> results`.
+    call
+        Computes it. Of fake tensors, too: it then checks them and makes the outputs, and launches nothing.
+    batched
+        Rule of vmap: `(info, in_dims, *arguments) -> (results, out_dims)`.
+    backward, setup
+        As of `torch.library.register_autograd`.
+    """
+    import torch
+
+    name = schema.partition("(")[0]
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    _libraries.append(library)
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run(*args: Any) -> Any:
+        before, arrays.here.below = arrays.here.below, True
+        try:
+            return call(*args)
+        finally:
+            arrays.here.below = before
+
+    for key in ("CPU", "CUDA"):
+        library.impl(name, run, key)
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.register_fake(qualified, run, lib=library)
+    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
+    torch.library.register_vmap(qualified, batched, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def without_backward(name: str, instead: str = "") -> Callable[..., Any]:
+    """The backward pass of a custom operator that has none: an error that says what to use `instead`."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(no_gradient(name, instead))
+
+    return backward
+
+
+def in_front(tensor: Any, dim: int | None, size: int) -> Any:
+    """The tensor with the dimension of vmap in front; broadcast along it if it has none."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def unbatched(name: str, dims: Any, names: tuple[str, ...]) -> None:
+    """Raise for arguments that vmap may not map over.
+
+    Raises
+    ------
+    ValueError
+        Naming the first of them that it maps over.
+    """
+    for argument, dim in zip(names, dims, strict=True):
+        if dim is not None and dim != []:
+            raise ValueError(f"{argument}: vmap over this argument of {name} is not offered; call it in a loop")
+
+
+def written(results: Any, out: Any) -> Any:
+    """What a call with `out` returns in a graph: its results, copied there.
+
+    Raises
+    ------
+    ValueError
+        If `out` does not fit.
+    RuntimeError
+        If a gradient is wanted, which cannot go through `out`.
+    """
+    if out is None:
+        return results
+    several = isinstance(results, (tuple, list))
+    given, wanted = (out, results) if several else ((out,), (results,))
+    if len(given) != len(wanted):
+        raise ValueError(f"out: expected {len(wanted)} arrays, got {len(given)}")
+    for have, want in zip(given, wanted):  # noqa: B905 (torch.compile)
+        if have.shape != want.shape or have.dtype != want.dtype:
+            raise ValueError(
+                f"out: expected shape {tuple(want.shape)} and dtype {want.dtype}, got {tuple(have.shape)} and"
+                f" {have.dtype}"
+            )
+        if want.requires_grad or have.requires_grad:
+            raise RuntimeError("out: a gradient is wanted, and none goes through `out`; call it without")
+        have.copy_(want)
+    return out

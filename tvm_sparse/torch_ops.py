@@ -1,0 +1,26 @@
+"""Importing this defines all custom operators of PyTorch, `torch.ops.tvm_sparse.*`.
+
+Calls define theirs by themselves. A program that `torch.export.save` wrote is loaded where they are defined already.
+"""
+
+from __future__ import annotations
+
+from .operators.bsr_matmul import torch_op as bsr_matmul
+from .operators.candidate_logits import torch_op as candidate_logits
+from .operators.candidate_topk import torch_op as candidate_topk
+from .operators.head_topk import torch_op as head_topk
+from .operators.logsumexp import torch_op as logsumexp
+from .operators.nhot_lookup import torch_op as nhot_lookup
+from .operators.softmax import torch_op as softmax
+from .operators.softmax_topk import torch_op as softmax_topk
+
+__all__ = [
+    "bsr_matmul",
+    "candidate_logits",
+    "candidate_topk",
+    "head_topk",
+    "logsumexp",
+    "nhot_lookup",
+    "softmax",
+    "softmax_topk",
+]

@@ -1,0 +1,62 @@
+"""What torch.compile follows in the place of a public function: its custom operator, imported when it is traced.
+
+`tvm_sparse.__getattr__` tells torch.compile so without PyTorch, which may be imported later than a function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def softmax(*args: Any, **options: Any) -> Any:
+    from .operators.softmax.torch_op import softmax
+
+    return softmax(*args, **options)
+
+
+def log_softmax(*args: Any, **options: Any) -> Any:
+    from .operators.softmax.torch_op import log_softmax
+
+    return log_softmax(*args, **options)
+
+
+def logsumexp(*args: Any, **options: Any) -> Any:
+    from .operators.logsumexp.torch_op import logsumexp
+
+    return logsumexp(*args, **options)
+
+
+def softmax_topk(*args: Any, **options: Any) -> Any:
+    from .operators.softmax_topk.torch_op import softmax_topk
+
+    return softmax_topk(*args, **options)
+
+
+def head_topk(*args: Any, **options: Any) -> Any:
+    from .operators.head_topk.torch_op import head_topk
+
+    return head_topk(*args, **options)
+
+
+def candidate_topk(*args: Any, **options: Any) -> Any:
+    from .operators.candidate_topk.torch_op import candidate_topk
+
+    return candidate_topk(*args, **options)
+
+
+def candidate_logits(*args: Any, **options: Any) -> Any:
+    from .operators.candidate_logits.torch_op import candidate_logits
+
+    return candidate_logits(*args, **options)
+
+
+def bsr_matmul(*args: Any, **options: Any) -> Any:
+    from .operators.bsr_matmul.torch_op import bsr_matmul
+
+    return bsr_matmul(*args, **options)
+
+
+def nhot_lookup(*args: Any, **options: Any) -> Any:
+    from .operators.nhot_lookup.torch_op import nhot_lookup
+
+    return nhot_lookup(*args, **options)
