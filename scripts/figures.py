@@ -163,8 +163,13 @@ HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-t
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
+RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
+    "rnn-h200", "zhu-pool-table1-h200", "zhu-pool-figures-h200", "zhu-pool-tables23-h200"
+)  # fmt: skip
+OF_CALL = ("cell", "hidden", "batch", "steps", "density")
+LAYER, LAYER_PRODUCT, MODULE = "sparse layer", "sparse layer + input product", "torch module"
 HEADLINE_FILES = ("peers-h200", "peers-softmax-h200", "gu-tables-h200", "peers-float16-h200", "peers-rotated-h200",
-                  "argueta-chiang-table1-h200", HEAD, SPECVOCAB)  # fmt: skip
+                  "argueta-chiang-table1-h200", HEAD, SPECVOCAB, RNN)  # fmt: skip
 
 
 @functools.cache
@@ -177,6 +182,9 @@ def headlines() -> tuple[Headline, ...]:
     lookups = [t for (_, values), t in results("argueta-chiang-table1-h200").by("nonzeros", "values").items()]
     heads = [times for times in results(HEAD).by(*OF_HEAD).values() if "head_topk" in times]
     lists = results(SPECVOCAB).by(*OF_LISTS).values()
+    layers = results(RNN).by(*OF_CALL, "dtype")
+    half_layers = [times for (*_, dtype), times in layers.items() if dtype == "float16"]
+    loops = [times for (*_, dtype), times in layers.items() if dtype == "float32" and "sparse step loop" in times]
     return (
         Headline("softmax_topk, float32", "PyTorch", ratios(results("peers-h200").by_problem().values(), "torch")),
         Headline("softmax, float32", "PyTorch", ratios(results("peers-softmax-h200").by_problem().values(), "torch")),
@@ -196,6 +204,12 @@ def headlines() -> tuple[Headline, ...]:
             "candidate_topk, bfloat16, a list a row",
             "PyTorch",
             tuple(t[TORCH_LISTS] / t["candidate_topk"] for t in lists),
+        ),
+        Headline("SparseRNN, LSTM, GRU, float16", "cuDNN", tuple(t[MODULE] / t[LAYER_PRODUCT] for t in half_layers)),
+        Headline(
+            "SparseRNN, float32",
+            "a step: cuBLAS, cuSPARSE",
+            tuple(best(t, "dense", "sparse step") / t[LAYER] for t in loops),
         ),
     )
 
@@ -627,20 +641,6 @@ def head_decisions() -> str:
     return f"{sentence}."
 
 
-# Recurrent layers. Their scripts may not have run yet.
-RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
-    "rnn-h200", "zhu-pool-table1-h200", "zhu-pool-figures-h200", "zhu-pool-tables23-h200"
-)  # fmt: skip
-OF_CALL = ("cell", "hidden", "batch", "steps", "density")
-
-
-def if_kept(name: str, written: Callable[[], str]) -> str:
-    """Where and when a script's results were measured, and what is `written` of them; else that there are none."""
-    if not (RESULTS / f"{name}.csv").exists():
-        return "No results of it are kept yet."
-    return f"{_where(name)()}\n\n{written()}"
-
-
 def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str]) -> Iterator[list[str]]:
     """Of each call a line: `first` of its columns (`more` of them before those of a call), times, and ratios."""
     cases: dict[tuple[str, ...], dict[str, Times]] = {}
@@ -650,12 +650,12 @@ def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str])
         single, half = by_dtype.get("float32", {}), by_dtype.get("float16", {})
         cells = [first(key)]
         for times in (single, half):
-            cells += [us(times.get(n)) for n in ("sparse layer", "sparse layer + input product", "torch module")]
+            cells += [us(times.get(n)) for n in (LAYER, LAYER_PRODUCT, MODULE)]
         cells.insert(-1, us(half.get("layer of blocks")))
         cells += [us(single.get(n)) for n in ("dense step loop", "sparse step loop")]
-        ours = half.get("sparse layer + input product")
-        cells.append(times_as(half["torch module"] / ours) if ours and "torch module" in half else "-")
-        step = single.get("sparse layer")
+        ours = half.get(LAYER_PRODUCT)
+        cells.append(times_as(half[MODULE] / ours) if ours and MODULE in half else "-")
+        step = single.get(LAYER)
         yield [*cells, f"{step / int(key[-2]):.2f}" if step else "-"]
 
 
@@ -669,26 +669,20 @@ def rnn_peers() -> str:
         cell, *numbers, density = key
         return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
 
-    return if_kept(
-        RNN,
-        lambda: table(["cell, hidden x batch x steps, density", *RNN_COLUMNS], recurrent_rows(RNN, first=first)),
-    )
+    rows = recurrent_rows(RNN, first=first)
+    return f"{_where(RNN)()}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
 
 
 @part
 def zhu_pool_table1() -> str:
-    def written() -> str:
-        columns = ("speed_up", "paper_speed_up", "expected_penalty", "measured_penalty", "paper_penalty")
-        rows = [
-            [row["configuration"], us(float(row["microseconds"])) if row["microseconds"] else "-",
-             *(row[name] or "-" for name in columns)]
-            for row in results(ZHU_TABLE1).rows
-        ]  # fmt: skip
-        head = ["configuration", "microseconds", "over the dense loop", "paper's", "bank conflicts, expected",
-                "measured", "paper's"]  # fmt: skip
-        return table(head, rows)
-
-    return if_kept(ZHU_TABLE1, written)
+    columns = ("speed_up", "paper_speed_up", "expected_penalty", "measured_penalty", "paper_penalty")
+    rows = [
+        [row["configuration"], us(float(row["microseconds"])), *(row[name] or "-" for name in columns)]
+        for row in results(ZHU_TABLE1).rows
+    ]
+    head = ["configuration", "microseconds", "over the dense loop", "paper's", "bank conflicts, expected", "measured",
+            "paper's"]  # fmt: skip
+    return f"{_where(ZHU_TABLE1)()}\n\n{table(head, rows)}"
 
 
 @part
@@ -697,13 +691,9 @@ def zhu_pool_figures() -> str:
         figure, _, hidden, batch, steps, density = key
         return f"{figure}: {hidden} x {batch} x {steps}, {float(density):.3g}"
 
-    return if_kept(
-        ZHU_FIGURES,
-        lambda: table(
-            ["figure: hidden x batch x steps, density", *RNN_COLUMNS],
-            recurrent_rows(ZHU_FIGURES, "figure", first=first),
-        ),
-    )
+    rows = recurrent_rows(ZHU_FIGURES, "figure", first=first)
+    head = ["figure: hidden x batch x steps, density", *RNN_COLUMNS]
+    return f"{_where(ZHU_FIGURES)()}\n\n{table(head, rows)}"
 
 
 @part
@@ -712,10 +702,8 @@ def zhu_pool_tables23() -> str:
         table_, cell, hidden, batch, _, density = key
         return f"{table_}: {cell}, {hidden} at {float(density):.3g}, batch {batch}"
 
-    return if_kept(
-        ZHU_TABLES,
-        lambda: table(["table: layer", *RNN_COLUMNS], recurrent_rows(ZHU_TABLES, "table", first=first)),
-    )
+    rows = recurrent_rows(ZHU_TABLES, "table", first=first)
+    return f"{_where(ZHU_TABLES)()}\n\n{table(['table: layer', *RNN_COLUMNS], rows)}"
 
 
 @part
