@@ -17,11 +17,12 @@ which ones are fast.
 2.  **Operate.** A lane gathers its entries' columns, each with one load of up to 16 bytes for all samples of the pack
     (the paper's wide loads). The order of a row's entries, which is the host's affair, decides over bank conflicts.
 3.  **Reduce.** Lanes exchange halves of their samples until each has one, and add those.
-4.  **Gates,** by the lanes that hold the sums; the state goes to the exchange at once, then to the output.
+4.  **Gates,** by the lanes that hold the sums; the state goes to the exchange at once.
+5.  **Output,** of the step before: a share of the columns that were copied, so that neighbouring threads write
+    neighbouring elements. Stores here and there, by who computed them, hold up the exchange in the L2 cache.
 
-With `stages` of 2 copies alternate, so that one barrier of the thread block a step suffices. With 0 there is no copy,
-nor any barrier: a lane waits for the very columns that its entries refer to. That is less to read where a thread block
-has fewer entries than the layer has units. Of a batch of several packs one is exchanged while others are computed.
+With `stages` of 2 copies alternate, so that one barrier of the thread block a step suffices. Of a batch of several
+packs one is exchanged while others are computed.
 
 **Exchange.** With 1, thread blocks look for the data themselves, Lamport's way: each step has a slot of its own, whose
 words are a mark until the states are there (`exchange`). It costs one store and one load through the L2 cache. With 0,
