@@ -441,7 +441,7 @@ def test_doctor_survives_and_names_a_smoke_test_that_crashes(monkeypatch: pytest
 @pytest.mark.timeout(280)
 def test_the_quickstart_runs_the_whole_way(tmp_path: Path) -> None:
     shapes = [key for operator in registry.operators().values() for key in operator.shapes.QUICKSTART]
-    process = started("quickstart", "--trials", "2", "--keep", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    process = started("quickstart", "--trials", "1", "--keep", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
     out, err = process.communicate(timeout=270)
     assert process.returncode == 0, out + err
     assert "correct" in out and out.count(" yes") == len(shapes) and " NO" not in out

@@ -116,7 +116,7 @@ def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("options", [(), ("--master", "--method", "row_balanced")])
+@pytest.mark.parametrize("options", [("--master", "--method", "row_balanced")])
 def test_a_pruned_lstm_is_trained_and_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("torch")
     quick = (sys.executable, EXAMPLES / "pruned_lstm.py", "--quick", *options, "--save", "layers.npz")

@@ -131,8 +131,9 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     wide, large = row > WIDE, most_words(problem) * row > CACHE
     # Large tiles where there are many, with as many loads in flight.
     many = large and not wide
-    # Of one short list of candidates, large tiles, which are few, and a search by few threads.
-    short = bool(candidates_of(problem)) and lists_of(problem)[0] == 1 and most_words(problem) <= SHORT and not wide
+    # Of one short list of candidates for a beam, large tiles, which are few, and a search by few threads.
+    lists, rows = lists_of(problem)
+    short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
     for tile_m in sorted(table["tile_m"], reverse=True):
         teams = in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(

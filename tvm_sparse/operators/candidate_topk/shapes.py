@@ -12,5 +12,5 @@ AWKWARD: tuple[str, ...] = (
 REALISTIC: tuple[str, ...] = (
     "candidate_topk/lists=1,beam=12,vocab=40000,hidden=1000,m=6144,k=12,dtype=float16",
     "candidate_topk/lists=1,beam=48,vocab=40000,hidden=1000,m=6144,k=48",
-    "candidate_topk/lists=10,beam=1,vocab=151936,hidden=4096,m=2048,k=20,dtype=bfloat16",
+    "candidate_topk/lists=10,beam=1,vocab=100352,hidden=1024,m=2048,k=20,dtype=bfloat16",
 )
