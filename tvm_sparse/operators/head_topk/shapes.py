@@ -15,5 +15,5 @@ AWKWARD: tuple[str, ...] = (
 REALISTIC: tuple[str, ...] = (
     "head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16",
     "head_topk/batch=64,vocab=100352,hidden=1024,k=20,dtype=bfloat16",
-    "head_topk/batch=10,vocab=151936,hidden=4096,k=20,dtype=bfloat16,bias=1",
+    "head_topk/batch=10,vocab=151936,hidden=2560,k=20,dtype=bfloat16,bias=1",
 )
