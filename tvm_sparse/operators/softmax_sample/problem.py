@@ -69,8 +69,6 @@ class SoftmaxSample(Problem):
         Argument("values", ("batch", "k"), "float32", "Those of the k best words, descending."),
         Argument("indices", ("batch", "k"), "int64", "These words, in [0, vocab)."),
     )
-    # Other libraries draw other words.
-    peer_outputs: ClassVar[int | None] = 0
     # How a row is read is softmax_topk's: these are what a word may have to be drawn from.
     structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special")
     tuned: ClassVar[str] = SoftmaxTopk.tuned
@@ -276,6 +274,17 @@ class SoftmaxSample(Problem):
             wanted[rows], logprobs[rows] = tokens[rows], values[rows, ranks]
             bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprobs[rows])
         super().agree(inputs, [wanted, logprobs, *expected[2:]], [None, bound, *tolerance[2:]], outputs)
+
+    def admits(self, inputs: Sequence[Any], outputs: Sequence[np.ndarray]) -> bool | None:
+        """Whether all words are among those that the filters leave, which may differ by rounding."""
+        import numpy as np
+
+        indices, values = ranked(self._scores(inputs), self.k), self.reference(inputs)[2]
+        filters = self._filters(inputs)
+        left = reference.kept(
+            np.exp(values), filters.limits(self.k, self.k), filters.top_p + SLACK, filters.min_p - SLACK
+        )
+        return bool(((indices == outputs[0][:, None]) & (np.arange(self.k) < left[:, None])).any(axis=1).all())
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
