@@ -204,7 +204,9 @@ def _number(which: int, value: Any) -> Any:
         number: Any = operator.index(value) if dtype == "int32" else float(value)
     except (TypeError, ValueError, RuntimeError):
         what = "an integer" if dtype == "int32" else "a number"
-        raise TypeError(f"{name}: expected {what} or an array with one for each row, got {type(value).__name__}") from None
+        raise TypeError(
+            f"{name}: expected {what} or an array with one for each row, got {type(value).__name__}"
+        ) from None
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return number
@@ -244,7 +246,7 @@ def _uniforms(seed: Any, offset: int, rows: tuple[int, ...], like: Any, known: F
                 f"seed: expected an integer or an int64 array (batch, 2), got {type(seed).__name__}"
             ) from None
         made = philox.uniforms(key, at, np.arange(math.prod(rows))).reshape(rows)
-    if arrays.is_torch(like):
+    if torch is not None and arrays.is_torch(like):
         return torch.from_numpy(made).to(like.device)
     if known.device == "cuda":
         namespace = getattr(like, "__array_namespace__", lambda: None)()

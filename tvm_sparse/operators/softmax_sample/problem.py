@@ -210,10 +210,9 @@ class SoftmaxSample(Problem):
             return np.broadcast_to(np.asarray(given, dtype), (self.batch,))
 
         kinds = (np.float32, np.int32, np.float32, np.float32)
-        temperature, top_k, top_p, min_p = map(of_rows, inputs[1:5], kinds)
-        floats = (array.astype(np.float64) for array in (temperature, top_p, min_p))
-        temperature, top_p, min_p = floats
-        return reference.Filters(temperature, top_k.astype(np.int64), top_p, min_p)
+        given = list(map(of_rows, inputs[1:5], kinds))
+        temperature, top_p, min_p = (given[i].astype(np.float64) for i in (0, 2, 3))
+        return reference.Filters(temperature, given[1].astype(np.int64), top_p, min_p)
 
     def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
         import numpy as np
