@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template
+from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..softmax_topk.radix_select import radix_select
@@ -32,7 +32,7 @@ def warps(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(problem, kernel(layout, on_gpu(problem)), overlapped=layout.overlapped)
+    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.threads)), overlapped=layout.overlapped)
 
 
 def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -42,7 +42,7 @@ def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(problem, kernel(layout, on_gpu(problem)), overlapped=layout.overlap)
+    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.tiling.threads)), overlapped=layout.overlap)
 
 
 def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -50,7 +50,8 @@ def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .interface import gpu_program
     from .words import on_gpu
 
-    return gpu_program(problem, kernel(problem.best, decisions["threads"], on_gpu(problem)))
+    threads = decisions["threads"]
+    return gpu_program(problem, kernel(problem.best, threads, on_gpu(problem, threads)))
 
 
 def drawing(
@@ -59,6 +60,8 @@ def drawing(
     """A template with the space and the defaults of one of softmax_topk's, for the problem of the k best."""
 
     def space(problem: SoftmaxSample, machine: Machine) -> Table:
+        if problem.whole and base is warp_rows:
+            raise NotApplicable("a warp alone would take long to search the whole row")
         return base.space(problem.best, machine)
 
     def default(problem: SoftmaxSample, machine: Machine) -> Decisions:

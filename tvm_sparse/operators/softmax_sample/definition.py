@@ -97,19 +97,28 @@ def uniform_of(words: tirx.Buffer) -> tirx.PrimExpr:
     return T.Cast("float32", words[0] >> T.uint32(8)) * T.float32(2.0**-24)
 
 
-def draw(n: int) -> Callable[..., Any]:
-    """A word by its chances, which descend; the phase is (s, top_p, min_p, uniform).
-
-    Reads: `chance`, `limit` (at most n).
-    Writes: `place`, `left`; scratch is `total`, `sum`.
-    """
+def sum_up(n: int) -> Callable[..., Any]:
+    """All that counts of the first n words; the phase is (s). Reads: `chance`, `limit`. Writes: `total`."""
 
     @T.inline
-    def phase(s, top_p, min_p, uniform):
+    def phase(s):
         s.total[0] = T.float32(0)
         for i in range(n):
             if i < s.limit[0]:
                 s.total[0] = s.total[0] + s.chance[i]
+
+    return phase
+
+
+def cut(n: int) -> Callable[..., Any]:
+    """How many of the first n words are left; the phase is (s, top_p, min_p).
+
+    Reads: `chance`, `limit`, `total`.
+    Writes: `left`, and `sum`, their chances.
+    """
+
+    @T.inline
+    def phase(s, top_p, min_p):
         s.sum[0] = T.float32(0)
         s.left[0] = 0
         for i in range(n):
@@ -119,6 +128,19 @@ def draw(n: int) -> Callable[..., Any]:
             ):
                 s.sum[0] = s.sum[0] + s.chance[i]
                 s.left[0] = i + 1
+
+    return phase
+
+
+def take(n: int) -> Callable[..., Any]:
+    """Which of the first n words is drawn; the phase is (s, uniform).
+
+    Reads: `chance`, `left`, `sum`.
+    Writes: `place`, which is `left` if their chances do not reach the uniform number's share of `sum`; `total`.
+    """
+
+    @T.inline
+    def phase(s, uniform):
         s.total[0] = clamped(uniform) * s.sum[0]
         s.sum[0] = T.float32(0)
         s.place[0] = 0
@@ -127,6 +149,23 @@ def draw(n: int) -> Callable[..., Any]:
                 s.sum[0] = s.sum[0] + s.chance[i]
                 if s.sum[0] <= s.total[0]:
                     s.place[0] = i + 1
+
+    return phase
+
+
+def draw(n: int) -> Callable[..., Any]:
+    """One of the first n words, by chances that descend; the phase is (s, top_p, min_p, uniform).
+
+    Reads: `chance`, `limit`.
+    Writes: `place`, and what the steps write.
+    """
+    summed, left, taken = sum_up(n), cut(n), take(n)
+
+    @T.inline
+    def phase(s, top_p, min_p, uniform):
+        summed(s)
+        left(s, top_p, min_p)
+        taken(s, uniform)
         s.place[0] = T.min(s.place[0], s.left[0] - 1)
 
     return phase

@@ -36,7 +36,8 @@ class SoftmaxSample(Problem):
 
     `k` bounds top_k, and is how many of the best words are written. Extras, absent by default: `bias` = 1 for a row
     that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of each row;
-    `seeded` = 1 for a seed and an offset of each row in the place of its uniform number.
+    `seeded` = 1 for a seed and an offset of each row in the place of its uniform number; `whole` = 1 if a word may be
+    drawn from the whole row, where top_k is 0 or less.
     """
 
     batch: int
@@ -46,13 +47,14 @@ class SoftmaxSample(Problem):
     bias: int = field(default=0, metadata=OPTIONAL)
     per_row: int = field(default=0, metadata=OPTIONAL)
     seeded: int = field(default=0, metadata=OPTIONAL)
+    whole: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax_sample"
     batch_axis: ClassVar[str] = "batch"
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
         Argument("temperature", (), "float32", "Divides logits + bias; greedy below 1e-5.", when="shared"),
-        Argument("top_k", (), "int32", "How many words count, at most k; all k if it is 0 or less.", when="shared"),
+        Argument("top_k", (), "int32", "How many words count, at most k; 0: all k, or all of `whole`.", when="shared"),
         Argument("top_p", (), "float32", "Share of their probability that is left.", when="shared"),
         Argument("min_p", (), "float32", "Least probability, as a share of the best word's.", when="shared"),
         Argument("temperatures", ("batch",), "float32", "The same of each row.", when="per_row"),
@@ -86,9 +88,11 @@ class SoftmaxSample(Problem):
         _ = self.best  # its axes are checked as those of softmax_topk
         if self.k > MAX_K:
             raise ProblemError(f"softmax_sample: k must be at most {MAX_K}, got {self.k}")
-        for name in ("per_row", "seeded"):
+        for name in ("per_row", "seeded", "whole"):
             if self.axes[name] not in (0, 1):
                 raise ProblemError(f"softmax_sample: {name} must be 0 or 1, got {self.axes[name]!r}")
+        if self.whole and self.k == self.vocab:
+            raise ProblemError(f"softmax_sample: whole is for a k below vocab, got k={self.k}, which is all")
 
     @functools.cached_property
     def best(self) -> SoftmaxTopk:
@@ -98,13 +102,18 @@ class SoftmaxSample(Problem):
         except ProblemError as error:
             raise ProblemError(str(error).replace("softmax_topk", self.operator)) from None
 
+    @property
+    def words(self) -> int:
+        """How many of the best words one may be drawn from, where top_k does not bound it."""
+        return self.vocab if self.whole else self.k
+
     def extent(self, name: str | int) -> int:
         if name == "shared":
             return 1 - self.per_row
         return 1 - self.seeded if name == "given" else super().extent(name)
 
     def definition(self) -> tirx.PrimFunc:
-        """Algorithm 4 of `softmax_topk` as written, then a word drawn of the k best, one row after another."""
+        """Algorithm 4 of `softmax_topk` as written, then a word drawn of the best, one row after another."""
         from tvm.script import tirx as T
 
         from tvm_sparse.operators.softmax_topk import definition as topk
@@ -112,8 +121,8 @@ class SoftmaxSample(Problem):
         from . import definition
 
         vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), bool(self.seeded)
-        with_bias = bool(self.bias)
-        take, draw = topk.take(k), definition.draw(k)
+        with_bias, n = bool(self.bias), self.words
+        take, draw = topk.take(n), definition.draw(n)
 
         # fmt: off
         @T.prim_func(s_tir=True)
@@ -142,14 +151,14 @@ class SoftmaxSample(Problem):
                     row = T.axis.spatial(batch, b)
                     T.reads(X[row, 0:vocab])
                     T.writes(tokens[row], logprobs[row], V[row, 0:k], Z[row, 0:k])
-                    s = T.meta_var(topk.Best.alloc(k))
-                    d = T.meta_var(definition.Draw.alloc(k))
+                    s = T.meta_var(topk.Best.alloc(n))
+                    d = T.meta_var(definition.Draw.alloc(n))
                     own_temperature = T.meta_var(temperatures[row] if per_row else temperature)
                     own_top_k = T.meta_var(top_ks[row] if per_row else top_k)
                     own_top_p = T.meta_var(top_ps[row] if per_row else top_p)
                     own_min_p = T.meta_var(min_ps[row] if per_row else min_p)
                     d.scale[0] = definition.inverse(own_temperature)
-                    d.limit[0] = definition.limit_of(own_temperature, own_top_k, k, k)
+                    d.limit[0] = definition.limit_of(own_temperature, own_top_k, k, n)
                     topk.begin(s)
                     for j in range(vocab):
                         s.x[0] = T.Cast("float32", X[row, j])
@@ -159,14 +168,15 @@ class SoftmaxSample(Problem):
                     for i in range(k):
                         Z[row, i] = s.p[i]
                         topk.write(V, [row, i], s, s.u[i], d.scale[0], 1)
-                        d.chance[i] = T.exp(V[row, i])
+                    for i in range(n):
+                        topk.write(d.chance, [i], s, s.u[i], d.scale[0], 0)
                     if seeded:
                         definition.philox(d.words, d.high, d.key, seeds[row, 0], seeds[row, 1])
                         draw(d, own_top_p, own_min_p, definition.uniform_of(d.words))
                     else:
                         draw(d, own_top_p, own_min_p, U[row])
-                    tokens[row] = T.Cast("int32", Z[row, d.place[0]])
-                    logprobs[row] = V[row, d.place[0]]
+                    tokens[row] = T.Cast("int32", s.p[d.place[0]])
+                    topk.write(logprobs, [row], s, s.u[d.place[0]], d.scale[0], 1)
         # fmt: on
         return self.trimmed(main)
 
@@ -221,22 +231,30 @@ class SoftmaxSample(Problem):
         uniform = philox.uniforms(numbers[:, 0], numbers[:, 1]) if self.seeded else np.asarray(numbers)
         return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
 
+    def _ranked(self, inputs: Sequence[Any], n: int, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Of all rows or some: the n best words, and their log-probabilities."""
+        import numpy as np
+
+        scores, scale = self._scores(inputs), self._filters(inputs).scale
+        if rows is not None:
+            scores, scale = scores[rows], scale[rows]
+        indices = ranked(scores, n)
+        values = [
+            normalised(row[None], row[None, best], factor, 1)[0][0]
+            for row, best, factor in zip(scores, indices, scale, strict=True)
+        ]
+        return indices, np.stack(values)
+
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         import numpy as np
 
-        scores, filters = self._scores(inputs), self._filters(inputs)
-        indices = ranked(scores, self.k)
-        values = np.stack(
-            [
-                normalised(row[None], row[None, best], scale, 1)[0][0]
-                for row, best, scale in zip(scores, indices, filters.scale, strict=True)
-            ]
-        )
+        filters = self._filters(inputs)
+        indices, values = self._ranked(inputs, self.words)
         chances = np.exp(values)
-        left = reference.kept(chances, filters.limits(self.k, self.k), filters.top_p, filters.min_p)
+        left = reference.kept(chances, filters.limits(self.k, self.words), filters.top_p, filters.min_p)
         place = reference.drawn(chances, left, self._uniforms(inputs))[:, None]
         tokens, logprobs = (np.take_along_axis(array, place, axis=1)[:, 0] for array in (indices, values))
-        return [tokens.astype(np.int32), logprobs, values, indices]
+        return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """Equal indices, as the order is total; log-probabilities within float32 rounding; for tokens see `agree`."""
@@ -260,30 +278,28 @@ class SoftmaxSample(Problem):
 
         tokens, logprobs = np.asarray(outputs[0]), np.asarray(expected[1]).copy()
         wanted, bound = np.asarray(expected[0]).copy(), np.asarray(tolerance[1]).copy()
-        values, indices = expected[2], expected[3]
-        filters, uniform = self._filters(inputs), self._uniforms(inputs)
-        at = indices == tokens[:, None]
-        rows = np.flatnonzero((tokens != wanted) & at.any(axis=1) & np.isfinite(values[:, 0]))
+        rows = np.flatnonzero((tokens != wanted) & np.isfinite(expected[2][:, 0]))
         if len(rows):
-            ranks, some = at[rows].argmax(axis=1), filters.rows(rows)
-            limits = some.limits(self.k, self.k)
-            chances = np.where(np.arange(self.k) < limits[:, None], np.exp(values[rows]), 0)
-            good = (ranks < limits) & reference.possible(chances, ranks, some, limits, uniform[rows], SLACK)
-            rows, ranks = rows[good], ranks[good]
-            wanted[rows], logprobs[rows] = tokens[rows], values[rows, ranks]
-            bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprobs[rows])
+            filters = self._filters(inputs).rows(rows)
+            indices, values = self._ranked(inputs, self.words, rows)
+            at, limits = indices == tokens[rows, None], filters.limits(self.k, self.words)
+            ranks, chances = at.argmax(axis=1), np.where(np.arange(self.words) < limits[:, None], np.exp(values), 0)
+            good = at.any(axis=1) & (ranks < limits)
+            good &= reference.possible(chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK)
+            rows, logprob = rows[good], values[good, ranks[good]]
+            wanted[rows], logprobs[rows] = tokens[rows], logprob
+            bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprob)
         super().agree(inputs, [wanted, logprobs, *expected[2:]], [None, bound, *tolerance[2:]], outputs)
 
     def admits(self, inputs: Sequence[Any], outputs: Sequence[np.ndarray]) -> bool | None:
         """Whether all words are among those that the filters leave, which may differ by rounding."""
         import numpy as np
 
-        indices, values = ranked(self._scores(inputs), self.k), self.reference(inputs)[2]
+        indices, values = self._ranked(inputs, self.words)
         filters = self._filters(inputs)
-        left = reference.kept(
-            np.exp(values), filters.limits(self.k, self.k), filters.top_p + SLACK, filters.min_p - SLACK
-        )
-        return bool(((indices == outputs[0][:, None]) & (np.arange(self.k) < left[:, None])).any(axis=1).all())
+        limits = filters.limits(self.k, self.words)
+        left = reference.kept(np.exp(values), limits, filters.top_p + SLACK, filters.min_p - SLACK)
+        return bool(((indices == outputs[0][:, None]) & (np.arange(self.words) < left[:, None])).any(axis=1).all())
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
