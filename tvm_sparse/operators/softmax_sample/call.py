@@ -25,12 +25,12 @@ from .problem import MAX_K, SoftmaxSample
 
 # How many of the best words a kernel keeps: top_k is rounded up, so that a new one seldom takes another kernel.
 WIDTHS = (8, 32, 64, 128, 256, 512, MAX_K)
-# The largest that an array `top_k` has, where nothing is said of it.
-MAX_TOP_K = 128
+# How many are kept where nothing is said of top_k: most nuclei are smaller.
+UNSAID = 128
 # What numbers may be, and what else arrays of them are; top_k is known by being the one of integers.
 FILTERS = (
     ("temperature", "float32", lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
-    ("top_k", "int32", lambda x: 1 <= x <= MAX_K, f"1 <= top_k <= {MAX_K}"),
+    ("top_k", "int32", lambda x: x >= 1, "an integer of at least 1, or None"),
     ("top_p", "float32", lambda x: 0 < x <= 1, "a number in (0, 1]"),
     ("min_p", "float32", lambda x: 0 <= x <= 1, "a number in [0, 1]"),
 )
@@ -40,7 +40,7 @@ def softmax_sample(
     logits: Any,
     *,
     temperature: Any = 1.0,
-    top_k: Any,
+    top_k: Any = None,
     top_p: Any = 1.0,
     min_p: Any = 0.0,
     bias: Any = None,
@@ -59,8 +59,12 @@ def softmax_sample(
         i <= top_k,    S_(i-1) < top_p * S_(top_k),    p(w_i) >= min_p * p(w_1),
 
     which is a prefix w_1 ... w_n of them, never empty. The token is w_j with the least j for which S_j > u * S_n, u
-    being the row's uniform number: each word that is left comes with the share of its probability. One pass over the
-    logits and one kernel; of the same inputs always the same token.
+    being the row's uniform number: each word that is left comes with the share of its probability. One kernel, which
+    gives the same token for the same inputs.
+
+    With a top_k that is one pass over the logits, at little more than what `softmax_topk` costs. Without one it is as
+    long as the token and the bounds of top-p and min-p are found among the 128 best words, as they are of peaked
+    distributions. Rows of which that does not hold are read again, five to ten times, from the L2 cache.
 
     Parameters
     ----------
@@ -71,7 +75,8 @@ def softmax_sample(
         A number of at least 0, or `(batch,)` float32. Below 1e-5 the row is greedy, as in vLLM: its token is w_1, and
         its log-probabilities are those at a temperature of 1.
     top_k
-        A number from 1 to 1024, or `(batch,)` int32. Numbers above vocab are vocab.
+        A number from 1 to 1024, or one of at least vocab, or None, which leave all words; or `(batch,)` int32, where 0
+        or less leaves all words.
     top_p
         A number in (0, 1], or `(batch,)` float32; 1 leaves all words.
     min_p
@@ -87,10 +92,10 @@ def softmax_sample(
         then do not depend on where in the batch it is, and a CUDA graph draws anew when the array changes.
         Without any of the three, u comes from torch's or NumPy's own generator.
     max_top_k
-        With an array `top_k`: the largest that it has, 128 by default. Larger ones are taken as this one, and those of
-        0 or less too.
+        With an array `top_k`: the largest number below vocab that it has, 128 by default and at most 1024. Larger ones
+        are taken as this one.
     best
-        How many of the best words are wanted beside the token: at most top_k.
+        How many of the best words are wanted beside the token: at most top_k, or max_top_k, or 128 if top_k is None.
     out
         `(tokens, logprobs)` to write into: contiguous, on the device of `logits`.
 
@@ -117,7 +122,8 @@ def softmax_sample(
     RuntimeError
         If `logits` requires a gradient: there is none of a token.
 
-    When not to use it: where scores are changed word by word of each row before (repetition penalties, grammars), which
+    When not to use it: for flat distributions without top_k, which torch.multinomial, or adding Gumbel noise to logits
+    before their largest is taken, draw from faster; where scores are changed word by word of each row before (repetition penalties, grammars), which
     is a pass of its own; and for more than one token a row.
 
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
@@ -151,7 +157,7 @@ def softmax_sample(
         raise ValueError(f"logits: expected at least one word, got shape {known.shape}")
     if uniforms is not None and seed is not None:
         raise ValueError("uniforms: expected these or a seed, got both")
-    width, most = _width(None if own[1] else filters[1], max_top_k, vocab)
+    width, most, whole = _width(None if own[1] else filters[1], max_top_k, vocab)
     if not 0 <= operator.index(best) <= most:
         raise ValueError(f"best: expected at most the {most} words that top_k leaves, got {best}")
     batch, rows = math.prod(leading), tuple(leading)
@@ -180,7 +186,8 @@ def softmax_sample(
     kept = (("values", (*rows, width), "float32"), ("indices", (*rows, width), "int64"))
     outputs = outputs_for(out, wanted, logits, known) + outputs_for(None, kept, logits, known)
     if batch and not arrays.is_fake(logits):
-        problem = SoftmaxSample(batch, vocab, width, known.dtype, len(extras), int(any(own)), int(seeded))
+        axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": int(seeded), "whole": int(whole)}
+        problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
         function = dispatcher.kernel(problem, machine_of("logits", known)).function
         ready = arrays.reshaped(arrays.ready("logits", logits, known), (batch, vocab))
         flat = [
@@ -198,6 +205,8 @@ def softmax_sample(
 def _number(which: int, value: Any) -> Any:
     """A filter that is one number for all rows, checked."""
     name, dtype, fits, wanted = FILTERS[which]
+    if value is None and name == "top_k":
+        return 0
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -212,16 +221,25 @@ def _number(which: int, value: Any) -> Any:
     return number
 
 
-def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int]:
-    """How many of the best words the kernel keeps, and how many may be left."""
+def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
+    """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
+
+    `top_k` is None for an array, and 0 for none.
+    """
+    most = UNSAID
     if top_k is not None and max_top_k is not None:
-        raise ValueError("max_top_k: comes with an array top_k, and top_k is a number")
-    most = top_k
-    if most is None:
-        most = MAX_TOP_K if max_top_k is None else operator.index(max_top_k)
+        raise ValueError("max_top_k: comes with an array top_k, and top_k is none")
+    if max_top_k is not None:
+        most = operator.index(max_top_k)
         if not 1 <= most <= MAX_K:
             raise ValueError(f"max_top_k: expected 1 <= max_top_k <= {MAX_K}, got {max_top_k}")
-    return width_of(most, vocab), min(most, vocab)
+    bounded = top_k is not None and 0 < top_k < vocab
+    if bounded:
+        most = top_k or 0
+        if most > MAX_K:
+            raise ValueError(f"top_k: expected at most {MAX_K}, or all {vocab} words, got {top_k}")
+    width = width_of(most, vocab)
+    return width, min(most, vocab), width < vocab and not bounded
 
 
 def width_of(top_k: int, vocab: int) -> int:

@@ -19,11 +19,12 @@ def _given(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> tuple[
 
     if problem.bias:
         raise NotImplementedError("compared without bias only")
+    words = problem.words
     columns = [
         (torch_tensor(one, device) if problem.per_row else torch.full((problem.batch,), one, device=device))[:, None]
         for one in inputs[1:5]
     ]
-    columns[1] = torch.where(columns[1] <= 0, problem.k, columns[1].clamp(max=problem.k)).long()
+    columns[1] = torch.where(columns[1] <= 0, words, columns[1].clamp(max=problem.k)).long()
     # Greedy rows as one word that is left.
     columns[1] = torch.where(columns[0] < 1e-5, 1, columns[1])
     columns[0] = torch.where(columns[0] < 1e-5, 1.0, columns[0]).float()
@@ -56,6 +57,8 @@ def _torch_sort(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> C
 def _torch_topk(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> Call:
     import torch
 
+    if problem.whole:
+        raise NotImplementedError("compared with a top_k only")
     logits, temperature, *filters = _given(problem, inputs, device)
 
     def call() -> Any:
@@ -82,15 +85,22 @@ def _flashinfer(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> C
 
 
 def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
-    logits, *filters, numbers = map(convert, inputs)
+    import numpy as np
+
+    given = list(inputs)
+    if not problem.whole:  # in calls a top_k of 0 is all words
+        given[2] = np.where(given[2] > 0, given[2], np.int32(problem.k)) if problem.per_row else given[2] or problem.k
+    logits, *filters, numbers = map(convert, given)
     bias = filters.pop() if problem.bias else None
     options = dict(zip((name for name, *_ in FILTERS), filters, strict=True))
     options |= {"seed" if problem.seeded else "uniforms": numbers, "bias": bias, "best": problem.k}
     if problem.per_row:
         options["max_top_k"] = problem.k
-    elif filters[1] < 1:
-        options["top_k"] = problem.k
-    return lambda: softmax_sample(logits, **options), dataclasses.replace(problem, k=width_of(problem.k, problem.vocab))
+    else:
+        options["top_k"] = int(filters[1]) or None
+    width = width_of(problem.k, problem.vocab)
+    whole = int(bool(problem.whole or problem.per_row) and width < problem.vocab)  # an array may say anything
+    return lambda: softmax_sample(logits, **options), dataclasses.replace(problem, k=width, whole=whole)
 
 
 PEERS = (

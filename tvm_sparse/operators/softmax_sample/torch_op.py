@@ -45,7 +45,7 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 _OPERATOR = custom.define(
-    "softmax_sample(Tensor logits, float[] numbers, int top_k, Tensor?[] own, Tensor? bias, Tensor? uniforms,"
+    "softmax_sample(Tensor logits, float[] numbers, int? top_k, Tensor?[] own, Tensor? bias, Tensor? uniforms,"
     " Tensor? seeds, int? seed, int offset, int? max_top_k, int best) -> Tensor[]",
     _call,
     _batched,
@@ -57,7 +57,7 @@ def softmax_sample(
     logits: Any,
     *,
     temperature: Any = 1.0,
-    top_k: Any,
+    top_k: Any = None,
     top_p: Any = 1.0,
     min_p: Any = 0.0,
     bias: Any = None,
