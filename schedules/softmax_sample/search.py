@@ -1,4 +1,4 @@
-"""A word of a whole row, where the k best do not decide: weighted radix selection, as of `device.selection` by counts.
+"""A word of a whole row, where the k best do not decide: weighted radix selection.
 
 Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`bits`. Sums of
 these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads. A word
@@ -9,8 +9,8 @@ masses over a digit of the words' order bits tells which digit it has. That is d
 share of the row's mass, and once for the word, where it is the uniform number's share of what is left. A search ends
 with a group of equal words, of which one more pass finds the right one by its column.
 
-Phases are called with (io, row, t, s): as `Ending.finish`, with the state of the search. They are made for a *crew*: the
-threads of a block, or the one of a CPU.
+Phases are called with (io, row, t, s): as `Ending.finish`, with the state of the search. They are made for a *crew*:
+the threads of a block, or the one of a CPU.
 """
 
 from __future__ import annotations
@@ -250,25 +250,24 @@ def locate(crew: Crew, vocab: int, digits: int) -> Callable[..., Any]:
         crew.meet()
         take_digit(s)
         for digit in T.serial(digits - 1):
-            if s.found[COUNT] == T.uint64(1):
-                break
-            s.shift[0] = T.Cast("uint32", 32 - 2 * RADIX_BITS - digit * RADIX_BITS)
-            cleared(s, t, OTHERS)
-            crew.meet()
-            for j in T.serial(steps):
-                loaded(io, row, t, s, j)
-                for u in T.unroll(LOADS):
-                    s.bits[0] = order_bits(s.x[u])
-                    if (s.bits[0] ^ s.prefix[0]) & s.mask[0] == T.uint32(0):
-                        weighed(s, s.x[u])
-                        if s.mass[0] > T.uint64(0):
-                            s.bits[0] = (s.bits[0] >> s.shift[0]) & T.uint32(RADIX_BINS - 1)
-                            crew.add(s, OTHERS + T.Cast("int32", s.bits[0]))
-                            crew.count(s, OTHERS + T.Cast("int32", s.bits[0]))
-            crew.meet()
-            crew.find(s, t, OTHERS)
-            crew.meet()
-            take_digit(s)
+            if s.found[COUNT] > T.uint64(1):
+                s.shift[0] = T.Cast("uint32", 32 - 2 * RADIX_BITS - digit * RADIX_BITS)
+                cleared(s, t, OTHERS)
+                crew.meet()
+                for j in T.serial(steps):
+                    loaded(io, row, t, s, j)
+                    for u in T.unroll(LOADS):
+                        s.bits[0] = order_bits(s.x[u])
+                        if (s.bits[0] ^ s.prefix[0]) & s.mask[0] == T.uint32(0):
+                            weighed(s, s.x[u])
+                            if s.mass[0] > T.uint64(0):
+                                s.bits[0] = (s.bits[0] >> s.shift[0]) & T.uint32(RADIX_BINS - 1)
+                                crew.add(s, OTHERS + T.Cast("int32", s.bits[0]))
+                                crew.count(s, OTHERS + T.Cast("int32", s.bits[0]))
+                crew.meet()
+                crew.find(s, t, OTHERS)
+                crew.meet()
+                take_digit(s)
 
     return phase
 
@@ -292,7 +291,8 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, t, s):
-        s.rank[0] = (s.need[0] - s.above[0] - T.uint64(1)) // (s.found[MASS] // s.found[COUNT])
+        s.rank[0] = T.truncdiv(
+            s.need[0] - s.above[0] - T.uint64(1), T.truncdiv(s.found[MASS], s.found[COUNT]))
         crew.meet()
         cleared(s, t, OTHERS)
         crew.meet()
@@ -345,8 +345,9 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
             s.need[0] = T.max(T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.sums[0]))), T.uint64(1))
             located(io, row, t, s)
             # Up to the last of the group's words that is left.
-            s.mass[0] = s.found[MASS] // s.found[COUNT]
-            s.left[0] = s.above[0] + (s.need[0] - s.above[0] + s.mass[0] - T.uint64(1)) // s.mass[0] * s.mass[0]
+            s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
+            s.left[0] = s.above[0] + T.truncdiv(
+                s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
         s.left[0] = T.min(s.left[0], s.sums[1])
         s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
         located(io, row, t, s)
