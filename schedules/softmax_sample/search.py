@@ -340,17 +340,22 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         s.best[0] = best
         s.least[0] = min_p
         summed(io, row, t, s)
-        s.left[0] = s.sums[0]
-        if top_p < T.float32(1):
-            s.need[0] = T.max(T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.sums[0]))), T.uint64(1))
-            located(io, row, t, s)
-            # Up to the last of the group's words that is left.
-            s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
-            s.left[0] = s.above[0] + T.truncdiv(
-                s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
-        s.left[0] = T.min(s.left[0], s.sums[1])
-        s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
-        located(io, row, t, s)
+        s.left[0] = s.sums[1]
+        # First how much is left, if top-p has a say; then the word.
+        for turn in T.serial(2):
+            if turn == 1 or top_p < T.float32(1):
+                if turn == 1:
+                    s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
+                else:
+                    s.need[0] = T.max(
+                        T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.sums[0]))), T.uint64(1))
+                located(io, row, t, s)
+                if turn == 0:
+                    # Up to the last of the group's words that is left.
+                    s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
+                    s.mass[0] = s.above[0] + T.truncdiv(
+                        s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
+                    s.left[0] = T.min(s.left[0], s.mass[0])
         picked(io, row, t, s)
 
     return phase
