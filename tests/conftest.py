@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which looks for groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent = pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none")
     alone = pytest.mark.xdist_group("gpu") if machine.gpu() else absent
