@@ -21,6 +21,7 @@ from tvm import tirx
 from tvm.ir import Call
 
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
+from tvm_sparse.bench import measure
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
@@ -452,6 +453,9 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
     for number, candidate in enumerate(sampled(template, problem, machine, 2)):
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources is None
+        if candidate == spaces.fallback(problem, machine):  # so it is looked at before it is timed, with guards around
+            known = {"library": compiled.path, "workspaces": compiled.workspaces, "seed": 0, "check_only": True}
+            assert measure.handle({"problem": problem.key, "kind": "llvm", **known}) == {"seconds": []}
         call = on_llvm(tvm.runtime.load_module(compiled.path)["main"])
         program = template.build(problem, candidate.values)
         for seed, structure in enumerate(problem.structures):

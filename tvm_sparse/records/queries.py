@@ -17,8 +17,10 @@ def recorded_archs(roots: Sequence[Path], operators: Iterable[str]) -> list[str]
     return sorted({path.parent.name for root in roots for name in operators for path in root.glob(f"*/{name}")})
 
 
-def best_records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str, Any]]]:
-    """The best record of each problem for `arch`, with its figures; later folders win.
+def best_records(
+    roots: Sequence[Path], arch: str, operators: Iterable[str] | None = None
+) -> dict[str, tuple[Best, dict[str, Any]]]:
+    """The best record of each problem for `arch`, with its figures; later folders win. Of all operators, or of some.
 
     Records whose template has gone or has another version now are left out: their decisions mean another program.
     So are those whose problem cannot be read: their operator had other axes.
@@ -26,10 +28,10 @@ def best_records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict
     current = {template.name: template.version for template in spaces.templates()}
     found: dict[str, tuple[Best, dict[str, Any]]] = {}
     for root in roots:
-        for operator in registry.operators():
+        for operator in registry.operators() if operators is None else operators:
             log = Log(root, arch, operator)
             best = log.best()
-            sessions = {session.id: session for session in log.read().sessions} if best else {}
+            sessions = log.sessions() if best else {}
             for key, record in best.items():
                 if current.get(record.candidate.template) != record.candidate.version:
                     continue
