@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from filelock import FileLock
 
 from .codec import UNREADABLE, decode, encode
 from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, operator_of
+
+_SESSION = re.compile(rb'"kind"\s*:\s*"session"')
 
 LOCK_SECONDS = 60.0
 """How long an append waits for another one. An append takes milliseconds: a longer wait means that
@@ -105,6 +108,11 @@ class Log:
         """Read ``trials.jsonl``; a bad line is skipped and named, and never raises."""
         return self._read(self.trials_path, (Trial, Session))
 
+    def sessions(self) -> dict[str, Session]:
+        """The sessions in ``trials.jsonl`` by their id; what else it holds, which is nearly all, is not decoded."""
+        found = self._read(self.trials_path, (Session,), _SESSION).sessions
+        return {session.id: session for session in found}
+
     def read_best(self) -> Contents:
         """Read ``best.jsonl``: every ranking in `Contents.bests`, and the lines skipped."""
         return self._read(self.best_path, (Best,))
@@ -122,7 +130,7 @@ class Log:
         if records:
             _append_lines(path, [encode(record) for record in records])
 
-    def _read(self, path: Path, types: tuple[type[Record], ...]) -> Contents:
+    def _read(self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] = re.compile(b"")) -> Contents:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -138,6 +146,8 @@ class Log:
         records: list[Record] = []
         skipped: list[Skipped] = []
         for number, line in enumerate(lines, start=1):
+            if not only.search(line):
+                continue
             try:
                 record = decode(line, kinds)
                 self._check_place(record)
