@@ -288,7 +288,7 @@ def test_export_describes_what_it_wrote(exported: tuple[Path, Path]) -> None:
         assert found.sha256 == manifest.digest(folder / found.library)
         assert found.figures == {
             "arch": ARCH, "problem": found.problem, "seconds": 1e-6, "fallback_seconds": 2e-6, "session": "s1",
-            "machine": "a machine",            "date": "2026-01-02T03:04:05Z",
+            "machine": "a machine", "date": "2026-01-02T03:04:05Z",
         }  # fmt: skip
         problem = parse(found.problem)
         inputs, outputs = problem.generate(random.randrange(2**32)), problem.empty_outputs()
