@@ -61,8 +61,7 @@ def export(
         if operator is not None:
             registry.find(operator)
         where = machine.resolve(target)
-        if where.kind == "cuda":
-            require("cuda")
+        require("compiler", *(["cuda"] if where.kind == "cuda" else []))
         roots = default_roots(logs)
         problems = shape_files.read(shapes) if shapes is not None else None
         asked = problems if problems is not None else map(parse, best_records(roots, where.arch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +58,26 @@ def export(
             " (--shapes FILE)" + (f". There are records for {', '.join(others)}" if others else "")
         )
     entries = build(jobs, machine, folder, builders=builders, show=show)
-    before: set[str] = set()
-    if (folder / manifest.NAME).exists():
-        with contextlib.suppress(ManifestError):  # of another version
-            before = {entry.library for entry in manifest.read(folder)}
+    before = held(folder)
     manifest.write(folder, entries)
+    remove_stale(folder, entries, before)
+    return entries
+
+
+def held(folder: Path) -> set[str]:
+    """The libraries that a folder's manifest names, if it has one that can be read."""
+    with contextlib.suppress(ManifestError):  # none, or of another version
+        return {entry.library for entry in manifest.read(folder)}
+    return set()
+
+
+def remove_stale(folder: Path, entries: Iterable[Entry], before: Collection[str] = ()) -> None:
+    """Remove exported libraries that are none of these entries': by their names, and those that were named `before`."""
     named = {entry.library for entry in entries}
     ours = re.compile(rf"({'|'.join(registry.operators())})-[0-9a-f]{{16}}\.so")
     for path in folder.iterdir():
         if (path.name in before or ours.fullmatch(path.name)) and path.name not in named:
             path.unlink()
-    return entries
 
 
 def planned(
