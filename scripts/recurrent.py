@@ -8,10 +8,11 @@ one CUDA graph: the dense product (cuBLAS) and the sparse one (cuSPARSE).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,7 +328,24 @@ def of_blocks(drawn: Drawn, dtype: str) -> Call:
 def ours_with_product(drawn: Drawn, dtype: str) -> Call:
     one, x = drawn.layers[dtype], drawn.of("x", dtype)
     weight, bias_ih, bias_hh = (drawn.of(name, dtype) for name in ("weight_ih", "bias_ih", "bias_hh"))
-    return lambda: one(one.project_inputs(x, weight, bias_ih, bias_hh))[0]
+
+    def call() -> torch.Tensor:
+        with as_cudnn():
+            projected = one.project_inputs(x, weight, bias_ih, bias_hh)
+        return one(projected)[0]
+
+    return call
+
+
+@contextlib.contextmanager
+def as_cudnn() -> Iterator[None]:
+    """Products of float32 in TF32 where cuDNN's layers are allowed it, as they are by default."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def prepared(make_call: Callable[[], Call]) -> Call:

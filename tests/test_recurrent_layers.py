@@ -6,6 +6,8 @@ import copy
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -724,3 +726,20 @@ def test_weights_on_the_gpu_are_prepared() -> None:
         )
     with pytest.raises(ValueError, match="lengths: expected an array on the host or beside x_projected"):
         layer(torch.zeros(2, 1, 120), lengths=torch.ones(1, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_persistent_kernels_beside_other_processes_and_a_busy_stream() -> None:
+    """All their thread blocks are resident at the same time, whoever else wants the GPU: nothing waits for ever."""
+    command = [sys.executable, str(Path(__file__).with_name("recurrent_child.py"))]
+    subprocess.run([*command, "0"], check=True, timeout=120, stdout=subprocess.DEVNULL)  # builds the kernels
+    together = [subprocess.Popen([*command, "4"], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    try:
+        for process in together:
+            printed, _ = process.communicate(timeout=120)
+            assert process.returncode == 0
+            calls = dict(line.split() for line in printed.splitlines())
+            assert set(calls) == {"rows", "cluster", "tiles"} and min(map(int, calls.values())) >= 5
+    finally:
+        for process in together:
+            process.kill()

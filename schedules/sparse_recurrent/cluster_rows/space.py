@@ -118,8 +118,8 @@ class ClusterExtents(Extents):
         rest = range(first, self.registers, BATCHED)
         return ((0, first), *((at, min(BATCHED, self.registers - at)) for at in rest))
 
-    def held_with(self, words: int) -> int:
-        return super().held_with(words) + 4 + self.sends + 4 * self.units
+    def held_in(self, form: str) -> int:
+        return super().held_in(form) + 4 + self.sends + 4 * self.units
 
     @classmethod
     def of(cls, problem: SparseRecurrent, decisions: Decisions) -> ClusterExtents:

@@ -20,19 +20,21 @@ WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one 
 # cache, more share the weights.
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
-THREADS = (128, 256, 384, 512, 768, 1024)
+THREADS = (128, 256, 384, 512, 576, 640, 768, 1024)
 # Of the shapes that were measured on an H200 each was fastest with so many, or nearly: each further warp polls and
-# waits. With the second where the first would take more than one round to copy the hidden states, and for long rows of
-# float32.
-USUAL_THREADS = (256, 512)
+# waits. With the first; with the least of the others that gives each group one unit where the first would take more
+# than one round to copy the hidden states, and for long rows of float32.
+USUAL_THREADS, MORE_THREADS = 256, (512, 576, 640)
 # Entries of a row from which on whole warps were fastest.
 WHOLE_WARPS = 128
 LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
-REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
 SHARED = (0, 4, 8, 16, 32, 64)
-# Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates).
-BESIDES = 40
+# Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates): with
+# fewer the compiler spilled.
+BESIDES = 8
+QUARTERS = 4  # of a multiprocessor, each with its own registers
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
@@ -215,22 +217,35 @@ class Extents:
 
     @property
     def register_limit(self) -> int:
-        return min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+        """What the file leaves a thread: each quarter of a multiprocessor has a quarter of it, for its warps."""
+        return min(FILE // QUARTERS // (ceildiv(self.threads, QUARTERS * WARP) * WARP) // 8 * 8, MOST_REGISTERS)
 
     @property
-    def held_words(self) -> int:
-        """Words of an entry in registers: place and value, where there is room for both, as they are used."""
-        return 2 if self.words == 2 or self.held_with(2) + BESIDES <= self.register_limit else 1
+    def form(self) -> str:
+        """How entries are in registers: "apart", place and value in a word each, as they are used, where there is room;
+        else "joined", column and value in one word, or of float32 "paired", two columns in one."""
+        small = "joined" if self.words == 1 else "paired" if self.hidden >> 16 == 0 else "apart"
+        return "apart" if self.held_in("apart") + BESIDES <= self.register_limit else small
+
+    @property
+    def row_words(self) -> int:
+        """Registers for a row's entries."""
+        return self.words_in(self.form)
+
+    def words_in(self, form: str) -> int:
+        """`row_words` of a form."""
+        columns = {"apart": self.registers, "joined": 0, "paired": ceildiv(self.registers, 2)}
+        return self.registers + columns[form]
 
     @property
     def held(self) -> int:
         """Registers for weights, sums, what is in flight, and inputs of this step and the next."""
-        return self.held_with(self.held_words)
+        return self.held_in(self.form)
 
-    def held_with(self, words: int) -> int:
-        """`held`, if entries in registers have so many words."""
+    def held_in(self, form: str) -> int:
+        """`held`, if entries in registers have this form."""
         spare = 16 if self.shared else 0  # what is read again goes through more registers
-        each = self.registers * words + self.words + self.pack + 5 + self.resets
+        each = self.words_in(form) + self.words + self.pack + 5 + self.resets
         return spare + self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
 
     @property
@@ -338,7 +353,7 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
         found = list(likely_points(problem, machine, pack))
         if found:
             held = [point for point in found if reach(point) >= longest_row(problem)] or found
-            known = [point for point in held if point["threads"] in USUAL_THREADS] or held
+            known = [point for point in held if point["threads"] in (USUAL_THREADS, *MORE_THREADS)] or held
             best = [point for point in known if usual(problem, point)] or known
             return tuple(min(best, key=lambda p: cycles(Extents.of(problem, p))).items())
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
@@ -352,8 +367,10 @@ def reach(point: Decisions) -> int:
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
     """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
     e, long = Extents.of(problem, point), problem.nonzeros >= WHOLE_WARPS
-    more = e.vectors > USUAL_THREADS[0] * MOST_LOADS or (long and e.itemsize == 4)
-    return e.threads == USUAL_THREADS[more] and (e.lanes == WARP or not long)
+    threads = USUAL_THREADS
+    if e.vectors > USUAL_THREADS * MOST_LOADS or (long and e.itemsize == 4):
+        threads = next((n for n in MORE_THREADS if n >= e.most * e.lanes), MORE_THREADS[0])
+    return e.threads == threads and (e.lanes == WARP or not long)
 
 
 def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class State(Buffers):
     rounds
         Of each row: entries of the lane that has most, in all groups of the warp.
     weights
-        Of each row: its first entries, as they are or as place and value.
+        Of each row: its first entries, in the extents' `form`.
     ahead
         Of each row: the entry of the first round that is not on chip.
     zeros
@@ -83,7 +83,7 @@ class State(Buffers):
     count: Any = local("int32")
     unit: Any = local("int32", lambda e: e.units)
     rounds: Any = local("int32", lambda e: e.rows)
-    weights: Any = local("uint32", lambda e: max(1, e.rows * e.registers * e.held_words))
+    weights: Any = local("uint32", lambda e: max(1, e.rows * e.row_words))
     ahead: Any = local("uint32", lambda e: e.rows * e.words)
     zeros: Any = local("float32", lambda e: e.rows if e.resets else 1)
     begin: Any = local("int32", lambda e: e.rows)

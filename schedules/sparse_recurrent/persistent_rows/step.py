@@ -156,9 +156,9 @@ def gather_held(e: Extents) -> Phase:
         @T.inline
         def some(s, row):
             for i in T.unroll(count):
-                bring(s, i, held_place(e, s, row * e.registers + first + i))
+                bring(s, i, held_place(e, s, row, first + i))
             for i in T.unroll(count):
-                add(s, row, i, held_value(e, s, row * e.registers + first + i))
+                add(s, row, i, held_value(e, s, row, first + i))
 
         @T.inline
         def if_any(s, row):

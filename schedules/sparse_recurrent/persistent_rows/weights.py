@@ -44,21 +44,28 @@ __device__ __forceinline__ unsigned int as_it_is(unsigned int word) {
 """
 
 
-def held_word(s: Any, number: Any) -> tirx.PrimExpr:
-    """An entry of one word in `weights`."""
-    return T.cuda.func_call("as_it_is", s.weights[number], source_code=AS_IT_IS, return_type="uint32")
+def held_word(s: Any, at: Any) -> tirx.PrimExpr:
+    """A word of `weights` that has two parts."""
+    return T.cuda.func_call("as_it_is", s.weights[at], source_code=AS_IT_IS, return_type="uint32")
 
 
-def held_place(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
-    """`place_of` the entry of this number in `weights`."""
-    return s.weights[number * 2] if e.held_words == 2 else place_of(e, [held_word(s, number)], 0)
+def held_place(e: Extents, s: Any, row: Any, r: Any) -> tirx.PrimExpr:
+    """`place_of` the entry in `weights` of a row and round."""
+    first = row * e.row_words
+    if e.form == "apart":
+        return s.weights[first + r * 2]
+    if e.form == "joined":
+        return place_of(e, [held_word(s, first + r)], 0)
+    pair = held_word(s, first + e.registers + r // 2)
+    return ((pair >> T.Cast("uint32", r % 2 * 16)) & T.uint32(0xFFFF)) * T.uint32(e.column_bytes)
 
 
-def held_value(e: Extents, s: Any, number: Any) -> tirx.PrimExpr:
-    """`value_of` the entry of this number in `weights`."""
-    if e.held_words == 2:
-        return T.reinterpret("float32", s.weights[number * 2 + 1])
-    return value_of(e, [held_word(s, number)], 0)
+def held_value(e: Extents, s: Any, row: Any, r: Any) -> tirx.PrimExpr:
+    """`value_of` the entry in `weights` of a row and round."""
+    first = row * e.row_words
+    if e.form == "joined":
+        return value_of(e, [held_word(s, first + r)], 0)
+    return T.reinterpret("float32", s.weights[first + (r * 2 + 1 if e.form == "apart" else r)])
 
 
 # fmt: off
@@ -156,13 +163,21 @@ def load_weights(e: Extents) -> Phase:
 
     @T.inline
     def hold(s, io, row, r):
-        at = (row * e.registers + r) * e.held_words
-        if e.held_words == e.words:
-            read(s, io, row, r, s.weights, at)
+        first = T.meta_var(row * e.row_words)
+        if e.form == "joined":
+            read(s, io, row, r, s.weights, first + r)
+        elif e.form == "apart" and e.words == 2:
+            read(s, io, row, r, s.weights, first + r * 2)
         else:
             read(s, io, row, r, s.word, 0)
-            s.weights[at] = place_of(e, s.word, 0)
-            s.weights[at + 1] = T.reinterpret("uint32", value_of(e, s.word, 0))
+            if e.form == "apart":
+                s.weights[first + r * 2] = place_of(e, s.word, 0)
+                s.weights[first + r * 2 + 1] = T.reinterpret("uint32", value_of(e, s.word, 0))
+            else:
+                pair = T.meta_var(first + e.registers + r // 2)
+                s.weights[first + r] = s.word[1]
+                s.weights[pair] = T.Select(r % 2 == 0, T.uint32(0), s.weights[pair]) | (
+                    s.word[0] // T.uint32(e.column_bytes) << T.Cast("uint32", r % 2 * 16))
 
     @T.inline
     def phase(s, io):

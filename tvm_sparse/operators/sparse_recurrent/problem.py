@@ -198,9 +198,11 @@ class RecurrentLayer(Problem):
         return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
 
 
-# Preferred numbers: from 10 on those of Renard's series R10, rounded; below, what is as far apart, or the next number.
-PREFERRED = (10, 13, 16, 20, 25, 32, 40, 50, 63, 80)
+# Preferred numbers: from 10 on those of Renard's series R10, from 100 on of R20, rounded; below, what is as far apart, or
+# the next number. The longer rows are, the less they differ, and the more registers a coarser number would leave unused.
 SMALL = (1, 2, 3, 4, 5, 6, 8)
+TENS = (10, 13, 16, 20, 25, 32, 40, 50, 63, 80)
+HUNDREDS = (100, 112, 125, 140, 160, 180, 200, 224, 250, 280, 315, 355, 400, 450, 500, 560, 630, 710, 800, 900)
 # A mean that exceeds a preferred number by less counts as that number: a pattern is random.
 SLACK = 1.02
 
@@ -211,8 +213,8 @@ def preferred(entries: int, rows: int) -> int:
     Kernels serve any number. What they keep on chip is chosen for this one: were it less, typical rows would not fit.
     """
     mean = entries / rows / SLACK
-    larger = (number * 10**power for power in itertools.count() for number in PREFERRED)
-    return next(number for number in itertools.chain(SMALL, larger) if mean <= number)
+    larger = (number * 10**power for power in itertools.count() for number in HUNDREDS)
+    return next(number for number in itertools.chain(SMALL, TENS, larger) if mean <= number)
 
 
 @dataclass(frozen=True)
