@@ -64,11 +64,8 @@ def test_cuda_kernels_of_one_library(arch: str, tmp_path: Path) -> None:
 def test_an_architecture_without_records_borrows_what_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Marked so, with where it was measured; a default takes the place of what does not compile."""
     version = spaces.find("row_scan").version
-    for key, decisions in (
-        (TOPK, (("chunk", 64), ("simd", 8))),
-        (TOPK.replace("37", "39"), (("chunk", 7), ("simd", 8))),
-    ):
-        candidate = Candidate("row_scan", version, decisions)
+    for key, chunk in ((TOPK, 64), (TOPK.replace("37", "39"), 7)):
+        candidate = Candidate("row_scan", version, (("chunk", chunk), ("simd", 8)))
         log = Log(tmp_path / "logs", CPU.arch, "softmax_topk")
         log.append_best(Best(parse(key).key, CPU.arch, candidate, 1e-6, candidate, 2e-6, 3, "s"))
     # Decisions that look up lets pass, and the compiler does not.
@@ -81,8 +78,6 @@ def test_an_architecture_without_records_borrows_what_compiles(tmp_path: Path, m
     assert (default.chosen, default.figures) == ("fallback", {})
     [dropped] = built.dropped
     assert "vocab=39" in dropped and "chunk=7 is not among" in dropped
-    with pytest.raises(CompileError, match="chunk=7"):  # not of its own records: those are promises
-        prebuild.prebuild([CPU.arch], tmp_path, [tmp_path / "logs"])
     with pytest.raises(LookupError, match="nothing to build: no records in"):
         prebuild.prebuild(["sm_80"], tmp_path, [tmp_path / "logs"])
 
@@ -127,13 +122,9 @@ def test_a_wheel_of_kernels_needs_no_compiler(tmp_path: Path) -> None:
     environment["PYTHONPATH"] += f":{tmp_path / 'site'}"
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=environment, timeout=100)
-    command = [sys.executable, "-m", "tvm_sparse"]
-    doctor = subprocess.run([*command, "doctor"], capture_output=True, text=True, env=environment, timeout=100)
+    command = [sys.executable, "-m", "tvm_sparse", "doctor"]
+    doctor = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert doctor.returncode == 0 and "Kernels that were built ahead can be called" in doctor.stdout, doctor.stdout
-    export = subprocess.run(
-        [*command, "export", "-o", "x"], capture_output=True, text=True, env=environment, timeout=100
-    )
-    assert export.returncode == 1 and 'tvm missing; install with: pip install "tvm_sparse[compiler]"' in export.stderr
 
 
 def test_names_of_wheels() -> None:

@@ -39,7 +39,7 @@ class Check:
 def doctor(as_json: AsJson = False, plugin: Plugins = None) -> None:
     """Report versions, compiler, GPU and what is missing, with the command that mends it.
 
-    Exit code 0 if kernels run on the CPU: compiled, or without the compiler those built ahead. A missing GPU is no error.
+    Exit code 0 if kernels run on the CPU: compiled or, without the compiler, built ahead. A missing GPU is no error.
     """
     compiles = runtime_libraries.compiler() is not None
     checks = [*_packages(), *_plugins(), *(_tools() if compiles else ()), *_prebuilt(compiles)]
