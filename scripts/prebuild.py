@@ -21,7 +21,7 @@ import typer
 
 from tvm_sparse.cli.common import duration, errors, fail, size
 from tvm_sparse.core import machine, registry, shape_files
-from tvm_sparse.shipping import prebuild, wheel
+from tvm_sparse.shipping import hub, prebuild, wheel
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80", "x86-64-v3", "x86-64-v4")
 LOGS = Path(__file__).parent.parent / "tuning_logs"
@@ -38,6 +38,7 @@ def main(
     operator: Annotated[list[str] | None, typer.Option(help="Only this operator; may be given again.")] = None,
     builders: Annotated[int | None, typer.Option(min=1, help="Processes that compile.")] = None,
     one_wheel: Annotated[bool, typer.Option(help="All architectures in one wheel.")] = False,
+    repository: Annotated[bool, typer.Option(help="Also as a repository of Hugging Face's library kernels.")] = False,
 ) -> None:
     with errors():
         for name in operator or ():
@@ -63,6 +64,8 @@ def main(
         for group in [folders] if one_wheel else [[folder] for folder in folders]:
             path = wheel.pack(group, output, name)
             typer.echo(f"{path}: {size(path.stat().st_size)}")
+        for path in hub.arrange(folders, output / "repository") if repository else ():
+            typer.echo(f"{path}: {size(sum(file.stat().st_size for file in path.rglob('*') if file.is_file()))}")
         typer.echo(f"{duration(time.monotonic() - started)}")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 import zipfile
@@ -13,14 +16,15 @@ import numpy as np
 import pytest
 import tvm_ffi
 
+import tvm_sparse
 from tvm_sparse.artifacts import manifest, runtime_libraries
 from tvm_sparse.artifacts.compile import Compiled, CompileError, compile_bundle
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
-from tvm_sparse.runtime import loading
-from tvm_sparse.shipping import prebuild, wheel
+from tvm_sparse.runtime import dispatch, loading
+from tvm_sparse.shipping import hub, prebuild, wheel
 
 CPU = machine.cpu()
 OTHER = "x86-64-v3" if CPU.arch != "x86-64-v3" else "x86-64-v2"
@@ -125,6 +129,42 @@ def test_a_wheel_of_kernels_needs_no_compiler(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tvm_sparse", "doctor"]
     doctor = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert doctor.returncode == 0 and "Kernels that were built ahead can be called" in doctor.stdout, doctor.stdout
+
+
+def test_a_repository_of_the_library_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GPUs in one variant; every file has its digest; imported, it shows the functions and is looked up first.
+
+    That the library itself takes it was tried with kernels 0.17.2 (`get_local_kernel`).
+    """
+    candidate, folders = Candidate("row_scan", 1, ()), []
+    for arch, kind in (("sm_90a", "cuda"), ("compute_80", "cuda"), (CPU.arch, "llvm")):
+        folders.append(tmp_path / arch)
+        folders[-1].mkdir()
+        library = f"{arch}.so"
+        (folders[-1] / library).write_text(arch)
+        digest = manifest.digest(folders[-1] / library)
+        manifest.write(
+            folders[-1],
+            [manifest.Entry(parse(TOPK).key, arch, kind, candidate, "exact", library, digest, (), {}, None)],
+        )
+    gpu, cpu = hub.arrange(folders, tmp_path / "repository", version=3)
+    tag = tvm_ffi.__version__.split(".")
+    assert gpu.name.startswith(f"tvm-ffi{tag[0]}{tag[1]}-cu130-") and "-cpu-" in cpu.name
+    said = json.loads((gpu / "metadata.json").read_text())
+    assert (said["name"], said["version"]) == ("tvm-sparse", 3)
+    assert said["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0a"]}
+    digests = said["digest"]["files"]
+    files = {path.relative_to(gpu).as_posix(): path for path in gpu.rglob("*") if path.is_file()}
+    assert set(files) == {*digests, "metadata.json"} and "runtime/libtvm_runtime_cuda.so" in files
+    for name, expected in digests.items():
+        assert base64.b64encode(hashlib.sha256(files[name].read_bytes()).digest()).decode() == expected
+
+    monkeypatch.setattr(dispatch, "dispatcher", dispatch.Dispatcher((), tmp_path / "none", tmp_path / "cache"))
+    spec = importlib.util.spec_from_file_location("built_ahead", cpu / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.softmax_topk is tvm_sparse.softmax_topk
+    assert [entry.library for entry in dispatch.dispatcher.installed(CPU)] == [f"{CPU.arch}.so"]
 
 
 def test_names_of_wheels() -> None:

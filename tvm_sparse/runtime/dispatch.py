@@ -176,6 +176,11 @@ class Dispatcher:
                 self._compile(missing, machine, builders)
             return [self.kernel(problem, machine).explanation for problem in problems]
 
+    def installed(self, machine: Machine) -> list[Entry]:
+        """The kernels of installed packages and loaded folders that a machine can run."""
+        with self._lock:
+            return [entry for source in self._sources(machine) if source.name != "cache" for entry in source.entries]
+
     def _refuse_fork(self) -> None:
         """Raise in a process forked from one that has loaded CPU kernels: their threads are not there; calls hang."""
         if self._forked:
