@@ -52,7 +52,7 @@ COUNTING = {
     "overlap": (0, 1, 2),
 }
 # Entries of a row that a lane of a recurrent layer's kernel has in registers.
-PER_LANE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+PER_LANE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
 OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor asynchronous copies
 
 
@@ -201,7 +201,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "sparse_recurrent/steps=2,batch=2,hidden=40,nonzeros=40",
             {
                 "blocks": (8, 10),  # no fewer than 4 units each
-                "threads": (128, 256, 384, 512, 768, 1024),
+                "threads": (128, 256, 384, 512, 576, 640, 768, 1024),
                 "reduce_threads": ROWS[2:],
                 "registers": PER_LANE,
                 "shared": (0, 4, 8, 16, 32, 64),
@@ -216,13 +216,13 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             "sparse_recurrent/steps=2,batch=2,hidden=40,nonzeros=40",
             {
                 "cluster": ROWS[1:5],
-                "threads": (128, 256, 384, 512, 768, 1024),
+                "threads": (128, 256, 384, 512, 576, 640, 768, 1024),
                 "reduce_threads": ROWS[2:],
                 "registers": PER_LANE,
                 "shared": (0, 4, 8, 16, 32, 64),
                 "pack": (1, 2),
             },
-            254,
+            288,
         ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "simd": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),

@@ -198,8 +198,8 @@ class RecurrentLayer(Problem):
         return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
 
 
-# Preferred numbers: from 10 on those of Renard's series R10, from 100 on of R20, rounded; below, what is as far apart, or
-# the next number. The longer rows are, the less they differ, and the more registers a coarser number would leave unused.
+# Preferred numbers: from 10 on those of Renard's series R10, from 100 on of R20, rounded; below, what is as far apart,
+# or the next number. The longer rows are, the less they differ, and the more registers a coarser series leaves unused.
 SMALL = (1, 2, 3, 4, 5, 6, 8)
 TENS = (10, 13, 16, 20, 25, 32, 40, 50, 63, 80)
 HUNDREDS = (100, 112, 125, 140, 160, 180, 200, 224, 250, 280, 315, 355, 400, 450, 500, 560, 630, 710, 800, 900)
