@@ -29,7 +29,6 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
-from tvm_sparse.records.queries import best_records
 from tvm_sparse.runtime import paths
 from tvm_sparse.shipping import export as shipping
 from tvm_sparse.tuning import session
@@ -100,7 +99,7 @@ def test_shapes_that_nobody_tuned_are_exported(tuned: tuple[Path, str], tmp_path
     call("export", "--target", "cpu", "--shapes", path, "--logs", tuned[0], "--operator", "softmax", "-o", folder)
     [entry] = manifest.read(folder)
     assert entry.chosen == "fallback" and entry.candidate == spaces.fallback(parse(entry.problem), HERE)
-    jobs = shipping.planned(shape_files.read(path), HERE, best_records([tuned[0]], HERE.arch))
+    jobs = shipping.planned(HERE, [tuned[0]], shape_files.read(path))
     assert {(job[0].key, job[2]) for job in jobs} >= {(parse("softmax/batch=1,vocab=37").key, "fallback")}
     assert [job[2] for job in jobs].count("exact") == 1
     assert "(--shapes FILE)" in call("export", "--target", "sm_50", "--logs", tuned[0], "-o", folder, code=1)

@@ -37,8 +37,10 @@ from .operators.sparse_recurrent.call import recurrent_weights as recurrent_weig
 from .operators.sparse_recurrent.call import sparse_recurrent as sparse_recurrent
 from .operators.wta_hash.call import wta_hash as wta_hash
 from .runtime.dispatch import Explanation as Explanation
+from .runtime.dispatch import configure as configure
 from .runtime.dispatch import explain as explain
 from .runtime.dispatch import load as load
 from .runtime.dispatch import warmup as warmup
+from .runtime.loading import Miss as Miss
 
 __version__: str
