@@ -608,6 +608,10 @@ OVERLAPPED = {
         "softmax_topk/batch=2,vocab=6001,k=20,dtype=float16,bias=1,ids=3",
         "softmax_topk/batch=3,vocab=1001,k=20,dtype=float16,bias=1,ids=3",
     ),
+    "softmax_sample": (
+        "softmax_sample/batch=2,vocab=6001,k=20,dtype=float16,bias=1,per_row=1",
+        "softmax_sample/batch=3,vocab=301,k=20,dtype=float16,per_row=1,seeded=1",
+    ),
     "bsr_matmul": (
         "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,bias=1,activation=silu",
         "bsr_matmul/m=5,k=528,n=48,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",
