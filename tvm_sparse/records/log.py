@@ -25,7 +25,6 @@ from filelock import FileLock
 from .codec import UNREADABLE, decode, encode
 from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, operator_of
 
-
 LOCK_SECONDS = 60.0
 """How long an append waits for another one. An append takes milliseconds: a longer wait means that
 the holder is stopped, and waiting for ever would hide it."""

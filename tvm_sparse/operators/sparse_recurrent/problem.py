@@ -117,9 +117,7 @@ class RecurrentLayer(Problem):
         """
         if not isinstance(other, type(self)) or (self.cell, self.dtype) != (other.cell, other.dtype):
             return None
-        octaves = sum(
-            abs(math.log2(a / b)) for a, b in ((self.hidden, other.hidden), (self.nonzeros, other.nonzeros))
-        )
+        octaves = sum(abs(math.log2(a / b)) for a, b in ((self.hidden, other.hidden), (self.nonzeros, other.nonzeros)))
         if self.batch != other.batch or octaves > NEAR:
             return None
         steps = abs(math.log2(self.steps / other.steps))
