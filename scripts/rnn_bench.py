@@ -5,9 +5,9 @@
 
 A case is hidden units, batch, steps, density and cell ("tanh" if none is named); patterns are random. "sparse layer" is
 ours without the input product, "+ input product" with it, as "torch module" has it, which is cuDNN on a GPU; these
-products of float32 are in TF32 in both, as cuDNN has them by default. "layer of blocks" is ours with the weight in tiles
-for tensor cores, which of a random pattern is a dense persistent layer. "dense step loop" is a dense product and the
-cell a step, cuBLAS on a GPU, and "sparse step loop" the same with a CSR tensor, cuSPARSE; both are given the input
+products of float32 are in TF32 in both, as cuDNN has them by default. "layer of blocks" is ours with the weight in
+tiles for tensor cores, which of a random pattern is a dense persistent layer. "dense step loop" is a dense product and
+the cell a step, cuBLAS on a GPU, and "sparse step loop" the same with a CSR tensor, cuSPARSE; both are given the input
 product. FlashRNN takes part where it is installed. A GPU's times are those of CUDA graphs. `share_of_limit` compares
 with what gathers from shared memory take at the boost clock, or what memory has to bring once; a step that waits for a
 grid barrier cannot come near it.

@@ -13,7 +13,8 @@ from tvm_sparse.core import registry
 
 STUB = Path(__file__).parent.parent / "tvm_sparse" / "__init__.pyi"
 GENERAL = (
-    (".runtime.dispatch", ("Explanation", "explain", "load", "warmup")),
+    (".runtime.dispatch", ("Explanation", "configure", "explain", "load", "warmup")),
+    (".runtime.loading", ("Miss",)),
     (".layers.lsh_head", ("LshHead",)),
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),

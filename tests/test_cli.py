@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import plugins
 import pytest
 from typer.testing import CliRunner
 
@@ -28,7 +29,6 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
-from tvm_sparse.records.queries import best_records
 from tvm_sparse.runtime import paths
 from tvm_sparse.shipping import export as shipping
 from tvm_sparse.tuning import session
@@ -99,7 +99,7 @@ def test_shapes_that_nobody_tuned_are_exported(tuned: tuple[Path, str], tmp_path
     call("export", "--target", "cpu", "--shapes", path, "--logs", tuned[0], "--operator", "softmax", "-o", folder)
     [entry] = manifest.read(folder)
     assert entry.chosen == "fallback" and entry.candidate == spaces.fallback(parse(entry.problem), HERE)
-    jobs = shipping.planned(shape_files.read(path), HERE, best_records([tuned[0]], HERE.arch))
+    jobs = shipping.planned(HERE, [tuned[0]], shape_files.read(path))
     assert {(job[0].key, job[2]) for job in jobs} >= {(parse("softmax/batch=1,vocab=37").key, "fallback")}
     assert [job[2] for job in jobs].count("exact") == 1
     assert "(--shapes FILE)" in call("export", "--target", "sm_50", "--logs", tuned[0], "-o", folder, code=1)
@@ -412,15 +412,15 @@ def test_a_peer_that_is_wrong_has_no_time() -> None:
 # ------------------------------------------------------------------------------------------- doctor, quickstart
 
 
-def test_doctor_reports_in_json() -> None:
-    process = started("doctor", "--json")
+def test_doctor_reports_in_json(tmp_path: Path) -> None:
+    process = started("doctor", "--json", "--plugin", plugins.write(tmp_path))
     out, err = process.communicate(timeout=200)
     report = json.loads(out)
     assert process.returncode == 0 and report["works"], out + err
     checks = {check["name"]: check for check in report["checks"]}
     for name in ("python", "apache-tvm", "apache-tvm-ffi", "C compiler", "compiler IR", "CPU smoke test"):
         assert checks[name]["state"] == "ok", checks[name]
-    assert "working range" in checks["apache-tvm-ffi"]["found"]
+    assert "working range" in checks["apache-tvm-ffi"]["found"] and "operator double" in checks
 
 
 @pytest.mark.parametrize(

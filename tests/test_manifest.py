@@ -117,10 +117,10 @@ def test_no_manifest(tmp_path: Path) -> None:
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
-        (b"[]", "format is 'list', expected 4"),
-        (b"{}", "format is None, expected 4"),
-        (b'{"format": 2}', "format is 2, expected 4; export again"),
-        (b'{"format": "2"}', "format is '2', expected 4"),
+        (b"[]", "format is 'list', expected 5"),
+        (b"{}", "format is None, expected 5"),
+        (b'{"format": 2}', "format is 2, expected 5; export again"),
+        (b'{"format": "2"}', "format is '2', expected 5"),
     ],
     ids=lambda value: str(value[:20]),
 )
@@ -287,8 +287,8 @@ def test_export_describes_what_it_wrote(exported: tuple[Path, Path]) -> None:
         assert (found.arch, found.kind, found.chosen, found.resources) == (ARCH, "llvm", "exact", None)
         assert found.sha256 == manifest.digest(folder / found.library)
         assert found.figures == {
-            "seconds": 1e-6, "fallback_seconds": 2e-6, "session": "s1", "machine": "a machine",
-            "date": "2026-01-02T03:04:05Z",
+            "arch": ARCH, "problem": found.problem, "seconds": 1e-6, "fallback_seconds": 2e-6, "session": "s1",
+            "machine": "a machine", "date": "2026-01-02T03:04:05Z",
         }  # fmt: skip
         problem = parse(found.problem)
         inputs, outputs = problem.generate(random.randrange(2**32)), problem.empty_outputs()

@@ -191,7 +191,8 @@ def test_a_reset_meets_an_infinite_weight() -> None:
         ("steps=256,batch=4,hidden=1792,nonzeros=18", (48, 64), (256,), 2),
         ("steps=256,batch=4,hidden=1792,nonzeros=179", (96, 128), (256, 384, 512), 2),
         ("steps=256,batch=4,hidden=1792,nonzeros=538", (128, 132), (256, 384, 512), 2),
-        ("steps=256,batch=4,hidden=5632,nonzeros=56", (96, 128), (256, 384, 512), 1),
+        ("steps=256,batch=4,hidden=2304,nonzeros=691", (128, 132), (384, 576), 2),
+        ("steps=256,batch=4,hidden=5632,nonzeros=56", (128,), (512, 640), 2),
         ("steps=256,batch=4,hidden=1024,nonzeros=128,cell=lstm,dtype=float16", (128, 132), (256,), 2),
     ],
 )

@@ -177,12 +177,10 @@ def test_nothing_like_it_was_tuned(
     ]
 
 
-@pytest.mark.parametrize("what", ["arch", "version", "template", "axes"])
+@pytest.mark.parametrize("what", ["version", "template", "axes"])
 def test_a_record_that_means_something_else_is_not_used(tmp_path: Path, what: str) -> None:
     key = TOPK.format(batch=4)
-    if what == "arch":
-        record(tmp_path / "logs", key, point(64), arch="x86-64-v2" if CPU.arch != "x86-64-v2" else "x86-64-v3")
-    elif what == "version":
+    if what == "version":
         record(tmp_path / "logs", key, point(64, version=VERSION + 1))
     elif what == "template":
         record(tmp_path / "logs", key, Candidate("gone", 1))
@@ -192,6 +190,96 @@ def test_a_record_that_means_something_else_is_not_used(tmp_path: Path, what: st
         Log(tmp_path / "logs", CPU.arch, "softmax_topk").append_best(best)
     for batch in (4, 3, 5):
         assert dispatcher(tmp_path, tmp_path / "logs").explain(topk(batch), CPU).how == "fallback"
+
+
+OTHER = "x86-64-v2" if CPU.arch != "x86-64-v2" else "x86-64-v3"
+
+
+def test_decisions_of_the_nearest_architecture_are_borrowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where this one has no record of the operator; and marked so, with the command that tunes."""
+    record(tmp_path / "logs", TOPK.format(batch=4), point(64), arch=OTHER)
+    record(tmp_path / "logs", TOPK.format(batch=4), point(128), arch="sm_90a")
+    said = dispatcher(tmp_path, tmp_path / "logs").explain(topk(3), CPU)
+    assert (said.how, said.candidate, said.figures["arch"]) == ("borrowed", str(point(64)), OTHER)
+    assert f"not tuned on {CPU.arch}; the decisions are those of softmax_topk batch=4 vocab=37 k=4 on {OTHER}" in str(
+        said
+    )
+    assert said.tune.startswith("tvm-sparse tune softmax_topk batch=3")
+    record(tmp_path / "logs", TOPK.format(batch=9).replace("37", "38"), point(128))
+    assert dispatcher(tmp_path, tmp_path / "logs").explain(topk(3), CPU).how == "nearby"
+
+
+def test_which_libraries_a_machine_runs() -> None:
+    def place(arch: str, here: str) -> int | None:
+        return machine.suitability(arch, machine.resolve(here))
+
+    for here, runs, does_not in (
+        ("sm_90a", ("sm_90a", "sm_90", "compute_90", "compute_80"), ("sm_80", "sm_100", "compute_100", "x86-64-v3")),
+        ("sm_89", ("sm_89", "sm_86", "sm_80", "compute_89", "compute_80"), ("sm_90", "sm_75", "compute_90")),
+        ("sm_103a", ("sm_100", "compute_100", "compute_90"), ("sm_100a", "sm_90a", "sm_120", "compute_103a")),
+        ("x86-64-v4", ("x86-64-v4", "x86-64-v3", "x86-64"), ("aarch64", "sm_90a")),
+    ):
+        ranks = [place(arch, here) for arch in runs]
+        assert None not in ranks and ranks == sorted(ranks), (here, ranks)
+        assert [place(arch, here) for arch in does_not] == [None] * len(does_not)
+    assert place("x86-64-v4", "x86-64-v3") is None
+
+
+def test_a_policy_turns_a_miss_into_an_error(
+    tmp_path: Path, logs: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = dispatcher(tmp_path, logs)
+    use_dispatcher(monkeypatch, kernels)
+    half = parse(TOPK.format(batch=4).replace("float32", "float16"))
+    tvm_sparse.configure(policy="exact")
+    assert kernels.kernel(topk(3), CPU).explanation.how == "bucket"
+    with pytest.raises(
+        tvm_sparse.Miss, match=r"batch=17 .*most like it\. The policy is 'exact'.*To tune it: tvm-sparse"
+    ):
+        kernels.kernel(topk(17), CPU)
+    with pytest.raises(tvm_sparse.Miss, match="a template's default"):
+        tvm_sparse.warmup([half], target="cpu")
+    assert kernels.explain(half, CPU).how == "fallback"
+    tvm_sparse.configure(policy="nearest")
+    assert kernels.kernel(topk(17), CPU).explanation.how == "nearby"
+    with pytest.raises(tvm_sparse.Miss, match="only exact, bucket, nearby, borrowed decisions run"):
+        kernels.kernel(half, CPU)
+    with pytest.raises(ValueError, match="policy: expected one of exact, nearest, any, got 'none'"):
+        tvm_sparse.configure(policy="none")
+    monkeypatch.setenv(dispatch.POLICY, "exact")
+    with pytest.raises(tvm_sparse.Miss, match="The policy is 'exact'"):
+        dispatcher(tmp_path, logs).kernel(topk(17), CPU)
+    assert [candidate for _, candidate in builds] == [point(64), point(128)]
+
+
+def test_where_nothing_compiles_calls_take_what_is_at_hand(
+    tmp_path: Path, logs: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any batch, from folders and the user's cache; and no file is written."""
+    kernels = dispatcher(tmp_path, logs)
+    kernels.kernel(topk(4), CPU)
+    kernels.configure(None, False)
+    for batch in (4, 1, 100):  # the record of batch 16 would be better for the last, but has no library
+        kernel = kernels.kernel(topk(batch), CPU)
+        assert kernel.entry.candidate == point(64)
+        run(kernel, topk(batch))
+    with pytest.raises(tvm_sparse.Miss, match=r"k=5 on .*no kernel for it is at hand, and .*compile=False"):
+        kernels.kernel(parse(TOPK.format(batch=4).replace("k=4", "k=5")), CPU)
+    assert kernels.explain(parse(TOPK.format(batch=4).replace("k=4", "k=5")), CPU).library is None
+    assert len(builds) == 1
+
+
+def test_a_kernel_built_for_a_like_batch_comes_before_compiling(tmp_path: Path, builds: list[Any]) -> None:
+    """However its decisions were chosen; one for less than half of the rows does not."""
+    problem = topk(8)
+    jobs = [(problem, point(128), "fallback", {})]
+    manifest.write(tmp_path / "folder", building.build(jobs, CPU, tmp_path / "folder"))
+    kernels = dispatcher(tmp_path)
+    record(tmp_path / "logs", TOPK.format(batch=8).replace("37", "38"), point(64))
+    kernels = dispatcher(tmp_path, tmp_path / "logs")
+    kernels.add(tmp_path / "folder")
+    for batch, candidate in ((1, point(128)), (16, point(128)), (17, point(64))):
+        assert kernels.explain(topk(batch), CPU).candidate == str(candidate)
 
 
 def test_later_logs_win(tmp_path: Path, logs: Path) -> None:

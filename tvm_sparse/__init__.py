@@ -19,10 +19,12 @@ from typing import Any
 
 # What belongs to no operator, and where it lives.
 _GENERAL = {
+    "configure": "runtime.dispatch",
     "explain": "runtime.dispatch",
     "load": "runtime.dispatch",
     "warmup": "runtime.dispatch",
     "Explanation": "runtime.dispatch",
+    "Miss": "runtime.loading",
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
     "LmHead": "layers.lm_head",

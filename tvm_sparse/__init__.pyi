@@ -31,14 +31,17 @@ from .operators.nhot_lookup.call import CsrRows as CsrRows
 from .operators.nhot_lookup.call import nhot_lookup as nhot_lookup
 from .operators.softmax.call import log_softmax as log_softmax
 from .operators.softmax.call import softmax as softmax
+from .operators.softmax_sample.call import softmax_sample as softmax_sample
 from .operators.softmax_topk.call import softmax_topk as softmax_topk
 from .operators.sparse_recurrent.call import RecurrentWeights as RecurrentWeights
 from .operators.sparse_recurrent.call import recurrent_weights as recurrent_weights
 from .operators.sparse_recurrent.call import sparse_recurrent as sparse_recurrent
 from .operators.wta_hash.call import wta_hash as wta_hash
 from .runtime.dispatch import Explanation as Explanation
+from .runtime.dispatch import configure as configure
 from .runtime.dispatch import explain as explain
 from .runtime.dispatch import load as load
 from .runtime.dispatch import warmup as warmup
+from .runtime.loading import Miss as Miss
 
 __version__: str

@@ -1,10 +1,13 @@
-"""One candidate of one problem, compiled to a shared library."""
+"""Candidates of problems, compiled to shared libraries: one each, or many in one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, numpy_dtype
+from ..core.template import Program
 from .residency import too_large
 
 # What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
@@ -25,13 +29,14 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A library on disk and what is known of it without running it."""
+    """A kernel in a library on disk, and what is known of it without running it."""
 
     path: str
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
     resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each
     resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
+    symbol: str = "main"  # of the library's function
 
 
 def target_of(machine: Machine) -> Any:
@@ -39,7 +44,8 @@ def target_of(machine: Machine) -> Any:
     from tvm.target import Target
 
     if machine.kind == "cuda":
-        return Target({"kind": "cuda", "arch": machine.arch}, host=Target({"kind": "llvm"}))
+        arch = machine.arch.replace("compute_", "sm_")  # whether PTX is kept is the compile callback's affair
+        return Target({"kind": "cuda", "arch": arch}, host=Target({"kind": "llvm"}))
     cpu = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
     return Target({"kind": "llvm", "num-cores": machine.cores, **cpu})
 
@@ -53,10 +59,73 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
     ------
     CompileError
         If the candidate's template has another version, its decisions are not a point of the template's space, the
-        compiler fails, there is no C compiler to link with, a CUDA library holds no cubin for the machine's
+        compiler fails, there is no C compiler to link with, a CUDA library holds no code for the machine's
         architecture, or the machine has no room for all thread blocks of a cooperative kernel.
     """
+    [found] = compile_bundle([(problem, candidate, "main")], machine, path)
+    if isinstance(found, CompileError):
+        raise found
+    return found
+
+
+def compile_bundle(
+    kernels: Sequence[tuple[Problem, Candidate, str]], machine: Machine, path: Path
+) -> list[Compiled | CompileError]:
+    """Export one library with all of these kernels, each under the symbol given; no two may have the same.
+
+    A kernel that does not compile is left out: in its place stands why, as `compile_candidate` would raise it. If none
+    does there is no library.
+    """
+    parts: list[tuple[Any, Program, float] | CompileError] = []
+    for problem, candidate, symbol in kernels:
+        started = time.perf_counter()
+        try:
+            parts.append((*_module(problem, candidate, machine, symbol), time.perf_counter() - started))
+        except CompileError as error:
+            parts.append(error)
+        except Exception as error:
+            if len(kernels) == 1:
+                raise
+            parts.append(CompileError(f"{candidate}: {type(error).__name__}: {error}"))
+    modules = [part[0] for part in parts if not isinstance(part, CompileError)]
+    if not modules:
+        return [part for part in parts if isinstance(part, CompileError)]
+    root, *rest = modules
+    for module in rest:
+        root.import_module(module)
+
     started = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    unfinished = Path(name)
+    found: list[Compiled | CompileError] = []
+    try:
+        root.export_library(str(unfinished))
+        resources = _resources(unfinished, machine)
+        linked = (time.perf_counter() - started) / len(modules)
+        for part, (_, candidate, symbol) in zip(parts, kernels, strict=True):
+            if isinstance(part, CompileError):
+                found.append(part)
+                continue
+            _, program, seconds = part
+            taken = None if resources is None else _most(resources, symbol)
+            resident = None if program.resident is None else asdict(program.resident)
+            if reason := too_large(resident, taken, machine):
+                found.append(CompileError(f"{candidate}: {reason}"))
+                continue
+            workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
+            found.append(Compiled(str(path), seconds + linked, workspaces, taken, resident, symbol))
+        if any(isinstance(one, Compiled) for one in found):
+            unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
+            os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return found
+
+
+def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: str) -> tuple[Any, Program]:
+    """The compiler's module of one candidate, with its device code, and the program that it was made of."""
     template = spaces.find(candidate.template)
     if template.version != candidate.version:
         raise CompileError(f"{candidate}: the template is at version {template.version}")
@@ -80,29 +149,19 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
     program = template.build(problem, candidate.values)
     if machine.kind == "llvm":
         _require_alignment(program.module, candidate)
-    launched = program.module["main"].attrs.get("tirx.kernel_launch_params", ()) if program.module["main"].attrs else ()
+    main = program.module["main"]
+    launched = main.attrs.get("tirx.kernel_launch_params", ()) if main.attrs else ()
     if len({template.cooperative, program.resident is not None, COOPERATIVE in map(str, launched)}) > 1:
         raise CompileError(f"{candidate}: template, program and launch do not agree on whether it is cooperative")
-    with target:
-        module = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
-    try:
-        module.export_library(str(unfinished))
-        resources = _kernel_resources(unfinished, machine) if machine.kind == "cuda" else None
-        resident = None if program.resident is None else asdict(program.resident)
-        reason = too_large(resident, resources, machine)
-        if reason:
-            raise CompileError(f"{candidate}: {reason}")
-        unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
-    return Compiled(str(path), time.perf_counter() - started, workspaces, resources, resident)
+    named = program.module
+    if symbol != "main":  # its device functions are called after it
+        named = tvm.IRModule({symbol: main.with_attr("global_symbol", symbol)}, attrs=program.module.attrs)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(target)
+        if machine.arch.startswith("compute_"):
+            stack.enter_context(cuda.as_ptx())
+        module = tvm.compile(named, target=target, tir_pipeline=program.pipeline or "default")
+    return module.mod, program
 
 
 def _require_alignment(module: Any, candidate: Candidate) -> None:
@@ -120,19 +179,33 @@ def _require_alignment(module: Any, candidate: Candidate) -> None:
             )
 
 
-def _kernel_resources(library: Path, machine: Machine) -> dict[str, int]:
+def _resources(library: Path, machine: Machine) -> dict[str, dict[str, int]] | None:
+    """What each CUDA kernel of a library takes, by its name; None of a CPU's library, and of PTX."""
+    if machine.kind != "cuda":
+        return None
     from . import cuda
 
+    if machine.arch.startswith("compute_"):
+        if f".target {machine.arch.replace('compute_', 'sm_')}".encode() not in library.read_bytes():
+            raise CompileError(f"the library holds no PTX for {machine.arch}")
+        return None
     found = cuda.cubins(library)
     if not found:
         raise CompileError("the library holds CUDA source in the place of a cubin")
-    wanted = int("".join(filter(str.isdigit, machine.arch)))
-    most: dict[str, int] = {}
+    wanted = machine.capability
+    usage: dict[str, dict[str, int]] = {}
     for cubin in found:
         arch = cuda.cubin_arch(cubin)
         if arch != wanted:
             raise CompileError(f"the library holds a cubin for sm_{arch}, not for {machine.arch}")
-        for kernel in cuda.resource_usage(cubin).values():
-            for name in ("registers", "shared_bytes", "local_bytes", "spill_instructions"):
-                most[name] = max(most.get(name, 0), getattr(kernel, name))
-    return most
+        for kernel, taken in cuda.resource_usage(cubin).items():
+            names = ("registers", "shared_bytes", "local_bytes", "spill_instructions")
+            usage[kernel] = {name: getattr(taken, name) for name in names}
+    return usage
+
+
+def _most(usage: dict[str, dict[str, int]], symbol: str) -> dict[str, int]:
+    """The most of each that the device functions of one host function take: they are called after it."""
+    own = [taken for kernel, taken in usage.items() if re.fullmatch(rf"{symbol}_kernel(_\d+)?", kernel)]
+    own = own or list(usage.values())
+    return {name: max(taken[name] for taken in own) for name in own[0]}

@@ -21,8 +21,9 @@ from typing import Any
 
 from ..core.candidate import Candidate
 from ..core.template import Resident
+from . import runtime_libraries
 
-FORMAT = 4
+FORMAT = 5
 NAME = "manifest.json"
 _LIBRARY = re.compile(r"\w[\w.\-]*", re.ASCII)  # a bare file name: no folder, and neither . nor ..
 
@@ -33,7 +34,7 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One exported library.
+    """One kernel of an exported folder.
 
     Attributes
     ----------
@@ -44,17 +45,21 @@ class Entry:
     candidate
         Template, version and decisions.
     chosen
-        How the decisions were come by: "exact" (a record of this problem), "nearby" or "fallback".
+        How the decisions were come by: "exact" (a record of this problem), "nearby", "borrowed" (of another
+        architecture) or "fallback".
     library, sha256
-        File name beside the manifest, and the hash of its bytes.
+        File name beside the manifest, and the hash of its bytes. Several kernels may lie in one file.
     workspaces
         Buffers that the runtime passes after the outputs (`core.template.Workspace` as dicts).
     figures
-        What was measured when it was tuned: seconds, fallback_seconds, session, machine and date, or empty.
+        What was measured when the decisions were tuned: problem, arch, seconds, fallback_seconds, session, machine and
+        date; or empty.
     resources
         CUDA: registers, shared and local bytes and spills, the most of any kernel; else None.
     resident
         Of a cooperative kernel `core.template.Resident` as a dict: what has to run at the same time; else None.
+    symbol
+        The library's function.
     """
 
     problem: str
@@ -68,6 +73,7 @@ class Entry:
     figures: dict[str, Any]
     resources: dict[str, int] | None
     resident: dict[str, int] | None = None
+    symbol: str = "main"
 
 
 def versions() -> dict[str, str]:
@@ -118,11 +124,15 @@ def read(folder: Path) -> tuple[Entry, ...]:
         raise ManifestError(f"{path}: format is {found!r}, expected {FORMAT}; export again with this version")
     exported = content.get("versions", {})
     exported = exported if isinstance(exported, dict) else {}
-    installed = importlib.metadata.version("apache-tvm")
-    if exported.get("apache-tvm") != installed:
+    present = runtime_libraries.version(folder)
+    if present is None:
         raise ManifestError(
-            f"{path}: exported with apache-tvm {exported.get('apache-tvm')!r},"
-            f" but {installed} is installed; export again"
+            f"{path}: neither apache-tvm nor its runtime libraries are here, which kernels call: install a package of"
+            ' prebuilt kernels or the compiler: pip install "tvm_sparse[compiler]"'
+        )
+    if exported.get("apache-tvm") != present:
+        raise ManifestError(
+            f"{path}: exported with apache-tvm {exported.get('apache-tvm')!r}, but {present} is installed; export again"
         )
     kernels = content.get("kernels")
     if not isinstance(kernels, list):
@@ -137,7 +147,7 @@ def _entry(path: Path, number: int, kernel: Any) -> Entry:
     missing = [field.name for field in fields(Entry) if field.name not in kernel]
     if missing:
         raise ManifestError(f"{where}: missing {', '.join(missing)}")
-    for name in ("problem", "arch", "kind", "candidate", "chosen", "library", "sha256"):
+    for name in ("problem", "arch", "kind", "candidate", "chosen", "library", "sha256", "symbol"):
         if not isinstance(kernel[name], str):
             raise ManifestError(f"{where}: {name} must be text, got {kernel[name]!r}")
     if not _LIBRARY.fullmatch(kernel["library"]):

@@ -34,6 +34,7 @@ PLAIN_WIDTH = 120
 
 # The modules that an extra brings, by the name under which they are imported.
 EXTRAS = {
+    "compiler": ("tvm",),
     "tune": ("xgboost", "psutil", "cloudpickle", "scipy"),
     "cuda": ("cuda.bindings",),
     "torch": ("torch",),

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import typer
 
+from ..artifacts import manifest, runtime_libraries
 from ..core import machine, registry
 from .common import FAILED, AsJson, Plugins, console, echo_json, table
 
@@ -38,9 +39,11 @@ class Check:
 def doctor(as_json: AsJson = False, plugin: Plugins = None) -> None:
     """Report versions, compiler, GPU and what is missing, with the command that mends it.
 
-    Exit code 0 if kernels can be compiled and run on the CPU. A missing GPU is no error.
+    Exit code 0 if kernels run on the CPU: compiled or, without the compiler, built ahead. A missing GPU is no error.
     """
-    checks = [*_packages(), *_plugins(), *_tools(), *_smoke(), *_gpu()]
+    compiles = runtime_libraries.compiler() is not None
+    checks = [*_packages(), *_plugins(), *(_tools() if compiles else ()), *_prebuilt(compiles)]
+    checks += [*(_smoke() if compiles else ()), *_gpu()]
     works = not any(check.needed and check.state != "ok" for check in checks)
     if as_json:
         echo_json({"works": works, "checks": [asdict(check) for check in checks]})
@@ -59,7 +62,9 @@ def doctor(as_json: AsJson = False, plugin: Plugins = None) -> None:
 def _verdict(checks: list[Check], works: bool) -> str:
     if not works:
         return "The CPU path does not work: mend what is marked broken, from the top."
-    cuda = next(check for check in checks if check.name == "CUDA smoke test")
+    cuda = next((check for check in checks if check.name == "CUDA smoke test"), None)
+    if cuda is None:
+        return "Kernels that were built ahead can be called; none can be compiled here."
     if cuda.state != "ok":
         return "The CPU path works; CUDA code cannot be built here."
     if machine.gpu() is None:
@@ -81,7 +86,7 @@ def required(package: str) -> str:
     """The range of versions that tvm_sparse declares for a package, as it stands in its metadata."""
     for line in importlib.metadata.requires("tvm_sparse") or ():
         match = re.match(r"([A-Za-z0-9_.-]+)\s*([^;]*)", line)
-        if match and match[1] == package and "extra ==" not in line:
+        if match and match[1] == package and ("extra ==" not in line or "compiler" in line):
             return match[2].strip(" ()")
     return ""
 
@@ -122,7 +127,10 @@ def _packages() -> list[Check]:
     for package in ("apache-tvm", "apache-tvm-ffi", "numpy"):
         version, wanted = _version(package), required(package)
         mend = f'pip install "{package}{wanted}"'
-        if version is None:
+        if version is None and package == "apache-tvm":
+            mend = 'pip install "tvm_sparse[compiler]"'
+            checks.append(Check(package, "absent", "not installed (optional: compiles kernels)", mend))
+        elif version is None:
             checks.append(Check(package, "broken", "not installed", mend, needed=True))
         elif not in_range(version, wanted):
             checks.append(Check(package, "broken", f"{version}, outside of {wanted}", mend, needed=True))
@@ -144,6 +152,25 @@ def _packages() -> list[Check]:
         else:
             mend = f'pip install "tvm_sparse[{extra}]"'
             checks.append(Check(names[0], "absent", f"not installed (optional: {use})", mend))
+    return checks
+
+
+def _prebuilt(compiles: bool) -> list[Check]:
+    """Packages of kernels; without one, and without the compiler, nothing can be called."""
+    checks = []
+    for folder in runtime_libraries.kernel_packages():
+        name = f"kernels for {folder.name}"
+        try:
+            entries = manifest.read(folder)
+        except manifest.ManifestError as error:
+            checks.append(Check(name, "broken", str(error)))
+        else:
+            checks.append(Check(name, "ok", f"{len(entries)} in {folder}"))
+    if not compiles:
+        found, mend = "carried by the kernels' package", ""
+        if runtime_libraries.version() is None:
+            found, mend = "none; kernels call them", 'pip install "tvm_sparse[compiler]"'
+        checks.append(Check("TVM's runtime libraries", "broken" if mend else "ok", found, mend, needed=True))
     return checks
 
 

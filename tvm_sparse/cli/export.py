@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from ..artifacts.manifest import Entry
 
 
+class Layout(enum.StrEnum):
+    folder = "folder"
+    kernels = "kernels"
+
+
 def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; made if it is not there.")],
     target: Target = "auto",
@@ -43,6 +49,9 @@ def export(
         Path | None,
         typer.Option(metavar="FILE", help="Only what calls of these problems run, tuned or not; TOML as for tune."),
     ] = None,
+    layout: Annotated[
+        Layout, typer.Option(help="kernels: a repository as Hugging Face's library kernels loads it.")
+    ] = Layout.folder,
     builders: Builders = None,
     plugin: Plugins = None,
 ) -> None:
@@ -52,39 +61,48 @@ def export(
     The architecture need not be this machine's: code for sm_90a is built without a GPU.
     """
     with errors():
+        import tempfile
         import time
 
         from ..core import machine
         from ..records.queries import best_records
+        from ..shipping import hub
         from ..shipping.export import export as export_records
 
         if operator is not None:
             registry.find(operator)
         where = machine.resolve(target)
-        if where.kind == "cuda":
-            require("cuda")
+        require("compiler", *(["cuda"] if where.kind == "cuda" else []))
         roots = default_roots(logs)
         problems = shape_files.read(shapes) if shapes is not None else None
         asked = problems if problems is not None else map(parse, best_records(roots, where.arch))
         count = sum(operator in (None, problem.operator) for problem in asked)
         started = time.monotonic()
-        with _progress(count, where.arch) as show:
-            try:
-                entries = export_records(
-                    where,
-                    output,
-                    roots,
-                    only=lambda problem: operator in (None, problem.operator),
-                    problems=problems,
-                    builders=builders or machine.default_builders(),
-                    show=show,
-                )
-            except LookupError as error:
-                fail(str(error.args[0] if error.args else error))
-        print_entries(entries, output)
+        with contextlib.ExitStack() as stack:
+            folder = output
+            if layout is Layout.kernels:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            with _progress(count, where.arch) as show:
+                try:
+                    entries = export_records(
+                        where,
+                        folder,
+                        roots,
+                        only=lambda problem: operator in (None, problem.operator),
+                        problems=problems,
+                        builders=builders or machine.default_builders(),
+                        show=show,
+                    )
+                except LookupError as error:
+                    fail(str(error.args[0] if error.args else error))
+            use = f"tvm_sparse.load({str(output)!r})"
+            if layout is Layout.kernels:
+                [folder] = hub.arrange([folder], output)
+                use = f"kernels.get_local_kernel(Path({str(output)!r}))"
+            print_entries(entries, folder)
         typer.echo(
             f"{len(entries)} {'library' if len(entries) == 1 else 'libraries'} for {where.arch} in {output},"
-            f" {duration(time.monotonic() - started)}.\nUse them with: tvm_sparse.load({str(output)!r})"
+            f" {duration(time.monotonic() - started)}.\nUse them with: {use}"
         )
 
 

@@ -2,7 +2,9 @@
 
 An architecture is the name under which records and libraries are kept apart: `sm_90a` for a GPU, and for
 a CPU the psABI level that its instruction set reaches (`x86-64-v2`, `-v3`, `-v4`), so that a library built
-on one CPU serves all CPUs of the same level. Nothing here imports the compiler.
+on one CPU serves all CPUs of the same level. Libraries are also built for architectures that no machine reports:
+`sm_90` without the `a` runs on all later GPUs of the same major number, `compute_80` is PTX, which the driver
+translates for any GPU from that number on (`suitability`). Nothing here imports the compiler.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import functools
 import os
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +52,8 @@ class Machine:
     @property
     def capability(self) -> int:
         """Ten times the compute capability of a GPU, 0 of a CPU."""
-        found = re.fullmatch(r"sm_(\d+)a?", self.arch)
-        return int(found.group(1)) if found else 0
+        found = _CUDA.fullmatch(self.arch)
+        return int(found["number"]) if found else 0
 
     @property
     def has_clusters(self) -> bool:
@@ -80,9 +83,12 @@ class Machine:
         return "cuda" if self.kind == "cuda" else "cpu"
 
 
+# `sm_90a`: machine code for this GPU alone; `sm_90`: for it and later ones of its major number; `compute_90`: PTX.
+_CUDA = re.compile(r"(?P<code>sm|compute)_(?P<number>\d{2,3})(?P<specific>a?)")
+
 # Of the largest data-centre part of an architecture, for targets that are not here: templates ask whether a batch fills
 # the machine, and a record made on such a part must be a point of its template's space where it is exported.
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_90a": 132, "sm_100a": 148, "sm_120a": 188}
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
 
 
 class _Limits(NamedTuple):
@@ -219,8 +225,8 @@ def resolve(target: str) -> Machine:
     for present in (gpu(), cpu()):
         if present is not None and present.arch == target:
             return present
-    if re.fullmatch(r"sm_\d{2,3}a?", target):
-        return Machine("cuda", target, target, cores=MULTIPROCESSORS.get(target, 108))
+    if (named := _CUDA.fullmatch(target)) and not (named["code"] == "compute" and named["specific"]):
+        return Machine("cuda", target, target, cores=MULTIPROCESSORS.get(int(named["number"]), 108))
     levels = [level for level, _ in X86_LEVELS] + ["x86-64", "aarch64"]
     if target in levels:
         return Machine("llvm", target, target, cores=cpu().cores)
@@ -229,3 +235,37 @@ def resolve(target: str) -> Machine:
     names = ["auto", "cpu", "cuda", "sm_80", "sm_86", "sm_89", "sm_90a", *levels]
     near = difflib.get_close_matches(target, names, n=3, cutoff=0.3)
     raise UnknownArch(f"target: got {target!r}; nearest valid names: {', '.join(near or names)}")
+
+
+def suitability(arch: str, machine: Machine) -> int | None:
+    """How far a library's architecture is from a machine's: 0 for its own, None if the machine cannot run it."""
+    if arch == machine.arch:
+        return 0
+    levels = [*(level for level, _ in X86_LEVELS), "x86-64"]
+    if arch in levels and machine.arch in levels:
+        below = levels.index(arch) - levels.index(machine.arch)
+        return below if below > 0 else None
+    theirs, ours = _CUDA.fullmatch(arch), _CUDA.fullmatch(machine.arch)
+    if theirs is None or ours is None or theirs["specific"]:
+        return None
+    older = int(ours["number"]) - int(theirs["number"])
+    if theirs["code"] == "compute":
+        return _TRANSLATED + older if older >= 0 else None
+    same_major = int(ours["number"]) // 10 == int(theirs["number"]) // 10
+    return 1 + older if same_major and older >= 0 and ours["code"] == "sm" else None
+
+
+# PTX comes after all machine code.
+_TRANSLATED = 1000
+
+
+def nearest_arch(machine: Machine, archs: Iterable[str]) -> str | None:
+    """Of several architectures the one most like a machine's, of the same kind: whose decisions may suit it."""
+    levels = [level for level, _ in reversed(X86_LEVELS)]
+
+    def place(arch: str) -> int:
+        found = _CUDA.fullmatch(arch)
+        return int(found["number"]) if found else levels.index(arch) if arch in levels else -1
+
+    same = [arch for arch in archs if bool(_CUDA.fullmatch(arch)) == (machine.kind == "cuda") and arch != machine.arch]
+    return min(same, key=lambda arch: (abs(place(arch) - place(machine.arch)), arch), default=None)

@@ -21,9 +21,9 @@ def templates(operator: str | None = None) -> tuple[Template, ...]:
     return tuple(template for one in chosen for template in one.templates)
 
 
-def find(name: str) -> Template:
-    """The template of this name; KeyError with the valid names if there is none."""
-    known = templates()
+def find(name: str, operator: str | None = None) -> Template:
+    """The template of this name, of an operator or of all; KeyError with the valid names if there is none."""
+    known = templates(operator)
     for template in known:
         if template.name == name:
             return template
@@ -98,11 +98,11 @@ def fallback(problem: Problem, machine: Machine, cooperative: bool = True) -> Ca
 def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | None:
     """None if a candidate can be built for a problem on a machine, else why not."""
     try:
-        template = find(candidate.template)
+        template = find(candidate.template, problem.operator)
     except KeyError:
-        return f"there is no template {candidate.template}"
+        return f"there is no template {candidate.template} of {problem.operator}"
     if template.version != candidate.version:
         return f"the template {template.name} is at version {template.version}, not {candidate.version}"
-    if (template.operator, template.kind) != (problem.operator, machine.kind):
-        return f"the template {template.name} is for {template.operator} on {template.kind}"
+    if template.kind != machine.kind:
+        return f"the template {template.name} is for {template.kind}"
     return template.point(problem, machine, candidate.values)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, op
 LOCK_SECONDS = 60.0
 """How long an append waits for another one. An append takes milliseconds: a longer wait means that
 the holder is stopped, and waiting for ever would hide it."""
+
+_OF_A_SESSION = re.compile(rb'"kind"\s*:\s*"%s"' % Session.kind.encode())
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ class Log:
         """Read ``trials.jsonl``; a bad line is skipped and named, and never raises."""
         return self._read(self.trials_path, (Trial, Session))
 
+    def sessions(self) -> dict[str, Session]:
+        """Read the sessions alone, by their ids: what trials say, thousands of lines, is not looked at."""
+        lines = self._read(self.trials_path, (Session,), only=_OF_A_SESSION)
+        return {session.id: session for session in lines.sessions}
+
     def read_best(self) -> Contents:
         """Read ``best.jsonl``: every ranking in `Contents.bests`, and the lines skipped."""
         return self._read(self.best_path, (Best,))
@@ -122,7 +130,8 @@ class Log:
         if records:
             _append_lines(path, [encode(record) for record in records])
 
-    def _read(self, path: Path, types: tuple[type[Record], ...]) -> Contents:
+    def _read(self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] | None = None) -> Contents:
+        """What a file holds; with `only`, of the lines in which that is found."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -138,6 +147,8 @@ class Log:
         records: list[Record] = []
         skipped: list[Skipped] = []
         for number, line in enumerate(lines, start=1):
+            if only is not None and not only.search(line):
+                continue
             try:
                 record = decode(line, kinds)
                 self._check_place(record)

@@ -17,19 +17,25 @@ def recorded_archs(roots: Sequence[Path], operators: Iterable[str]) -> list[str]
     return sorted({path.parent.name for root in roots for name in operators for path in root.glob(f"*/{name}")})
 
 
-def best_records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict[str, Any]]]:
+def best_records(
+    roots: Sequence[Path], arch: str, operators: Iterable[str] | None = None
+) -> dict[str, tuple[Best, dict[str, Any]]]:
     """The best record of each problem for `arch`, with its figures; later folders win.
+
+    Of all operators, or of those named: no template of any other is imported.
 
     Records whose template has gone or has another version now are left out: their decisions mean another program.
     So are those whose problem cannot be read: their operator had other axes.
     """
-    current = {template.name: template.version for template in spaces.templates()}
     found: dict[str, tuple[Best, dict[str, Any]]] = {}
-    for root in roots:
-        for operator in registry.operators():
+    for operator in registry.operators() if operators is None else operators:
+        current: dict[str, int] = {}
+        for root in roots:
             log = Log(root, arch, operator)
-            best = log.best()
-            sessions = {session.id: session for session in log.read().sessions} if best else {}
+            if not (best := log.best()):
+                continue
+            current = current or {template.name: template.version for template in spaces.templates(operator)}
+            sessions = log.sessions()
             for key, record in best.items():
                 if current.get(record.candidate.template) != record.candidate.version:
                     continue
@@ -39,6 +45,8 @@ def best_records(roots: Sequence[Path], arch: str) -> dict[str, tuple[Best, dict
                     continue
                 session = sessions.get(record.session)
                 figures = {
+                    "arch": arch,
+                    "problem": key,
                     "seconds": record.seconds,
                     "fallback_seconds": record.fallback_seconds,
                     "session": record.session,

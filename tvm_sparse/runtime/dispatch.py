@@ -1,9 +1,10 @@
 """Which kernel a call runs, and why.
 
 The decisions come from the first of: a record of this very problem (exact), of the same problem with the next larger
-batch (bucket), of the nearest problem whose decisions are a point of its template's space here (nearby), or the
-template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then the
-package's own, then the user's cache) or is compiled once, in a child process, into the user's cache.
+batch (bucket), of the nearest problem whose decisions are a point of its template's space here (nearby), of another
+architecture where this one has none of the operator (borrowed), or the template's default (fallback). The library
+comes from a folder of exported kernels (loaded ones first, then installed packages of kernels, then the user's cache)
+or is compiled once, in a child process, into the user's cache. `configure` says which of these a process may run.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import manifest
+from ..artifacts import manifest, runtime_libraries
+from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, ManifestError, digest
 from ..artifacts.residency import too_large
 from ..core import machine as machines
@@ -30,9 +32,12 @@ from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import loading, paths
-from .lookup import Choice, Known, choose, same_program
+from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, same_program
 
 logger = logging.getLogger("tvm_sparse")
+
+# The environment variable that says which decisions a call may run, unless `configure` did.
+POLICY = "TVM_SPARSE_POLICY"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Explanation:
     candidate: str  # template, version and decisions
     record: str | None  # key of the problem whose record gave the decisions; None for the fallback
     figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
-    library: str | None  # None: not compiled yet; the first call compiles it into the user's cache
+    library: str | None  # None: not compiled yet; the first call does, into the user's cache, if it may and can
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
 
@@ -88,10 +93,12 @@ class Dispatcher:
     Parameters
     ----------
     logs, shipped, cache
-        Where records, the package's kernels and compiled ones are; the defaults are those of `runtime.paths`.
+        Where records, installed kernels and compiled ones are; the defaults are those of `runtime.paths`.
 
     Attributes
     ----------
+    policy, compiles
+        As `configure` sets them; None: the environment's policy.
     launchers
         What the public functions keep for calls that are like one before. Another dict, and so an empty one, takes its
         place when other kernels are to be used from then on.
@@ -106,11 +113,22 @@ class Dispatcher:
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
         self._libraries: dict[tuple[Path, str], Any] = {}
-        self._records: dict[str, dict[str, Any]] = {}
+        self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
         self._forked = self._watches_forks = False
         self.launchers: dict[tuple, Any] = {}
+        self.policy: str | None = None
+        self.compiles = True
+
+    def configure(self, policy: str | None, compiles: bool | None) -> None:
+        """Set what is not None; kernels that calls have found are looked up again."""
+        with self._lock:
+            self.policy = self.policy if policy is None else policy
+            self.compiles = self.compiles if compiles is None else compiles
+            self._kernels = {}
+            self.launchers = {}
 
     def add(self, folder: Path) -> tuple[Entry, ...]:
         """Use the kernels of an exported folder before all others; later folders come first."""
@@ -127,7 +145,8 @@ class Dispatcher:
         Raises
         ------
         LoadError
-            If the chosen library may not be loaded.
+            If the chosen library may not be loaded; as `Miss` if there is none and none may be compiled, or if the
+            policy forbids it.
         CompileError
             If it had to be compiled and does not.
         """
@@ -145,19 +164,22 @@ class Dispatcher:
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
         """What `kernel` would return, without loading or compiling."""
         with self._lock:
-            sources = self._sources(machine)
-            choice = self._choose(problem, machine, sources)
-            return _explanation(problem, machine, choice, self._find(choice, machine, sources))
+            return _explanation(problem, machine, *self._decide(problem, machine, self._sources(machine)))
 
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
         with self._lock:
             sources = self._sources(machine)
-            choices = [self._choose(problem, machine, sources) for problem in problems]
-            missing = [choice for choice in choices if self._find(choice, machine, sources) is None]
+            found = [self._allowed(problem, machine, sources) for problem in problems]
+            missing = [choice for choice, located in found if located is None]
             if missing:
                 self._compile(missing, machine, builders)
             return [self.kernel(problem, machine).explanation for problem in problems]
+
+    def installed(self, machine: Machine) -> list[Entry]:
+        """The kernels of installed packages and loaded folders that a machine can run."""
+        with self._lock:
+            return [entry for source in self._sources(machine) if source.name != "cache" for entry in source.entries]
 
     def _refuse_fork(self) -> None:
         """Raise in a process forked from one that has loaded CPU kernels: their threads are not there; calls hang."""
@@ -176,9 +198,17 @@ class Dispatcher:
 
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
         sources = self._sources(machine)
-        choice = self._choose(problem, machine, sources)
+        choice, located = self._allowed(problem, machine, sources)
         self._warn(problem, machine, choice)
-        kernel = self._loaded(problem, machine, choice, sources)
+        try:
+            kernel = self._loaded(problem, machine, choice, located)
+        except CompileError as error:
+            if choice.how not in ("nearby", "borrowed") or self._policy() != "any":
+                raise
+            why = f"the decisions of {choice.record} do not compile for it; those are a template's default"
+            logger.warning("%s on %s: %s: %s", problem.typed, machine.arch, why, error)
+            choice = Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+            kernel = self._loaded(problem, machine, choice, self._find(choice, machine, sources))
         if kernel.entry.resident is None:
             return kernel
 
@@ -187,15 +217,16 @@ class Dispatcher:
             candidate = spaces.fallback(problem, machine, cooperative=False)
             choice = Choice("fallback", why, problem, candidate, None, {})
             with self._lock:
-                found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, self._sources(machine))
+                located = self._find(choice, machine, self._sources(machine))
+                found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, located)
             return found.function
 
         return dataclasses.replace(kernel, function=loading.or_else(kernel.function, problem, other))
 
-    def _loaded(self, problem: Problem, machine: Machine, choice: Choice, sources: list[_Source]) -> Kernel:
+    def _loaded(self, problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Kernel:
         """The kernel of a choice, if need be compiled."""
-        located = self._find(choice, machine, sources)
         if located is None:
+            self._require_compiler(problem, machine)
             started = time.monotonic()
             with _spinner(f"compiling {problem.typed}"):
                 [located] = self._compile([choice], machine)
@@ -208,7 +239,7 @@ class Dispatcher:
         try:
             function = self._function(*located)
         except loading.LoadError as error:
-            if located[0] != self._cache_folder(machine):
+            if located[0] != self._cache_folder(machine) or not self._may_compile():
                 raise
             # Nobody exported this one: what the cache has lost, it makes again.
             logger.warning("a library of the user's cache is compiled again: %s", error)
@@ -228,62 +259,129 @@ class Dispatcher:
 
     def _function(self, folder: Path, entry: Entry) -> Any:
         path = folder / entry.library
-        function = self._libraries.get((path, entry.sha256))
-        if function is None:
-            function = self._libraries[path, entry.sha256] = loading.load_function(path, entry.kind, entry.sha256)
-        return function
+        library = self._libraries.get((path, entry.sha256))
+        if library is None:
+            library = self._libraries[path, entry.sha256] = loading.load_library(path, entry.kind, entry.sha256)
+        return loading.function_of(library, path, entry.symbol)
 
     def _sources(self, machine: Machine) -> list[_Source]:
-        """Folders in order of preference, with their entries for this architecture."""
+        """Folders in order of preference, with those of their entries that this machine can run."""
         sources = list(self._folders)
-        for name, folder in (
-            ("package", self._shipped or paths.shipped_kernels()),
-            ("cache", self._cache_folder(machine)),
-        ):
-            if (folder / manifest.NAME).exists():
+        shipped = paths.shipped_kernels() if self._shipped is None else (self._shipped,)
+        for name, folder in (*(("package", folder) for folder in shipped), ("cache", self._cache_folder(machine))):
+            if (stamp := _stamp(folder / manifest.NAME)) is None:
+                continue
+            held = self._manifests.get(folder)
+            if held is None or held[0] != stamp:
                 try:
-                    sources.append(_Source(name, folder, manifest.read(folder)))
+                    held = self._manifests[folder] = (stamp, manifest.read(folder))
                 except ManifestError as error:
                     logger.warning("%s kernels are left aside: %s", name, error)
+                    continue
+            sources.append(_Source(name, folder, held[1]))
         return [
-            dataclasses.replace(source, entries=tuple(e for e in source.entries if e.arch == machine.arch))
+            dataclasses.replace(
+                source,
+                entries=tuple(e for e in source.entries if machines.suitability(e.arch, machine) is not None),
+            )
             for source in sources
         ]
 
     def _cache_folder(self, machine: Machine) -> Path:
         return (self._cache or paths.user_cache()) / machine.arch
 
-    def _tuned(self, machine: Machine) -> dict[str, Any]:
-        if machine.arch not in self._records:
+    def _tuned(self, arch: str, operator: str) -> dict[str, Any]:
+        """The best records of one operator."""
+        if (arch, operator) not in self._records:
             from ..records.queries import best_records
 
-            roots = self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
-            self._records[machine.arch] = best_records(roots, machine.arch)
-        return self._records[machine.arch]
+            self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
+        return self._records[arch, operator]
 
-    def _choose(self, problem: Problem, machine: Machine, sources: list[_Source]) -> Choice:
-        """The decisions for a problem, from what is exported and what is recorded."""
+    def _roots(self) -> tuple[Path, ...]:
+        return self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
+
+    def _evidence(self, problem: Problem, machine: Machine, sources: list[_Source], compiles: bool) -> Evidence:
+        """What is exported and recorded of a problem's operator."""
         # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides
-        # nothing: it holds what logs said when it was compiled, and they may say better now.
-        known = {key: Known(best.candidate, figures) for key, (best, figures) in self._tuned(machine).items()}
-        for source in reversed([source for source in sources if source.name != "cache"]):
+        # nothing, unless nothing else can: it holds what logs said when it was compiled, and they may say better now.
+        known = _known(self._tuned(machine.arch, problem.operator))
+        built = []
+        for source in reversed(sources):
             for entry in source.entries:
-                if entry.chosen == "exact":
-                    reason = too_large(entry.resident, entry.resources, machine)
+                if entry.problem.partition("/")[0] != problem.operator or (source.name == "cache" and compiles):
+                    continue
+                reason = too_large(entry.resident, entry.resources, machine)
+                if entry.chosen == "exact" and entry.arch == machine.arch and source.name != "cache":
                     known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, too_large=reason)
-        return choose(problem, machine, known)
+                if reason is None:
+                    away = machines.suitability(entry.arch, machine) or 0
+                    built.append(Built(entry.problem, entry.candidate, entry.chosen, entry.figures, away))
+        borrowed, lender = {}, None
+        if not known:
+            from ..records.queries import recorded_archs
+
+            lender = machines.nearest_arch(machine, recorded_archs(self._roots(), (problem.operator,)))
+            borrowed = _known(self._tuned(lender, problem.operator)) if lender else {}
+        return Evidence(known, borrowed, lender or "", built, compiles)
+
+    def _decide(
+        self, problem: Problem, machine: Machine, sources: list[_Source]
+    ) -> tuple[Choice, tuple[Path, Entry] | None]:
+        """The decisions for a problem, and the library at hand that has them."""
+        choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=True))
+        located = self._find(choice, machine, sources)
+        if located is None and not self._may_compile():
+            choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=False))
+            located = self._find(choice, machine, sources)
+        return choice, located
+
+    def _allowed(
+        self, problem: Problem, machine: Machine, sources: list[_Source]
+    ) -> tuple[Choice, tuple[Path, Entry] | None]:
+        """As `_decide`, if the policy has nothing against it."""
+        choice, located = self._decide(problem, machine, sources)
+        if located is None:
+            self._require_compiler(problem, machine)
+        if choice.how not in POLICIES[policy := self._policy()]:
+            command = _tune_command(problem, machine, choice)
+            raise loading.Miss(
+                f"{problem.typed} on {machine.arch}: {choice.why}. The policy is {policy!r}: only"
+                f" {', '.join(POLICIES[policy])} decisions run. To tune it: {command}"
+            )
+        return choice, located
+
+    def _policy(self) -> str:
+        policy = self.policy or os.environ.get(POLICY) or "any"
+        if policy not in POLICIES:
+            raise ValueError(f"{POLICY}: expected one of {', '.join(POLICIES)}, got {policy!r}")
+        return policy
+
+    def _may_compile(self) -> bool:
+        return self.compiles and runtime_libraries.compiler() is not None
+
+    def _require_compiler(self, problem: Problem, machine: Machine) -> None:
+        if not self._may_compile():
+            reason = (
+                'apache-tvm is not installed (pip install "tvm_sparse[compiler]")'
+                if self.compiles
+                else "tvm_sparse.configure(compile=False) forbids to compile one"
+            )
+            raise loading.Miss(
+                f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason};"
+                " kernels are built ahead by tvm-sparse export --shapes FILE"
+            )
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
         """A library of the chosen candidate for the chosen problem, at any batch and with any data."""
-        for source in sources:
-            for entry in source.entries:
-                if (
-                    _is_program(entry, choice)
-                    and (entry.kind, entry.arch) == (machine.kind, machine.arch)
-                    and not too_large(entry.resident, entry.resources, machine)
-                ):
-                    return source.folder, entry
-        return None
+        found = [
+            (source.folder, entry)
+            for source in sources
+            for entry in source.entries
+            if _is_program(entry, choice) and not too_large(entry.resident, entry.resources, machine)
+        ]
+        # Machine code for this very architecture before what also runs; of the same, the first folder's.
+        return min(found, key=lambda one: machines.suitability(one[1].arch, machine) or 0, default=None)
 
     def _compile(self, choices: Sequence[Choice], machine: Machine, builders: int = 1) -> list[tuple[Path, Entry]]:
         """Compile what the user's cache lacks; two processes that need the same library wait for each other.
@@ -330,6 +428,19 @@ class Dispatcher:
             ]
 
 
+def _known(records: Mapping[str, Any]) -> dict[str, Known]:
+    return {key: Known(best.candidate, figures) for key, (best, figures) in records.items()}
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written anew; None if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def _is_program(entry: Entry, choice: Choice) -> bool:
     return entry.candidate == choice.candidate and same_program(entry.problem, choice.compiled_for)
 
@@ -357,7 +468,7 @@ def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tu
 
 def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | None:
     """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
-    if choice.how not in ("nearby", "fallback"):
+    if choice.how in ("exact", "bucket"):
         return None
     words = ["tvm-sparse", "tune", *problem.typed.split()]
     if machine.arch != machines.resolve("auto").arch:
@@ -384,6 +495,31 @@ def _spinner(text: str) -> Iterator[None]:
 dispatcher = Dispatcher()
 
 
+def configure(*, policy: str | None = None, compile: bool | None = None) -> None:
+    """Say which kernels calls of this process may run; what is not given stays as it was.
+
+    Parameters
+    ----------
+    policy
+        `exact`: only decisions of a record of the problem, or of the same one with a larger batch. `nearest`: also
+        those of the nearest tuned problem, or of another architecture. `any`: also a template's default. What a policy
+        leaves out raises. Unless it is set here, the environment variable TVM_SPARSE_POLICY says, and else it is `any`.
+    compile
+        Whether a call may compile what lies in no folder of kernels, which takes seconds. If not, it takes the best
+        that is at hand for the problem, whatever its batch, and raises where there is nothing. Default: True.
+
+    The errors are `tvm_sparse.Miss`, raised by calls, `warmup` and what else looks kernels up; `explain` raises none.
+
+    Raises
+    ------
+    ValueError
+        For another policy.
+    """
+    if policy is not None and policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    dispatcher.configure(policy, compile)
+
+
 def load(folder: str) -> int:
     """Use the kernels of a folder that `tvm-sparse export` wrote, before all others; returns how many fit this machine.
 
@@ -393,13 +529,16 @@ def load(folder: str) -> int:
         If the folder's manifest is missing, malformed or of another version. Libraries are checked, by their hash,
         when they are first used.
     """
-    present = [found.arch for found in (machines.gpu(), machines.cpu()) if found is not None]
+    there = [found for found in (machines.gpu(), machines.cpu()) if found is not None]
     entries = dispatcher.add(Path(folder))
-    count = sum(entry.arch in present for entry in entries)
+    count = sum(any(machines.suitability(entry.arch, one) is not None for one in there) for entry in entries)
     if not count:
         holds = ", ".join(sorted({entry.arch for entry in entries})) or "nothing"
         logger.warning(
-            "%s holds kernels for %s; this machine is %s, and uses none", folder, holds, " and ".join(present)
+            "%s holds kernels for %s; this machine is %s, and uses none",
+            folder,
+            holds,
+            " and ".join(one.arch for one in there),
         )
     return count
 
@@ -464,7 +603,7 @@ def _problems(given: Any) -> list[Problem]:
 
 
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
-    """Which kernel a call runs, and why: exact record, batch bucket, nearby record or fallback.
+    """Which kernel a call runs, and why: exact record, batch bucket, nearby or borrowed record, or fallback.
 
     Parameters
     ----------

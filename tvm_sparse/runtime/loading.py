@@ -1,14 +1,13 @@
 """Shared libraries into this process: the runtime libraries they need, the check of their bytes, the call.
 
 Nothing here imports the compiler: a kernel needs tvm-ffi, TVM's small runtime library (threads, workspaces) and, for
-CUDA, its CUDA part. All are loaded from the installed `tvm` package's folder without importing the package.
+CUDA, its CUDA part: those of the installed apache-tvm, which is not imported, or those that came with the kernels
+(`artifacts.runtime_libraries`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib.util
 import logging
 import math
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..artifacts import runtime_libraries
 from ..artifacts.manifest import digest
 from ..core import machine
 from ..core.problem import Problem, numpy_dtype
@@ -37,16 +37,20 @@ class LoadError(RuntimeError):
     """A library may not be loaded, or cannot be; the message says why and what to do."""
 
 
+class Miss(LoadError):
+    """No kernel for a problem: none is at hand and none can or may be compiled, or the policy forbids it."""
+
+
 @functools.cache
-def prepare(kind: str) -> None:
-    """Load what libraries of this kind ("llvm" or "cuda") call at run time. Once a process."""
+def prepare(kind: str, beside: Path | None = None) -> None:
+    """Load what libraries of this kind ("llvm" or "cuda") call at run time; `beside` is a folder that may carry it."""
     import tvm_ffi  # noqa: F401  (loads the library that the others are linked to)
 
     if kind == "cuda":
         from ..artifacts import cuda
 
         try:
-            cuda.load_runtime()
+            cuda.load_runtime(beside=beside)
         except cuda.ToolchainError as error:
             raise LoadError(str(error)) from error
         return
@@ -56,20 +60,34 @@ def prepare(kind: str) -> None:
     # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins,
     # where the scheduler would find them another one.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
-    spec = importlib.util.find_spec("tvm")
-    if spec is None or spec.origin is None:
-        raise LoadError("the package apache-tvm is not installed: its runtime library is needed to call kernels")
-    ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
+    if runtime_libraries.load("libtvm_runtime.so", beside) is None:
+        raise LoadError(
+            "TVM's runtime library is missing, which kernels call: install a package of prebuilt kernels, which carries"
+            ' it, or the compiler: pip install "tvm_sparse[compiler]"'
+        )
 
 
-def load_function(path: Path, kind: str, sha256: str | None) -> Any:
-    """The `main` function of a library, after its bytes were compared with `sha256` (None: not compared).
+def load_function(path: Path, kind: str, sha256: str | None, symbol: str = "main") -> Any:
+    """A function of a library, after the file's bytes were compared with `sha256` (None: not compared).
 
     Raises
     ------
     LoadError
-        If the file is missing, its hash differs, or it does not load.
+        If the file is missing, its hash differs, it does not load, or it has no such function.
     """
+    return function_of(load_library(path, kind, sha256), path, symbol)
+
+
+def function_of(library: Any, path: Path, symbol: str) -> Any:
+    """A function of a loaded library; `LoadError` if it has none of this name."""
+    try:
+        return library[symbol]
+    except Exception as error:  # whatever the loader raises, the library cannot be used
+        raise LoadError(f"{path}: {error}") from error
+
+
+def load_library(path: Path, kind: str, sha256: str | None) -> Any:
+    """A library, which stays in the process; see `load_function`."""
     if not path.is_file():
         raise LoadError(f"{path}: no such library; export it again")
     try:
@@ -80,17 +98,16 @@ def load_function(path: Path, kind: str, sha256: str | None) -> Any:
         raise LoadError(
             f"{path}: the file is not the one that its manifest describes (sha256 differs); export it again"
         )
-    prepare(kind)
+    prepare(kind, path.parent)
     import tvm_ffi
 
     try:
         module = tvm_ffi.load_module(str(path.resolve()))
-        # The function does not keep its module alive in every version: hold both.
-        function = module["main"]
     except Exception as error:  # whatever the loader raises, the library cannot be used
         raise LoadError(f"{path}: {error}") from error
+    # A function does not keep its module alive in every version.
     _MODULES.append(module)
-    return function
+    return module
 
 
 def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], problem: Problem, kind: str) -> Any:

@@ -1,12 +1,12 @@
-"""Which decisions a problem gets on a machine, from what is tuned: exact, bucket, nearby or fallback.
+"""Which decisions a problem gets on a machine, from what is tuned and what is built.
 
 Pure: it knows candidates and the problems that they won, and asks the spaces; it loads and compiles nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core import spaces
@@ -15,7 +15,12 @@ from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
 
-HOW = ("exact", "bucket", "nearby", "fallback")
+# How decisions are come by, best first: by the problem's own record, by that of a larger batch, by that of the problem
+# most like it, by those of another architecture, by a template's default.
+HOW = ("exact", "bucket", "nearby", "borrowed", "fallback")
+
+# Which of these are no miss, by the name of a policy.
+POLICIES = {"exact": HOW[:2], "nearest": HOW[:4], "any": HOW}
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,32 @@ class Known:
     figures: Mapping[str, Any]
     at_hand: bool = False  # a library of it lies in an exported folder, so that nothing has to be built
     too_large: str | None = None  # why this machine cannot launch that library
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel that lies in a folder, whatever chose its decisions."""
+
+    problem: str  # its key
+    candidate: Candidate
+    chosen: str  # one of HOW
+    figures: Mapping[str, Any]
+    distance: int = 0  # `core.machine.suitability` of its architecture
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known when a problem is looked up.
+
+    `records`: by key, this architecture's. `borrowed`: another one's, `lender`, where this one has none of the
+    operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made.
+    """
+
+    records: Mapping[str, Known] = field(default_factory=dict)
+    borrowed: Mapping[str, Known] = field(default_factory=dict)
+    lender: str = ""
+    built: Sequence[Built] = ()
+    compiles: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,20 +71,42 @@ class Choice:
     figures: Mapping[str, Any]
 
 
-def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Choice:
-    """The first of: the problem's own record, that of the next larger batch, the nearest one's, the fallback.
+def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
+    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch, the
+    nearest problem's record, another architecture's, a kernel built for it at any batch, the fallback.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
-    the machine can launch it.
+    the machine can launch it. Where nothing compiles, only what is at hand is chosen, if anything is.
     """
-    passed_over = ""
+    passed_over: list[str] = []
+    records = evidence.records
+    if not evidence.compiles:
+        records = {key: known for key, known in records.items() if known.at_hand}
+    found = _by_record(problem, machine, records, passed_over)
+    if found is not None and found.how != "nearby":
+        return found
+    near = found if evidence.compiles else None
+    found = _by_library(problem, evidence.built, machine, passed_over, any_batch=not evidence.compiles) or near
+    if found is None and evidence.compiles:
+        found = _by_record(problem, machine, evidence.borrowed, passed_over)
+        if found is not None:
+            why = f"not tuned on {machine.arch}; the decisions are those of {_typed(found.record)} on {evidence.lender}"
+            found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
+    if found is None:
+        found = _by_library(problem, evidence.built, machine, passed_over, any_batch=True)
+    if found is None:
+        why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default"
+        why += "".join(passed_over)
+        found = Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+    return found
 
+
+def _by_record(problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str]) -> Choice | None:
     def usable(key: str, found: Known, wanted: Problem) -> bool:
-        nonlocal passed_over
         reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
         if reason and not passed_over:
-            passed_over = f"; the record of {key} is passed over: {reason}"
+            passed_over.append(f"; the record of {key} is passed over: {reason}")
         return reason is None
 
     if (own := known.get(problem.key)) is not None and usable(problem.key, own, problem):
@@ -61,11 +114,8 @@ def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Ch
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():
-        try:
-            other = parse(key)
-        except ProblemError:
-            continue  # recorded by a version whose problems had other axes
-        if type(other) is type(problem) and other != problem:
+        other = _parsed(key, problem)
+        if other is not None and other != problem:
             others[other] = found
 
     larger = [
@@ -73,7 +123,7 @@ def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Ch
     ]
     for other in sorted(larger, key=lambda o: o.batch_extent):
         if usable(other.key, others[other], other):
-            why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{passed_over}"
+            why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
             return Choice("bucket", why, other, others[other].candidate, other.key, others[other].figures)
 
     by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
@@ -81,19 +131,66 @@ def choose(problem: Problem, machine: Machine, known: Mapping[str, Known]) -> Ch
         candidate = others[other].candidate
         if spaces.refusal(candidate, problem, machine) is None:
             same = other.with_batch(problem.batch_extent) == problem
-            why = f"not tuned; the decisions are those of {other.typed}, the most like it{passed_over}"
+            why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
-    why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default{passed_over}"
-    return Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+    return None
+
+
+def _by_library(
+    problem: Problem, built: Sequence[Built], machine: Machine, passed_over: list[str], *, any_batch: bool
+) -> Choice | None:
+    """The best kernel that was built for this problem at another batch; at one of less than half if `any_batch`."""
+
+    def rank(one: tuple[Problem, Built]) -> tuple[int, int, bool, int]:
+        other, library = one
+        smaller = other.batch_extent < problem.batch_extent
+        apart = abs(other.batch_extent - problem.batch_extent)
+        return library.distance, HOW.index(library.chosen), smaller, apart
+
+    same = [
+        (other, library)
+        for library in built
+        if (other := _parsed(library.problem, problem)) is not None
+        and _one_program(other, problem)
+        and (any_batch or 2 * other.batch_extent >= problem.batch_extent)
+    ]
+    if not same:
+        return None
+    other, library = min(same, key=rank)
+    record, arch = library.figures.get("problem"), library.figures.get("arch", machine.arch)
+    how = library.chosen
+    if record is None:
+        why = "not tuned; the library at hand has a template's default decisions"
+    elif arch == machine.arch:
+        how = "nearby" if how == "exact" else how
+        why = f"not tuned; the library at hand has the decisions of {_typed(record)}"
+    else:
+        how = "borrowed"
+        why = f"not tuned on {machine.arch}; the library at hand has the decisions of {_typed(record)} on {arch}"
+    return Choice(how, why + "".join(passed_over), other, library.candidate, record, library.figures)
+
+
+def _typed(key: str | None) -> str:
+    return parse(key).typed if key else ""
+
+
+def _parsed(key: str, like: Problem) -> Problem | None:
+    """The problem of a key, if it is of the same operator as another."""
+    if key.partition("/")[0] != like.operator:
+        return None
+    try:
+        found = parse(key)
+    except ProblemError:
+        return None  # recorded by a version whose problems had other axes
+    return found if type(found) is type(like) else None
 
 
 def same_program(key: str, problem: Problem) -> bool:
     """Whether a candidate's program for the problem of `key` is its program for `problem`."""
-    try:
-        other = parse(key)
-    except ProblemError:
-        return False
-    free = {problem.batch_axis, *problem.data_axes}
-    return type(other) is type(problem) and all(
-        other.axes[name] == value for name, value in problem.axes.items() if name not in free
-    )
+    other = _parsed(key, problem)
+    return other is not None and _one_program(other, problem)
+
+
+def _one_program(one: Problem, other: Problem) -> bool:
+    free = {one.batch_axis, *one.data_axes}
+    return all(other.axes[name] == value for name, value in one.axes.items() if name not in free)

@@ -28,6 +28,8 @@ def user_cache() -> Path:
     return Path(platformdirs.user_cache_dir("tvm_sparse", appauthor=False)) / "kernels"
 
 
-def shipped_kernels() -> Path:
-    """Libraries that come with the package, where it was built with them."""
-    return Path(__file__).parent.parent / "kernels"
+def shipped_kernels() -> tuple[Path, ...]:
+    """Libraries that come with packages of prebuilt kernels, or with this one where it was built with them."""
+    from ..artifacts.runtime_libraries import kernel_packages
+
+    return (Path(__file__).parent.parent / "kernels", *kernel_packages())

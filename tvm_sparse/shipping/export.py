@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ from ..artifacts import manifest
 from ..artifacts.manifest import Entry, ManifestError
 from ..core import registry, spaces
 from ..core.candidate import Candidate
-from ..core.machine import Machine
+from ..core.machine import Machine, nearest_arch
 from ..core.problem import Problem
 from ..core.registry import parse
 from ..records.queries import best_records, recorded_archs
-from ..runtime.lookup import Known, choose, same_program
+from ..runtime.lookup import Evidence, Known, choose, same_program
 from ..workers.building import build
+
+# A problem, the decisions it is compiled with, how these were come by, and what was measured of them.
+Job = tuple[Problem, Candidate, str, Mapping[str, Any]]
 
 
 def export(
@@ -32,8 +35,9 @@ def export(
 ) -> list[Entry]:
     """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
 
-    With `problems`: what calls of these run, by records where there are, else by nearby decisions or the fallback.
-    Beside a cooperative kernel goes the one that takes its place where a GPU has no room for it.
+    With `problems`: what calls of these run, by records where there are, else by nearby decisions, those of another
+    architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
+    for it.
 
     A folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
 
@@ -44,20 +48,7 @@ def export(
     CompileError
         See `build`.
     """
-    chosen = best_records(roots, machine.arch)
-    jobs: list[tuple[Problem, Candidate, str, Mapping[str, Any]]] = []
-    if problems is None:
-        for key, (best, figures) in sorted(chosen.items()):
-            if only(problem := parse(key)):
-                jobs.append((problem, best.candidate, "exact", figures))
-    else:
-        jobs = planned(filter(only, problems), machine, chosen)
-    beside = {
-        problem: spaces.fallback(problem, machine, cooperative=False)
-        for problem, candidate, _, _ in jobs
-        if spaces.find(candidate.template).cooperative
-    }
-    jobs += [(problem, candidate, "fallback", {}) for problem, candidate in beside.items()]
+    jobs = planned(machine, roots, problems, only)
     if not jobs:
         places = ", ".join(map(str, roots))
         others = [arch for arch in recorded_archs(roots, registry.operators()) if arch != machine.arch]
@@ -67,29 +58,72 @@ def export(
             " (--shapes FILE)" + (f". There are records for {', '.join(others)}" if others else "")
         )
     entries = build(jobs, machine, folder, builders=builders, show=show)
-    before: set[str] = set()
-    if (folder / manifest.NAME).exists():
-        with contextlib.suppress(ManifestError):  # of another version
-            before = {entry.library for entry in manifest.read(folder)}
+    before = held(folder)
     manifest.write(folder, entries)
+    remove_stale(folder, entries, before)
+    return entries
+
+
+def held(folder: Path) -> set[str]:
+    """The libraries that a folder's manifest names, if it has one that can be read."""
+    with contextlib.suppress(ManifestError):  # none, or of another version
+        return {entry.library for entry in manifest.read(folder)}
+    return set()
+
+
+def remove_stale(folder: Path, entries: Iterable[Entry], before: Collection[str] = ()) -> None:
+    """Remove exported libraries that are none of these entries': by their names, and those that were named `before`."""
     named = {entry.library for entry in entries}
     ours = re.compile(rf"({'|'.join(registry.operators())})-[0-9a-f]{{16}}\.so")
     for path in folder.iterdir():
         if (path.name in before or ours.fullmatch(path.name)) and path.name not in named:
             path.unlink()
-    return entries
 
 
 def planned(
-    problems: Iterable[Problem], machine: Machine, best: Mapping[str, Any]
-) -> list[tuple[Problem, Candidate, str, Mapping[str, Any]]]:
-    """What calls of these problems run, each program once."""
-    known = {key: Known(record.candidate, figures) for key, (record, figures) in best.items()}
-    jobs: list[tuple[Problem, Candidate, str, Mapping[str, Any]]] = []
-    for problem in problems:
-        choice = choose(problem.as_called(), machine, known)
-        # Of another batch, but by a record of that very problem.
-        how = "exact" if choice.record == choice.compiled_for.key else choice.how
-        if not any(choice.candidate == other[1] and same_program(other[0].key, choice.compiled_for) for other in jobs):
-            jobs.append((choice.compiled_for, choice.candidate, how, choice.figures))
-    return jobs
+    machine: Machine,
+    roots: Sequence[Path],
+    problems: Iterable[Problem] | None = None,
+    only: Callable[[Problem], bool] = lambda problem: True,
+) -> list[Job]:
+    """What is compiled for a machine, each program once.
+
+    Of `problems` what calls of these run; else every record of the machine's architecture.
+    """
+    recorded = best_records(roots, machine.arch)
+    jobs: list[Job] = []
+    if problems is None:
+        for key, (best, figures) in sorted(recorded.items()):
+            if only(problem := parse(key)):
+                jobs.append((problem, best.candidate, "exact", figures))
+    else:
+        evidence: dict[str, Evidence] = {}
+        for problem in map(Problem.as_called, filter(only, problems)):
+            if problem.operator not in evidence:
+                evidence[problem.operator] = _evidence(problem.operator, machine, roots, recorded)
+            choice = choose(problem, machine, evidence[problem.operator])
+            # Of another batch, but by a record of that very problem.
+            own = choice.how != "borrowed" and choice.record == choice.compiled_for.key
+            how = "exact" if own else choice.how
+            if not any(choice.candidate == one[1] and same_program(one[0].key, choice.compiled_for) for one in jobs):
+                jobs.append((choice.compiled_for, choice.candidate, how, choice.figures))
+    beside = {
+        problem: spaces.fallback(problem, machine, cooperative=False)
+        for problem, candidate, _, _ in jobs
+        if spaces.find(candidate.template, problem.operator).cooperative
+    }
+    return jobs + [(problem, candidate, "fallback", {}) for problem, candidate in beside.items()]
+
+
+def _evidence(operator: str, machine: Machine, roots: Sequence[Path], recorded: Mapping[str, Any]) -> Evidence:
+    def known(records: Mapping[str, Any]) -> dict[str, Known]:
+        return {
+            key: Known(best.candidate, figures)
+            for key, (best, figures) in records.items()
+            if key.partition("/")[0] == operator
+        }
+
+    if own := known(recorded):
+        return Evidence(own)
+    other = nearest_arch(machine, recorded_archs(roots, (operator,)))
+    return Evidence({}, known(best_records(roots, other, (operator,))) if other else {}, other or "")

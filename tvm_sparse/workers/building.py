@@ -37,10 +37,27 @@ def request(problem: Any, candidate: Candidate, machine: Machine, path: Path) ->
     }
 
 
-def handle(message: dict[str, Any]) -> dict[str, Any]:
-    from ..artifacts.compile import compile_candidate
+def bundle_request(kernels: Sequence[tuple[Problem, Candidate, str]], machine: Machine, path: Path) -> dict[str, Any]:
+    """The message that asks for one library of several kernels, each (problem, candidate, symbol).
+
+    What is replied is a list: for each kernel what `compile_candidate` tells, or the text of its error.
+    """
+    return {
+        "kernels": [(problem.key, str(candidate), symbol) for problem, candidate, symbol in kernels],
+        "machine": asdict(machine),
+        "path": str(path),
+        "plugins": plugins(),
+    }
+
+
+def handle(message: dict[str, Any]) -> Any:
+    from ..artifacts.compile import compile_bundle, compile_candidate
 
     add_plugins(message["plugins"])
+    if "kernels" in message:
+        kernels = [(parse(key), Candidate.parse(text), symbol) for key, text, symbol in message["kernels"]]
+        found = compile_bundle(kernels, Machine(**message["machine"]), Path(message["path"]))
+        return [str(one) if isinstance(one, CompileError) else asdict(one) for one in found]
     compiled = compile_candidate(
         parse(message["problem"]),
         Candidate.parse(message["candidate"]),
@@ -63,8 +80,9 @@ def described(
     chosen: str,
     compiled: Mapping[str, Any],
     figures: Mapping[str, Any],
+    sha256: str | None = None,
 ) -> Entry:
-    """The manifest's entry of a library, of which a build replied `compiled`."""
+    """The manifest's entry of a kernel, of which a build replied `compiled`; `sha256` is its library's, if known."""
     path = Path(compiled["path"])
     return Entry(
         problem=problem.key,
@@ -73,11 +91,12 @@ def described(
         candidate=candidate,
         chosen=chosen,
         library=path.name,
-        sha256=digest(path),
+        sha256=sha256 or digest(path),
         workspaces=tuple(compiled["workspaces"]),
         figures=dict(figures),
         resources=compiled["resources"],
         resident=compiled["resident"],
+        symbol=compiled["symbol"],
     )
 
 

@@ -34,7 +34,7 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
 
 cluster_rows = Template(
     name="cluster_rows",
-    version=2,
+    version=3,
     operator="sparse_recurrent",
     kind="cuda",
     summary="a cluster of thread blocks a pack of samples, states exchanged through their shared memory",

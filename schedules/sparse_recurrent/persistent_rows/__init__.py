@@ -47,7 +47,7 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
 
 persistent_rows = Template(
     name="persistent_rows",
-    version=2,
+    version=3,
     operator="sparse_recurrent",
     kind="cuda",
     summary="all steps in one launch; weights stay on chip, blocks exchange states",

@@ -21,12 +21,13 @@ WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one 
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 576, 640, 768, 1024)
-# Of the shapes that were measured on an H200 each was fastest with so many, or nearly: each further warp polls and
-# waits. With the first; with the least of the others that gives each group one unit where the first would take more
-# than one round to copy the hidden states, and for long rows of float32.
+# What the fastest points of nearly all shapes that were measured on an H200 have in common. Threads: few, since each
+# further warp polls and waits; but for float32 with four samples a gather the least of the others that gives each group
+# one unit where rows are long, and the last where states are wide.
 USUAL_THREADS, MORE_THREADS = 256, (512, 576, 640)
-# Entries of a row from which on whole warps were fastest.
-WHOLE_WARPS = 128
+# Whole warps for rows of so many entries, unless states are wide, and else no more entries of each lane than this: they
+# are gathered in turn.
+WHOLE_WARPS, MOST_ROUNDS = 110, 20
 LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
 REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -35,6 +36,7 @@ SHARED = (0, 4, 8, 16, 32, 64)
 # fewer the compiler spilled.
 BESIDES = 8
 QUARTERS = 4  # of a multiprocessor, each with its own registers
+ADDRESSES = 2  # registers of such a load beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
@@ -44,13 +46,11 @@ DEVIATIONS = 4
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
 # much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
-SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.5, 56, 5000, 128
+SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.5, 56, 7000, 128
 # Cycles until a batch of gathers, a shuffle and the gates are done; of a round of copying; of each thread that polls,
 # and of each thread block that is waited for; and of a row that is not all on chip, for which the layer waits.
 GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT, REST = 45, 26, 150, 900, 0.8, 2, 400
 BUSY = 8  # warps that keep shared memory busy
-# Two copies of the hidden state leave the L1 cache room up to here.
-BOTH_COPIES = 96 * 1024
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Extents:
         """`held`, if entries in registers have this form."""
         spare = 16 if self.shared else 0  # what is read again goes through more registers
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
-        return spare + self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
+        return spare + self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
 
     @property
     def spills(self) -> bool:
@@ -330,8 +330,6 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
             "stages": stages,
             "exchange": 1,
         }
-        if stages == 2 and Extents.of(problem, point).stage_bytes > BOTH_COPIES:
-            continue
         possible = reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1])
         held = [n for n in possible if not Extents.of(problem, {**point, "registers": n}).spills]
         # Room for more entries in shared memory may be had for fewer in registers.
@@ -366,11 +364,16 @@ def reach(point: Decisions) -> int:
 
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
     """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
-    e, long = Extents.of(problem, point), problem.nonzeros >= WHOLE_WARPS
+    e = Extents.of(problem, point)
+    wide = e.vectors > USUAL_THREADS * MOST_LOADS
+    long = problem.nonzeros >= WHOLE_WARPS and not wide
     threads = USUAL_THREADS
-    if e.vectors > USUAL_THREADS * MOST_LOADS or (long and e.itemsize == 4):
-        threads = next((n for n in MORE_THREADS if n >= e.most * e.lanes), MORE_THREADS[0])
-    return e.threads == threads and (e.lanes == WARP or not long)
+    if e.itemsize == 4 and e.column_bytes == WIDEST:
+        if wide:
+            threads = MORE_THREADS[-1]
+        elif long and e.gates == 1:
+            threads = next((n for n in MORE_THREADS if n >= e.most * e.lanes), MORE_THREADS[0])
+    return e.threads == threads and (e.lanes == WARP if long else e.registers <= MOST_ROUNDS)
 
 
 def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """CUDA without a toolkit: compiler and runtime library from packages (`toolchain`), and what they made (`cubin`)."""
 
 from .cubin import KernelResources, code_sections, cubin_arch, cubins, resource_usage
-from .toolchain import Runtime, Toolchain, ToolchainError, activate, load_runtime
+from .toolchain import Runtime, Toolchain, ToolchainError, activate, as_ptx, load_runtime
 
 __all__ = [
     "KernelResources",
@@ -9,6 +9,7 @@ __all__ = [
     "Toolchain",
     "ToolchainError",
     "activate",
+    "as_ptx",
     "code_sections",
     "cubin_arch",
     "cubins",

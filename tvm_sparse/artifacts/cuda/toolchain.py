@@ -23,6 +23,8 @@ dynamic loader by its SONAME.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
@@ -41,6 +43,8 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+
+from .. import runtime_libraries
 
 # The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
 CUDA_MAJOR = 13
@@ -62,7 +66,8 @@ int tvm_sparse_stub_driver = 1;
 # TVM's preamble includes <cuda/std/type_traits> and <cuda/std/limits>, which cost NVRTC 0.6 s
 # (CCCL 13.0) to 1.1 s (13.2 on) a kernel, against 0.03 s for the kernel itself. This gives the
 # names that generated code uses from the small headers they live in, and marks the two large
-# ones as already included. Seen to give the same machine code.
+# ones as already included. Seen to give the same instructions. INFINITY is by an intrinsic, as
+# NVRTC 13.5 has no __builtin_huge_valf.
 _LEAN_HEADER = """\
 #pragma once
 #include <cuda/std/__type_traits/conditional.h>
@@ -74,7 +79,7 @@ _LEAN_HEADER = """\
 #include <cuda/std/__type_traits/is_unsigned.h>
 #define _CUDA_STD_TYPE_TRAITS
 #define _CUDA_STD_LIMITS
-#define INFINITY (__builtin_huge_valf())
+#define INFINITY (__int_as_float(0x7f800000))
 """
 # Headers that need nothing of the two: with any other (cooperative_groups.h, cuda/barrier) the
 # code is compiled the long way at once.
@@ -85,6 +90,10 @@ _LEAN_INCLUDES = frozenset(
         *("mma.h", "math_constants.h", "sm_61_intrinsics.h"),
     ]
 )
+
+
+# What the compile callback returns: "cubin", or "ptx" for the virtual architecture of the same number.
+_FORMAT = contextvars.ContextVar("device_code", default="cubin")
 
 
 class ToolchainError(RuntimeError):
@@ -241,7 +250,7 @@ def _load_driver(allow_stub: bool) -> tuple[str, bool]:
     return _mapped_path("libcuda.so"), is_stub
 
 
-def load_runtime(*, allow_stub: bool = False) -> Runtime:
+def load_runtime(*, allow_stub: bool = False, beside: Path | None = None) -> Runtime:
     """Load what an exported CUDA library needs to be loaded and called, without importing tvm.
 
     After this ``tvm_ffi.load_module`` takes such a library. It works as well after ``import tvm``,
@@ -252,6 +261,8 @@ def load_runtime(*, allow_stub: bool = False) -> Runtime:
     allow_stub
         Put a stub in the place of a driver that is missing. Libraries can then be loaded and
         built; a kernel cannot run.
+    beside
+        A folder of kernels that may carry TVM's runtime libraries.
 
     Returns
     -------
@@ -267,23 +278,23 @@ def load_runtime(*, allow_stub: bool = False) -> Runtime:
         raise ToolchainError(f"CUDA libraries are built and loaded on Linux, not {sys.platform}")
     import tvm_ffi  # its library has to be in the process before TVM's
 
-    spec = importlib.util.find_spec("tvm")
-    places = (spec.submodule_search_locations or []) if spec else []
-    libraries = [Path(place, "lib", "libtvm_runtime_cuda.so") for place in places]
-    library = next((path for path in libraries if path.exists()), None)
-    if library is None:
-        raise ToolchainError("libtvm_runtime_cuda.so is missing: install apache-tvm for Linux")
     driver, is_stub = _load_driver(allow_stub)
     cudart = _load(f"libcudart.so.{CUDA_MAJOR}")
     if cudart is None:
         raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {_INSTALL}")
     try:
-        ctypes.CDLL(str(library))
+        libraries = [runtime_libraries.load(name, beside) for name in runtime_libraries.LIBRARIES["cuda"]]
     except OSError as error:
         raise ToolchainError(f"TVM's CUDA runtime cannot be loaded: {error}") from error
+    library = libraries[-1]
+    if library is None:
+        raise ToolchainError(
+            "libtvm_runtime_cuda.so is missing: install a package of prebuilt kernels, which carries it, or the"
+            ' compiler: pip install "tvm_sparse[compiler]"'
+        )
     if tvm_ffi.get_global_func(_LOADER_FUNCTION, allow_missing=True) is None:
         raise ToolchainError(f"{library} does not register {_LOADER_FUNCTION}")
-    return Runtime(driver, is_stub, cudart, str(library))
+    return Runtime(driver, is_stub, cudart, _mapped_path("libtvm_runtime_cuda.so"))
 
 
 def _nvrtc() -> tuple[tuple[int, int], str]:
@@ -378,14 +389,25 @@ def _install_lean_compiler(cccl: Path) -> None:
     def compile_cuda(code: str) -> Any:  # bytes-like, whatever TVM's own returns
         used = set(re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)", code, re.MULTILINE))
         mode = os.environ.get("TVM_CUDA_COMPILE_MODE", "nvrtc").lower()
+        form = _FORMAT.get()
         if mode == "nvrtc" and used <= _LEAN_INCLUDES:
             try:
-                return nvcc.compile_cuda(code, "cubin", options=options, compiler="nvrtc")
+                return nvcc.compile_cuda(code, form, options=options, compiler="nvrtc")
             except RuntimeError:
                 pass  # the full headers decide, and word the error
-        return original(code)
+        return original(code) if form == "cubin" else nvcc.compile_cuda(code, form, compiler="nvrtc")
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_cuda, override=True)
+
+
+@contextlib.contextmanager
+def as_ptx() -> Iterator[None]:
+    """Within the block what is compiled becomes PTX, which a driver translates for its GPU when it loads it."""
+    token = _FORMAT.set("ptx")
+    try:
+        yield
+    finally:
+        _FORMAT.reset(token)
 
 
 @functools.cache

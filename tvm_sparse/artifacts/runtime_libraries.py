@@ -1,0 +1,89 @@
+"""TVM's runtime libraries: 4 MB that kernels call, of the installed compiler or carried along with prebuilt kernels.
+
+A package of prebuilt kernels is a folder of the namespace `tvm_sparse_kernels`, one an architecture, laid out as
+`export` lays out any folder. Beside its manifest may lie a folder `runtime` with the libraries and a file `VERSION`
+that says of which apache-tvm they are. With those nothing of apache-tvm has to be installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+PACKAGES = "tvm_sparse_kernels"
+FOLDER, VERSION = "runtime", "VERSION"
+LIBRARIES = {"llvm": ("libtvm_runtime.so",), "cuda": ("libtvm_runtime.so", "libtvm_runtime_cuda.so")}
+_LICENCES = ("LICENSE", "NOTICE")
+
+
+@functools.cache
+def kernel_packages() -> tuple[Path, ...]:
+    """Folders of the installed packages of prebuilt kernels."""
+    spec = importlib.util.find_spec(PACKAGES)
+    places = (spec.submodule_search_locations or []) if spec else []
+    return tuple(path for place in places for path in sorted(Path(place).glob("*")) if path.is_dir())
+
+
+@functools.cache
+def compiler() -> Path | None:
+    """The folder of the installed apache-tvm, found without importing it."""
+    spec = importlib.util.find_spec("tvm")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if Path(place, "lib", LIBRARIES["llvm"][0]).exists():
+            return Path(place)
+    return None
+
+
+def version(beside: Path | None = None) -> str | None:
+    """Of which apache-tvm the libraries are that this process has: they load kernels of that version alone."""
+    if compiler() is not None:
+        return importlib.metadata.version("apache-tvm")
+    found = _carried(VERSION, beside)
+    return found.read_text().strip() if found else None
+
+
+def load(name: str, beside: Path | None = None) -> str | None:
+    """Load one of the libraries, unless it is in the process already; its path, or None if there is none.
+
+    `beside` is a folder of kernels that may carry it.
+
+    Raises
+    ------
+    OSError
+        If what it is linked to is missing.
+    """
+    try:
+        ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+        return name
+    except OSError:
+        pass
+    installed = compiler()
+    path = _carried(name, beside) if installed is None else installed / "lib" / name
+    if path is None or not path.exists():
+        return None
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return str(path)
+
+
+def _carried(name: str, beside: Path | None) -> Path | None:
+    folders = (*kernel_packages(), *([beside] if beside else []))
+    return next((path for folder in folders if (path := folder / FOLDER / name).exists()), None)
+
+
+def carry(folder: Path, kind: str) -> None:
+    """Copy the libraries that kernels of a kind need from the installed compiler into a folder of kernels."""
+    installed = compiler()
+    if installed is None:
+        raise FileNotFoundError("apache-tvm is not installed, whose runtime libraries are to be carried along")
+    target = folder / FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    for name in LIBRARIES[kind]:
+        shutil.copyfile(installed / "lib" / name, target / name)
+    for name in _LICENCES:
+        shutil.copyfile(installed / name, target / name)
+    (target / VERSION).write_text(f"{version()}\n")

@@ -1,0 +1,197 @@
+"""Kernels built ahead for many architectures, without a GPU: few libraries an operator, a manifest, the runtime.
+
+What is built for an architecture: every problem that was tuned on it; of operators that were not tuned on it at all
+the problems of the nearest architecture that has records, with its decisions (`borrowed`) where they are a point of the
+space and compile, else with a template's default; and problems that are named. A folder an architecture comes out,
+which `tvm_sparse.load` reads, and which `shipping.wheel` packs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..artifacts import manifest, runtime_libraries
+from ..artifacts.compile import CompileError
+from ..artifacts.manifest import Entry, digest
+from ..core import registry, spaces
+from ..core.machine import Machine, nearest_arch, resolve
+from ..core.problem import Problem
+from ..core.registry import parse
+from ..records.queries import best_records, recorded_archs
+from ..workers.building import BUILD_TIMEOUT, BUILD_WORKER, bundle_request, described
+from ..workers.processes import Pool, Reply
+from .export import Job, held, planned, remove_stale
+
+# Kernels a library: a first call reads and hashes all of its library (3 MB of machine code, 10 ms), and each library is
+# built by one process.
+KERNELS_A_LIBRARY = 32
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was built for one architecture.
+
+    Attributes
+    ----------
+    folder
+        With manifest, libraries and TVM's runtime libraries.
+    entries
+        One a kernel; `chosen` says how the decisions were come by.
+    dropped
+        Decisions that did not compile, and why: a template's default is there in their place.
+    """
+
+    machine: Machine
+    folder: Path
+    entries: tuple[Entry, ...]
+    dropped: tuple[str, ...]
+
+    @property
+    def libraries(self) -> tuple[Path, ...]:
+        return tuple(self.folder / name for name in sorted({entry.library for entry in self.entries}))
+
+
+@dataclass
+class _State:
+    """One architecture while it is built."""
+
+    machine: Machine
+    folder: Path
+    entries: list[Entry] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    again: list[Job] = field(default_factory=list)
+
+
+def problems_for(machine: Machine, roots: Sequence[Path], operators: Iterable[str] | None = None) -> list[Problem]:
+    """The problems that were tuned for a machine; of operators without any, those of the nearest architecture."""
+    found = []
+    for operator in registry.operators() if operators is None else operators:
+        archs = recorded_archs(roots, (operator,))
+        arch = machine.arch if machine.arch in archs else nearest_arch(machine, archs)
+        if arch is not None:
+            found += [parse(key) for key in sorted(best_records(roots, arch, (operator,)))]
+    return found
+
+
+def prebuild(
+    archs: Sequence[str],
+    folder: Path,
+    roots: Sequence[Path],
+    problems: Sequence[Problem] = (),
+    *,
+    operators: Sequence[str] | None = None,
+    records: bool = True,
+    builders: int = 1,
+    show: Callable[[str, int, int], None] = lambda library, done, count: None,
+) -> list[Built]:
+    """Build the kernels of all these architectures into `folder/<arch>`, `builders` processes at a time.
+
+    Parameters
+    ----------
+    archs
+        As `core.machine.resolve` reads them; `compute_80` is PTX, for every GPU from that number on.
+    problems
+        Built beside what `roots` hold records of, or alone without `records`.
+    operators
+        Only these.
+    show
+        Called with each library's path, and how many of how many are done.
+
+    Raises
+    ------
+    LookupError
+        If there is nothing to build for an architecture.
+    CompileError
+        If decisions that were tuned for the architecture itself, or a template's default, do not compile.
+    """
+    waiting: list[tuple[_State, list[Job]]] = []
+    states = []
+    for machine in map(resolve, archs):
+        named = [one for one in problems if operators is None or one.operator in operators]
+        wanted = dict.fromkeys([*(problems_for(machine, roots, operators) if records else ()), *named])
+        jobs = planned(machine, roots, list(wanted))
+        if not jobs:
+            places = ", ".join(map(str, roots))
+            raise LookupError(f"{machine.arch}: nothing to build: no records in {places} and no problems named")
+        states.append(_State(machine, folder / machine.arch))
+        waiting += [(states[-1], chunk) for chunk in _chunks(jobs, KERNELS_A_LIBRARY)]
+    with Pool(builders, BUILD_WORKER, name="prebuild") as pool:
+        done = 0
+        while waiting:
+            # The longest first, so that no process works alone at the end.
+            waiting.sort(key=lambda one: -len(one[1]))
+            count = done + len(waiting)
+            replies = pool.map([_request(*one) for one in waiting], timeout=BUILD_TIMEOUT * KERNELS_A_LIBRARY)
+            for (state, chunk), reply in zip(waiting, replies, strict=True):
+                _take(state, chunk, reply)
+                done += 1
+                show(str(_path(state, chunk)), done, count)
+            waiting = []
+            for state in states:
+                waiting += [(state, chunk) for chunk in _chunks(state.again, KERNELS_A_LIBRARY)]
+                state.again = []
+    return [_finish(state) for state in states]
+
+
+def _chunks(jobs: Sequence[Job], most: int) -> list[list[Job]]:
+    """Jobs by operator, in parts of nearly the same size: each becomes a library."""
+    by_operator: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_operator.setdefault(job[0].operator, []).append(job)
+    chunks = []
+    for own in by_operator.values():
+        own.sort(key=lambda job: (job[0].key, str(job[1])))
+        parts = -(-len(own) // most)
+        chunks += [own[len(own) * i // parts : len(own) * (i + 1) // parts] for i in range(parts)]
+    return chunks
+
+
+def _symbol(job: Job) -> str:
+    return "k" + hashlib.sha256(f"{job[0].key}|{job[1]}".encode()).hexdigest()[:12]
+
+
+def _path(state: _State, chunk: Sequence[Job]) -> Path:
+    """A file name that differs for every set of kernels, architecture and compiler version."""
+    text = "|".join([*map(_symbol, chunk), state.machine.arch, str(sorted(manifest.versions().items()))])
+    return state.folder / f"{chunk[0][0].operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+
+
+def _request(state: _State, chunk: Sequence[Job]) -> dict[str, Any]:
+    return bundle_request([(job[0], job[1], _symbol(job)) for job in chunk], state.machine, _path(state, chunk))
+
+
+def _take(state: _State, chunk: Sequence[Job], reply: Reply) -> None:
+    """Note what a library holds, and what has to be tried again: by itself, or with a template's default."""
+    if not reply.ok and len(chunk) > 1:
+        # One of them has ended the process: each alone costs only itself.
+        singles = [_request(state, [job]) for job in chunk]
+        with Pool(1, BUILD_WORKER, name="prebuild-single") as pool:
+            for job, own in zip(chunk, pool.map(singles, timeout=BUILD_TIMEOUT), strict=True):
+                _take(state, [job], own)
+        return
+    results: list[Mapping[str, Any] | str] = reply.value if reply.ok else [reply.message]
+    path = _path(state, chunk)
+    sha256 = digest(path) if path.exists() else ""
+    for job, result in zip(chunk, results, strict=True):
+        problem, candidate, chosen, figures = job
+        if not isinstance(result, str):
+            state.entries.append(described(problem, candidate, state.machine, chosen, result, figures, sha256))
+            continue
+        default = spaces.fallback(problem, state.machine)
+        if chosen in ("exact", "fallback") or default == candidate:
+            raise CompileError(f"{problem} with {candidate} for {state.machine.arch}: {result}")
+        state.dropped.append(f"{problem.typed}: {candidate}: {result}")
+        state.again.append((problem, default, "fallback", {}))
+
+
+def _finish(state: _State) -> Built:
+    entries = sorted(state.entries, key=lambda entry: (entry.problem, entry.chosen))
+    before = held(state.folder)
+    manifest.write(state.folder, entries)
+    remove_stale(state.folder, entries, before)
+    runtime_libraries.carry(state.folder, state.machine.kind)
+    return Built(state.machine, state.folder, tuple(entries), tuple(state.dropped))

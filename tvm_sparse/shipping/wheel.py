@@ -1,0 +1,94 @@
+"""Folders of prebuilt kernels into a wheel that holds data only: installed, it is found without being named.
+
+The kernels of an architecture become a folder of the namespace package `tvm_sparse_kernels`, whose parts wheels install
+beside each other (`artifacts.runtime_libraries`). The wheel requires this version of tvm_sparse, whose templates the
+kernels are of, and for CUDA the runtime library of CUDA that TVM's is linked to.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..artifacts import manifest, runtime_libraries
+from ..core.machine import resolve
+
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # what a ZIP file can say: the same kernels give the same wheel
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_CUDA = "nvidia-cuda-runtime>=13,<14"
+
+
+def distribution(archs: Sequence[str]) -> str:
+    """The name of the package with the kernels of these architectures: `tvm-sparse-kernels-sm90a`."""
+    return "-".join(
+        ["tvm-sparse-kernels", *(re.sub("[^a-z0-9]+", "-", re.sub("^(sm|compute)_", r"\1", arch)) for arch in archs)]
+    )
+
+
+def pack(folders: Sequence[Path], output: Path, name: str | None = None) -> Path:
+    """Pack folders that `prebuild` wrote, each named after its architecture, into one wheel in `output`; its path.
+
+    `name` is the package's, by default `distribution`.
+    """
+    archs = [folder.name for folder in folders]
+    name = name or distribution(archs)
+    version = importlib.metadata.version("tvm_sparse")
+    escaped = name.replace("-", "_")
+    tag = f"py3-none-{_platform(folders)}"
+    about = f"{escaped}-{version}.dist-info"
+    requires = [f"tvm_sparse=={version}"]
+    if any(resolve(arch).kind == "cuda" for arch in archs):
+        requires.append(_CUDA)
+    metadata = [
+        "Metadata-Version: 2.4",
+        f"Name: {name}",
+        f"Version: {version}",
+        f"Summary: Prebuilt kernels of tvm_sparse for {', '.join(archs)}, with TVM's runtime libraries",
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.11",
+        *(f"Requires-Dist: {one}" for one in requires),
+    ]
+    wheel = ["Wheel-Version: 1.0", "Generator: tvm_sparse", "Root-Is-Purelib: false", f"Tag: {tag}"]
+
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{escaped}-{version}-{tag}.whl"
+    lines = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+
+        def add(place: str, content: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(place, _EARLIEST), content, zipfile.ZIP_DEFLATED, 9)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            lines.append(f"{place},sha256={digest},{len(content)}")
+
+        for folder in folders:
+            for file in _files(folder):
+                place = file.relative_to(folder).as_posix()
+                add(f"{runtime_libraries.PACKAGES}/{folder.name}/{place}", file.read_bytes())
+        add(f"{about}/METADATA", "\n".join([*metadata, ""]).encode())
+        add(f"{about}/WHEEL", "\n".join([*wheel, ""]).encode())
+        lines.append(f"{about}/RECORD,,")
+        archive.writestr(zipfile.ZipInfo(f"{about}/RECORD", _EARLIEST), "\n".join([*lines, ""]).encode())
+    return path
+
+
+def _files(folder: Path) -> list[Path]:
+    """The manifest, what it names, and the runtime libraries: nothing else that may lie in the folder."""
+    named = {entry.library for entry in manifest.read(folder)}
+    runtime = sorted(path for path in (folder / runtime_libraries.FOLDER).glob("*") if path.is_file())
+    return [folder / manifest.NAME, *(folder / library for library in sorted(named)), *runtime]
+
+
+def _platform(folders: Sequence[Path]) -> str:
+    """The platform tag: the oldest glibc that has what the libraries ask for."""
+    import platform
+
+    newest = 17  # manylinux2014: no tag of this form is older
+    for folder in folders:
+        for file in folder.rglob("*.so"):
+            newest = max(newest, *map(int, _GLIBC.findall(file.read_bytes())), 17)
+    return f"manylinux_2_{newest}_{platform.machine()}"
