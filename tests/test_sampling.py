@@ -37,7 +37,13 @@ OWN: dict[str, Any] = {
 }
 KEYS = tuple(
     f"softmax_sample/batch={BATCH},vocab={VOCAB},{axes}"
-    for axes in ("k=8", "k=8,seeded=1", "k=8,bias=1,per_row=1,whole=1", "k=128,per_row=1,seeded=1,whole=1", "k=128,whole=1")
+    for axes in (
+        "k=8",
+        "k=8,seeded=1",
+        "k=8,bias=1,per_row=1,whole=1",
+        "k=128,per_row=1,seeded=1,whole=1",
+        "k=128,whole=1",
+    )
 )
 
 
