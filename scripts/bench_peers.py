@@ -30,6 +30,7 @@ SOFTMAX = (
     (1, 10240), (10, 25000), (512, 10240), (1024, 10240), (4000, 1000), (4000, 25000), (12, 128256), (64, 128256),
 )  # fmt: skip
 TOP = (5, 50, 400)
+SAMPLED = ((1, 128256), (64, 128256), (512, 128256))
 PRODUCTS = ((1, 128, 768), (8, 128, 768), (1, 1024, 1024), (8, 1024, 1024))
 BLOCKS = (8, 16, 32)
 SPARSITIES = (0.8, 0.85, 0.95)
@@ -47,6 +48,7 @@ def default_problems(dtype: str) -> list[Problem]:
         for batch, vocab in SOFTMAX
         for k in TOP
     ]
+    sampled = [make("softmax_sample", {"batch": b, "vocab": v, "k": 64, "dtype": dtype}) for b, v in SAMPLED]
     products = [
         make("bsr_matmul", {"m": m, "k": k, "n": n, "block": block, "sparsity": sparsity, "dtype": dtype})
         for m, k, n in PRODUCTS
@@ -58,7 +60,7 @@ def default_problems(dtype: str) -> list[Problem]:
         for nonzeros in NONZEROS
         for weighted in (0, 1)
     ]
-    return [*softmax, *top, *products, *lookups]
+    return [*softmax, *top, *sampled, *products, *lookups]
 
 
 def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:

@@ -2,6 +2,7 @@
 
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
+Tests that share a fixture of their module form a group as well, so that it is made once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which looks for groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
     absent = pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none")
-    mark = pytest.mark.xdist_group("gpu") if machine.gpu() else absent
-    for item in marked:
-        item.add_marker(mark)
+    alone = pytest.mark.xdist_group("gpu") if machine.gpu() else absent
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(alone)
+        elif shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a fixture of the test's module is made once for several tests: most of them compile something."""
+    known = getattr(item, "_fixtureinfo", None)
+    made = known.name2fixturedefs.values() if known else ()
+    return any(one.scope == "module" for fixtures in made for one in fixtures)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import plugins
 import pytest
 from typer.testing import CliRunner
 
@@ -411,15 +412,15 @@ def test_a_peer_that_is_wrong_has_no_time() -> None:
 # ------------------------------------------------------------------------------------------- doctor, quickstart
 
 
-def test_doctor_reports_in_json() -> None:
-    process = started("doctor", "--json")
+def test_doctor_reports_in_json(tmp_path: Path) -> None:
+    process = started("doctor", "--json", "--plugin", plugins.write(tmp_path))
     out, err = process.communicate(timeout=200)
     report = json.loads(out)
     assert process.returncode == 0 and report["works"], out + err
     checks = {check["name"]: check for check in report["checks"]}
     for name in ("python", "apache-tvm", "apache-tvm-ffi", "C compiler", "compiler IR", "CPU smoke test"):
         assert checks[name]["state"] == "ok", checks[name]
-    assert "working range" in checks["apache-tvm-ffi"]["found"]
+    assert "working range" in checks["apache-tvm-ffi"]["found"] and "operator double" in checks
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,9 @@ def compile_cuda(source: str, arch: str) -> bytes:
 @pytest.mark.parametrize(("arch", "number", "late"), [("sm_90a", 90, False), ("sm_80", 80, True)])
 def test_tvm_exports_machine_code(tmp_path: Path, arch: str, number: int, late: bool) -> None:
     cubin = build(tmp_path / "add.so", arch, late)
+    if not late:
+        done = run(LOAD.format(out=str(tmp_path / "add.so")))  # loads without TVM
+        assert done.returncode == 0 and done.stdout.split() == ["loaded"], done.stderr
     assert cuda.cubin_arch(cubin) == number
     ((name, usage),) = cuda.resource_usage(cubin).items()
     assert name == "main_kernel"
@@ -109,11 +112,19 @@ def test_tvm_exports_machine_code(tmp_path: Path, arch: str, number: int, late: 
 
 
 @needs_cuda
-def test_library_loads_without_tvm(tmp_path: Path) -> None:
-    build(tmp_path / "add.so", "sm_90a")
-    done = run(LOAD.format(out=str(tmp_path / "add.so")))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["loaded"]
+def test_what_generated_code_uses_compiles_without_the_large_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or every kernel is compiled twice, the second time with a second of headers."""
+    cuda.activate()
+    import tvm
+    from tvm.support import nvcc
+
+    used: list[object] = []
+    whole = nvcc.compile_cuda
+    monkeypatch.setattr(nvcc, "compile_cuda", lambda *words, **named: used.append(named) or whole(*words, **named))
+    code = '#include <cuda_fp16.h>\nextern "C" __global__ void k(float* y, half x) { y[0] = (float)x > -INFINITY; }'
+    with tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}):
+        tvm.get_global_func("tvm_callback_cuda_compile")(code)
+    assert len(used) == 1 and "--pre-include" in str(used), used
 
 
 @needs_cuda

@@ -22,8 +22,8 @@ PLUGIN = EXAMPLES / "row_norm"
 SHAPE = ("row_norm", "rows=5", "width=96")
 
 
-def spawn(folder: Path, *command: str | Path) -> str:
-    """What a command prints, with a cache and records of its own in `folder`."""
+def spawn(folder: Path, *command: str | Path, code: int = 0) -> str:
+    """What a command prints, with a cache and records of its own in `folder`; on stderr where it is to fail."""
     scripts = str(Path(sys.executable).parent)
     environment = {
         **os.environ,
@@ -37,8 +37,8 @@ def spawn(folder: Path, *command: str | Path) -> str:
     }
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert done.returncode == code, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stderr if code else done.stdout
 
 
 def cli(folder: Path, *words: str | Path) -> str:
@@ -69,8 +69,16 @@ def test_every_command_takes_the_operator_from_outside(tmp_path: Path) -> None:
     here = ("--target", "cpu")
     listed = cli(tmp_path, "list")
     assert "norm_rows" in listed and "norm_block" in listed and "softmax_topk" in listed
-    tuned = cli(tmp_path, "tune", *SHAPE, *here, "--trials", "3", "--builders", "1", "--logs", records)
+    shapes = tmp_path / "shapes.toml"
+    shapes.write_text("[[row_norm]]\nrows = 5\nwidth = 96\n")
+    alone = (sys.executable, "-m", "tvm_sparse")
+    few = ("--trials", "3", "--builders", "1", "--logs", records, "--plugin", PLUGIN)
+    tuned = spawn(tmp_path, *alone, "tune", "--shapes", shapes, *here, *few)
     assert "norm_rows" in tuned and f"Recorded in {records}" in tuned
+    # Records of an operator that is not there are no obstacle to the others.
+    exported = ("export", *here, "--logs", records, "-o", tmp_path / "none")
+    assert "no record for" in spawn(tmp_path, *alone, *exported, code=1)
+    assert "operator: got 'row_norm'" in spawn(tmp_path, *alone, "explain", *SHAPE, code=2)
     assert "1 library" in cli(tmp_path, "export", *here, "--logs", records, "-o", kernels, "--builders", "1")
     assert json.loads((kernels / "manifest.json").read_text())["kernels"][0]["problem"].startswith("row_norm/")
     assert "norm_block@1" in cli(tmp_path, "explain", *SHAPE, "--target", "sm_90a")
@@ -100,6 +108,11 @@ for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: t
         raise AssertionError(message)
 """
     spawn(tmp_path, sys.executable, "-c", called, PLUGIN, kernels)
+
+    request = {"folder": str(kernels), "kind": "llvm", "problems": ["row_norm/rows=5,width=96"], "rounds": 1}
+    fresh = (sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps({**request, "plugins": [str(PLUGIN)]}))
+    result = json.loads(spawn(tmp_path, *fresh))
+    assert result["correct"] and not result["error"] and result["peer"]["name"] == "NumPy"
 
 
 @pytest.mark.timeout(280)

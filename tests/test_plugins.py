@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,24 +22,6 @@ def run(*words: str | Path, code: int = 0, **environment: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
-
-
-@pytest.mark.timeout(280)
-def test_child_processes_and_the_fresh_one_get_the_plugins(tmp_path: Path) -> None:
-    plugin, logs, kernels = plugins.write(tmp_path), tmp_path / "logs", tmp_path / "kernels"
-    shapes = tmp_path / "shapes.toml"
-    shapes.write_text("[[double]]\nn = 1000\n")
-    run("tune", "--shapes", shapes, "--target", "cpu", "--builders", "1", "--logs", logs, "--plugin", plugin)
-    run("--plugin", plugin, "export", "--target", "cpu", "--logs", logs, "-o", kernels)
-    # Records of an operator that is not there are no obstacle to the others.
-    assert "no record for" in run("export", "--target", "cpu", "--logs", logs, "-o", tmp_path / "none", code=1)
-    assert "operator: got 'double'" in run("explain", "double", "n=300", code=2)
-    assert "operator double" in run("doctor", "--plugin", plugin)
-
-    request = {"folder": str(kernels), "kind": "llvm", "problems": ["double/n=1000,dtype=float32"]}
-    command = [sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps({**request, "plugins": [str(plugin)]})]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert result["correct"] and not result["error"] and result["peer"]["name"] == "NumPy"
 
 
 def test_an_interrupted_run_names_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def test_round_trip(log: Log):
     log.append(written[2])
     log.append()
     assert log.read() == Contents(trials=tuple(written), sessions=(session(),))
+    assert log.sessions() == {session().id: session()}
     assert log.trials_path == log.root / ARCH / "softmax_topk" / "trials.jsonl"
     assert log.trials_path.read_bytes().count(b"\n") == 4
 

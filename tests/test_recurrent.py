@@ -320,9 +320,15 @@ def test_bad_keys(key: str, message: str) -> None:
 def test_problems_are_alike_in_what_decisions_depend_on() -> None:
     problem = SparseRecurrent(256, 4, 1792, 200)
     near = [problem.with_batch(128), SparseRecurrent(256, 4, 1792, 200, ragged=1)]
-    far = [SparseRecurrent(256, 8, 1792, 200), SparseRecurrent(256, 4, 2304, 200), SparseRecurrent(256, 4, 1792, 500)]
+    far = [SparseRecurrent(256, 4, 1792, 224), SparseRecurrent(256, 4, 2000, 200)]
     distances = [[problem.distance(other) or 0.0 for other in some] for some in (near, far)]
     assert 0 < min(distances[0]) <= max(distances[0]) < min(distances[1])
+    for too_far in (
+        SparseRecurrent(256, 8, 1792, 200),
+        SparseRecurrent(256, 4, 2304, 200),
+        SparseRecurrent(9, 4, 1792, 280),
+    ):
+        assert problem.distance(too_far) is None
     assert problem.distance(SparseRecurrent(256, 4, 1792, 200, "lstm")) is None
     assert problem.distance(SparseRecurrent(256, 4, 1792, 200, dtype="float16")) is None
 

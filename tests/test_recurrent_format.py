@@ -183,7 +183,7 @@ def test_rows_of_one_warp_share_its_cycles() -> None:
     assert conflicts(np.zeros(5, np.int32), np.zeros(0, np.int64), 1, 8, 32) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("hidden", "density"), [(1152, 0.1), (1792, 0.01), (1792, 0.3), (300, 1.0)])
+@pytest.mark.parametrize(("hidden", "density"), [(576, 0.1), (896, 0.02), (896, 0.3), (300, 1.0)])
 @pytest.mark.parametrize("banks", [8, 16, 32])
 def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks: int) -> None:
     matrix = scipy.sparse.random_array((hidden, hidden), density=density, rng=np.random.default_rng(1))
@@ -194,9 +194,8 @@ def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks:
         assert found["banks"].penalty < 0.75 * found["greedy"].penalty < 0.75 * found["columns"].penalty
 
 
-@pytest.mark.parametrize(("lanes", "banks"), [(8, 32), (8, 16), (4, 8), (16, 32)])
-@pytest.mark.parametrize("gates", [1, 4])
-def test_rows_of_a_warp_are_ordered_with_regard_to_each_other(lanes: int, banks: int, gates: int) -> None:
+@pytest.mark.parametrize(("gates", "lanes", "banks"), [(1, 8, 32), (1, 4, 8), (4, 16, 32), (4, 8, 16)])
+def test_rows_of_a_warp_are_ordered_with_regard_to_each_other(gates: int, lanes: int, banks: int) -> None:
     matrix = scipy.sparse.random_array((gates * 1000, 1000), density=0.2, rng=np.random.default_rng(1))
     weights = {order: recurrent_weights(matrix, gates, order=order, banks=banks) for order in ORDERS}
     penalty = {order: laid_out.conflicts(lanes, banks).penalty for order, laid_out in weights.items()}

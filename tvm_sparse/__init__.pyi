@@ -31,6 +31,7 @@ from .operators.nhot_lookup.call import CsrRows as CsrRows
 from .operators.nhot_lookup.call import nhot_lookup as nhot_lookup
 from .operators.softmax.call import log_softmax as log_softmax
 from .operators.softmax.call import softmax as softmax
+from .operators.softmax_sample.call import softmax_sample as softmax_sample
 from .operators.softmax_topk.call import softmax_topk as softmax_topk
 from .operators.sparse_recurrent.call import RecurrentWeights as RecurrentWeights
 from .operators.sparse_recurrent.call import recurrent_weights as recurrent_weights

@@ -12,6 +12,7 @@ from .operators.head_topk import torch_op as head_topk
 from .operators.logsumexp import torch_op as logsumexp
 from .operators.nhot_lookup import torch_op as nhot_lookup
 from .operators.softmax import torch_op as softmax
+from .operators.softmax_sample import torch_op as softmax_sample
 from .operators.softmax_topk import torch_op as softmax_topk
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "logsumexp",
     "nhot_lookup",
     "softmax",
+    "softmax_sample",
     "softmax_topk",
 ]

@@ -32,6 +32,12 @@ def softmax_topk(*args: Any, **options: Any) -> Any:
     return softmax_topk(*args, **options)
 
 
+def softmax_sample(*args: Any, **options: Any) -> Any:
+    from .operators.softmax_sample.torch_op import softmax_sample
+
+    return softmax_sample(*args, **options)
+
+
 def head_topk(*args: Any, **options: Any) -> Any:
     from .operators.head_topk.torch_op import head_topk
 

@@ -22,7 +22,7 @@ from ..core import registry
 from ..core.machine import Machine
 from ..core.problem import Mismatch, Problem
 from .contenders import Call, Peer, torch_tensor
-from .timing import MOST_CALLS, clock, time_cpu, time_cuda
+from .timing import MOST_CALLS, ROUNDS, clock, time_cpu, time_cuda
 
 # Calls from Python that are timed for the host's cost: fewer than a GPU's queue holds.
 HOST_CALLS = 200
@@ -85,11 +85,13 @@ def compare(
     peers: Sequence[Peer] | None = None,
     host: bool = True,
     rotated: bool = False,
+    rounds: int | None = None,
 ) -> Comparison:
     """Check and time our public function and the peers on one problem, with inputs of one of its structures.
 
     `host` also times what Python costs of ours. `rotated`, for GPUs, gives every call in turn other copies of the
     inputs, which together take twice the L2 cache (or as many as a graph has calls): each call then reads memory.
+    `rounds`: how often contenders are timed in turn; by default as often as steady medians need.
 
     Raises
     ------
@@ -129,7 +131,8 @@ def compare(
         if call is not None:
             calls[peer.name] = in_turn([call, *(peer.prepare(problem, inputs, device) for _ in range(copies - 1))])
 
-    timed = time_cuda(calls) if device == "cuda" else time_cpu(calls)
+    rounds = ROUNDS[device] if rounds is None else rounds
+    timed = time_cuda(calls, rounds) if device == "cuda" else time_cpu(calls, rounds)
     for name, (how, seconds) in timed.items():
         line = lines[name]
         if isinstance(seconds, str):
@@ -141,7 +144,7 @@ def compare(
         problem,
         machine,
         tuple(lines.values()),
-        _host_seconds(called, machine, ours, inputs) if host else None,
+        _host_seconds(called, machine, ours, inputs, min(rounds, 9)) if host else None,
         explained.how,
         explained.candidate,
         _threads(device),
@@ -230,6 +233,10 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
     import numpy as np
 
     tolerance = PEER_TOLERANCE[problem.axes["dtype"]]
+    if (admitted := problem.admits(inputs, outputs)) is not None:
+        if not admitted:
+            raise Mismatch(f"{problem.kernel_outputs[0].name} are not among those that may be drawn")
+        return
     values, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
     if values.shape != wanted.shape or len(outputs) != (problem.peer_outputs or len(expected)):
         raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
@@ -245,7 +252,7 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
             raise Mismatch("indices are not those of the largest logits")
 
 
-def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequence[Any]) -> float | None:
+def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequence[Any], rounds: int) -> float | None:
     """What Python costs of one call of ours.
 
     A GPU works while Python goes on, so there it is the time of the call itself. On the CPU the kernel's own time is
@@ -268,7 +275,7 @@ def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequen
     kernel = dispatcher.kernel(problem, machine)
     given = (*inputs, *problem.empty_outputs())
     arguments = [arrays.argument(a) if isinstance(a, np.ndarray) else a for a in given]
-    timed = time_cpu({"public": ours, "kernel": lambda: kernel.function(*arguments)}, rounds=9)
+    timed = time_cpu({"public": ours, "kernel": lambda: kernel.function(*arguments)}, rounds)
     public, bare = (statistics.median(timed[name][1]) for name in ("public", "kernel"))
     return max(public - bare, 0.0)
 

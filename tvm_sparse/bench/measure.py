@@ -6,6 +6,7 @@ it was timed with. A process that saw any error is renewed, so a spoilt GPU cont
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,4 +62,10 @@ def load(library: str, kind: str) -> Any:
 
 
 if __name__ == "__main__":
+    # Kernels are measured without PyTorch, which tvm_ffi imports where it is installed: most of this process's start.
+    # Problems from outside may still import it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    import tvm_ffi  # noqa: F401
+
+    del sys.modules["torch"]
     serve(handle)

@@ -1,6 +1,7 @@
 """The fresh process of the quickstart: `python -m tvm_sparse.cli.fresh REQUEST`.
 
-The request is JSON: the exported `folder`, the `kind` of machine, the `problems` by key, and the parent's `plugins`.
+The request is JSON: the exported `folder`, the `kind` of machine, the `problems` by key, the parent's `plugins`, and in
+how many `rounds` calls are timed (null: in the usual number).
 
 Loads an exported folder, calls the public functions on inputs that tuning never saw, compares them with the float64
 reference, and times them beside the fastest peer. Prints one JSON line a problem.
@@ -22,7 +23,7 @@ from tvm_sparse.core.registry import add_plugins, parse
 from ..bench.compare import compare, has_torch
 
 
-def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str, Any]:
+def result_of(problem: Problem, where: machine.Machine, folder: str, rounds: int | None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "problem": problem.key,
         "correct": None,
@@ -42,7 +43,7 @@ def result_of(problem: Problem, where: machine.Machine, folder: str) -> dict[str
             _check_without_torch(problem, where, seed)
             result["correct"] = True
         else:
-            compared = compare(problem, where, seed=seed, host=where.device == "cpu")
+            compared = compare(problem, where, seed=seed, host=where.device == "cpu", rounds=rounds)
             best = compared.best_peer
             result.update(correct=True, seconds=compared.ours.median, host_seconds=compared.host_seconds)
             if compared.how != "exact":
@@ -69,7 +70,7 @@ def main(request: dict[str, Any]) -> None:
     assert where is not None
     tvm_sparse.load(request["folder"])
     for key in request["problems"]:
-        print(json.dumps(result_of(parse(key), where, request["folder"])), flush=True)
+        print(json.dumps(result_of(parse(key), where, request["folder"], request["rounds"])), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _describe(operator: Operator, roots: Iterable[Path], where: Machine | None) 
     for arch in recorded_archs(roots, [cls.operator]):
         if where is not None and arch != where.arch:
             continue
-        found = {key: value for key, value in best_records(roots, arch).items() if key.startswith(f"{cls.operator}/")}
+        found = best_records(roots, arch, [cls.operator])
         tuned[arch] = {
             key: {"candidate": str(best.candidate), **figures, "bytes": parse(key).cost().bytes}
             for key, (best, figures) in sorted(found.items())

@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
     from ..records import Best
 
+TRIALS = 16
 CHECK_SECONDS = 300.0
 
 
 def quickstart(
-    trials: Annotated[int, typer.Option(min=1, help="Candidates a shape.")] = 16,
+    trials: Annotated[int, typer.Option(min=1, help="Candidates a shape.")] = TRIALS,
     keep: Annotated[
         Path | None, typer.Option(help="Folder to keep records and libraries in.  \\[default: a temporary one]")
     ] = None,
@@ -61,7 +62,9 @@ def quickstart(
         typer.echo("2/3 Exporting shared libraries")
         _export(where, folder)
         typer.echo("3/3 Loading them in a fresh process, checking on fresh inputs, comparing")
-        results, wrong = _check(problems, where, folder / "kernels")
+        # Few trials are a look at the way, not at the times: as many rounds are enough.
+        rounds = None if trials >= TRIALS else trials
+        results, wrong = _check(problems, where, folder / "kernels", rounds)
         console().print(final_table(problems, bests, results))
         typer.echo(_how(where, results, started))
         typer.echo("\n".join(_remarks(where, results)))
@@ -102,7 +105,7 @@ def _export(where: machine.Machine, folder: Path) -> None:
 
 
 def _check(
-    problems: Sequence[Problem], where: machine.Machine, kernels: Path
+    problems: Sequence[Problem], where: machine.Machine, kernels: Path, rounds: int | None
 ) -> tuple[dict[Problem, dict[str, Any]], list[str]]:
     """What the fresh process reports for each problem, and what is wrong."""
     request = {
@@ -110,6 +113,7 @@ def _check(
         "kind": where.kind,
         "problems": [problem.key for problem in problems],
         "plugins": registry.plugins(),
+        "rounds": rounds,
     }
     command = [sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps(request)]
     try:

@@ -227,6 +227,13 @@ class Problem(ABC):
 
         return np.take_along_axis(np.asarray(inputs[0]).astype(np.float64), indices, axis=1), 0.0
 
+    def admits(self, inputs: Sequence[Any], outputs: Sequence[np.ndarray]) -> bool | None:
+        """Of an operator that draws at random: whether another library's outputs may have been drawn.
+
+        None for all others, whose outputs have to be those of the reference.
+        """
+        return None
+
     @abstractmethod
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         """Compulsory bytes and operations; `inputs` refines what depends on the data."""

@@ -109,6 +109,7 @@ class Operator:
 
 BUILTIN = (
     Operator("softmax_topk", public=("softmax_topk",)),
+    Operator("softmax_sample", public=("softmax_sample",)),
     Operator("bsr_matmul", public=("bsr_matmul", "BsrWeight")),
     Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
     Operator("softmax", public=("softmax", "log_softmax")),

@@ -9,12 +9,44 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
+import linecache
 import re
 import sys
 from types import FrameType
 from typing import Any
 
 _CALL = compile("__tvm_callee__(*__tvm_arguments__, **__tvm_keywords__)", "<call>", "eval")
+
+
+class _Place:
+    """What the parser takes of an `inspect.FrameInfo`; the text is read when it is asked for."""
+
+    positions = None
+
+    def __init__(self, frame: FrameType) -> None:
+        self.frame, self.filename, self.lineno = frame, frame.f_code.co_filename, frame.f_lineno
+
+    @property
+    def code_context(self) -> list[str] | None:
+        line = linecache.getline(self.filename, self.lineno)
+        return [line] if line else None
+
+
+class _Inspect:
+    """The module `inspect`, whose `stack` reads the source files of all callers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    @staticmethod
+    def stack(context: int = 1) -> list[_Place]:
+        places = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            places.append(_Place(frame))
+            frame = frame.f_back
+        return places
 
 
 @functools.cache
@@ -24,6 +56,8 @@ def quicken_parser() -> None:
     from tvm.script.parser.core.diagnostics import Source
     from tvm.script.parser.core.evaluator import ExprEvaluator
     from tvm.script.parser.core.parser import ScriptMacro
+    from tvm.tirx.script.builder import ir
+    from tvm.tirx.script.parser import entry
 
     def find_parser(self: Any) -> Any:
         """The parser that calls an inline, by frames alone: `inspect.getouterframes` reads their source files."""
@@ -93,6 +127,7 @@ def quicken_parser() -> None:
     def assign(target: Any, source: Any) -> dict[str, Any]:
         return {target.id: source} if type(target) is doc.Name else assigned(target, source)
 
+    ir.inspect = entry.inspect = _Inspect()  # type: ignore[assignment]
     ScriptMacro._find_parser_def = find_parser
     Source.__init__ = read_once
     Source.as_ast = as_ast

@@ -34,6 +34,7 @@ import mmap
 import os
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -122,18 +123,10 @@ def run_on_cpu(
     ValueError : an array is not C-contiguous, or its stale contents are of another shape or dtype.
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
-    host, device, target = _lower(mod, target, pipeline)
-    entries = [str(f.attrs["global_symbol"]) for f in host.functions.values()]
-    entries = [e.removeprefix("__tvm_ffi_") for e in entries if e.startswith("__tvm_ffi_")]
-    if len(entries) != 1:
-        raise ValueError(f"expected a module with one public function, got {entries}")
-    (entry,) = entries
-    kernels = [_kernel(str(gv.name_hint), f) for gv, f in device.functions.items()]
-    source = _translate(_device_source(device, target))
+    built = _built(_Lowering(mod, target, pipeline))
     with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
         library = Path(folder) / "kernel.so"
-        library.write_bytes(_compiled(source, tuple(kernels)))
-        runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
+        library.write_bytes(_compiled(built.source, built.kernels, built.host))
         placed: list[Any] = [
             _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)
         ]
@@ -141,10 +134,10 @@ def run_on_cpu(
             placed[i].hold_until_awaited(before)
         arrays = [a for a in args if isinstance(a, np.ndarray)]
         copies = [p for p in placed if isinstance(p, _GuardedArray)]
-        error = _run_in_child(library, runtime, entry, kernels, placed, seed, timeout, check_races)
+        error = _run_in_child(library, built, placed, seed, timeout, check_races)
         if error is not None:
             if isinstance(error, str):
-                error = EmulationError(_with_source_lines(error, source, library))
+                error = EmulationError(_with_source_lines(error, built.source, library))
             raise error
     for array, copy in zip(arrays, copies, strict=True):
         copy.check_canary()
@@ -153,13 +146,13 @@ def run_on_cpu(
 
 def cuda_source(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None) -> str:
     """The CUDA C++ text that `run_on_cpu` would emulate, before translation."""
-    _, device, target = _lower(mod, target, pipeline)
+    _, device, target = _lower(_Lowering(mod, target, pipeline))
     return _device_source(device, target)
 
 
 def launches(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None) -> list[str]:
     """What the host function launches each kernel with, a line a kernel: the extents and how, without any names."""
-    host, device, _ = _lower(mod, target, pipeline)
+    host, device, _ = _lower(_Lowering(mod, target, pipeline))
     named = {str(gv.name_hint): f for gv, f in device.functions.items()}
     lines: list[str] = []
     passed: dict[int, str] = {}  # by place, what was last put down to be passed
@@ -182,13 +175,54 @@ def launches(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | No
 # ---- build -------------------------------------------------------------------------------------
 
 
-def _lower(
-    mod: tvm.IRModule, target: tvm.target.Target, pipeline: str | None
-) -> tuple[tvm.IRModule, tvm.IRModule, tvm.target.Target]:
+class _Lowering:
+    """What is lowered, as a key: equal for the same functions, which never change once somebody else holds them."""
+
+    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, pipeline: str | None) -> None:
+        self.mod, self.target, self.pipeline = mod, tvm.target.Target(target), pipeline or "default"
+        functions = sorted(((str(gv.name_hint), f) for gv, f in mod.functions.items()), key=lambda named: named[0])
+        self._key = (tuple(functions), mod.attrs, str(self.target), self.pipeline)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Lowering) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What a library is compiled from, and how it is entered."""
+
+    source: str  # translated
+    kernels: tuple[Kernel, ...]
+    host: bytes  # an object file
+    entry: str
+
+
+# Kept, as are the libraries: a test runs a kernel on several inputs and seeds, and building takes longer than that.
+@functools.lru_cache(maxsize=8)
+def _built(key: _Lowering) -> _Built:
+    host, device, target = _lower(key)
+    entries = [str(f.attrs["global_symbol"]) for f in host.functions.values()]
+    entries = [e.removeprefix("__tvm_ffi_") for e in entries if e.startswith("__tvm_ffi_")]
+    if len(entries) != 1:
+        raise ValueError(f"expected a module with one public function, got {entries}")
+    kernels = tuple(_kernel(str(gv.name_hint), f) for gv, f in device.functions.items())
+    source = _translate(_device_source(device, target))
+    runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
+    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
+        compiled = Path(folder) / "host.o"
+        runtime.write_to_file(str(compiled))
+        return _Built(source, kernels, compiled.read_bytes(), entries[0])
+
+
+@functools.lru_cache(maxsize=8)
+def _lower(key: _Lowering) -> tuple[tvm.IRModule, tvm.IRModule, tvm.target.Target]:
     """The steps of tvm.tirx.build, with the host function freed from the CUDA runtime."""
-    target = tvm.target.Target(target)
+    mod, target = key.mod, key.target
     bound = tirx.transform.BindTarget(target.with_host(tvm.target.Target("llvm")))(mod)
-    passes, finalize_host, finalize_device = tirx.get_tir_pipeline(pipeline or "default")
+    passes, finalize_host, finalize_device = tirx.get_tir_pipeline(key.pipeline)
     with target:
         host, devices = split_host_device_mods(passes(bound))
         if len(devices) != 1:
@@ -249,19 +283,19 @@ def _keep_text(code: str, *_: object) -> bytes:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(source: str, kernels: tuple[Kernel, ...]) -> bytes:
-    """The library, kept for runs of one kernel on other inputs and seeds: g++ takes longer than they do."""
+def _compiled(source: str, kernels: tuple[Kernel, ...], host: bytes) -> bytes:
     with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
-        return _compile(source, kernels, Path(folder)).read_bytes()
+        return _compile(source, kernels, host, Path(folder)).read_bytes()
 
 
-def _compile(source: str, kernels: Sequence[Kernel], folder: Path) -> Path:
+def _compile(source: str, kernels: Sequence[Kernel], host: bytes, folder: Path) -> Path:
     text, library = folder / "kernel.cu", folder / "kernel.so"
     entries = "".join(
         f'extern "C" void emulated_{k.name}(void** args) {{\n  cuda_on_cpu::call(&{k.name}, args);\n}}\n'
         for k in kernels
     )
-    text.write_text(f'#include "{HEADER}"\n#line 1 "kernel.cu"\n{source}\n{entries}')
+    text.write_text(f'#include "{_precompiled_header()}"\n#line 1 "kernel.cu"\n{source}\n{entries}')
+    (folder / "host.o").write_bytes(host)
     machine = folder / "machine.o"
     machine.write_bytes(_machine_object())
     _gxx([*GXX, *KERNEL_FLAGS, "-c", str(text), "-o", str(folder / "kernel.o")])
@@ -274,6 +308,7 @@ def _compile(source: str, kernels: Sequence[Kernel], folder: Path) -> Path:
             "-o",
             str(library),
             str(folder / "kernel.o"),
+            str(folder / "host.o"),
             str(machine),
         ]
     )
@@ -286,6 +321,23 @@ def _machine_object() -> bytes:
         out = Path(folder) / "machine.o"
         _gxx([*GXX, "-DCOC_MACHINE", "-c", str(HEADER), "-o", str(out)])
         return out.read_bytes()
+
+
+@functools.cache
+def _precompiled_header() -> Path:
+    """The header as the kernels include it, beside what g++ has made of it (".gch"), which it reads in its place."""
+    folder = _folder()
+    header = Path(folder.name) / HEADER.name
+    shutil.copyfile(HEADER, header)
+    precompiled = ["c++-header" if word == "c++" else word for word in GXX]
+    _gxx([*precompiled, *KERNEL_FLAGS, str(header), "-o", f"{header}.gch"])
+    return header
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Of what all libraries have in common; it goes with the process."""
+    return tempfile.TemporaryDirectory(prefix="cuda_on_cpu_")
 
 
 def _gxx(command: list[str]) -> None:
@@ -681,8 +733,7 @@ class _GuardedArray:
 
 
 def _run_in_child(
-    library: Path, runtime: tvm.runtime.Module, entry: str, kernels: list[Kernel],
-    args: list[object], seed: int, timeout: float, check_races: bool,
+    library: Path, built: _Built, args: list[object], seed: int, timeout: float, check_races: bool
 ) -> str | BaseException | None:  # fmt: skip
     """What went wrong, if anything: text from the emulator or an exception of the host function.
 
@@ -693,7 +744,7 @@ def _run_in_child(
     child = os.fork()
     if child == 0:
         try:
-            _child(library, runtime, entry, kernels, args, seed, timeout, check_races, write_end)
+            _child(library, built, args, seed, timeout, check_races, write_end)
             os._exit(0)
         except BaseException as error:
             os.write(write_end, f"\0{type(error).__name__}\0{error}".encode())
@@ -719,11 +770,9 @@ def _run_in_child(
 
 
 def _child(
-    library: Path, runtime: tvm.runtime.Module, entry: str, kernels: list[Kernel],
-    args: list[object], seed: int, timeout: float, check_races: bool, error_fd: int,
-) -> None:  # fmt: skip
-    # RTLD_GLOBAL: the LLVM-compiled host function finds cuda_on_cpu_alloc through the process.
-    lib = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    library: Path, built: _Built, args: list[object], seed: int, timeout: float, check_races: bool, error_fd: int
+) -> None:
+    lib = ctypes.CDLL(str(library))
     lib.cuda_on_cpu_init.argtypes = [
         ctypes.c_int, ctypes.c_uint64, ctypes.c_bool, ctypes.c_double,
     ]  # fmt: skip
@@ -740,10 +789,9 @@ def _child(
             for guard in arg.guards:
                 libc.mprotect(guard, PAGE, 0)
     tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
-    for kernel in kernels:
+    for kernel in built.kernels:
         tvm_ffi.register_global_func(kernel.name, _launcher(lib, kernel), override=True)
-    # Looked up only now: the look-up links, and needs cuda_on_cpu_alloc.
-    main = runtime[entry]
+    main = tvm.runtime.load_module(str(library))[built.entry]
     main(*(a.tensor() if isinstance(a, _GuardedArray) else a for a in args))
     libc.fflush(None)  # what kernels have printed
 

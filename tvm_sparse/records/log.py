@@ -25,11 +25,11 @@ from filelock import FileLock
 from .codec import UNREADABLE, decode, encode
 from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, operator_of
 
-_SESSION = re.compile(rb'"kind"\s*:\s*"session"')
-
 LOCK_SECONDS = 60.0
 """How long an append waits for another one. An append takes milliseconds: a longer wait means that
 the holder is stopped, and waiting for ever would hide it."""
+
+_OF_A_SESSION = re.compile(rb'"kind"\s*:\s*"%s"' % Session.kind.encode())
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class Log:
         return self._read(self.trials_path, (Trial, Session))
 
     def sessions(self) -> dict[str, Session]:
-        """The sessions in ``trials.jsonl`` by their id; what else it holds, which is nearly all, is not decoded."""
-        found = self._read(self.trials_path, (Session,), _SESSION).sessions
-        return {session.id: session for session in found}
+        """Read the sessions alone, by their ids: what trials say, thousands of lines, is not looked at."""
+        lines = self._read(self.trials_path, (Session,), only=_OF_A_SESSION)
+        return {session.id: session for session in lines.sessions}
 
     def read_best(self) -> Contents:
         """Read ``best.jsonl``: every ranking in `Contents.bests`, and the lines skipped."""
@@ -130,7 +130,8 @@ class Log:
         if records:
             _append_lines(path, [encode(record) for record in records])
 
-    def _read(self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] = re.compile(b"")) -> Contents:
+    def _read(self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] | None = None) -> Contents:
+        """What a file holds; with `only`, of the lines in which that is found."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -146,7 +147,7 @@ class Log:
         records: list[Record] = []
         skipped: list[Skipped] = []
         for number, line in enumerate(lines, start=1):
-            if not only.search(line):
+            if only is not None and not only.search(line):
                 continue
             try:
                 record = decode(line, kinds)

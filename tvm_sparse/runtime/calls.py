@@ -123,10 +123,11 @@ def facts_beside(
     return name, known, array
 
 
-def passed(beside: tuple[str, Facts, Any]) -> Any:
-    """What is passed to the kernel for an array that `facts_beside` checked."""
+def passed(beside: tuple[str, Facts, Any], shape: tuple[int, ...] | None = None) -> Any:
+    """What is passed to the kernel for an array that `facts_beside` checked, under another shape if one is given."""
     name, known, array = beside
-    return arrays.argument(arrays.ready(name, array, known))
+    ready = arrays.ready(name, array, known)
+    return arrays.argument(ready if shape is None else arrays.reshaped(ready, shape))
 
 
 def repeated(launchers: Any, what: tuple[Any, ...], given: tuple[Any, ...]) -> Any:

@@ -18,6 +18,7 @@ from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radix_selection
 from ...device.state import named
 from ..elements import element, write_value, write_wanted
+from ..ending import Ending
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class State:
         )
 
 
-def kernel(problem: SoftmaxTopk, threads: int) -> Callable[..., Any]:
+def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
+    own = ending.own if ending else lambda io, row: io
     vocab, k = problem.vocab, problem.k
     sum_up, select, collect = sum_row(vocab, threads), select_pivot(vocab, k, threads), collect_keys(vocab, threads)
     sort, write = merge_exchange(k, threads), write_keys(k, threads)
@@ -81,11 +83,14 @@ def kernel(problem: SoftmaxTopk, threads: int) -> Callable[..., Any]:
         s = T.meta_var(State.alloc())
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
-        sum_up(io, row, t, s)
-        select(io, row, t, s)
-        collect(io, row, t, s)
-        sort(io, row, t, s)
-        write(io, row, t, s)
+        of_row = T.meta_var(own(io, row))
+        sum_up(of_row, row, t, s)
+        select(of_row, row, t, s)
+        collect(of_row, row, t, s)
+        sort(of_row, row, t, s)
+        write(of_row, row, t, s)
+        if ending is not None:
+            ending.finish(of_row, row, t, T.cuda.cta_sync)
         if problem.ids > 0:
             write_given(io, row, t, s)
     # fmt: on

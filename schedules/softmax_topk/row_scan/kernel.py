@@ -16,6 +16,7 @@ from tvm.script import tirx as T
 from ...device.arithmetic import exp_nonpositive, is_nan
 from ...device.state import named
 from ..elements import element, write_given, write_value
+from ..ending import Ending
 from .keys import heap_key, index_of, value_of
 from .space import Extents
 
@@ -55,8 +56,9 @@ class State:
         )
 
 
-def function(extents: Extents) -> Callable[..., Any]:
+def function(extents: Extents, ending: Ending | None = None) -> Callable[..., Any]:
     """The function's body, over the operator's arguments (see `interface.cpu_program`)."""
+    own = ending.own if ending else lambda io, row: io
     begin, take_maxima, rescale = begin_row(extents), chunk_maximum(extents), rescale_sums(extents)
     offer_chunk, add_chunk, finish = offer_from_chunk(extents), add_exponentials(extents), finish_row(extents)
     start_over, sort, write = refill_heap(extents), sort_heap(extents), write_outputs(extents)
@@ -70,20 +72,23 @@ def function(extents: Extents) -> Callable[..., Any]:
                 T.reads(io.logits[row, 0:extents.vocab])
                 T.writes(io.values[row, 0:extents.k], io.indices[row, 0:extents.k])
                 s = T.meta_var(State.alloc(extents))
-                begin(io, row, s)
+                of_row = T.meta_var(own(io, row))
+                begin(of_row, row, s)
                 for c in range(extents.chunks):
-                    take_maxima(io, row, s, c)
+                    take_maxima(of_row, row, s, c)
                     if s.fold[0] > s.m[0]:
-                        rescale(io, row, s)
+                        rescale(of_row, row, s)
                     if s.fold[0] > s.tau[0]:
-                        offer_chunk(io, row, s, c)
-                    add_chunk(io, row, s, c)
-                finish(io, row, s)
+                        offer_chunk(of_row, row, s, c)
+                    add_chunk(of_row, row, s, c)
+                finish(of_row, row, s)
                 # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
                 if is_nan(s.d[0]):
-                    start_over(io, row, s)
-                sort(io, row, s)
-                write(io, row, s)
+                    start_over(of_row, row, s)
+                sort(of_row, row, s)
+                write(of_row, row, s)
+                if ending is not None:
+                    ending.finish(of_row, row, 0, None)
     # fmt: on
 
     return body

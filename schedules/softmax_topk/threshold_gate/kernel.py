@@ -11,7 +11,9 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
+from ...device.arithmetic import LOG2_E
 from ...device.selection import FULL_WARP, bits_value
+from ..ending import Ending
 from ..interface import gpu_program
 from .cluster import agree, await_others, share_parts
 from .deferred import finish_by_one_warp, search_marked
@@ -123,6 +125,11 @@ def complete(layout: Layout) -> Callable[..., Any]:
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point of either template's space."""
     layout = Layout.of(problem, decisions)
+    return gpu_program(problem, kernel(layout), overlapped=layout.overlap)
+
+
+def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
+    """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     threads, cluster = layout.tiling.threads, layout.tiling.cluster
     locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)
     stream, add, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
@@ -144,6 +151,9 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
         # 1. Locate the row, and wait for the producer kernel.
         locate(s)
         await_inputs(s)
+        if ending is not None:
+            of_row = T.meta_var(ending.own(io, s.row[0]))
+            s.factor[0] = of_row.scale * T.float32(LOG2_E)
         s.written[0] = 0
         for attempt in T.serial(2):
             # 2. Stream the row.
@@ -178,8 +188,10 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
         # 8. Write the given columns.
         if layout.ids > 0:
             write_given(s)
+        if ending is not None:
+            ending.finish(of_row, s.row[0], t, T.cuda.cta_sync)
         if cluster > 1:
             await_others(s)
 
-    return gpu_program(problem, body, overlapped=layout.overlap)
+    return body
 # fmt: on

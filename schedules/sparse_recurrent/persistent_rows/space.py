@@ -22,8 +22,8 @@ BLOCKS = (8, 16, 32, 48, 64, 96, 128)
 LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 576, 640, 768, 1024)
 # What the fastest points of nearly all shapes that were measured on an H200 have in common. Threads: few, since each
-# further warp polls and waits; the least of the others that gives each group one unit for float32 with four samples a
-# gather, where rows are long or states are wide.
+# further warp polls and waits; but for float32 with four samples a gather the least of the others that gives each group
+# one unit where rows are long, and the last where states are wide.
 USUAL_THREADS, MORE_THREADS = 256, (512, 576, 640)
 # Whole warps for rows of so many entries, unless states are wide, and else no more entries of each lane than this: they
 # are gathered in turn.
@@ -36,6 +36,7 @@ SHARED = (0, 4, 8, 16, 32, 64)
 # fewer the compiler spilled.
 BESIDES = 8
 QUARTERS = 4  # of a multiprocessor, each with its own registers
+ADDRESSES = 2  # registers of such a load beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
@@ -245,7 +246,7 @@ class Extents:
         """`held`, if entries in registers have this form."""
         spare = 16 if self.shared else 0  # what is read again goes through more registers
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
-        return spare + self.rows * each + max(self.loads * 4, self.gathered * self.column_words)
+        return spare + self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
 
     @property
     def spills(self) -> bool:
@@ -367,8 +368,11 @@ def usual(problem: SparseRecurrent, point: Decisions) -> bool:
     wide = e.vectors > USUAL_THREADS * MOST_LOADS
     long = problem.nonzeros >= WHOLE_WARPS and not wide
     threads = USUAL_THREADS
-    if e.itemsize == 4 and e.column_bytes == WIDEST and (wide or (long and e.gates == 1)):
-        threads = next((n for n in MORE_THREADS if n >= e.most * e.lanes), MORE_THREADS[0])
+    if e.itemsize == 4 and e.column_bytes == WIDEST:
+        if wide:
+            threads = MORE_THREADS[-1]
+        elif long and e.gates == 1:
+            threads = next((n for n in MORE_THREADS if n >= e.most * e.lanes), MORE_THREADS[0])
     return e.threads == threads and (e.lanes == WARP if long else e.registers <= MOST_ROUNDS)
 
 

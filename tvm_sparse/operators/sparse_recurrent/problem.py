@@ -110,11 +110,16 @@ class RecurrentLayer(Problem):
         return known[name] if name in known else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of batch, hidden and nonzeros, a little for steps, and a step for lengths and resets."""
+        """Octaves of hidden and nonzeros, a little for steps, lengths and resets; None beyond `NEAR`.
+
+        Decisions say how many weights a thread keeps, and of which samples. Those of another size run elsewhere, but a
+        template's default, which counts them anew, is faster: on an H200 by up to 7 times.
+        """
         if not isinstance(other, type(self)) or (self.cell, self.dtype) != (other.cell, other.dtype):
             return None
-        mine, theirs = ((p.batch, p.hidden, p.nonzeros) for p in (self, other))
-        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+        octaves = sum(abs(math.log2(a / b)) for a, b in ((self.hidden, other.hidden), (self.nonzeros, other.nonzeros)))
+        if self.batch != other.batch or octaves > NEAR:
+            return None
         steps = abs(math.log2(self.steps / other.steps))
         return octaves + 0.1 * steps + 0.1 * ((self.ragged != other.ragged) + (self.resets != other.resets))
 
@@ -198,6 +203,8 @@ class RecurrentLayer(Problem):
         return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
 
 
+# Octaves up to which another layer's decisions suit: the next preferred number of entries, or as much of the size.
+NEAR = 0.35
 # Preferred numbers: from 10 on those of Renard's series R10, from 100 on of R20, rounded; below, what is as far apart,
 # or the next number. The longer rows are, the less they differ, and the more registers a coarser series leaves unused.
 SMALL = (1, 2, 3, 4, 5, 6, 8)

@@ -1,0 +1,91 @@
+"""The templates: kernels of `softmax_topk`, which end with a word drawn of the k best (`words`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ..softmax_topk.radix_select import radix_select
+from ..softmax_topk.row_scan import row_scan
+from ..softmax_topk.threshold_gate import cluster_gate, threshold_gate
+from ..softmax_topk.warp_rows import warp_rows
+
+
+def scan(problem: SoftmaxSample, decisions: Decisions) -> Program:
+    from ..softmax_topk.row_scan.kernel import function
+    from ..softmax_topk.row_scan.space import Extents
+    from .interface import cpu_program
+    from .words import on_cpu
+
+    extents = Extents(problem.vocab, problem.k, 0, decisions["chunk"], decisions["simd"])
+    return cpu_program(problem, function(extents, on_cpu(problem)))
+
+
+def warps(problem: SoftmaxSample, decisions: Decisions) -> Program:
+    from ..softmax_topk.warp_rows.kernel import kernel
+    from ..softmax_topk.warp_rows.space import Layout
+    from .interface import gpu_program
+    from .words import on_gpu
+
+    layout = Layout.of(problem.best, decisions)
+    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.threads)), overlapped=layout.overlapped)
+
+
+def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
+    from ..softmax_topk.threshold_gate.kernel import kernel
+    from ..softmax_topk.threshold_gate.layout import Layout
+    from .interface import gpu_program
+    from .words import on_gpu
+
+    layout = Layout.of(problem.best, decisions)
+    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.tiling.threads)), overlapped=layout.overlap)
+
+
+def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
+    from ..softmax_topk.radix_select.kernel import kernel
+    from .interface import gpu_program
+    from .words import on_gpu
+
+    threads = decisions["threads"]
+    return gpu_program(problem, kernel(problem.best, threads, on_gpu(problem, threads)))
+
+
+def drawing(
+    name: str, base: Template[Any], program: Callable[[SoftmaxSample, Decisions], Program], summary: str
+) -> Template[SoftmaxSample]:
+    """A template with the space and the defaults of one of softmax_topk's, for the problem of the k best."""
+
+    def space(problem: SoftmaxSample, machine: Machine) -> Table:
+        if problem.whole and base is warp_rows:
+            raise NotApplicable("a warp alone would take long to search the whole row")
+        return base.space(problem.best, machine)
+
+    def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
+        return base.default(problem.best, machine)
+
+    def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> str | None:
+        return base.allowed(problem.best, machine, decisions)
+
+    return Template(
+        name=name,
+        version=1,
+        operator="softmax_sample",
+        kind=base.kind,
+        summary=summary,
+        space=space,
+        default=default,
+        program=program,
+        allowed=allowed,
+        explicit_threads=base.explicit_threads,
+    )
+
+
+sample_scan = drawing("sample_scan", row_scan, scan, "as row_scan, then a word drawn of the k best")
+sample_gate = drawing("sample_gate", threshold_gate, gates, "as threshold_gate, then one warp draws a word")
+sample_cluster = drawing("sample_cluster", cluster_gate, gates, "as cluster_gate, then one warp draws a word")
+sample_warps = drawing("sample_warps", warp_rows, warps, "as warp_rows, then the row's warp draws a word")
+sample_radix = drawing("sample_radix", radix_select, radix, "as radix_select, then one warp draws a word")

@@ -1,0 +1,281 @@
+"""A word of each row, drawn from its k best if these decide: what `softmax_topk`'s kernels end with here (`Ending`).
+
+The k best are read back from the outputs, in order, which is why this stands behind any of those templates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.operators.softmax_sample.definition import (
+    Draw,
+    clamped,
+    cut,
+    draw,
+    inverse,
+    limit_of,
+    philox,
+    take,
+    uniform_of,
+)
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ..device.selection import FULL_WARP, scan_lanes
+from ..device.state import named
+from ..device.words import load_element
+from ..softmax_topk.ending import Ending
+from .interface import Arguments
+from .search import block, draw_by_search, thread
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a lane of the warp that draws has in registers: `each` of the best words, neighbours in the order."""
+
+    chance: tirx.Buffer  # their probabilities; 0 for one that does not count
+    sums: tirx.Buffer  # the sum of the lane's up to each
+    before: tirx.Buffer  # the sum of all lanes' before
+    other: tirx.Buffer  # scratch
+    scale: tirx.Buffer  # inverse temperature
+    temperature: tirx.Buffer
+    top_p: tirx.Buffer
+    min_p: tirx.Buffer
+    uniform: tirx.Buffer
+    top_k: tirx.Buffer
+    left: tirx.Buffer  # how many words are left
+    place: tirx.Buffer  # which of them is drawn
+    numbers: tirx.Buffer  # seed and offset; then the word
+    words: tirx.Buffer  # of the generator's counter
+    high: tirx.Buffer
+    key: tirx.Buffer
+
+    @classmethod
+    def alloc(cls, each: int) -> Drawing:
+        def register(dtype: str, number: int = 1) -> tirx.Buffer:
+            return T.alloc_local([number], dtype)
+
+        return named(
+            cls(
+                chance=register("float32", each),
+                sums=register("float32", each),
+                before=register("float32"),
+                other=register("float32"),
+                scale=register("float32"),
+                temperature=register("float32"),
+                top_p=register("float32"),
+                min_p=register("float32"),
+                uniform=register("float32"),
+                top_k=register("int32"),
+                left=register("int32"),
+                place=register("int32"),
+                numbers=register("int64", 2),
+                words=register("uint32", 4),
+                high=register("uint32", 2),
+                key=register("uint32", 2),
+            )
+        )
+
+
+def of_row(io: Arguments, name: str, row: Any) -> Any:
+    """A float32 that is one for all rows, or each row's own."""
+    return load_element("float32", getattr(io, name + "s").ptr_to([row])) if io.per_row else getattr(io, name)
+
+
+# fmt: off
+def own_on_gpu(io: Arguments, row: Any) -> Arguments:
+    """The arguments with the row's inverse temperature."""
+    scale, temperature = (T.alloc_local([1], "float32") for _ in range(2))
+    T.buffer_store(temperature, of_row(io, "temperature", row), [0])
+    T.buffer_store(scale, inverse(temperature[0]), [0])
+    return dataclasses.replace(io, scale=scale[0])
+
+
+@T.inline
+def read_filters(io, row, s):
+    """What the row is filtered by, and its uniform number. Writes: `temperature`, `top_k`, `top_p`, `min_p`, `uniform`.
+
+    By loads that see what a producer kernel has written.
+    """
+    s.temperature[0] = of_row(io, "temperature", row)
+    s.top_p[0] = of_row(io, "top_p", row)
+    s.min_p[0] = of_row(io, "min_p", row)
+    if io.per_row:
+        T.ptx.ld.global_.s32(s.top_k[0], io.top_ks.ptr_to([row]))
+    else:
+        s.top_k[0] = io.top_k
+    if io.seeded:
+        T.ptx.ld.global_.s64(s.numbers[0], io.seeds.ptr_to([row, 0]))
+        T.ptx.ld.global_.s64(s.numbers[1], io.seeds.ptr_to([row, 1]))
+        philox(s.words, s.high, s.key, s.numbers[0], s.numbers[1])
+        s.uniform[0] = uniform_of(s.words)
+    else:
+        s.uniform[0] = load_element("float32", io.uniforms.ptr_to([row]))
+
+
+def draw_by_warp(problem: SoftmaxSample, threads: int) -> Callable[..., Any]:
+    """A word of the k best, by one warp; called with (io, row, t, barrier), see `Ending.finish`.
+
+    Each lane has some neighbours in the order, and the lanes' sums are scanned. What is left is a prefix of the order:
+    the sum before a word decides for top-p, and its chance for min-p. The word drawn has as many words before it as
+    have cumulative chances up to the uniform number's share of all that is left.
+
+    Where a word may be drawn from the whole row, the k best decide if the filters end among them, or if there are none
+    and the uniform number ends there. Else all `threads` of the block search the row (`search`).
+
+    Reads: the row's values and indices, which the block's threads have written.
+    Writes: the row's token and its log-probability.
+    Barriers: one; if the whole row counts two, and those of a search.
+    """
+    k, words, whole = problem.k, problem.words, bool(problem.whole)
+    each = ceildiv(k, 32)
+    search = draw_by_search(block(threads), problem) if whole else None
+
+    @T.inline
+    def phase(io, row, t, barrier):
+        s = T.meta_var(Drawing.alloc(each))
+        if whole:
+            undecided = T.alloc_shared([1], "int32")
+        if t < 32:
+            # On their way while the others come.
+            read_filters(io, row, s)
+        barrier()
+        if t < 32:
+            s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], k, words)
+            for j in T.unroll(each):
+                s.chance[j] = T.float32(0)
+                if t * each + j < T.min(s.top_k[0], k):
+                    s.chance[j] = T.exp(load_element("float32", io.values.ptr_to([row, t * each + j])))
+                s.sums[j] = s.chance[j]
+                if j > 0:
+                    s.sums[j] = s.sums[T.max(j - 1, 0)] + s.chance[j]
+            s.before[0] = s.sums[each - 1]
+            scan_lanes(t, s.before, s.other)
+            # All that counts, of which the share `top_p` is left.
+            s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.before[0], 31, 32, 32)
+            if whole:
+                if s.top_k[0] > k:
+                    s.other[0] = T.float32(1)
+            s.scale[0] = s.top_p[0] * s.other[0]
+            s.other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), s.before[0], 1, 32, 32)
+            s.before[0] = T.Select(t == 0, T.float32(0), s.other[0])
+            s.other[0] = s.min_p[0] * T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[0], 0, 32, 32)
+            s.left[0] = 0
+            for j in T.unroll(each):
+                if t * each + j < T.min(s.top_k[0], k) and s.chance[j] >= s.other[0] and (
+                    s.before[0] + (s.sums[T.max(j - 1, 0)] if j > 0 else T.float32(0)) < s.scale[0]
+                    or s.top_p[0] >= T.float32(1)
+                ):
+                    s.left[0] = s.left[0] + 1
+            # One at least: of a row of NaN, or if `top_p` is 0, nothing passes.
+            s.left[0] = T.max(T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), s.left[0]), 1)
+            s.other[0] = T.float32(0)
+            for j in T.unroll(each):
+                if t * each + j < s.left[0]:
+                    s.other[0] = s.before[0] + s.sums[j]
+            # Sums are no less than 0, and so order as their bits.
+            s.other[0] = T.reinterpret("float32", T.call_extern(
+                "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), T.reinterpret("uint32", s.other[0])))
+            if whole:
+                if s.top_k[0] > k and s.left[0] == k:
+                    s.other[0] = T.float32(1)
+            s.other[0] = clamped(s.uniform[0]) * s.other[0]
+            s.place[0] = 0
+            for j in T.unroll(each):
+                if t * each + j < s.left[0] and s.before[0] + s.sums[j] <= s.other[0]:
+                    s.place[0] = s.place[0] + 1
+            s.place[0] = T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), s.place[0])
+            if whole:
+                if t == 0:
+                    undecided[0] = T.Select(is_open(k, s), 1, 0)
+            s.place[0] = T.min(s.place[0], s.left[0] - 1)
+            if t == 0:
+                T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))
+                io.tokens[row] = T.Cast("int32", s.numbers[0])
+                io.logprobs[row] = load_element("float32", io.values.ptr_to([row, s.place[0]]))
+        if whole:
+            barrier()
+            if undecided[0] != 0:
+                read_filters(io, row, s)
+                T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
+                search(io, row, t, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
+                       s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
+
+    return phase
+
+
+def is_open(k: int, s: Drawing) -> tirx.PrimExpr:
+    """Whether the k best do not decide which word of the whole row is drawn."""
+    filtered = T.Or(s.top_p[0] < T.float32(1), s.min_p[0] > T.float32(0))
+    return T.And(T.And(s.top_k[0] > k, s.left[0] == k), T.Or(filtered, s.place[0] >= k))
+
+
+def own_on_cpu(io: Arguments, row: Any) -> Arguments:
+    """As `own_on_gpu`, within a block."""
+    scale = T.sblock_alloc_buffer((1,), "float32")
+    T.buffer_store(scale, inverse(filter_on_cpu(io, "temperature", row)), [0])
+    return dataclasses.replace(io, scale=scale[0])
+
+
+def filter_on_cpu(io: Arguments, name: str, row: Any) -> Any:
+    """A number that is one for all rows, or each row's own."""
+    return getattr(io, name + "s")[row] if io.per_row else getattr(io, name)
+
+
+def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
+    """As `draw_by_warp`, one word after another."""
+    k, words, whole = problem.k, problem.words, bool(problem.whole)
+    drawn, left, taken = draw(k), cut(k), take(k)
+    search = draw_by_search(thread(), problem) if whole else None
+
+    @T.inline
+    def phase(io, row, t, barrier):
+        s = T.meta_var(named(Draw.alloc(k)))
+        uniform = T.meta_var(uniform_of(s.words) if io.seeded else io.uniforms[row])
+        top_p = T.meta_var(filter_on_cpu(io, "top_p", row))
+        min_p = T.meta_var(filter_on_cpu(io, "min_p", row))
+        s.limit[0] = limit_of(filter_on_cpu(io, "temperature", row), filter_on_cpu(io, "top_k", row), k, words)
+        for i in range(k):
+            s.chance[i] = T.exp(io.values[row, i])
+        if io.seeded:
+            philox(s.words, s.high, s.key, io.seeds[row, 0], io.seeds[row, 1])
+        if whole:
+            if s.limit[0] > k:
+                s.total[0] = T.float32(1)
+                left(s, top_p, min_p)
+                if s.left[0] == k:
+                    s.sum[0] = T.float32(1)
+                taken(s, uniform)
+                if s.left[0] == k and (top_p < T.float32(1) or min_p > T.float32(0) or s.place[0] == k):
+                    s.place[0] = k
+                else:
+                    s.place[0] = T.min(s.place[0], s.left[0] - 1)
+            else:
+                drawn(s, top_p, min_p, uniform)
+        else:
+            drawn(s, top_p, min_p, uniform)
+        if s.place[0] < k:
+            io.tokens[row] = T.Cast("int32", io.indices[row, s.place[0]])
+            io.logprobs[row] = io.values[row, s.place[0]]
+        if whole:
+            if s.place[0] >= k:
+                search(io, row, 0, io.indices[row, 0], io.values[row, 0], top_p, min_p, clamped(uniform))
+
+    return phase
+# fmt: on
+
+
+def on_gpu(problem: SoftmaxSample, threads: int) -> Ending:
+    """What a CUDA kernel of softmax_topk ends with, whose blocks have so many threads."""
+    return Ending(own_on_gpu, draw_by_warp(problem, threads))
+
+
+def on_cpu(problem: SoftmaxSample) -> Ending:
+    """What the CPU's function of softmax_topk ends with."""
+    return Ending(own_on_cpu, draw_by_thread(problem))

@@ -1,0 +1,172 @@
+"""Sampling in TVMScript, word after word: the end of the definition, and of templates that have the chances at hand.
+
+This module loads the compiler: it is imported when a definition or a program is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from .philox import MULTIPLIERS, ROUNDS, WEYL
+from .reference import BELOW_ONE, GREEDY
+
+LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is kept of a row while a word is drawn, in a block (`T.sblock`)."""
+
+    chance: tirx.Buffer  # of the best words, in order
+    scale: tirx.Buffer  # the inverse of the temperature; 1 of a row that is greedy
+    limit: tirx.Buffer  # how many words count
+    total: tirx.Buffer  # the sum of their chances, then of those that are left
+    sum: tirx.Buffer  # a running sum
+    left: tirx.Buffer  # how many are left
+    place: tirx.Buffer  # which one is drawn
+    words: tirx.Buffer  # of the generator's counter, then its results
+    high: tirx.Buffer  # scratch of the generator
+    key: tirx.Buffer  # of the generator
+
+    @classmethod
+    def alloc(cls, n: int) -> Draw:
+        return cls(
+            chance=T.sblock_alloc_buffer((n,), "float32"),
+            scale=T.sblock_alloc_buffer((1,), "float32"),
+            limit=T.sblock_alloc_buffer((1,), "int32"),
+            total=T.sblock_alloc_buffer((1,), "float32"),
+            sum=T.sblock_alloc_buffer((1,), "float32"),
+            left=T.sblock_alloc_buffer((1,), "int32"),
+            place=T.sblock_alloc_buffer((1,), "int32"),
+            words=T.sblock_alloc_buffer((4,), "uint32"),
+            high=T.sblock_alloc_buffer((2,), "uint32"),
+            key=T.sblock_alloc_buffer((2,), "uint32"),
+        )
+
+
+def is_greedy(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Whether a temperature asks for the best word, as one that is no number does, too."""
+    return T.Select(temperature >= T.float32(GREEDY), 0, 1) != 0
+
+
+def inverse(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The factor of a row's scores."""
+    return T.Select(is_greedy(temperature), T.float32(1), T.float32(1) / temperature)
+
+
+def limit_of(temperature: tirx.PrimExpr, top_k: tirx.PrimExpr, k: int, words: int) -> tirx.PrimExpr:
+    """How many of the best words count, see `reference.Filters.limits`."""
+    free = T.Or(top_k <= 0, top_k >= words)
+    return T.Select(is_greedy(temperature), 1, T.Select(free, T.int32(words), T.min(top_k, T.int32(k))))
+
+
+def clamped(uniform: tirx.PrimExpr) -> tirx.PrimExpr:
+    return T.max(T.min(uniform, T.float32(BELOW_ONE)), T.float32(0))
+
+
+# fmt: off
+@T.inline
+def philox(words, high, key, seed, offset):
+    """Philox4x32-10 (`philox.first_words`) of int64 seed and offset. Writes: `words`; scratch is `high`, `key`."""
+    key[0] = T.Cast("uint32", seed & T.int64(LOW))
+    key[1] = T.Cast("uint32", (seed >> T.int64(32)) & T.int64(LOW))
+    words[0] = T.Cast("uint32", offset & T.int64(LOW))
+    words[1] = T.Cast("uint32", (offset >> T.int64(32)) & T.int64(LOW))
+    words[2] = T.uint32(0)
+    words[3] = T.uint32(0)
+    for _ in T.serial(ROUNDS):
+        high[0] = T.Cast("uint32", (T.Cast("uint64", words[0]) * T.uint64(MULTIPLIERS[0])) >> T.uint64(32))
+        high[1] = T.Cast("uint32", (T.Cast("uint64", words[2]) * T.uint64(MULTIPLIERS[1])) >> T.uint64(32))
+        high[1] = high[1] ^ words[1] ^ key[0]
+        high[0] = high[0] ^ words[3] ^ key[1]
+        words[1] = words[2] * T.uint32(MULTIPLIERS[1])
+        words[3] = words[0] * T.uint32(MULTIPLIERS[0])
+        words[0] = high[1]
+        words[2] = high[0]
+        key[0] = key[0] + T.uint32(WEYL[0])
+        key[1] = key[1] + T.uint32(WEYL[1])
+
+
+def uniform_of(words: tirx.Buffer) -> tirx.PrimExpr:
+    """The uniform number of what `philox` has left."""
+    return T.Cast("float32", words[0] >> T.uint32(8)) * T.float32(2.0**-24)
+
+
+def sum_up(n: int) -> Callable[..., Any]:
+    """All that counts of the first n words; the phase is (s). Reads: `chance`, `limit`. Writes: `total`."""
+
+    @T.inline
+    def phase(s):
+        s.total[0] = T.float32(0)
+        for i in range(n):
+            if i < s.limit[0]:
+                s.total[0] = s.total[0] + s.chance[i]
+
+    return phase
+
+
+def cut(n: int) -> Callable[..., Any]:
+    """How many of the first n words are left; the phase is (s, top_p, min_p).
+
+    Reads: `chance`, `limit`, `total`.
+    Writes: `left`, and `sum`, their chances.
+    """
+
+    @T.inline
+    def phase(s, top_p, min_p):
+        s.sum[0] = T.float32(0)
+        s.left[0] = 0
+        for i in range(n):
+            if i < s.limit[0] and i == s.left[0] and (
+                i == 0 or ((s.sum[0] < top_p * s.total[0] or top_p >= T.float32(1))
+                           and s.chance[i] >= min_p * s.chance[0])
+            ):
+                s.sum[0] = s.sum[0] + s.chance[i]
+                s.left[0] = i + 1
+
+    return phase
+
+
+def take(n: int) -> Callable[..., Any]:
+    """Which of the first n words is drawn; the phase is (s, uniform).
+
+    Reads: `chance`, `left`, `sum`.
+    Writes: `place`, which is `left` if their chances do not reach the uniform number's share of `sum`; `total`.
+    """
+
+    @T.inline
+    def phase(s, uniform):
+        s.total[0] = clamped(uniform) * s.sum[0]
+        s.sum[0] = T.float32(0)
+        s.place[0] = 0
+        for i in range(n):
+            if i < s.left[0]:
+                s.sum[0] = s.sum[0] + s.chance[i]
+                if s.sum[0] <= s.total[0]:
+                    s.place[0] = i + 1
+
+    return phase
+
+
+def draw(n: int) -> Callable[..., Any]:
+    """One of the first n words, by chances that descend; the phase is (s, top_p, min_p, uniform).
+
+    Reads: `chance`, `limit`.
+    Writes: `place`, and what the steps write.
+    """
+    summed, left, taken = sum_up(n), cut(n), take(n)
+
+    @T.inline
+    def phase(s, top_p, min_p, uniform):
+        summed(s)
+        left(s, top_p, min_p)
+        taken(s, uniform)
+        s.place[0] = T.min(s.place[0], s.left[0] - 1)
+
+    return phase
+# fmt: on

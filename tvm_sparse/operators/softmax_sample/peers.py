@@ -1,0 +1,110 @@
+"""Other libraries' ways to sample, and ours as its user calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm_sparse.bench.contenders import BOTH, CUDA, Call, Peer, torch_tensor
+from tvm_sparse.core.problem import Problem
+
+from .call import FILTERS, softmax_sample, width_of
+from .problem import SoftmaxSample
+
+
+def _given(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> tuple[Any, ...]:
+    """Logits, and columns of filters `(batch, 1)`, top_k being at least 1."""
+    import torch
+
+    if problem.bias:
+        raise NotImplementedError("compared without bias only")
+    words = problem.words
+    columns = [
+        (torch_tensor(one, device) if problem.per_row else torch.full((problem.batch,), one, device=device))[:, None]
+        for one in inputs[1:5]
+    ]
+    columns[1] = torch.where(columns[1] <= 0, words, columns[1].clamp(max=problem.k)).long()
+    # Greedy rows as one word that is left.
+    columns[1] = torch.where(columns[0] < 1e-5, 1, columns[1])
+    columns[0] = torch.where(columns[0] < 1e-5, 1.0, columns[0]).float()
+    return (torch_tensor(inputs[0], device), *columns)
+
+
+def _drawn(x: Any, scores: Any, words: Any, top_k: Any, top_p: Any, min_p: Any) -> tuple[Any, Any]:
+    """A word of each row of scores that descend, and its log-probability among all scores `x`."""
+    import torch
+
+    chances = torch.softmax(scores.masked_fill(torch.arange(words.shape[1], device=x.device) >= top_k, -torch.inf), -1)
+    outside = (chances.cumsum(-1) - chances >= top_p) | (chances < min_p * chances[:, :1])
+    place = torch.multinomial(chances.masked_fill(outside, 0.0), 1)
+    logprobs = scores.gather(1, place) - torch.logsumexp(x, -1, keepdim=True)
+    return words.gather(1, place)[:, 0].int(), logprobs[:, 0]
+
+
+def _torch_sort(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    logits, temperature, *filters = _given(problem, inputs, device)
+
+    def call() -> Any:
+        x = logits.float() / temperature
+        return _drawn(x, *torch.sort(x, -1, descending=True), *filters)
+
+    return call
+
+
+def _torch_topk(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+
+    if problem.whole:
+        raise NotImplementedError("compared with a top_k only")
+    logits, temperature, *filters = _given(problem, inputs, device)
+
+    def call() -> Any:
+        x = logits.float() / temperature
+        return _drawn(x, *torch.topk(x, problem.k), *filters)
+
+    return call
+
+
+def _flashinfer(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> Call:
+    from flashinfer import sampling
+
+    logits, temperature, top_k, top_p, min_p = _given(problem, inputs, device)
+    if min_p.any():
+        raise NotImplementedError("compared without min_p only")
+    temperature, top_p = temperature[:, 0].contiguous(), top_p[:, 0].float().contiguous()
+    top_k = top_k[:, 0].int().contiguous()
+
+    def call() -> Any:
+        chances = sampling.softmax(logits.float(), temperature=temperature)
+        return sampling.top_k_top_p_sampling_from_probs(chances, top_k, top_p)
+
+    return call
+
+
+def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    import numpy as np
+
+    given = list(inputs)
+    if not problem.whole:  # in calls a top_k of 0 is all words
+        given[2] = np.where(given[2] > 0, given[2], np.int32(problem.k)) if problem.per_row else given[2] or problem.k
+    logits, *filters, numbers = map(convert, given)
+    bias = filters.pop() if problem.bias else None
+    options = dict(zip((name for name, *_ in FILTERS), filters, strict=True))
+    options |= {"seed" if problem.seeded else "uniforms": numbers, "bias": bias, "best": problem.k}
+    if problem.per_row:
+        options["max_top_k"] = problem.k
+    else:
+        options["top_k"] = int(filters[1]) or None
+    width = width_of(problem.k, problem.vocab)
+    whole = int(bool(problem.whole or problem.per_row) and width < problem.vocab)  # an array may say anything
+    return lambda: softmax_sample(logits, **options), dataclasses.replace(problem, k=width, whole=whole)
+
+
+PEERS = (
+    Peer("torch sort, cumsum, multinomial", "torch", BOTH, _torch_sort),
+    Peer("torch topk, cumsum, multinomial", "torch", BOTH, _torch_topk),
+    Peer("FlashInfer softmax, top_k_top_p (no logprobs)", "flashinfer", CUDA, _flashinfer),
+)

@@ -1,0 +1,310 @@
+"""Sampling of words: softmax of logits, filtered by top-k, top-p and min-p, and one word drawn of what is left.
+
+Fan, Lewis & Dauphin 2018, "Hierarchical neural story generation" (top-k); Holtzman et al. 2020, "The curious case of
+neural text degeneration" (top-p); Nguyen et al. 2024, "Turning up the heat: min-p sampling" (min-p). The word is drawn
+by inverting the cumulative distribution of the words in the order of `softmax_topk`, so that one uniform number gives
+the same word on every machine, but for rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
+from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
+from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
+
+from . import philox, reference
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tvm import tirx
+
+# The k best of a row that are kept: one warp draws among them, with at most so many each lane.
+MAX_K = 1024
+# Sums of probabilities in float32 are as accurate as probabilities (`SoftmaxTopk.tolerance`), or a little less.
+SLACK = 3e-5
+NAMES = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class SoftmaxSample(Problem):
+    """A word of each row of logits `(batch, vocab)`, drawn from what top-k, top-p and min-p leave of its softmax.
+
+    `k` bounds top_k, and is how many of the best words are written. Extras, absent by default: `bias` = 1 for a row
+    that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of each row;
+    `seeded` = 1 for a seed and an offset of each row in the place of its uniform number; `whole` = 1 if a word may be
+    drawn from the whole row, where top_k is 0 or less.
+    """
+
+    batch: int
+    vocab: int
+    k: int
+    dtype: str = "float32"
+    bias: int = field(default=0, metadata=OPTIONAL)
+    per_row: int = field(default=0, metadata=OPTIONAL)
+    seeded: int = field(default=0, metadata=OPTIONAL)
+    whole: int = field(default=0, metadata=OPTIONAL)
+
+    operator: ClassVar[str] = "softmax_sample"
+    batch_axis: ClassVar[str] = "batch"
+    inputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
+        Argument("temperature", (), "float32", "Divides logits + bias; greedy below 1e-5.", when="shared"),
+        Argument("top_k", (), "int32", "How many words count, at most k; 0: all k, or all of `whole`.", when="shared"),
+        Argument("top_p", (), "float32", "Share of their probability that is left.", when="shared"),
+        Argument("min_p", (), "float32", "Least probability, as a share of the best word's.", when="shared"),
+        Argument("temperatures", ("batch",), "float32", "The same of each row.", when="per_row"),
+        Argument("top_ks", ("batch",), "int32", "The same of each row.", when="per_row"),
+        Argument("top_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
+        Argument("min_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
+        Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
+        Argument("uniforms", ("batch",), "float32", "Uniform numbers in [0, 1).", when="given"),
+        Argument("seeds", ("batch", 2), "int64", "Seed and offset of Philox4x32-10.", when="seeded"),
+    )
+    outputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("tokens", ("batch",), "int32", "The words drawn, in [0, vocab)."),
+        Argument("logprobs", ("batch",), "float32", "Their log-probabilities, before any filter."),
+        Argument("values", ("batch", "k"), "float32", "Those of the k best words, descending."),
+        Argument("indices", ("batch", "k"), "int64", "These words, in [0, vocab)."),
+    )
+    # How a row is read is softmax_topk's: these are what a word may have to be drawn from.
+    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special")
+    tuned: ClassVar[str] = SoftmaxTopk.tuned
+    verified: ClassVar[tuple[str, ...]] = structures
+    settings: ClassVar[tuple[Settings, ...]] = (
+        {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
+        {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 1.7, "top_k": 3, "top_p": 0.75, "min_p": 0.25},
+        {"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.0},
+    )
+    example: ClassVar[Mapping[str, Any]] = {"batch": 10, "vocab": 25000, "k": 32}
+    source: ClassVar[str] = "Fan et al. 2018; Holtzman et al. 2020; Nguyen et al. 2024"
+
+    def __post_init__(self) -> None:
+        _ = self.best  # its axes are checked as those of softmax_topk
+        if self.k > MAX_K:
+            raise ProblemError(f"softmax_sample: k must be at most {MAX_K}, got {self.k}")
+        for name in ("per_row", "seeded", "whole"):
+            if self.axes[name] not in (0, 1):
+                raise ProblemError(f"softmax_sample: {name} must be 0 or 1, got {self.axes[name]!r}")
+        if self.whole and self.k == self.vocab:
+            raise ProblemError(f"softmax_sample: whole is for a k below vocab, got k={self.k}, which is all")
+
+    @functools.cached_property
+    def best(self) -> SoftmaxTopk:
+        """The problem of the k best words, which are what a word is drawn from."""
+        try:
+            return SoftmaxTopk(self.batch, self.vocab, self.k, self.dtype, self.bias)
+        except ProblemError as error:
+            raise ProblemError(str(error).replace("softmax_topk", self.operator)) from None
+
+    @property
+    def words(self) -> int:
+        """How many of the best words one may be drawn from, where top_k does not bound it."""
+        return self.vocab if self.whole else self.k
+
+    def extent(self, name: str | int) -> int:
+        if name == "shared":
+            return 1 - self.per_row
+        return 1 - self.seeded if name == "given" else super().extent(name)
+
+    def definition(self) -> tirx.PrimFunc:
+        """Algorithm 4 of `softmax_topk` as written, then a word drawn of the best, one row after another."""
+        from tvm.script import tirx as T
+
+        from tvm_sparse.operators.softmax_topk import definition as topk
+
+        from . import definition
+
+        vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), bool(self.seeded)
+        with_bias, n = bool(self.bias), self.words
+        take, draw = topk.take(n), definition.draw(n)
+
+        # fmt: off
+        @T.prim_func(s_tir=True)
+        def main(
+            logits_h: T.handle, temperature: T.float32, top_k: T.int32, top_p: T.float32, min_p: T.float32,
+            temperatures_h: T.handle, top_ks_h: T.handle, top_ps_h: T.handle, min_ps_h: T.handle, bias_h: T.handle,
+            uniforms_h: T.handle, seeds_h: T.handle, tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle,
+            indices_h: T.handle
+        ):
+            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+            batch = T.int64()
+            X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
+            temperatures = T.match_buffer(temperatures_h, (batch,), "float32", align=4)
+            top_ks = T.match_buffer(top_ks_h, (batch,), "int32", align=4)
+            top_ps = T.match_buffer(top_ps_h, (batch,), "float32", align=4)
+            min_ps = T.match_buffer(min_ps_h, (batch,), "float32", align=4)
+            B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
+            U = T.match_buffer(uniforms_h, (batch,), "float32", align=4)
+            seeds = T.match_buffer(seeds_h, (batch, T.int64(2)), "int64", align=8)
+            tokens = T.match_buffer(tokens_h, (batch,), "int32", align=4)
+            logprobs = T.match_buffer(logprobs_h, (batch,), "float32", align=4)
+            V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
+            Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
+            for b in range(batch):
+                with T.sblock("row"):
+                    row = T.axis.spatial(batch, b)
+                    T.reads(X[row, 0:vocab])
+                    T.writes(tokens[row], logprobs[row], V[row, 0:k], Z[row, 0:k])
+                    s = T.meta_var(topk.Best.alloc(n))
+                    d = T.meta_var(definition.Draw.alloc(n))
+                    own_temperature = T.meta_var(temperatures[row] if per_row else temperature)
+                    own_top_k = T.meta_var(top_ks[row] if per_row else top_k)
+                    own_top_p = T.meta_var(top_ps[row] if per_row else top_p)
+                    own_min_p = T.meta_var(min_ps[row] if per_row else min_p)
+                    d.scale[0] = definition.inverse(own_temperature)
+                    d.limit[0] = definition.limit_of(own_temperature, own_top_k, k, n)
+                    topk.begin(s)
+                    for j in range(vocab):
+                        s.x[0] = T.Cast("float32", X[row, j])
+                        if with_bias:
+                            s.x[0] = s.x[0] + B[j]
+                        take(s, d.scale[0], j, j)
+                    for i in range(k):
+                        Z[row, i] = s.p[i]
+                        topk.write(V, [row, i], s, s.u[i], d.scale[0], 1)
+                    for i in range(n):
+                        topk.write(d.chance, [i], s, s.u[i], d.scale[0], 0)
+                    if seeded:
+                        definition.philox(d.words, d.high, d.key, seeds[row, 0], seeds[row, 1])
+                        draw(d, own_top_p, own_min_p, definition.uniform_of(d.words))
+                    else:
+                        draw(d, own_top_p, own_min_p, U[row])
+                    tokens[row] = T.Cast("int32", s.p[d.place[0]])
+                    topk.write(logprobs, [row], s, s.u[d.place[0]], d.scale[0], 1)
+        # fmt: on
+        return self.trimmed(main)
+
+    def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
+        """Logits and bias as of `softmax_topk`, uniform numbers or seeds at random.
+
+        `per_row`: of four rows one has all that was chosen, and the others a temperature of 0, or another top_p or
+        top_k.
+        """
+        import numpy as np
+
+        structure, chosen = self.chosen(structure, settings)
+        logits, _, _, *bias = self.best.generate(seed, structure)
+        rng = np.random.default_rng([seed, self.vocab, self.k, self.seeded])
+        filters: list[Any] = [chosen[name] if name != "top_k" else int(chosen[name]) for name in NAMES]
+        if self.per_row:
+            kinds = np.arange(self.batch) % 4
+            for i, (kind, other) in enumerate(((1, 0.0), (2, 2), (3, 0.3), (0, chosen["min_p"]))):
+                dtype = np.int32 if NAMES[i] == "top_k" else np.float32
+                filters[i] = np.where(kinds == kind, other, filters[i]).astype(dtype)
+        if self.seeded:
+            numbers = rng.integers(-(2**63), 2**63 - 1, size=(self.batch, 2), dtype=np.int64)
+        else:
+            numbers = rng.random(self.batch, dtype=np.float32)
+        return [logits, *filters, *bias, numbers]
+
+    def _scores(self, inputs: Sequence[Any]) -> np.ndarray:
+        """logits + bias, rounded to float32 as kernels have it, in float64."""
+        import numpy as np
+
+        x = np.asarray(inputs[0]).astype(np.float32)
+        if self.bias:
+            with np.errstate(invalid="ignore"):
+                x = x + inputs[5]
+        return x.astype(np.float64)
+
+    def _filters(self, inputs: Sequence[Any]) -> reference.Filters:
+        import numpy as np
+
+        def of_rows(given: Any, dtype: Any) -> np.ndarray:
+            return np.broadcast_to(np.asarray(given, dtype), (self.batch,))
+
+        kinds = (np.float32, np.int32, np.float32, np.float32)
+        given = list(map(of_rows, inputs[1:5], kinds))
+        temperature, top_p, min_p = (given[i].astype(np.float64) for i in (0, 2, 3))
+        return reference.Filters(temperature, given[1].astype(np.int64), top_p, min_p)
+
+    def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
+        import numpy as np
+
+        numbers = inputs[-1]
+        uniform = philox.uniforms(numbers[:, 0], numbers[:, 1]) if self.seeded else np.asarray(numbers)
+        return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
+
+    def _ranked(self, inputs: Sequence[Any], n: int, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Of all rows or some: the n best words, and their log-probabilities."""
+        import numpy as np
+
+        scores, scale = self._scores(inputs), self._filters(inputs).scale
+        if rows is not None:
+            scores, scale = scores[rows], scale[rows]
+        indices = ranked(scores, n)
+        values = [
+            normalised(row[None], row[None, best], factor, 1)[0][0]
+            for row, best, factor in zip(scores, indices, scale, strict=True)
+        ]
+        return indices, np.stack(values)
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        import numpy as np
+
+        filters = self._filters(inputs)
+        indices, values = self._ranked(inputs, self.words)
+        chances = np.exp(values)
+        left = reference.kept(chances, filters.limits(self.k, self.words), filters.top_p, filters.min_p)
+        place = reference.drawn(chances, left, self._uniforms(inputs))[:, None]
+        tokens, logprobs = (np.take_along_axis(array, place, axis=1)[:, 0] for array in (indices, values))
+        return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """Equal indices, as the order is total; log-probabilities within float32 rounding; for tokens see `agree`."""
+        import numpy as np
+
+        bounds = [ABSOLUTE_LOG + 1e-6 * np.abs(wanted) for wanted in expected[1:3]]
+        return [None, *bounds, None]
+
+    def agree(
+        self,
+        inputs: Sequence[Any],
+        expected: Sequence[np.ndarray],
+        tolerance: Sequence[np.ndarray | None],
+        outputs: Sequence[np.ndarray],
+    ) -> None:
+        """As `compare`; a token may be another one where the uniform number, or a filter's bound, is within rounding.
+
+        Its log-probability then is the one that has to be there.
+        """
+        import numpy as np
+
+        tokens, logprobs = np.asarray(outputs[0]), np.asarray(expected[1]).copy()
+        wanted, bound = np.asarray(expected[0]).copy(), np.asarray(tolerance[1]).copy()
+        rows = np.flatnonzero((tokens != wanted) & np.isfinite(expected[2][:, 0]))
+        if len(rows):
+            filters = self._filters(inputs).rows(rows)
+            indices, values = self._ranked(inputs, self.words, rows)
+            at, limits = indices == tokens[rows, None], filters.limits(self.k, self.words)
+            ranks, chances = at.argmax(axis=1), np.where(np.arange(self.words) < limits[:, None], np.exp(values), 0)
+            good = at.any(axis=1) & (ranks < limits)
+            good &= reference.possible(chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK)
+            rows, logprob = rows[good], values[good, ranks[good]]
+            wanted[rows], logprobs[rows] = tokens[rows], logprob
+            bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprob)
+        super().agree(inputs, [wanted, logprobs, *expected[2:]], [None, bound, *tolerance[2:]], outputs)
+
+    def admits(self, inputs: Sequence[Any], outputs: Sequence[np.ndarray]) -> bool | None:
+        """Whether all words are among those that the filters leave, which may differ by rounding."""
+        import numpy as np
+
+        indices, values = self._ranked(inputs, self.words)
+        filters = self._filters(inputs)
+        limits = filters.limits(self.k, self.words)
+        left = reference.kept(np.exp(values), limits, filters.top_p + SLACK, filters.min_p - SLACK)
+        return bool(((indices == outputs[0][:, None]) & (np.arange(self.words) < left[:, None])).any(axis=1).all())
+
+    def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
+        logits = self.batch * self.vocab
+        small = self.batch * (12 + self.k * 12 + 16 * self.per_row + 12 * self.seeded) + self.vocab * 4 * self.bias
+        return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
+
+
+PROBLEM = SoftmaxSample

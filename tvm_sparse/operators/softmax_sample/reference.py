@@ -1,0 +1,96 @@
+"""Filtering and sampling in float64, by the plainest NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Temperatures below this one are greedy, as in vLLM.
+GREEDY = 1e-5
+# The largest float32 below 1: uniform numbers are taken as no more.
+BELOW_ONE = 1 - 2.0**-24
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What is asked for of each row, as float64 and int64 arrays `(rows,)`; kernels get float32 and int32."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+
+    @property
+    def greedy(self) -> np.ndarray:
+        return ~(self.temperature >= GREEDY)
+
+    @property
+    def scale(self) -> np.ndarray:
+        """The factors of the scores."""
+        import numpy as np
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.greedy, 1.0, 1.0 / self.temperature)
+
+    def limits(self, k: int, words: int) -> np.ndarray:
+        """How many of the best words of each row count, of `words` in all: up to k, or all where top_k is 0 or less.
+
+        Where `words` is k, as of a kernel that has no more, top_k of 0 or less is k.
+        """
+        import numpy as np
+
+        free = (self.top_k <= 0) | (self.top_k >= words)
+        return np.where(self.greedy, 1, np.where(free, words, np.minimum(self.top_k, k)))
+
+    def rows(self, rows: np.ndarray) -> Filters:
+        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+def kept(chances: np.ndarray, limits: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> np.ndarray:
+    """How many of the best words of each row are left, one at least; `chances (rows, n)` descend."""
+    import numpy as np
+
+    within = np.arange(chances.shape[1]) < limits[:, None]
+    chances = np.where(within, chances, 0)
+    total = np.cumsum(chances, axis=1)
+    with np.errstate(invalid="ignore"):
+        nucleus = (total - chances < top_p[:, None] * total[:, -1:]) | (top_p >= 1)[:, None]
+        left = within & nucleus & (chances >= min_p[:, None] * chances[:, :1])
+    # Of a row of NaN nothing is left, and of a top_p of 0, but the best.
+    return np.maximum(left.sum(axis=1), 1)
+
+
+def drawn(chances: np.ndarray, left: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Which of the best words each row gets: the first whose cumulative chance exceeds uniform * that of all left."""
+    import numpy as np
+
+    total = np.cumsum(chances, axis=1)
+    mass = np.take_along_axis(total, left[:, None] - 1, axis=1)
+    below = (total <= uniform[:, None] * mass) & (np.arange(chances.shape[1]) < left[:, None])
+    return np.minimum(below.sum(axis=1), left - 1)
+
+
+def possible(
+    chances: np.ndarray, ranks: np.ndarray, filters: Filters, limits: np.ndarray, uniform: np.ndarray, slack: float
+) -> np.ndarray:
+    """Whether a kernel may have drawn the word of each rank, whose sums of chances are off by a share of `slack`.
+
+    Both of its decisions are allowed for: how many words are left, and which of them is drawn.
+    """
+    import numpy as np
+
+    def cut(factor: float) -> np.ndarray:
+        top_p = np.where(filters.top_p >= 1, filters.top_p, np.minimum(filters.top_p * factor, BELOW_ONE))
+        return kept(chances, limits, top_p, filters.min_p / factor)
+
+    fewest, most = cut(1 - slack), cut(1 + slack)
+    total = np.cumsum(chances, axis=1)
+    rows, counts = np.arange(len(chances)), np.arange(1, chances.shape[1] + 1)
+    end = total[rows, ranks] + slack * total[:, -1]
+    start = np.where(ranks > 0, total[rows, ranks - 1], 0) - slack * total[:, -1]
+    wanted = uniform[:, None] * total  # of each number of words that may be left
+    fits = (counts >= fewest[:, None]) & (counts <= most[:, None]) & (counts > ranks[:, None])
+    return (fits & (wanted >= start[:, None]) & (wanted <= end[:, None])).any(axis=1)
