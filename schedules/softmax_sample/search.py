@@ -1,8 +1,8 @@
 """A word of a whole row, where the k best do not decide: weighted radix selection.
 
-Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`bits`. Sums of
-these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads. A word
-below one unit is never drawn.
+Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`unit_bits`.
+Sums of these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads.
+A word below one unit is never drawn.
 
 The first word of the order up to which there is a mass of `need` is found digit by digit (`locate`): a histogram of
 masses over a digit of the words' order bits tells which digit it has. That is done once for top-p, where `need` is its
@@ -136,7 +136,7 @@ class Crew:
 
 
 def unit_bits(vocab: int) -> int:
-    """A mass of 1 is so many bits, so that sums over a row stay below 2^62."""
+    """The row's largest word has a mass of 2 to this power, so that sums over a row stay below 2^62."""
     return min(40, 62 - vocab.bit_length())
 
 
