@@ -633,3 +633,30 @@ def test_workspaces_are_filled_once_and_are_each_threads_own(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(call).result() == filled + 1
     assert call() == filled + 3
+
+
+def test_scratch_is_one_buffer_for_all_kernels_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def on_host(shape: tuple[int, ...], dtype: str, fill: int, index: int) -> Any:
+        return torch.from_numpy(loading.on_host(shape, dtype, fill))
+
+    monkeypatch.setattr(loading, "_on_gpu", on_host)
+    monkeypatch.setattr(loading, "_SCRATCH", {})
+
+    def of(batch: int, stream: int = 7) -> list[Any]:
+        shared = {"name": "a", "shape": ["batch", 9], "dtype": "float32", "fill": None}
+        own = {"name": "b", "shape": [4], "dtype": "int32", "fill": 0}
+        problem = make("softmax_topk", {"batch": batch, "vocab": 7, "k": 2})
+        return loading._on_stream([shared, own, {**shared, "name": "c", "dtype": "uint16"}], problem, (0, stream))
+
+    first, less, more, other = of(8), of(2), of(100), of(8, stream=8)
+    for found, batch in ((first, 8), (less, 2), (more, 100), (other, 8)):
+        assert [tuple(one.shape) for one in found] == [(batch, 9), (4,), (batch, 9)]
+        assert [one.dtype for one in found] == [torch.float32, torch.int32, torch.uint16]
+        a, b, c = (one.data_ptr() for one in found)
+        assert c >= a + batch * 9 * 4 and not found[1].any() and not a <= b < c
+    assert first[0].data_ptr() == less[0].data_ptr() != other[0].data_ptr()
+    assert more[0].data_ptr() != first[0].data_ptr() and of(90)[0].data_ptr() == more[0].data_ptr()
+    # What graphs may hold stays as it is.
+    assert first[0].untyped_storage().nbytes() >= 8 * 9 * 4

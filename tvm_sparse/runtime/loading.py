@@ -115,7 +115,8 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
 
     They are allocated and filled at the first call on a CUDA stream, or in a CPU thread, and kept: calls on different
     streams share nothing. CUDA graphs that were captured on one stream share that stream's, and must not be replayed at
-    the same time. On a GPU PyTorch allocates them.
+    the same time. On a GPU PyTorch allocates them, and scratch (a fill of None) is a part of a buffer that all kernels
+    on a stream share.
     """
     if not workspaces:
         return function
@@ -134,8 +135,10 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
             owner = 0, threading.get_ident()
         buffers = held.get(owner)
         if buffers is None:
-            allocate = functools.partial(_on_gpu, index=owner[0]) if kind == "cuda" else _on_cpu
-            buffers = held[owner] = tuple(allocated(workspaces, problem, allocate))
+            found = (
+                _on_stream(workspaces, problem, owner) if kind == "cuda" else allocated(workspaces, problem, _on_cpu)
+            )
+            buffers = held[owner] = tuple(found)
         function(*arguments, *buffers)
 
     return call
@@ -178,10 +181,47 @@ def allocated(
         allocate(
             tuple(map(problem.extent, workspace["shape"])),
             workspace["dtype"],
-            workspace["fill"],
+            _POISON if workspace["fill"] is None else workspace["fill"],
         )
         for workspace in workspaces
     ]
+
+
+def _on_stream(workspaces: Sequence[Mapping[str, Any]], problem: Problem, owner: tuple[int, int]) -> list[Any]:
+    """As `allocated`, on a device and for a stream; scratch is a part of the stream's."""
+    torch = sys.modules["torch"]
+    places, end = {}, 0
+    for workspace in workspaces:
+        if workspace["fill"] is None:
+            shape = tuple(map(problem.extent, workspace["shape"]))
+            begin = -(-end // _ALIGNED) * _ALIGNED
+            end = begin + math.prod(shape) * numpy_dtype(workspace["dtype"]).itemsize
+            places[workspace["name"]] = (slice(begin, end), getattr(torch, workspace["dtype"]), shape)
+    scratch: Any = _scratch(owner, end) if places else None
+    found: list[Any] = []
+    for workspace in workspaces:
+        if workspace["fill"] is None:
+            place, kind, shape = places[workspace["name"]]
+            found.append(scratch[place].view(kind).view(shape))
+        else:
+            found += allocated([workspace], problem, functools.partial(_on_gpu, index=owner[0]))
+    return found
+
+
+def _scratch(owner: tuple[int, int], count: int) -> Any:
+    """The stream's bytes, at least so many. Kernels with a part of a smaller buffer keep that: graphs hold its address.
+    So it doubles, and all of them together are at most twice as large as the last."""
+    there = _SCRATCH.get(owner)
+    if there is None or there.numel() < count:
+        least = 0 if there is None else 2 * there.numel()
+        there = _SCRATCH[owner] = _on_gpu((max(count, least),), "uint8", _POISON, owner[0])
+    return there
+
+
+# What scratch holds at first. No kernel may count on it.
+_POISON = 0x7F
+_ALIGNED = 256
+_SCRATCH: dict[tuple[int, int], Any] = {}
 
 
 def on_host(shape: tuple[int, ...], dtype: str, fill: int) -> np.ndarray:
