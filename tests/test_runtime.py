@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
-from cases import use_dispatcher
+from cases import SM90, use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.artifacts import manifest
@@ -27,7 +27,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Problem, ProblemError
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.records import Best, Log, Session
-from tvm_sparse.runtime import dispatch, loading
+from tvm_sparse.runtime import dispatch, loading, lookup
 from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
 from tvm_sparse.runtime.loading import LoadError
 from tvm_sparse.workers import building
@@ -291,6 +291,21 @@ def test_a_kernel_built_for_a_like_batch_comes_before_compiling(tmp_path: Path, 
     kernels.add(tmp_path / "folder")
     for batch, candidate in ((1, point(128)), (16, point(128)), (17, point(64))):
         assert kernels.explain(topk(batch), CPU).candidate == str(candidate)
+
+
+def test_a_kernel_built_for_other_data_runs_only_where_nothing_compiles() -> None:
+    """Its program is right for any number of nonzeros, but its decisions were made for another."""
+
+    def layer(nonzeros: int) -> Problem:
+        return make("sparse_recurrent", {"steps": 8, "batch": 4, "hidden": 1792, "nonzeros": nonzeros})
+
+    candidates = {n: spaces.fallback(layer(n), SM90) for n in (18, 200, 900)}
+    built = [lookup.Built(layer(n).key, candidate, "exact", {}) for n, candidate in candidates.items()]
+    found = lookup.choose(layer(180), SM90, lookup.Evidence(built=built))
+    assert found.how == "fallback" and found.compiled_for == layer(180)
+    assert found.candidate == spaces.fallback(layer(180), SM90) != candidates[18]
+    found = lookup.choose(layer(180), SM90, lookup.Evidence(built=built, compiles=False))
+    assert found.compiled_for == layer(200) and found.candidate == candidates[200]
 
 
 def test_later_logs_win(tmp_path: Path, logs: Path) -> None:
