@@ -50,9 +50,10 @@ class Explanation:
     candidate: str  # template, version and decisions
     record: str | None  # key of the problem whose record gave the decisions; None for the fallback
     figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
-    library: str | None  # None: not compiled yet; the first call does, into the user's cache, if it may and can
+    library: str | None  # None: not compiled yet; the first call compiles it into the user's cache, if `compiles`
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
+    compiles: bool = True  # whether calls compile what is not at hand: else the first call raises `Miss`
 
     def __str__(self) -> str:
         lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
@@ -63,7 +64,8 @@ class Explanation:
                 f" on {self.figures['machine'] or 'an unknown machine'}:"
                 f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
             )
-        lines.append(f"  library: {self.library or 'compiled at the first call'}")
+        otherwise = "compiled at the first call" if self.compiles else "none at hand, and none can be compiled here"
+        lines.append(f"  library: {self.library or otherwise}")
         if self.tune:
             lines.append(f"  to tune it: {self.tune}")
         return "\n".join(lines)
@@ -164,7 +166,8 @@ class Dispatcher:
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
         """What `kernel` would return, without loading or compiling."""
         with self._lock:
-            return _explanation(problem, machine, *self._decide(problem, machine, self._sources(machine)))
+            choice, located = self._decide(problem, machine, self._sources(machine))
+            return _explanation(problem, machine, choice, located, self._may_compile())
 
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
@@ -246,7 +249,7 @@ class Dispatcher:
             [located] = self._compile([choice], machine)
             function = self._function(*located)
         function = loading.with_workspaces(function, located[1].workspaces, problem, machine.kind)
-        return Kernel(function, located[1], _explanation(problem, machine, choice, located))
+        return Kernel(function, located[1], _explanation(problem, machine, choice, located, self._may_compile()))
 
     def _warn(self, problem: Problem, machine: Machine, choice: Choice) -> None:
         """Say that a problem is not tuned: once for all its batches."""
@@ -456,7 +459,9 @@ def _intact(folder: Path, entry: Entry) -> bool:
         return False
 
 
-def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Explanation:
+def _explanation(
+    problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None, compiles: bool
+) -> Explanation:
     return Explanation(
         problem=problem.key,
         arch=machine.arch,
@@ -467,6 +472,7 @@ def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tu
         library=str(located[0] / located[1].library) if located else None,
         why=choice.why,
         tune=_tune_command(problem, machine, choice),
+        compiles=compiles,
     )
 
 

@@ -90,9 +90,11 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     near = found if evidence.compiles else None
     found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles) or near
     if found is None and evidence.compiles:
-        found = _by_record(problem, machine, evidence.borrowed, passed_over)
+        found = _by_record(problem, machine, evidence.borrowed, passed_over, adapts=True)
         if found is not None:
             why = f"not tuned on {machine.arch}; the decisions are those of {_typed(found.record)} on {evidence.lender}"
+            if evidence.borrowed[found.record or ""].candidate != found.candidate:
+                why += ", but for what this one lacks"
             found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
     if found is None:
         why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default"
@@ -101,15 +103,26 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     return found
 
 
-def _by_record(problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str]) -> Choice | None:
-    def usable(key: str, found: Known, wanted: Problem) -> bool:
-        reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
-        if reason and not passed_over:
-            passed_over.append(f"; the record of {key} is passed over: {reason}")
-        return reason is None
+def _by_record(
+    problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str], *, adapts: bool = False
+) -> Choice | None:
+    """By a record of the problem, of a larger batch, or of the problem most like it; `adapts`: as near as it gets."""
 
-    if (own := known.get(problem.key)) is not None and usable(problem.key, own, problem):
-        return Choice("exact", "tuned for this very problem", problem, own.candidate, problem.key, own.figures)
+    def fitting(found: Known, wanted: Problem) -> tuple[Candidate | None, str | None]:
+        reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
+        if reason is None:
+            return found.candidate, None
+        return (spaces.adapted(found.candidate, wanted, machine) if adapts else None), reason
+
+    def usable(key: str, found: Known, wanted: Problem) -> Candidate | None:
+        candidate, reason = fitting(found, wanted)
+        if candidate is None and not passed_over:
+            passed_over.append(f"; the record of {key} is passed over: {reason}")
+        return candidate
+
+    own = known.get(problem.key)
+    if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
+        return Choice("exact", "tuned for this very problem", problem, candidate, problem.key, own.figures)
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():
@@ -121,14 +134,15 @@ def _by_record(problem: Problem, machine: Machine, known: Mapping[str, Known], p
         o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent
     ]
     for other in sorted(larger, key=lambda o: o.batch_extent):
-        if usable(other.key, others[other], other):
+        if (candidate := usable(other.key, others[other], other)) is not None:
             why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
-            return Choice("bucket", why, other, others[other].candidate, other.key, others[other].figures)
+            return Choice("bucket", why, other, candidate, other.key, others[other].figures)
 
     by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
     for _, key, other in by_distance:
-        candidate = others[other].candidate
-        if spaces.refusal(candidate, problem, machine) is None:
+        known_as = Known(others[other].candidate, others[other].figures)  # of another problem a library is no help
+        candidate, _ = fitting(known_as, problem)
+        if candidate is not None:
             same = other.with_batch(problem.batch_extent) == problem
             why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)

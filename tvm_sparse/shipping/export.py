@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import manifest
+from ..artifacts import manifest, runtime_libraries
 from ..artifacts.manifest import Entry, ManifestError
 from ..core import registry, spaces
 from ..core.candidate import Candidate
@@ -39,7 +39,8 @@ def export(
     architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
     for it.
 
-    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
+    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed. TVM's
+    runtime libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
 
     Raises
     ------
@@ -61,6 +62,7 @@ def export(
     before = held(folder)
     manifest.write(folder, entries)
     remove_stale(folder, entries, before)
+    runtime_libraries.carry(folder, machine.kind)
     return entries
 
 
