@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_sparse.core import scratch
+from tvm_sparse.core import locking, scratch
 from tvm_sparse.workers import processes
 from tvm_sparse.workers.building import Kept
 from tvm_sparse.workers.processes import Pool, StartError, Worker
@@ -446,6 +446,46 @@ def test_interrupted_call_leaves_a_usable_worker(worker):
         worker.call({"do": "nap", "seconds": 30}, timeout=60)
     assert is_gone(pid)
     assert worker.call({"do": "echo", "value": 2}, timeout=10).value == 2
+
+
+# Locks -----------------------------------------------------------------------------------------
+
+HOLDER = """
+import os, signal, sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@linux
+def test_a_lock_whose_holder_is_stopped_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "STOPPED_SECONDS", 0.1)
+    monkeypatch.setattr(locking, "_LOOK_SECONDS", 0.1)
+    path = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(locking.LockTimeout, match=f"{path}: process {holder.pid} holds this lock and is stopped"):
+        with locking.held(path, 60.0):
+            pass
+    holder.send_signal(signal.SIGCONT)
+    holder.communicate()
+    with locking.held(path, 60.0):
+        other = threading.Thread(target=lambda: refused.append(wait_for(path)))
+        refused = []
+        other.start()
+        other.join()
+    assert "has held this lock for 0 s" in refused[0]
+
+
+def wait_for(path):
+    """The message of a wait of no time."""
+    try:
+        with locking.held(path, 0.0):
+            return ""
+    except locking.LockTimeout as error:
+        return str(error)
 
 
 # Pools -----------------------------------------------------------------------------------------
