@@ -317,6 +317,7 @@ def _final(
         fallback_seconds=medians.get(fallback, medians[winner]),
         rounds=FINAL_ROUNDS,
         session=session,
+        trials=progress.measured,
     )
     log.append_best(best)
     return best
