@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
-from cases import use_dispatcher
+from cases import SM90, use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.artifacts import manifest
@@ -27,7 +27,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Problem, ProblemError
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.records import Best, Log, Session
-from tvm_sparse.runtime import dispatch, loading
+from tvm_sparse.runtime import dispatch, loading, lookup
 from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
 from tvm_sparse.runtime.loading import LoadError
 from tvm_sparse.workers import building
@@ -280,6 +280,21 @@ def test_a_kernel_built_for_a_like_batch_comes_before_compiling(tmp_path: Path, 
     kernels.add(tmp_path / "folder")
     for batch, candidate in ((1, point(128)), (16, point(128)), (17, point(64))):
         assert kernels.explain(topk(batch), CPU).candidate == str(candidate)
+
+
+def test_a_kernel_built_for_other_data_runs_only_where_nothing_compiles() -> None:
+    """Its program is right for any number of nonzeros, but its decisions were made for another."""
+
+    def layer(nonzeros: int) -> Problem:
+        return make("sparse_recurrent", {"steps": 8, "batch": 4, "hidden": 1792, "nonzeros": nonzeros})
+
+    candidates = {n: spaces.fallback(layer(n), SM90) for n in (18, 200, 900)}
+    built = [lookup.Built(layer(n).key, candidate, "exact", {}) for n, candidate in candidates.items()]
+    found = lookup.choose(layer(180), SM90, lookup.Evidence(built=built))
+    assert found.how == "fallback" and found.compiled_for == layer(180)
+    assert found.candidate == spaces.fallback(layer(180), SM90) != candidates[18]
+    found = lookup.choose(layer(180), SM90, lookup.Evidence(built=built, compiles=False))
+    assert found.compiled_for == layer(200) and found.candidate == candidates[200]
 
 
 def test_later_logs_win(tmp_path: Path, logs: Path) -> None:
@@ -652,3 +667,30 @@ def test_workspaces_are_filled_once_and_are_each_threads_own(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(call).result() == filled + 1
     assert call() == filled + 3
+
+
+def test_scratch_is_one_buffer_for_all_kernels_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def on_host(shape: tuple[int, ...], dtype: str, fill: int, index: int) -> Any:
+        return torch.from_numpy(loading.on_host(shape, dtype, fill))
+
+    monkeypatch.setattr(loading, "_on_gpu", on_host)
+    monkeypatch.setattr(loading, "_SCRATCH", {})
+
+    def of(batch: int, stream: int = 7) -> list[Any]:
+        shared = {"name": "a", "shape": ["batch", 9], "dtype": "float32", "fill": None}
+        own = {"name": "b", "shape": [4], "dtype": "int32", "fill": 0}
+        problem = make("softmax_topk", {"batch": batch, "vocab": 7, "k": 2})
+        return loading._on_stream([shared, own, {**shared, "name": "c", "dtype": "uint16"}], problem, (0, stream))
+
+    first, less, more, other = of(8), of(2), of(100), of(8, stream=8)
+    for found, batch in ((first, 8), (less, 2), (more, 100), (other, 8)):
+        assert [tuple(one.shape) for one in found] == [(batch, 9), (4,), (batch, 9)]
+        assert [one.dtype for one in found] == [torch.float32, torch.int32, torch.uint16]
+        a, b, c = (one.data_ptr() for one in found)
+        assert c >= a + batch * 9 * 4 and not found[1].any() and not a <= b < c
+    assert first[0].data_ptr() == less[0].data_ptr() != other[0].data_ptr()
+    assert more[0].data_ptr() != first[0].data_ptr() and of(90)[0].data_ptr() == more[0].data_ptr()
+    # What graphs may hold stays as it is.
+    assert first[0].untyped_storage().nbytes() >= 8 * 9 * 4

@@ -29,6 +29,8 @@ KEYS = (
     "logsumexp/batch=7,vocab=61",
     "softmax_topk/batch=7,vocab=61,k=5",
     "softmax_topk/batch=7,vocab=61,k=5,bias=1,ids=3",
+    "softmax_sample/batch=7,vocab=61,k=8",
+    "softmax_sample/batch=7,vocab=61,k=61,bias=1,per_row=1,seeded=1",
     PRODUCT,
     f"{PRODUCT},bias=1",
     f"{PRODUCT},bias=1,activation=relu",
@@ -77,6 +79,8 @@ LOGITS, X, TABLE = torch.randn(7, 61), torch.randn(7, 66), torch.randn(50, 33)
 HIDDEN, EMBEDDING = torch.randn(7, 16), torch.randn(61, 16)
 BIAS, IDS, WORDS = torch.randn(61), torch.randint(0, 61, (7, 3)), torch.arange(0, 20, 2, dtype=torch.int32)
 PRODUCT_BIAS = torch.randn(35)
+UNIFORMS, SEEDS, HEATS = torch.rand(7), torch.randint(0, 2**40, (7, 2)), torch.linspace(0, 2, 7)
+TOP_KS = ints(1, 2, 3, 4, 5, 0, 0)
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "softmax": (lambda x: tvm_sparse.softmax(x * 2) + 1, (LOGITS,)),
@@ -86,6 +90,13 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "softmax_topk with all": (
         lambda x, b, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=0.5, bias=b, ids=i),
         (LOGITS, BIAS, IDS),
+    ),
+    "softmax_sample": (lambda x, u: tvm_sparse.softmax_sample(x * 2, top_k=5, uniforms=u), (LOGITS, UNIFORMS)),
+    "softmax_sample with all": (
+        lambda x, t, k, b, s: tvm_sparse.softmax_sample(
+            x, temperature=t, top_k=k, top_p=0.9, min_p=0.01, bias=b, seed=s, best=3
+        ),
+        (LOGITS, HEATS, TOP_KS, BIAS, SEEDS),
     ),
     "bsr_matmul": (lambda x: tvm_sparse.bsr_matmul(x * 2, WEIGHT), (X,)),
     "bsr_matmul with all": (
@@ -242,6 +253,9 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "softmax": (leaf(LOGITS), "online", True),
     "logsumexp": (leaf(LOGITS),),
     "softmax_topk": (LOGITS, 5, False, 1.0, BIAS, IDS),
+    "softmax_sample": (
+        *(LOGITS, [1.0, 0.9, 0.01], 1, [HEATS, TOP_KS, None, None], BIAS, None, SEEDS, None, 0, None, 3),
+    ),
     "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True),
     "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),
     "candidate_logits": (HIDDEN, EMBEDDING, WORDS, None, None, False),
@@ -311,6 +325,9 @@ def test_vmap() -> None:
     for one, (y, i) in enumerate(((LOGITS, ids[0]), (-LOGITS, ids[1]))):
         same([array[one] for array in found], tvm_sparse.softmax_topk(y, 5, ids=i))
     same(torch.vmap(lambda i: tvm_sparse.softmax_topk(LOGITS, 5, ids=i))(ids)[2][0], found[2][0])
+    found = torch.vmap(lambda y, u: tvm_sparse.softmax_sample(y, top_k=5, uniforms=u), (1, None))(logits, UNIFORMS)
+    for one, y in enumerate((LOGITS, -LOGITS)):
+        same([array[one] for array in found], tvm_sparse.softmax_sample(y, top_k=5, uniforms=UNIFORMS))
     for call, given, each in (
         (lambda y: tvm_sparse.bsr_matmul(y, WEIGHT), x, (X, -X)),
         (lambda t: tvm_sparse.nhot_lookup(ROWS, t), tables, (TABLE, -TABLE)),

@@ -1,4 +1,4 @@
-"""The arguments of every softmax_sample kernel, written once: a template gives the body, this the function around it."""
+"""The arguments of every softmax_sample kernel: a template gives the body, this the function around it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..device.overlap import overlapping
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a kernel is called with, by the names under which the operator declares it; and what softmax_topk has beside.
+    """What a kernel is called with, by the names under which the operator declares it, and what softmax_topk has too.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Arguments:
     logits, ..., indices
         See `SoftmaxSample.inputs` and `SoftmaxSample.outputs`.
     scale
-        The inverse temperature of the row in hand (`softmax_topk.ending.Ending.own`); before a row is known, any number.
+        The inverse temperature of the row in hand (`softmax_topk.ending.Ending.own`); any number before one is known.
     log
         Values are log-probabilities.
     """

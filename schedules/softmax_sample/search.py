@@ -1,4 +1,4 @@
-"""A word of a whole row, where the k best do not decide: weighted radix selection, as of `device.selection` by counts.
+"""A word of a whole row, where the k best do not decide: weighted radix selection.
 
 Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`bits`. Sums of
 these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads. A word
@@ -9,8 +9,8 @@ masses over a digit of the words' order bits tells which digit it has. That is d
 share of the row's mass, and once for the word, where it is the uniform number's share of what is left. A search ends
 with a group of equal words, of which one more pass finds the right one by its column.
 
-Phases are called with (io, row, t, s): as `Ending.finish`, with the state of the search. They are made for a *crew*: the
-threads of a block, or the one of a CPU.
+Phases are called with (io, row, t, s): as `Ending.finish`, with the state of the search. They are made for a *crew*:
+the threads of a block, or the one of a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
-from ..device.arithmetic import LOG2_E
+from ..device.arithmetic import LN_2, LOG2_E, exp_nonpositive
 from ..device.selection import FULL_WARP, RADIX_BINS, RADIX_BITS, below, order_bits, scan_lanes
 from ..device.state import named
 from ..softmax_topk.elements import element, written_element
@@ -36,6 +36,8 @@ LOADS = 4
 ORDER_BITS = {"float32": 32, "float16": 24, "bfloat16": 16}
 # What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
 BIN, BEFORE, MASS, COUNT = range(4)
+# Where bins begin: those of the first digit, which are kept, and those of any other.
+FIRST, OTHERS = 0, RADIX_BINS
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class State:
     def alloc(cls, shared: Callable[..., Any], local: Callable[..., Any]) -> State:
         return named(
             cls(
-                masses=shared((RADIX_BINS,), "uint64"),
-                counts=shared((RADIX_BINS,), "int32"),
+                masses=shared((2 * RADIX_BINS,), "uint64"),
+                counts=shared((2 * RADIX_BINS,), "int32"),
                 found=shared((4,), "uint64"),
                 sums=shared((2,), "uint64"),
                 x=local((LOADS,), "float32"),
@@ -105,6 +107,8 @@ class Crew:
         () -> their `State`.
     element
         (io, row, column) -> an element.
+    exponential
+        (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
     meet
         Their barrier.
     add, count
@@ -112,8 +116,8 @@ class Crew:
     add_part
         (s, t, i) -> the threads' `s.part[i]` to `s.sums[i]`.
     find
-        (s, t): in which bin, from the last on, a mass of `s.need` is reached. Reads `masses`, `counts`, `above`, writes
-        `found`.
+        (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached. Reads
+        `masses`, `counts`, `above`, writes `found`.
     pick
         (io, row, t, s, first, last, matches): the `s.rank`-th of the columns from `first` to `last` that match becomes
         the token.
@@ -122,6 +126,7 @@ class Crew:
     threads: int
     alloc: Callable[[], State]
     element: Callable[[Any, Any, Any], tirx.PrimExpr]
+    exponential: Callable[[State, Any], tirx.PrimExpr]
     meet: Callable[[], Any]
     add: Callable[..., Any]
     count: Callable[..., Any]
@@ -154,28 +159,30 @@ def load(crew: Crew, vocab: int) -> Callable[..., Any]:
     return phase
 
 
-def weigh(vocab: int) -> Callable[..., Any]:
+def weigh(crew: Crew, vocab: int) -> Callable[..., Any]:
     """The mass of an element; the phase is (s, x). Reads: `top`, `factor`. Writes: `power`, `mass`."""
 
     @T.inline
     def phase(s, x):
-        s.power[0] = T.exp2((x - s.top[0]) * s.factor[0])
+        s.power[0] = crew.exponential(s, x)
         s.mass[0] = T.Cast("uint64", s.power[0] * T.float32(2.0 ** unit_bits(vocab)))
 
     return phase
 
 
-def sum_masses(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """The masses of the row, and of what min-p leaves of it.
+def count_first_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """The masses of the row, of what min-p leaves of it, and of the words with each first digit.
 
     Reads: the row, `top`, `factor`, `least`.
-    Writes: `sums`; `part`, scratch.
-    Barriers: three.
+    Writes: `sums`; `masses` and `counts` of the first digit; scratch.
+    Barriers: two.
     """
-    loaded, weighed, steps = load(crew, vocab), weigh(vocab), ceildiv(vocab, LOADS * crew.threads)
+    loaded, weighed, steps = load(crew, vocab), weigh(crew, vocab), ceildiv(vocab, LOADS * crew.threads)
+    cleared = clear(crew)
 
     @T.inline
     def phase(io, row, t, s):
+        cleared(s, t, FIRST)
         if t == 0:
             s.sums[0] = T.uint64(0)
             s.sums[1] = T.uint64(0)
@@ -186,9 +193,13 @@ def sum_masses(crew: Crew, vocab: int) -> Callable[..., Any]:
             loaded(io, row, t, s, j)
             for u in T.unroll(LOADS):
                 weighed(s, s.x[u])
-                s.part[0] = s.part[0] + s.mass[0]
-                if s.power[0] >= s.least[0]:
-                    s.part[1] = s.part[1] + s.mass[0]
+                if s.mass[0] > T.uint64(0):
+                    s.part[0] = s.part[0] + s.mass[0]
+                    if s.power[0] >= s.least[0]:
+                        s.part[1] = s.part[1] + s.mass[0]
+                    s.bits[0] = order_bits(s.x[u]) >> T.uint32(32 - RADIX_BITS)
+                    crew.add(s, FIRST + T.Cast("int32", s.bits[0]))
+                    crew.count(s, FIRST + T.Cast("int32", s.bits[0]))
         crew.add_part(s, t, 0)
         crew.add_part(s, t, 1)
         crew.meet()
@@ -197,28 +208,34 @@ def sum_masses(crew: Crew, vocab: int) -> Callable[..., Any]:
 
 
 def clear(crew: Crew) -> Callable[..., Any]:
-    """Empty bins; the phase is (s, t). Barriers: one before, one behind."""
+    """Empty bins from `start` on; the phase is (s, t, start). Barriers: none."""
 
     @T.inline
-    def phase(s, t):
-        crew.meet()
+    def phase(s, t, start):
         for i in T.serial((RADIX_BINS - 1 - t + crew.threads) // crew.threads):
-            s.masses[i * crew.threads + t] = T.uint64(0)
-            s.counts[i * crew.threads + t] = 0
-        crew.meet()
+            s.masses[start + i * crew.threads + t] = T.uint64(0)
+            s.counts[start + i * crew.threads + t] = 0
 
     return phase
+
+
+@T.inline
+def take_digit(s):
+    """One digit more is known. Reads: `found`, `shift`. Writes: `prefix`, `mask`, `above`."""
+    s.prefix[0] = s.prefix[0] | ((T.uint32(RADIX_BINS - 1) - T.Cast("uint32", s.found[BIN])) << s.shift[0])
+    s.mask[0] = s.mask[0] | (T.uint32(RADIX_BINS - 1) << s.shift[0])
+    s.above[0] = s.found[BEFORE]
 
 
 def locate(crew: Crew, vocab: int, digits: int) -> Callable[..., Any]:
     """The group of equal words within which a mass of `need` is reached.
 
-    Reads: the row, `top`, `factor`, `need`.
+    Reads: the row, `top`, `factor`, `need`, and what `count_first_digit` has written.
     Writes: `prefix` and `mask`, `above`, `found`: mass and number of the group's words; scratch.
-    Barriers: several.
+    Barriers: several; begins and ends with one.
     After: what agrees with `prefix` in the bits of `mask` is the group: one word, or all of some value.
     """
-    loaded, weighed, cleared = load(crew, vocab), weigh(vocab), clear(crew)
+    loaded, weighed, cleared = load(crew, vocab), weigh(crew, vocab), clear(crew)
     steps = ceildiv(vocab, LOADS * crew.threads)
 
     @T.inline
@@ -226,26 +243,31 @@ def locate(crew: Crew, vocab: int, digits: int) -> Callable[..., Any]:
         s.prefix[0] = T.uint32(0)
         s.mask[0] = T.uint32(0)
         s.above[0] = T.uint64(0)
-        for digit in T.serial(digits):
-            s.shift[0] = T.Cast("uint32", 32 - RADIX_BITS - digit * RADIX_BITS)
-            cleared(s, t)
-            for j in T.serial(steps):
-                loaded(io, row, t, s, j)
-                for u in T.unroll(LOADS):
-                    s.bits[0] = order_bits(s.x[u])
-                    weighed(s, s.x[u])
-                    if (s.bits[0] ^ s.prefix[0]) & s.mask[0] == T.uint32(0) and s.mass[0] > T.uint64(0):
-                        s.bits[0] = (s.bits[0] >> s.shift[0]) & T.uint32(RADIX_BINS - 1)
-                        crew.add(s, T.Cast("int32", s.bits[0]))
-                        crew.count(s, T.Cast("int32", s.bits[0]))
-            crew.meet()
-            crew.find(s, t)
-            crew.meet()
-            s.prefix[0] = s.prefix[0] | ((T.uint32(RADIX_BINS - 1) - T.Cast("uint32", s.found[BIN])) << s.shift[0])
-            s.mask[0] = s.mask[0] | (T.uint32(RADIX_BINS - 1) << s.shift[0])
-            s.above[0] = s.found[BEFORE]
-            if s.found[COUNT] == T.uint64(1):
-                break
+        s.shift[0] = T.uint32(32 - RADIX_BITS)
+        # `found` has been read.
+        crew.meet()
+        crew.find(s, t, FIRST)
+        crew.meet()
+        take_digit(s)
+        for digit in T.serial(digits - 1):
+            if s.found[COUNT] > T.uint64(1):
+                s.shift[0] = T.Cast("uint32", 32 - 2 * RADIX_BITS - digit * RADIX_BITS)
+                cleared(s, t, OTHERS)
+                crew.meet()
+                for j in T.serial(steps):
+                    loaded(io, row, t, s, j)
+                    for u in T.unroll(LOADS):
+                        s.bits[0] = order_bits(s.x[u])
+                        if (s.bits[0] ^ s.prefix[0]) & s.mask[0] == T.uint32(0):
+                            weighed(s, s.x[u])
+                            if s.mass[0] > T.uint64(0):
+                                s.bits[0] = (s.bits[0] >> s.shift[0]) & T.uint32(RADIX_BINS - 1)
+                                crew.add(s, OTHERS + T.Cast("int32", s.bits[0]))
+                                crew.count(s, OTHERS + T.Cast("int32", s.bits[0]))
+                crew.meet()
+                crew.find(s, t, OTHERS)
+                crew.meet()
+                take_digit(s)
 
     return phase
 
@@ -264,24 +286,27 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
 
     def matches(s: State, x: Any) -> tirx.PrimExpr:
         # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
-        heavy = T.exp2((x - s.top[0]) * s.factor[0]) >= T.float32(2.0 ** -unit_bits(vocab))
-        return T.And(heavy, (order_bits(x) ^ s.prefix[0]) & s.mask[0] == T.uint32(0))
+        heavy = crew.exponential(s, x) >= T.float32(2.0 ** -unit_bits(vocab))
+        return T.And((order_bits(x) ^ s.prefix[0]) & s.mask[0] == T.uint32(0), heavy)
 
     @T.inline
     def phase(io, row, t, s):
-        s.rank[0] = (s.need[0] - s.above[0] - T.uint64(1)) // (s.found[MASS] // s.found[COUNT])
-        cleared(s, t)
+        s.rank[0] = T.truncdiv(
+            s.need[0] - s.above[0] - T.uint64(1), T.truncdiv(s.found[MASS], s.found[COUNT]))
+        crew.meet()
+        cleared(s, t, OTHERS)
+        crew.meet()
         s.mass[0] = T.uint64(1)
         for j in T.serial(steps):
             loaded(io, row, t, s, j)
             for u in T.unroll(LOADS):
                 if column(crew, t, j, u) < vocab and matches(s, s.x[u]):
                     # Bins are gone through from the last on.
-                    crew.add(s, RADIX_BINS - 1 - column(crew, t, j, u) // part)
+                    crew.add(s, OTHERS + RADIX_BINS - 1 - column(crew, t, j, u) // part)
         crew.meet()
         s.need[0] = s.rank[0] + T.uint64(1)
         s.above[0] = T.uint64(0)
-        crew.find(s, t)
+        crew.find(s, t, OTHERS)
         crew.meet()
         s.rank[0] = s.rank[0] - s.found[BEFORE]
         crew.pick(
@@ -302,7 +327,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
     """
     vocab = problem.vocab
     digits = (32 if problem.bias else ORDER_BITS[problem.dtype]) // RADIX_BITS
-    summed, located, picked = sum_masses(crew, vocab), locate(crew, vocab, digits), pick_of_group(crew, vocab)
+    summed, located, picked = count_first_digit(crew, vocab), locate(crew, vocab, digits), pick_of_group(crew, vocab)
 
     def share(part: Any, whole: Any) -> tirx.PrimExpr:
         return T.Cast("float64", part) * T.Cast("float64", whole)
@@ -315,16 +340,22 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         s.best[0] = best
         s.least[0] = min_p
         summed(io, row, t, s)
-        s.left[0] = s.sums[0]
-        if top_p < T.float32(1):
-            s.need[0] = T.max(T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.sums[0]))), T.uint64(1))
-            located(io, row, t, s)
-            # Up to the last of the group's words that is left.
-            s.mass[0] = s.found[MASS] // s.found[COUNT]
-            s.left[0] = s.above[0] + (s.need[0] - s.above[0] + s.mass[0] - T.uint64(1)) // s.mass[0] * s.mass[0]
-        s.left[0] = T.min(s.left[0], s.sums[1])
-        s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
-        located(io, row, t, s)
+        s.left[0] = s.sums[1]
+        # First how much is left, if top-p has a say; then the word.
+        for turn in T.serial(2):
+            if turn == 1 or top_p < T.float32(1):
+                if turn == 1:
+                    s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
+                else:
+                    s.need[0] = T.max(
+                        T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.sums[0]))), T.uint64(1))
+                located(io, row, t, s)
+                if turn == 0:
+                    # Up to the last of the group's words that is left.
+                    s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
+                    s.mass[0] = s.above[0] + T.truncdiv(
+                        s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
+                    s.left[0] = T.min(s.left[0], s.mass[0])
         picked(io, row, t, s)
 
     return phase
@@ -359,23 +390,23 @@ def add_part_of_warp(s, t, i):
 
 
 @T.inline
-def find_by_warp(s, t):
+def find_by_warp(s, t, start):
     if t < 32:
         s.part[0] = T.uint64(0)
         for b in T.unroll(RADIX_BINS // 32):
-            s.part[0] = s.part[0] + s.masses[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
+            s.part[0] = s.part[0] + s.masses[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
         s.part[1] = s.part[0]
         # An inclusive scan over the lanes, the last bins on lane 0.
         s.mass[0] = s.part[0]
         scan_lanes(t, s.mass, s.other)
         s.part[0] = s.above[0] + s.mass[0] - s.part[1]
         for b in T.unroll(RADIX_BINS // 32):
-            s.mass[0] = s.masses[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
+            s.mass[0] = s.masses[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
             if s.part[0] < s.need[0] and s.need[0] <= s.part[0] + s.mass[0]:
                 s.found[BIN] = T.Cast("uint64", t * (RADIX_BINS // 32) + b)
                 s.found[BEFORE] = s.part[0]
                 s.found[MASS] = s.mass[0]
-                s.found[COUNT] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])
+                s.found[COUNT] = T.Cast("uint64", s.counts[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])
             s.part[0] = s.part[0] + s.mass[0]
 
 
@@ -403,6 +434,7 @@ def block(threads: int) -> Crew:
         threads,
         lambda: State.alloc(T.alloc_shared, T.alloc_local),
         written_element,
+        lambda s, x: T.exp2((x - s.top[0]) * s.factor[0]),
         T.cuda.cta_sync,
         add_atomically,
         count_atomically,
@@ -431,15 +463,15 @@ def add_own_part(s, t, i):
 
 
 @T.inline
-def find_by_thread(s, t):
+def find_by_thread(s, t, start):
     s.part[0] = s.above[0]
     for b in range(RADIX_BINS):
-        s.mass[0] = s.masses[RADIX_BINS - 1 - b]
+        s.mass[0] = s.masses[start + RADIX_BINS - 1 - b]
         if s.part[0] < s.need[0] and s.need[0] <= s.part[0] + s.mass[0]:
             s.found[BIN] = T.Cast("uint64", b)
             s.found[BEFORE] = s.part[0]
             s.found[MASS] = s.mass[0]
-            s.found[COUNT] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - b])
+            s.found[COUNT] = T.Cast("uint64", s.counts[start + RADIX_BINS - 1 - b])
         s.part[0] = s.part[0] + s.mass[0]
 
 
@@ -460,6 +492,7 @@ def thread() -> Crew:
         1,
         lambda: State.alloc(T.sblock_alloc_buffer, T.sblock_alloc_buffer),
         element,
+        lambda s, x: exp_nonpositive((x - s.top[0]) * s.factor[0] * T.float32(LN_2)),
         lambda: None,
         add_plainly,
         count_plainly,

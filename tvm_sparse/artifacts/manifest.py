@@ -232,7 +232,7 @@ def _is_workspace(value: Any) -> bool:
         and all((isinstance(n, str) and _WORD.fullmatch(n)) or _is_count(n, _MOST_EXTENT) for n in shape)
         and isinstance(dtype, str)
         and _DTYPE.fullmatch(dtype) is not None
-        and _is_count(fill, 255)
+        and (fill is None or _is_count(fill, 255))
     )
 
 

@@ -38,13 +38,15 @@ class Workspace:
     """A buffer that a program's kernels share, owned by the runtime and passed after the outputs.
 
     `shape` gives extents, or by name the problem's batch axis, its data axes, and what `Problem.extent` makes of these.
-    It is filled with the byte `fill` once, when it is allocated: a kernel that needs it so again must leave it so.
+    It is filled with the byte `fill` once, when it is allocated: a kernel that needs it so again must leave it so. With
+    None it is scratch: it holds anything at the start of a call. On a GPU kernels that run one after another share it,
+    so that none may touch it before the one before it has ended.
     """
 
     name: str
     shape: tuple[int | str, ...]
     dtype: str
-    fill: int = 0
+    fill: int | None = 0
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ class Dispatcher:
         """What is exported and recorded of a problem's operator."""
         # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides
         # nothing, unless nothing else can: it holds what logs said when it was compiled, and they may say better now.
-        known = _known(self._tuned(machine.arch, problem.operator))
+        held: dict[str, Known] = {}
         built = []
         for source in reversed(sources):
             for entry in source.entries:
@@ -314,10 +314,14 @@ class Dispatcher:
                     continue
                 reason = too_large(entry.resident, entry.resources, machine)
                 if entry.chosen == "exact" and entry.arch == machine.arch and source.name != "cache":
-                    known[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, too_large=reason)
+                    held[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, too_large=reason)
                 if reason is None:
                     away = machines.suitability(entry.arch, machine) or 0
                     built.append(Built(entry.problem, entry.candidate, entry.chosen, entry.figures, away))
+        own = held.get(problem.key)
+        if own is not None and own.too_large is None:
+            return Evidence(held, built=built, compiles=compiles)  # no record says better, and reading them takes time
+        known = _known(self._tuned(machine.arch, problem.operator)) | held
         borrowed, lender = {}, None
         if not known:
             from ..records.queries import recorded_archs

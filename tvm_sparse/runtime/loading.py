@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tvm_sparse")
 
-# Bytes of a library, and of the workspaces of one call.
+# Bytes of a library, and of a workspace.
 MOST_LIBRARY = 1 << 32
 MOST_WORKSPACE = 1 << 40
 
@@ -153,7 +153,8 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
 
     They are allocated and filled at the first call on a CUDA stream, or in a CPU thread, and kept: calls on different
     streams share nothing. CUDA graphs that were captured on one stream share that stream's, and must not be replayed at
-    the same time. On a GPU PyTorch allocates them.
+    the same time. On a GPU PyTorch allocates them, and scratch (a fill of None) is a part of a buffer that all kernels
+    on a stream share.
     """
     if not workspaces:
         return function
@@ -172,8 +173,10 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
             owner = 0, threading.get_ident()
         buffers = held.get(owner)
         if buffers is None:
-            allocate = functools.partial(_on_gpu, index=owner[0]) if kind == "cuda" else _on_cpu
-            buffers = held[owner] = tuple(allocated(workspaces, problem, allocate))
+            found = (
+                _on_stream(workspaces, problem, owner) if kind == "cuda" else allocated(workspaces, problem, _on_cpu)
+            )
+            buffers = held[owner] = tuple(found)
         function(*arguments, *buffers)
 
     return call
@@ -216,21 +219,67 @@ def allocated(
     Raises
     ------
     LoadError
-        If the problem does not have an extent that a workspace names, or they would take more than `MOST_WORKSPACE`.
+        If the problem does not have an extent that a workspace names, or one would take more than `MOST_WORKSPACE`.
     """
-    found, size = [], 0
-    for workspace in workspaces:
-        try:
-            shape = tuple(map(problem.extent, workspace["shape"]))
-        except (KeyError, AttributeError) as error:
-            raise LoadError(f"{problem}: workspace {workspace['name']}: no such extent: {error}") from error
-        size += math.prod(shape) * numpy_dtype(workspace["dtype"]).itemsize
-        found.append((shape, workspace["dtype"], workspace["fill"]))
+    return [
+        allocate(
+            _shape(workspace, problem)[0],
+            workspace["dtype"],
+            _POISON if workspace["fill"] is None else workspace["fill"],
+        )
+        for workspace in workspaces
+    ]
+
+
+def _shape(workspace: Mapping[str, Any], problem: Problem) -> tuple[tuple[int, ...], int]:
+    """A workspace's shape for a problem, and its bytes."""
+    try:
+        shape = tuple(map(problem.extent, workspace["shape"]))
+    except (KeyError, AttributeError) as error:
+        raise LoadError(f"{problem}: workspace {workspace['name']}: no such extent: {error}") from error
+    size = math.prod(shape) * numpy_dtype(workspace["dtype"]).itemsize
     if size > MOST_WORKSPACE:
         raise LoadError(
-            f"{problem}: the kernel's workspaces would take {size} bytes; expected at most {MOST_WORKSPACE}"
+            f"{problem}: workspace {workspace['name']} would take {size} bytes; expected at most {MOST_WORKSPACE}"
         )
-    return [allocate(*one) for one in found]
+    return shape, size
+
+
+def _on_stream(workspaces: Sequence[Mapping[str, Any]], problem: Problem, owner: tuple[int, int]) -> list[Any]:
+    """As `allocated`, on a device and for a stream; scratch is a part of the stream's."""
+    torch = sys.modules["torch"]
+    places, end = {}, 0
+    for workspace in workspaces:
+        if workspace["fill"] is None:
+            shape, size = _shape(workspace, problem)
+            begin = -(-end // _ALIGNED) * _ALIGNED
+            end = begin + size
+            places[workspace["name"]] = (slice(begin, end), getattr(torch, workspace["dtype"]), shape)
+    scratch: Any = _scratch(owner, end) if places else None
+    found: list[Any] = []
+    for workspace in workspaces:
+        if workspace["fill"] is None:
+            place, kind, shape = places[workspace["name"]]
+            found.append(scratch[place].view(kind).view(shape))
+        else:
+            found += allocated([workspace], problem, functools.partial(_on_gpu, index=owner[0]))
+    return found
+
+
+def _scratch(owner: tuple[int, int], count: int) -> Any:
+    """The stream's bytes, at least so many. Kernels with a part of a smaller buffer keep that: graphs hold its address.
+    So it doubles, and all of them together are at most twice as large as the last."""
+    there = _SCRATCH.get(owner)
+    if there is None or there.numel() < count:
+        least = 0 if there is None else 2 * there.numel()
+        there = _SCRATCH[owner] = _on_gpu((max(count, least),), "uint8", _POISON, owner[0])
+    return there
+
+
+# What scratch holds at first. No kernel may count on it.
+_POISON = 0x7F
+_ALIGNED = 256
+_SCRATCH: dict[tuple[int, int], Any] = {}
 
 
 def on_host(shape: tuple[int, ...], dtype: str, fill: int) -> np.ndarray:

@@ -5,6 +5,7 @@ Pure: it knows candidates and the problems that they won, and asks the spaces; i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,7 @@ class Choice:
 
 def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch, the
-    nearest problem's record, another architecture's, a kernel built for it at any batch, the fallback.
+    nearest problem's record, another architecture's, the fallback.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
@@ -84,14 +85,12 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     if found is not None and found.how != "nearby":
         return found
     near = found if evidence.compiles else None
-    found = _by_library(problem, evidence.built, machine, passed_over, any_batch=not evidence.compiles) or near
+    found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles) or near
     if found is None and evidence.compiles:
         found = _by_record(problem, machine, evidence.borrowed, passed_over)
         if found is not None:
             why = f"not tuned on {machine.arch}; the decisions are those of {_typed(found.record)} on {evidence.lender}"
             found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
-    if found is None:
-        found = _by_library(problem, evidence.built, machine, passed_over, any_batch=True)
     if found is None:
         why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default"
         why += "".join(passed_over)
@@ -134,22 +133,28 @@ def _by_record(problem: Problem, machine: Machine, known: Mapping[str, Known], p
 
 
 def _by_library(
-    problem: Problem, built: Sequence[Built], machine: Machine, passed_over: list[str], *, any_batch: bool
+    problem: Problem, built: Sequence[Built], machine: Machine, passed_over: list[str], *, anything: bool
 ) -> Choice | None:
-    """The best kernel that was built for this problem at another batch; at one of less than half if `any_batch`."""
+    """The best kernel that was built for this problem at another batch.
 
-    def rank(one: tuple[Problem, Built]) -> tuple[int, int, bool, int]:
+    With `anything`, where nothing compiles, also at one of less than half, and for other data: the program is right for
+    any, but its decisions were made for those.
+    """
+
+    def rank(one: tuple[Problem, Built]) -> tuple[int, int, float, bool, int]:
         other, library = one
         smaller = other.batch_extent < problem.batch_extent
         apart = abs(other.batch_extent - problem.batch_extent)
-        return library.distance, HOW.index(library.chosen), smaller, apart
+        of_data = other.with_batch(problem.batch_extent).distance(problem)
+        return library.distance, HOW.index(library.chosen), math.inf if of_data is None else of_data, smaller, apart
 
     same = [
         (other, library)
         for library in built
         if (other := _parsed(library.problem, problem)) is not None
+        and (anything or all(other.axes[name] == problem.axes[name] for name in problem.data_axes))
         and _one_program(other, problem)
-        and (any_batch or 2 * other.batch_extent >= problem.batch_extent)
+        and (anything or 2 * other.batch_extent >= problem.batch_extent)
     ]
     if not same:
         return None

@@ -121,5 +121,5 @@ def kernel_body(e: Extents) -> Phase:
 def program(problem: BlockRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = e.vectors * WIDEST // 4
-    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
+    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

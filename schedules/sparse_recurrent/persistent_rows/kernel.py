@@ -137,5 +137,5 @@ def kernel_body(e: Extents) -> Phase:
 def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = e.packs * e.pitch * WIDEST // 4
-    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32")
+    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))

@@ -123,8 +123,8 @@ def softmax_sample(
         If `logits` requires a gradient: there is none of a token.
 
     When not to use it: for flat distributions without top_k, which torch.multinomial, or adding Gumbel noise to logits
-    before their largest is taken, draw from faster; where scores are changed word by word of each row before (repetition penalties, grammars), which
-    is a pass of its own; and for more than one token a row.
+    before their largest is taken, draw from faster; where scores are changed word by word of each row before
+    (repetition penalties, grammars), which is a pass of its own; and for more than one token a row.
 
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).

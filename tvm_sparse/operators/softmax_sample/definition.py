@@ -72,7 +72,7 @@ def clamped(uniform: tirx.PrimExpr) -> tirx.PrimExpr:
 # fmt: off
 @T.inline
 def philox(words, high, key, seed, offset):
-    """Philox4x32-10 (`philox.first_words`) of int64 seed and offset. Writes: `words`; scratch is `high`, `key`."""
+    """Philox4x32-10 of int64 seed and offset, see `philox.uniforms`. Writes: `words`; scratch is `high`, `key`."""
     key[0] = T.Cast("uint32", seed & T.int64(LOW))
     key[1] = T.Cast("uint32", (seed >> T.int64(32)) & T.int64(LOW))
     words[0] = T.Cast("uint32", offset & T.int64(LOW))

@@ -197,6 +197,7 @@ class SoftmaxSample(Problem):
             for i, (kind, other) in enumerate(((1, 0.0), (2, 2), (3, 0.3), (0, chosen["min_p"]))):
                 dtype = np.int32 if NAMES[i] == "top_k" else np.float32
                 filters[i] = np.where(kinds == kind, other, filters[i]).astype(dtype)
+        numbers: np.ndarray
         if self.seeded:
             numbers = rng.integers(-(2**63), 2**63 - 1, size=(self.batch, 2), dtype=np.int64)
         else:

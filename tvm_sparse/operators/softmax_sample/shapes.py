@@ -6,4 +6,4 @@ AWKWARD: tuple[str, ...] = (
     "softmax_sample/batch=2,vocab=2051,k=40,bias=1,seeded=1",  # two words a lane
     "softmax_sample/batch=5,vocab=301,k=7,dtype=float16,per_row=1,whole=1",
 )
-REALISTIC: tuple[str, ...] = ("softmax_sample/batch=64,vocab=128256,k=64,dtype=bfloat16,per_row=1",)
+REALISTIC: tuple[str, ...] = ("softmax_sample/batch=64,vocab=128256,k=128,dtype=bfloat16,per_row=1,whole=1",)

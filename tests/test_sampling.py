@@ -1,0 +1,263 @@
+"""Sampling: what calls return, how words are distributed, and what of a draw is known to be right.
+
+That kernels agree with the reference is tested with those of all operators (test_templates.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import tvm
+from cases import MACHINES, use_dispatcher
+
+import tvm_sparse
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.problem import Mismatch
+from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.softmax_sample import philox, reference
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime.dispatch import Dispatcher
+
+BATCH, VOCAB = 6, 300
+RNG = np.random.default_rng(5)
+LOGITS = RNG.standard_normal((BATCH, VOCAB)).astype(np.float32) * 3
+BIAS = np.where(RNG.random(VOCAB) < 0.3, -np.inf, RNG.standard_normal(VOCAB)).astype(np.float32)
+UNIFORMS = RNG.random(BATCH).astype(np.float32)
+SEEDS = np.stack([np.full(BATCH, -3), np.arange(BATCH) * 2**40], 1)
+OWN: dict[str, Any] = {
+    "temperature": np.float32([0.5, 0, 1, 2, 1, 0.9]),
+    "top_k": np.int32([4, 9, 0, 200, 0, VOCAB]),
+    "top_p": np.float32([1, 1, 0.8, 0.9, 1, 0.99]),
+    "min_p": np.float32([0, 0.5, 0, 0.01, 0.001, 0]),
+}
+KEYS = tuple(
+    f"softmax_sample/batch={BATCH},vocab={VOCAB},{axes}"
+    for axes in (
+        "k=8",
+        "k=8,seeded=1",
+        "k=8,bias=1,per_row=1,whole=1",
+        "k=128,per_row=1,seeded=1,whole=1",
+        "k=128,whole=1",
+    )
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
+    cache = tmp_path_factory.mktemp("kernels")
+    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
+    own.warmup([parse(key) for key in KEYS], machine.cpu(), builders=2)
+    with pytest.MonkeyPatch.context() as patch:
+        use_dispatcher(patch, own)
+        yield own
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "given"),
+    [
+        (KEYS[0], {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"uniforms": UNIFORMS}),
+        (KEYS[1], {"top_k": 8, "min_p": 0.1}, {"seed": SEEDS}),
+        (KEYS[2], {**OWN, "max_top_k": 8, "bias": BIAS}, {"uniforms": UNIFORMS}),
+        (KEYS[3], OWN, {"seed": SEEDS}),
+        (KEYS[4], {"top_p": 0.9, "temperature": 2.5}, {"uniforms": UNIFORMS}),
+    ],
+    ids=["numbers", "seeds", "per-row", "per-row-seeds", "no-top-k"],
+)
+def test_calls_agree_with_the_reference(key: str, options: dict[str, Any], given: dict[str, Any]) -> None:
+    problem = parse(key)
+    filters = [options.get(name, default) for name, default in zip(OWN, (1.0, 0, 1.0, 0.0), strict=True)]
+    inputs = [LOGITS, *filters, *([BIAS] if problem.bias else []), *given.values()]
+    expected = problem.reference(inputs)
+    best = min(problem.k, options["top_k"]) if isinstance(options.get("top_k"), int) else problem.k
+    expected = [*expected[:2], *(array[:, :best] for array in expected[2:])]
+    outputs = tvm_sparse.softmax_sample(LOGITS, **options, **given, best=best)
+    kinds = [array.dtype for array in outputs]
+    assert kinds == [np.int32, np.float32, np.float32, np.int64]
+    bounds = problem.tolerance(inputs, expected)
+    problem.agree(inputs, expected, bounds, outputs)
+
+    torch = pytest.importorskip("torch")
+    tensors = {n: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for n, a in (options | given).items()}
+    logits = torch.from_numpy(LOGITS)
+    for _ in range(2):  # the second call takes the short way
+        results = tvm_sparse.softmax_sample(logits, **tensors, best=best)
+        assert all(np.array_equal(one, other) for one, other in zip(results, outputs, strict=True))
+    out = torch.empty(BATCH, dtype=torch.int32), torch.empty(BATCH)
+    tokens, logprobs = tvm_sparse.softmax_sample(logits, **tensors, out=out)
+    assert tokens is out[0] and np.array_equal(tokens, outputs[0]) and np.array_equal(logprobs, outputs[1])
+
+
+def test_leading_dimensions_and_numbers_beside_arrays() -> None:
+    wanted = tvm_sparse.softmax_sample(LOGITS, **OWN, seed=SEEDS, best=3)
+    shaped = {name: array.reshape(2, 3) for name, array in OWN.items()}
+    found = tvm_sparse.softmax_sample(LOGITS.reshape(2, 3, VOCAB), **shaped, seed=SEEDS.reshape(2, 3, 2), best=3)
+    assert [array.shape for array in found] == [(2, 3), (2, 3), (2, 3, 3), (2, 3, 3)]
+    assert all(np.array_equal(one.reshape(other.shape), other) for one, other in zip(found, wanted, strict=True))
+    mixed = {**OWN, "top_p": 0.75, "min_p": 0.0}
+    full = {**OWN, "top_p": np.full(BATCH, 0.75, np.float32), "min_p": np.zeros(BATCH, np.float32)}
+    one, other = (tvm_sparse.softmax_sample(LOGITS, **options, seed=SEEDS)[0] for options in (mixed, full))
+    assert np.array_equal(one, other)
+    assert tvm_sparse.softmax_sample(LOGITS[:0], top_k=5, best=2)[3].shape == (0, 2)
+
+
+def test_a_row_with_a_seed_does_not_depend_on_its_place() -> None:
+    order = RNG.permutation(BATCH)
+    straight = tvm_sparse.softmax_sample(LOGITS, **OWN, seed=SEEDS)[0]
+    shuffled = {name: array[order] for name, array in OWN.items()}
+    assert np.array_equal(tvm_sparse.softmax_sample(LOGITS[order], **shuffled, seed=SEEDS[order])[0], straight[order])
+
+
+def test_rows_without_a_distribution_and_ties() -> None:
+    rows = np.zeros((BATCH, VOCAB), np.float32)
+    rows[0, 7], rows[1, 9], rows[2] = np.nan, np.inf, -np.inf
+    rows[3, 1:] = -np.inf
+    for options in ({"top_k": 5}, {"top_p": 0.999}, {}):
+        for uniform in (0.0, 0.7, 1.5):  # the last is taken as a little less than 1
+            given = np.full(BATCH, uniform, np.float32)
+            tokens, logprobs = tvm_sparse.softmax_sample(rows, **options, uniforms=given)
+            assert tokens[:4].tolist() == [7, 9, 0, 0] and np.isnan(logprobs[:3]).all() and logprobs[3] == 0
+            # Equals come in the order of their columns.
+            left = np.ceil(options.get("top_k", VOCAB) * options.get("top_p", 1))
+            assert tokens[4] == tokens[5] == min(int(float(given[4]) * left), left - 1)
+    assert tvm_sparse.softmax_sample(rows, temperature=0, top_k=5)[0].tolist() == [7, 9, 0, 0, 0, 0]
+
+
+def test_without_numbers_each_call_draws_anew() -> None:
+    flat = np.zeros((BATCH, VOCAB), np.float32)
+    torch = pytest.importorskip("torch")
+    for logits in (flat, torch.from_numpy(flat)):
+        first, second = (np.asarray(tvm_sparse.softmax_sample(logits)[0]) for _ in range(2))
+        assert not np.array_equal(first, second)
+    first, second = (tvm_sparse.softmax_sample(flat, seed=11, offset=2)[0] for _ in range(2))
+    assert np.array_equal(first, second) and not np.array_equal(first, tvm_sparse.softmax_sample(flat, seed=11)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k: expected an integer of at least 1, or None, got 0"),
+        ({"top_k": 2.0}, TypeError, "top_k: expected an integer or an array with one for each row, got float"),
+        ({"top_p": 0.0}, ValueError, r"top_p: expected a number in \(0, 1\], got 0\.0"),
+        ({"min_p": 1.5}, ValueError, r"min_p: expected a number in \[0, 1\], got 1\.5"),
+        ({"temperature": -1}, ValueError, "temperature: expected a finite number of at least 0, got -1"),
+        ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number"),
+        ({"temperature": "hot"}, TypeError, "temperature: expected a number or an array"),
+        ({"temperature": np.ones(2, np.float32)}, ValueError, r"temperature: expected shape \(6,\) and dtype float32"),
+        ({"top_k": np.ones(BATCH, np.int64)}, ValueError, "top_k: expected .* dtype int32"),
+        ({"top_k": 3, "max_top_k": 4}, ValueError, "max_top_k: comes with an array"),
+        ({"top_k": OWN["top_k"], "max_top_k": 2000}, ValueError, "max_top_k: expected 1 <= max_top_k <= 1024"),
+        ({"top_k": 3, "best": 4}, ValueError, "best: expected at most the 3 words"),
+        ({"uniforms": UNIFORMS, "seed": 1}, ValueError, "uniforms: expected these or a seed"),
+        ({"uniforms": UNIFORMS[1:]}, ValueError, r"uniforms: expected shape \(6,\)"),
+        ({"seed": SEEDS[:, 0].copy()}, ValueError, r"seed: expected shape \(6, 2\) and dtype int64"),
+        ({"seed": "x"}, TypeError, "seed: expected an integer or an int64 array"),
+        ({"out": (np.empty(BATCH), np.empty(BATCH))}, ValueError, r"out \(tokens\): expected .* int32"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tvm_sparse.softmax_sample(LOGITS, **options)
+
+
+def test_a_top_k_that_no_kernel_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="top_k: expected at most 1024, or all 2000 words, got 1025"):
+        tvm_sparse.softmax_sample(np.zeros((1, 2000), np.float32), top_k=1025)
+    with pytest.raises(ValueError, match="whole is for a k below vocab"):
+        SoftmaxSample(1, 8, 8, whole=1)
+
+
+# ---- distributions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_has_the_known_answers_of_random123(counter: list[int], key: list[int], words: list[int]) -> None:
+    assert [int(w) for w in philox.philox([np.uint64(w) for w in counter], [np.uint64(w) for w in key])] == words
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({"top_k": 8}, 8), ({"top_k": 8, "top_p": 0.5}, None), ({"min_p": 0.05}, None), ({"temperature": 3.0}, VOCAB)],
+    ids=["top-k", "top-p", "min-p", "all"],
+)
+def test_words_come_with_their_probabilities(options: dict[str, Any], left: int | None) -> None:
+    """Chi-squared over 6,000 draws of one row, with fixed seeds, against probabilities in float64."""
+    draws = 6000
+    logits = np.repeat(LOGITS[:1], draws, axis=0)
+    tokens = tvm_sparse.softmax_sample(logits, **options, seed=np.stack([np.full(draws, 99), np.arange(draws)], 1))[0]
+    y = LOGITS[0].astype(np.float64) / options.get("temperature", 1)
+    chances = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
+    order = np.argsort(-chances)
+    sorted_chances = chances[order][: options.get("top_k", VOCAB)]
+    kept = np.cumsum(sorted_chances) - sorted_chances < options.get("top_p", 1) * sorted_chances.sum()
+    kept &= sorted_chances >= options.get("min_p", 0) * sorted_chances[0]
+    wanted = draws * sorted_chances[kept] / sorted_chances[kept].sum()
+    assert left in (None, kept.sum()) and 1 < kept.sum()
+    found = np.bincount(tokens, minlength=VOCAB)[order][: len(kept)][kept]
+    assert found.sum() == draws  # no other word
+    # Words that are expected fewer than five times are counted together.
+    often = wanted >= 5
+    found, wanted = (np.append(a[often], [a[~often].sum()] if (~often).any() else []) for a in (found, wanted))
+    assert scipy.stats.chisquare(found, wanted).pvalue > 0.01
+
+
+def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
+    """Of few distinct values, of which each is many words': nothing but the search tells equals apart."""
+    problem = SoftmaxSample(200, 777, 4, "bfloat16", whole=1)
+    template, here = spaces.find("sample_scan"), MACHINES["llvm"]
+    built = tvm.compile(template.build(problem, template.default(problem, here)).module, target="llvm")["main"]
+    for seed, settings in enumerate(problem.settings):
+        inputs = problem.generate(seed, "ties", settings)
+        inputs[-1] = np.linspace(0, 1, 200, dtype=np.float32)
+        expected, outputs = problem.reference(inputs), problem.empty_outputs()
+        built(*(arrays.argument(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs)))
+        problem.check(inputs, expected, outputs)
+
+
+def test_a_wrong_word_is_found_out() -> None:
+    """Checks allow for rounding, and for no more."""
+    problem = parse(KEYS[0]).with_batch(64)
+    inputs = problem.generate(0)
+    expected = problem.reference(inputs)
+    problem.check(inputs, expected, expected)
+    for wrong in (np.roll(expected[3], 1, axis=1)[:, 0], expected[3][:, -1]):
+        tokens = wrong.astype(np.int32)
+        changed = tokens != expected[0]
+        tokens[np.flatnonzero(changed)[1:]] = expected[0][np.flatnonzero(changed)[1:]]  # in one row alone
+        with pytest.raises(Mismatch, match="tokens"):
+            problem.check(inputs, expected, [tokens, *expected[1:]])
+    # A word that another library may draw is one that is left.
+    assert problem.admits(inputs, expected) and not problem.admits(inputs, [np.full(64, 299), *expected[1:]])
+
+
+def test_rounding_is_allowed_for_at_the_bounds() -> None:
+    """A uniform number at a word's bound, and a top_p at that of the nucleus, may go either way."""
+    chances = np.array([[0.5, 0.25, 0.125, 0.125]])
+    limits, zero = np.array([4]), np.zeros(1)
+
+    def filters(top_p: float) -> reference.Filters:
+        return reference.Filters(np.ones(1), np.array([4]), np.array([top_p]), zero)
+
+    def ranks(top_p: float, uniform: float) -> list[int]:
+        given = chances, filters(top_p), limits, np.array([uniform])
+        return [r for r in range(4) if reference.possible(given[0], np.array([r]), *given[1:], 1e-5).all()]
+
+    assert ranks(1.0, 0.5) == [0, 1] and ranks(1.0, 0.6) == [1] and ranks(0.7, 0.999) == [1]
+    assert ranks(0.75, 0.9) == [1, 2]  # 0.9 of 0.75, or of 0.875 if a sum came out below 0.75
