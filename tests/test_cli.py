@@ -206,6 +206,8 @@ def test_mistakes_are_named_and_exit_with_2(words: tuple[str, ...], said: str) -
         ("[[softmax_topk]]\nbatch = []\nvocab = 10\nk = 1\n", r"batch: the list is empty"),
         ("[[softmax_topk]]\nbatch = true\nvocab = 10\nk = 1\n", r"batch: expected a number"),
         ("[[softmax_topk]]\nbatch = 1.5\nvocab = 10\nk = 1\n", r"batch must be an integer"),
+        (f"[[softmax_topk]]\nbatch = {[1] * 1000}\nvocab = {[9] * 1000}\nk = {[1] * 18}\n",
+         r"number 1: its lists mean 18,000,000 problems; expected at most 100,000"),
         ("softmax_topk = 3\n", r"expected tables \[\[softmax_topk\]\]"),
     ],
 )  # fmt: skip
