@@ -1011,12 +1011,16 @@ def phase_example() -> str:
 @part
 def commands() -> str:
     from tvm_sparse.cli.app import app
+    from tvm_sparse.cli.db import db
 
     rows = []
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__
         rows.append([code(f"tvm-sparse {name}"), first_sentence(command.callback.__doc__)])
+    for command in db.registered_commands:
+        assert command.callback is not None
+        rows.append([code(f"tvm-sparse db {command.name}"), first_sentence(command.callback.__doc__)])
     return table(["command", "what it does"], rows)
 
 

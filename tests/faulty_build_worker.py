@@ -1,11 +1,12 @@
 """A build worker that spoils some candidates' libraries: `python faulty_build_worker.py '{"candidate": "fault"}'`.
 
-The fault `compile` raises, and `lost` ends the process; of `first_rows` the loop over a batch's rows ends after 64; the
-others are machine code in the place of the kernel. So what meets them is all of the real measuring path. A key `*`
-stands for every candidate that is not named.
+The fault `compile` raises, `full` as on a full disk; `lost` ends the process; of `first_rows` the
+loop over a batch's rows ends after 64; the others are machine code in the place of the kernel. So what meets them is
+all of the real measuring path. A key `*` stands for every candidate that is not named.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ KERNELS = {
     "wrong": "return 0;",  # writes nothing: the poison stays
     "crash": "*(volatile int*)0 = 1; return 0;",
     "hang": "for (volatile int i = 0;; i = 0) {} return 0;",
+    "ended": "raise(SIGTERM); return 0;",
 }
 
 
@@ -47,6 +49,8 @@ def handle(message):
     fault = faults.get(message["candidate"], faults.get("*"))
     if fault == "compile":
         raise RuntimeError("the compiler does not like this one")
+    if fault == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), message["path"])
     if fault == "lost":
         os._exit(9)
     if fault == "first_rows":
@@ -54,7 +58,8 @@ def handle(message):
             return building.handle(message)
     reply = building.handle(message)
     if fault:
-        code = f"int __tvm_ffi_main(void* self, void* args, int count, void* result) {{ {KERNELS[fault]} }}"
+        code = "#include <signal.h>\n"
+        code += f"int __tvm_ffi_main(void* self, void* args, int count, void* result) {{ {KERNELS[fault]} }}"
         command = ["cc", "-x", "c", "-shared", "-fPIC", "-o", message["path"], "-"]
         subprocess.run(command, input=code.encode(), check=True)
     return reply

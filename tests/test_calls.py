@@ -1264,11 +1264,48 @@ def test_a_repeated_lookup_is_checked_all_the_same() -> None:
             tvm_sparse.nhot_lookup(rows, bad)
     with pytest.raises(ValueError, match="^out: "):
         tvm_sparse.nhot_lookup(rows, table, out=torch.empty(7, 34))
+    with pytest.raises(ValueError, match="columns: expected an integer of at least 0, got -3"):
+        tvm_sparse.CsrRows((inputs[0][:1], inputs[1][:0], None), columns=-3)
     inputs[1][3] = 50  # without a copy in between, CsrRows does not see it; with validate it does
     with pytest.raises(ValueError, match=re.escape("indices[3]=50 is outside [0, 50)")):
         tvm_sparse.nhot_lookup(rows, table, validate=True)
     with pytest.raises(ValueError, match=re.escape("indices[3]=50 is outside [0, 50)")):
         tvm_sparse.nhot_lookup(tuple(inputs), table)
+
+
+def test_an_out_that_is_read_or_of_another_kind_is_refused_before_it_is_written() -> None:
+    """At a first call and at a repeated one; a view of an input's memory is as bad as the input."""
+    inputs = list(map(to_torch, parse(BLOCKS).generate(seed())[:4]))
+    x, weight = inputs[0], tvm_sparse.BsrWeight(tuple(inputs[1:4]), columns=66)
+    *rows, table = map(to_torch, parse(LOOKUP).generate(seed()))
+    memory = torch.zeros(7 * 66 + 7 * 35)
+    x, y = memory[: 7 * 66].view(7, 66).copy_(x), memory[7 * 66 - 1 :][: 7 * 35].view(7, 35)
+    looked_up = tvm_sparse.CsrRows(tuple(rows), columns=50)
+    before = memory.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out: shares memory with x, which is read"):
+            tvm_sparse.bsr_matmul(x, weight, out=y)
+        with pytest.raises(ValueError, match="out: shares memory with table, which is read"):
+            tvm_sparse.nhot_lookup(looked_up, table, out=table[:7])
+        with pytest.raises(ValueError, match="out: expected a torch tensor, as the input is, got ndarray"):
+            tvm_sparse.bsr_matmul(x, weight, out=np.zeros((7, 35), np.float32))
+        assert torch.equal(memory, before)
+        tvm_sparse.bsr_matmul(x, weight)
+        tvm_sparse.nhot_lookup(looked_up, table)
+
+
+def test_arrays_overlap_by_their_memory() -> None:
+    a = np.arange(24.0).reshape(4, 6)
+    for one, other, wanted in (
+        (a[:2], a[2:], False),
+        (a[:3], a[2:], True),
+        (a[::-1][:2], a[2:], True),
+        (a[::-1][:2], a[:2], False),
+        (a[:0], a, False),
+        (torch.from_numpy(a)[:, 1:], a[0, 1:2], True),
+        (torch.from_numpy(a)[2:, 1:], a[:2], False),
+    ):
+        assert arrays.overlap(one, other) == arrays.overlap(other, one) == wanted
 
 
 TABLE = np.ones((50, 33), np.float32)
@@ -1281,6 +1318,11 @@ def entries(**changed: Any) -> tuple[Any, Any, Any]:
 
 
 BAD_NHOT = {
+    "csr of one dimension": (
+        lambda: (scipy.sparse.csr_array(np.ones(50, np.float32)), TABLE),
+        ValueError,
+        r"csr: expected 2 dimensions, got shape \(50,\)",
+    ),
     "table rank": (lambda: (entries(), TABLE[0]), ValueError, r"table: expected 2 dimensions, got shape \(33,\)"),
     "table dtype": (lambda: (entries(), TABLE.astype(float)), ValueError, "table: expected dtype float32.*got float64"),
     "table list": (lambda: (entries(), TABLE.tolist()), TypeError, "table: expected a torch tensor.*got list"),

@@ -57,6 +57,24 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return logs, call("tune", *TINY, "--target", "cpu", "--trials", "3", "--builders", "1", "--logs", logs)
 
 
+def test_db(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    """Each command once on what a run has recorded; `verify` by its exit code, with file and line."""
+    logs, _ = tuned
+    own = ("--logs", logs)
+    assert "bsr_matmul" in call("db", "ls", *own) and "3 ok" in call("db", "show", "bsr_matmul", *own)
+    assert "block_rows" in call("db", "best", *own) and call("db", "verify", *own) == "sound\n"
+    copy = tmp_path / "copy"
+    assert call("db", "merge", logs, "--logs", copy).startswith("5 records appended")  # a session, 3 trials, a ranking
+    assert "bsr_matmul/" not in call("db", "diff", logs, copy)
+    assert "0 lines removed" in call("db", "prune", "--logs", copy)
+    assert "4 records" in call("db", "export", "-o", tmp_path / "a.csv", *own)
+    call("db", "export", "-o", tmp_path / "a.txt", *own, code=2)
+    [path] = copy.glob("*/*/trials.jsonl")
+    path.write_bytes(path.read_bytes() + b"{}\n")
+    damaged = CliRunner().invoke(app, ["db", "verify", "--logs", str(copy)])
+    assert damaged.exit_code == 1 and f"{path}:5: missing field: sum" in damaged.stdout
+
+
 # ------------------------------------------------------------------------------------------------- at a glance
 
 
@@ -188,6 +206,8 @@ def test_mistakes_are_named_and_exit_with_2(words: tuple[str, ...], said: str) -
         ("[[softmax_topk]]\nbatch = []\nvocab = 10\nk = 1\n", r"batch: the list is empty"),
         ("[[softmax_topk]]\nbatch = true\nvocab = 10\nk = 1\n", r"batch: expected a number"),
         ("[[softmax_topk]]\nbatch = 1.5\nvocab = 10\nk = 1\n", r"batch must be an integer"),
+        (f"[[softmax_topk]]\nbatch = {[1] * 1000}\nvocab = {[9] * 1000}\nk = {[1] * 18}\n",
+         r"number 1: its lists mean 18,000,000 problems; expected at most 100,000"),
         ("softmax_topk = 3\n", r"expected tables \[\[softmax_topk\]\]"),
     ],
 )  # fmt: skip

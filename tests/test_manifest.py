@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tvm_ffi
 
-from tvm_sparse.artifacts import manifest
+from tvm_sparse.artifacts import manifest, trust
 from tvm_sparse.artifacts.compile import CompileError
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
 from tvm_sparse.core import machine, spaces
@@ -46,7 +46,7 @@ def entry(**changed: Any) -> Entry:
         figures={"seconds": 1.25e-6, "fallback_seconds": 3e-6, "session": "s", "machine": "H100", "date": ""},
         resources={"registers": 40, "spill_instructions": 0},
     )
-    return dataclasses.replace(right, **changed)
+    return dataclasses.replace(right, symbol="", **changed)
 
 
 def tuned(root: Path, *keys: str, arch: str = ARCH, version: int = 0, **changed: Any) -> None:
@@ -117,10 +117,10 @@ def test_no_manifest(tmp_path: Path) -> None:
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
-        (b"[]", "format is 'list', expected 5"),
-        (b"{}", "format is None, expected 5"),
-        (b'{"format": 2}', "format is 2, expected 5; export again"),
-        (b'{"format": "2"}', "format is '2', expected 5"),
+        (b"[]", "format is 'list', expected 6"),
+        (b"{}", "format is None, expected 6"),
+        (b'{"format": 2}', "format is 2, expected 6; export again"),
+        (b'{"format": "2"}', "format is '2', expected 6"),
     ],
     ids=lambda value: str(value[:20]),
 )
@@ -212,6 +212,104 @@ def test_a_candidate_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
         manifest.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "rocm"),
+        ("chosen", "guessed"),
+        ("arch", "a" * 101),
+        ("sha256", "0" * 63),
+        ("library", "a" * 201),
+        ("problem", "softmax_topk/batch=" + "9" * 5000),
+        ("workspaces", [{"name": "a", "shape": [-1], "dtype": "float32", "fill": 0}]),
+        ("workspaces", [{"name": "a", "shape": [4], "dtype": "object", "fill": 0}]),
+        ("workspaces", [{"name": "a", "shape": [4], "dtype": "float32", "fill": 256}]),
+        ("workspaces", [{"name": "a", "shape": [4], "dtype": "float32"}]),
+        ("workspaces", [7]),
+        ("figures", {"seconds": 1.0}),
+        ("figures", {"seconds": float("nan"), "fallback_seconds": 1.0, "machine": "", "date": ""}),
+        ("resources", {"registers": "many"}),
+        ("resident", {"blocks": -1, "threads": 32, "shared_bytes": 0}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_value_out_of_range_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    edited(tmp_path, lambda content: content["kernels"][1].update({field: value}))
+    with pytest.raises(ManifestError, match=f"manifest.json: kernel 1: {field} must be "):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("problem", TOPK.replace("k=4", "k=5")),
+        ("candidate", "threshold_gate@3(threads=512, vectors=2)"),
+        ("workspaces", [{"name": "partial", "shape": ["batch", 1], "dtype": "float32", "fill": 255}]),
+    ],
+    ids=lambda value: str(value)[:10],
+)
+def test_an_entry_that_was_changed_is_not_its_kernels(tmp_path: Path, field: str, value: Any) -> None:
+    edited(tmp_path, lambda content: content["kernels"][1].update({field: value}))
+    with pytest.raises(ManifestError, match="kernel 1: symbol must be the hash of problem"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "endless"])
+def test_what_is_no_plain_file_of_a_manifests_size_is_refused(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "manifest.json"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, manifest.MOST_BYTES + 1)
+    with pytest.raises(ManifestError, match="is not a plain file" if what != "endless" else "expected at most"):
+        manifest.read(tmp_path)
+
+
+# ---- who may say what runs -----------------------------------------------------------------------
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file another user's; without the right to, be another user."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        mine = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+
+
+@pytest.mark.parametrize("whose", ["folder", "manifest.json"])
+@pytest.mark.parametrize("how", ["foreign", "writable"])
+def test_what_others_may_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, how: str
+) -> None:
+    folder = tmp_path / "folder"
+    manifest.write(folder, [entry()])
+    path = folder if whose == "folder" else folder / whose
+    if how == "foreign":
+        give_away(path, monkeypatch)
+    else:
+        path.chmod(0o777)
+    with pytest.raises(ManifestError, match="belongs to user|may be written by others") as caught:
+        manifest.read(folder)
+    assert str(path) in str(caught.value) and trust.TRUST in str(caught.value)
+    monkeypatch.setenv(trust.TRUST, f"/nowhere:{tmp_path}")
+    assert manifest.read(folder) == (entry(),)
+
+
+def test_folders_have_their_mode_whatever_the_umask_is(tmp_path: Path) -> None:
+    for umask in (0, 0o777):
+        before = os.umask(umask)
+        try:
+            trust.make_folder(tmp_path / f"{umask}" / "a" / "b")
+        finally:
+            os.umask(before)
+        for path in (tmp_path / f"{umask}", tmp_path / f"{umask}" / "a" / "b"):
+            assert path.stat().st_mode & 0o777 == 0o700
+
+
 # ---- the libraries -------------------------------------------------------------------------------
 
 
@@ -220,13 +318,14 @@ def library(exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mon
     """A copy of an exported library and its hash; nothing may be handed to the loader."""
     found = next(e for e in manifest.read(exported[1]) if e.problem == TOPK)
     shutil.copy(exported[1] / found.library, tmp_path)
-    monkeypatch.setattr(tvm_ffi, "load_module", lambda *_: pytest.fail("a library was loaded"))
+    monkeypatch.setattr(loading, "_opened", lambda *_: pytest.fail("a library was loaded"))
     return tmp_path / found.library, found.sha256
 
 
 def test_the_library_itself_is_loaded(exported: tuple[Path, Path]) -> None:
     for found in manifest.read(exported[1]):
-        assert callable(loading.load_function(exported[1] / found.library, found.kind, found.sha256))
+        path = exported[1] / found.library
+        assert callable(loading.load_function(path, found.kind, found.sha256, found.symbol))
 
 
 def test_a_missing_library(library: tuple[Path, str]) -> None:
@@ -267,6 +366,50 @@ def test_swapped_libraries(exported: tuple[Path, Path], library: tuple[Path, str
         loading.load_function(path, "llvm", sha256)
 
 
+def test_libraries_swapped_together_with_their_hashes(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    """What a library holds is named after what it was built for."""
+    shutil.copytree(exported[1], tmp_path / "swapped")
+    first, second = manifest.read(exported[1])
+    swapped = [
+        dataclasses.replace(one, library=other.library, sha256=other.sha256)
+        for one, other in ((first, second), (second, first))
+    ]
+    manifest.write(tmp_path / "swapped", swapped)
+    for found in manifest.read(tmp_path / "swapped"):
+        with pytest.raises(LoadError, match=f"holds no kernel {found.symbol}.* it was built for something else"):
+            loading.load_function(tmp_path / "swapped" / found.library, found.kind, found.sha256, found.symbol)
+
+
+def test_what_was_hashed_is_what_is_loaded(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is written over between the two is not looked at again."""
+    found = next(e for e in manifest.read(exported[1]) if e.problem == TOPK)
+    path = Path(shutil.copy(exported[1] / found.library, tmp_path))
+    real = loading._opened
+
+    def swapped(*arguments: Any) -> Any:
+        path.write_bytes(b"something else")
+        return real(*arguments)
+
+    monkeypatch.setattr(loading, "_opened", swapped)
+    assert callable(loading.load_function(path, found.kind, found.sha256, found.symbol))
+
+
+def test_a_library_of_another_user(library: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sha256 = library
+    give_away(path, monkeypatch)
+    with pytest.raises(LoadError, match="belongs to user"):
+        loading.load_function(path, "llvm", sha256)
+
+
+def test_workspaces_beyond_reason_are_not_allocated() -> None:
+    for shape, message in (([1 << 40], "would take 4398046511104 bytes"), (["words"], "workspace a: no such extent")):
+        workspace = {"name": "a", "shape": shape, "dtype": "float32", "fill": 0}
+        with pytest.raises(LoadError, match=message):
+            loading.allocated([workspace], parse(TOPK), loading.on_host)
+
+
 def test_what_is_no_library_does_not_load(tmp_path: Path) -> None:
     """Without a hash to compare with it is the loader that refuses, and still by a LoadError."""
     path = tmp_path / "text.so"
@@ -292,7 +435,7 @@ def test_export_describes_what_it_wrote(exported: tuple[Path, Path]) -> None:
         }  # fmt: skip
         problem = parse(found.problem)
         inputs, outputs = problem.generate(random.randrange(2**32)), problem.empty_outputs()
-        loading.load_function(folder / found.library, "llvm", found.sha256)(
+        loading.load_function(folder / found.library, "llvm", found.sha256, found.symbol)(
             *(tvm_ffi.from_dlpack(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs))
         )
         problem.check(inputs, problem.reference(inputs), outputs)

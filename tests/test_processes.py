@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tvm_sparse.core import locking, scratch
 from tvm_sparse.workers import processes
 from tvm_sparse.workers.building import Kept
 from tvm_sparse.workers.processes import Pool, StartError, Worker
@@ -22,7 +25,7 @@ ENV = {"PYTHONPATH": str(PACKAGE_ROOT)}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 
 CHILD = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, tempfile, time
 from tvm_sparse.workers.processes import serve
 
 class Sticky(RuntimeError):
@@ -58,6 +61,11 @@ def handle(request):
         case "garble": os.write(request["fd"], b"[]\\n"); time.sleep(60)
         case "flood":
             while True: os.write(request["fd"], b"x" * 65536)
+        case "print on":
+            while True: os.write(1, b"x" * 65536)
+        case "hold": kept.append(bytearray(b"x") * request["size"]); time.sleep(60)
+        case "leave": open(tempfile.mkstemp()[1], "w").write("left"); return tempfile.gettempdir()
+        case "alarm": signal.alarm(60)
         case "spin":
             while True: pass
         case "stop": os.kill(os.getpid(), signal.SIGSTOP)
@@ -71,7 +79,8 @@ def handle(request):
             import threading
             threading.Timer(0.05, os._exit, [9]).start()
 
-serve(handle)
+kept = []
+serve(handle, watched=lambda request: "watched" in request)
 """
 
 
@@ -207,6 +216,7 @@ def test_crash(worker, do, message, output):
     assert reply.kind == "crash" and not reply.ok
     assert reply.message.startswith(message)
     assert output in reply.message
+    assert reply.environment == (do == "kill")
     assert time.monotonic() - begin < 5
     assert pid_of(worker) != pid and is_gone(pid)
 
@@ -242,8 +252,60 @@ def test_rubbish_in_the_pipe(worker):
     assert reply.kind == "crash" and "not a reply: b'[]'" in reply.message
     worker.start()
     reply = worker.call({"do": "flood", "fd": reply_pipe(worker)}, timeout=0.3)
-    assert reply.kind == "timeout"
+    assert not reply.ok
     assert worker.call({"do": "echo", "value": 1}, timeout=10).ok
+
+
+def test_output_and_memory_are_bounded(worker, monkeypatch):
+    monkeypatch.setattr(processes, "_MOST_OUTPUT", 1 << 20)
+    reply = worker.call({"do": "print on"}, timeout=20)
+    assert reply.kind == "crash" and "printed more than 1 MiB" in reply.message and not reply.environment
+    worker.memory = 256 << 20
+    reply = worker.call({"do": "hold", "size": 1 << 29}, timeout=20)
+    assert reply.kind == "crash" and "more than 0.2 GiB of memory" in reply.message and not reply.environment
+
+
+def test_a_request_that_changes_the_process_renews_it(worker):
+    pid = pid_of(worker)
+    assert worker.call({"do": "echo", "value": 1, "watched": 1}, timeout=10).ok and worker.pid == pid
+    assert worker.call({"do": "alarm", "watched": 1}, timeout=10).ok and is_gone(pid)
+
+
+def test_a_reply_needs_the_token_of_its_request(worker):
+    """A child that guesses what the next reply looks like does not answer for others."""
+    worker.start()
+    os.write(worker._child.requests, b'{"token": "0", "request": {"do": "echo", "value": "forged"}}\n')
+    assert worker.call({"do": "echo", "value": "right"}, timeout=10).value == "right"
+
+
+def test_temporary_files_go_with_the_process(worker):
+    where = Path(worker.call({"do": "leave"}, timeout=10).value)
+    assert where.name.startswith(scratch.PREFIX) and len(list(where.iterdir())) == 1
+    worker.close()
+    assert not where.exists()
+
+
+def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = scratch.Scratch()
+    code = "from tvm_sparse.core import scratch; s = scratch.Scratch(); print(s.path); import os; os._exit(9)"
+    environment = os.environ | ENV | {"TMPDIR": str(tmp_path)}
+    left = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout.strip()
+    assert scratch.sweep() == [] and Path(left).is_dir()  # as young as one that is being made
+    for path in (mine.path, Path(left)):
+        os.utime(path, (0, 0))
+    assert scratch.sweep() == [Path(left)] and mine.path.is_dir()
+    mine.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_room_for_temporary_files_no_child_starts(worker, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(StartError, match=r"the temporary folder .*TMPDIR.*: No space left on device"):
+        worker.start()
 
 
 # Time ------------------------------------------------------------------------------------------
@@ -256,6 +318,7 @@ def test_timeout(worker, do):
     reply = worker.call({"do": do}, timeout=0.5)
     taken = time.monotonic() - begin
     assert reply.kind == "timeout" and "within 0.5 s" in reply.message
+    assert reply.environment or do != "stop"  # who stops a process is not known; it is not for want of time
     assert 0.5 <= taken < 1.5
     assert not is_alive(pid)
     assert pid_of(worker) != pid
@@ -383,6 +446,46 @@ def test_interrupted_call_leaves_a_usable_worker(worker):
         worker.call({"do": "nap", "seconds": 30}, timeout=60)
     assert is_gone(pid)
     assert worker.call({"do": "echo", "value": 2}, timeout=10).value == 2
+
+
+# Locks -----------------------------------------------------------------------------------------
+
+HOLDER = """
+import os, signal, sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@linux
+def test_a_lock_whose_holder_is_stopped_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "STOPPED_SECONDS", 0.1)
+    monkeypatch.setattr(locking, "_LOOK_SECONDS", 0.1)
+    path = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(locking.LockTimeout, match=f"{path}: process {holder.pid} holds this lock and is stopped"):
+        with locking.held(path, 60.0):
+            pass
+    holder.send_signal(signal.SIGCONT)
+    holder.communicate()
+    with locking.held(path, 60.0):
+        other = threading.Thread(target=lambda: refused.append(wait_for(path)))
+        refused = []
+        other.start()
+        other.join()
+    assert "has held this lock for 0 s" in refused[0]
+
+
+def wait_for(path):
+    """The message of a wait of no time."""
+    try:
+        with locking.held(path, 0.0):
+            return ""
+    except locking.LockTimeout as error:
+        return str(error)
 
 
 # Pools -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import json
@@ -20,9 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tvm_sparse import records
+from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
-from tvm_sparse.records import Best, Contents, Log, Session, Trial, codec, utc_now
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.registry import parse
+from tvm_sparse.records import Best, Contents, Log, Session, Trial, codec, database, utc_now
 from tvm_sparse.records import log as log_module
+from tvm_sparse.records.queries import best_records
 
 ARCH = "sm_90a"
 DATE = "2025-01-02T03:04:05Z"
@@ -450,6 +455,101 @@ def test_device_without_space(log: Log):
     with pytest.raises(OSError, match="not written") as caught:
         log.append(trial())
     assert caught.value.errno == errno.ENOSPC
+
+
+# What tools say of it ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch, caplog) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(log_module, "_said", set())
+    return caplog
+
+
+def test_what_is_skipped_is_said_once(log: Log, said):
+    log.append(trial(0))
+    put(log.trials_path, raw_line(trial(0)), b"{}\n", b"[]\n")
+    log.read()
+    log.read()
+    (warning,) = said.messages
+    assert warning.startswith(f"{log.trials_path}: 2 lines are damaged and passed over, the first is line 2: missing")
+
+
+def test_an_older_ranking_in_the_place_of_a_damaged_one_is_said(log: Log, said):
+    other = "softmax_topk/batch=1,vocab=25000,k=5,dtype=float32"
+    damaged = raw_line(best(seconds=5e-7)).replace(b"5e-07", b"6e-07")
+    put(log.best_path, raw_line(best()), damaged, raw_line(best(problem=other)))
+    assert log.best() == {PROBLEM: best(), other: best(problem=other)}
+    assert f"the last ranking of {PROBLEM}, line 2, is damaged: an older one is used" in said.messages[1]
+    log.append_best(best(seconds=4e-7))  # a later one that is whole makes up for it
+    said.clear()
+    log_module._said.clear()
+    assert log.best()[PROBLEM].seconds == 4e-7 and len(said.messages) == 1
+
+
+def test_lines_of_a_later_schema_are_skipped(log: Log):
+    put(log.trials_path, raw_line(trial(0), schema=...), raw_line(trial(1)), raw_line(trial(2), schema=2))
+    assert [t.order for t in log.read().trials] == [0, 1]
+    assert reasons(log.read()) == {3: "schema 2 is none that this version reads, 1 to 1"}
+
+
+def test_verify_names_what_is_damaged_and_what_is_gone(log: Log):
+    log.append(session(), *(trial(i) for i in range(4)))
+    log.append_best(best(trials=4))
+    assert database.verify(log.root) == []
+    lines = log.trials_path.read_bytes().splitlines(keepends=True)
+    put(log.trials_path, *lines[:2], b"{}\n", lines[3])  # one is damaged, one cut off at a line's end
+    found = [(damage.path, damage.line, damage.what) for damage in database.verify(log.root)]
+    assert found == [
+        (log.trials_path, 3, "missing field: sum"),
+        (log.trials_path, 0, "session s1 lacks 1 trials: 1"),
+        (log.trials_path, 0, f"session s1 had 4 trials of {PROBLEM}, of which 2 are here"),
+    ]
+
+
+def test_merged_folders_have_all_records_once(tmp_path: Path):
+    one, two = (Log(tmp_path / name, ARCH, "softmax_topk") for name in ("one", "two"))
+    one.append(session(id="new", date="2025-02-02T00:00:00Z"), trial(0, session="new"))
+    one.append_best(best(session="new", seconds=9e-7))
+    two.append(session(id="old", date=DATE), trial(0, session="old"))
+    two.append_best(best(session="old"))
+    assert database.merge([two.root], one.root) == 4  # the newer ranking stands last again
+    assert database.merge([two.root], one.root) == 0
+    assert one.best()[PROBLEM].session == "new" and len(one.read().trials) == 2
+    assert list(database.differences(one.root, two.root)) == [(ARCH, PROBLEM, one.best()[PROBLEM], best(session="old"))]
+
+
+def test_pruning_leaves_what_is_used(log: Log):
+    row = Candidate("row_scan", spaces.find("row_scan").version, (("chunk", 64), ("simd", 8)))
+    good = [trial(0, candidate=row), best(candidate=row, fallback=row)]
+    log.append(session(), session(id="gone"), good[0], trial(1, session="gone"), failed("environment"))
+    log.append_best(best(candidate=row, fallback=row, seconds=5e-6), good[1])
+    with log.trials_path.open("ab") as file:
+        file.write(b"damaged\n")
+    assert database.prune(log.root, lambda *_: False) == {}
+    assert database.prune(log.root) == {log.trials_path.parent: 5}
+    assert log.read() == Contents(trials=(good[0],), sessions=(session(),))
+    assert log.read_best().bests == (good[1],) and database.prune(log.root) == {}
+
+
+def test_records_as_a_table(log: Log, tmp_path: Path):
+    log.append(session(machine={"name": "H100"}), trial(0), failed("crash"))
+    log.append_best(best())
+    rows = database.rows([log.root])
+    database.write_rows(rows, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [(row["kind"], row["outcome"], row["seconds"], row["machine"]) for row in read] == [
+        ("trial", "ok", "2e-06", "H100"), ("trial", "crash", "", "H100"), ("best", "ok", "1e-06", "H100")
+    ]  # fmt: skip
+
+
+def test_a_record_of_a_huge_batch_breaks_no_other(log: Log):
+    """Its arithmetic would be that of every problem that is compared with it."""
+    put(log.best_path, raw_line(best(problem=PROBLEM.replace("batch=10", "batch=1" + "0" * 400))))
+    assert best_records([log.root], ARCH, ["softmax_topk"]) == {}
+    with pytest.raises(ProblemError, match="batch must be below 2\\^48"):
+        parse(PROBLEM.replace("batch=10", f"batch={2**50}"))
 
 
 def test_imports_neither_tvm_nor_numpy():

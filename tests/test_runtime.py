@@ -72,7 +72,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Candidate]]:
         entries = []
         for problem, candidate, chosen, figures in jobs:
             path = folder / building.library_name(problem, candidate, target.arch)
-            compiled = compile_candidate(problem, candidate, target, path)
+            compiled = compile_candidate(problem, candidate, target, path, symbol="")
             sha256 = manifest.digest(path)
             entries.append(
                 Entry(
@@ -536,6 +536,25 @@ def test_a_cache_that_cannot_be_read_is_begun_anew(
     caplog.clear()
     dispatcher(tmp_path, logs).kernel(topk(4), CPU)
     assert len(builds) == 1 and not caplog.text
+
+
+def test_a_cache_that_others_may_write_runs_nothing(
+    tmp_path: Path, logs: Path, builds: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A planted library is not loaded; nor is one compiled where it could be exchanged."""
+    dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    cache = tmp_path / "cache" / CPU.arch
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o777)
+    with pytest.raises(LoadError, match=re.escape(f"{cache}: may be written by others (mode 777; chmod go-w")):
+        dispatcher(tmp_path, logs).kernel(topk(4), CPU)
+    assert "cache kernels are left aside" in caplog.text and len(builds) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path, logs: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(LoadError, match="the user's cache .* cannot be written: .*XDG_CACHE_HOME"):
+        dispatcher(tmp_path, logs).kernel(topk(4), CPU)
 
 
 def test_shipped_kernels_come_before_the_cache(tmp_path: Path, logs: Path, builds: list[Any]) -> None:

@@ -153,7 +153,7 @@ def test_stop_ends_the_search_and_holds_the_final(log: Log) -> None:
 
 
 def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ["wrong", "crash", "hang", "compile", "lost"]
+    kinds = ["wrong", "crash", "hang", "compile", "lost", "full", "ended"]
     spoil(monkeypatch, dict(zip(OTHERS, kinds, strict=False)))
     monkeypatch.setattr(session, "MEASURE_TIMEOUT", 6.0)
     best, shown = run(log, 20)
@@ -165,14 +165,21 @@ def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: p
         "hang": ("timeout", "did not reply within 6 s"),
         "compile": ("build-error", "the compiler does not like this one"),
         "lost": ("build-error", "exit status 9"),
+        "full": ("environment", "No space left on device"),
+        "ended": ("environment", "SIGTERM"),
     }
     for candidate, kind in zip(OTHERS, kinds, strict=False):
         outcome, reason = expected[kind]
         assert trials[candidate].outcome == outcome, trials[candidate]
         assert reason in trials[candidate].reason
-    assert sum(t.outcome == "ok" for t in trials.values()) == 15
-    assert shown[-1].outcomes == {"ok": 15, "wrong": 1, "crash": 1, "timeout": 1, "build-error": 2}
+    assert sum(t.outcome == "ok" for t in trials.values()) == 13
+    assert shown[-1].outcomes == {
+        "ok": 13, "wrong": 1, "crash": 1, "timeout": 1, "build-error": 2, "environment": 2
+    }  # fmt: skip
     assert trials[best.candidate].outcome == "ok"
+    # What the machine has spoilt tells nothing of its candidate: it is neither known nor paid for.
+    plan = make_plan(PROBLEM, cpu(), 20, log, builders=1)
+    assert (plan.trials, plan.paid) == (2, 18)
 
 
 def test_a_kernel_that_computes_only_its_first_rows_does_not_win(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +199,11 @@ def test_a_kernel_that_computes_only_its_first_rows_does_not_win(log: Log, monke
     assert best.candidate in outcomes
 
 
-@pytest.mark.parametrize("fault", ["compile", "wrong"])
+@pytest.mark.parametrize("fault", ["full", "wrong"])
 def test_a_broken_environment_records_no_trial(fault: str, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, {"*": fault})
-    outcome = "build-error" if fault == "compile" else fault
-    with pytest.raises(NoValidRecord, match=rf"the fallback .* failed \({outcome}\)"):
+    outcome = "environment" if fault == "full" else fault
+    with pytest.raises(NoValidRecord, match=rf"the fallback .* failed \({outcome}\), .*this batch is not recorded"):
         run(log, 6)
     assert not log.read().trials and not log.best()
     # Nor does it where the fallback was measured before, by a machine that was whole.

@@ -17,10 +17,14 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, numpy_dtype
 from ..core.template import Program
+from . import trust
+from .manifest import symbol_of
 from .residency import too_large
 
 # What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
 COOPERATIVE = "tirx.use_cooperative_launch"
+# How names of libraries begin that are being written, or that a killed process has left.
+UNFINISHED = "unfinished-"
 
 
 class CompileError(RuntimeError):
@@ -50,10 +54,13 @@ def target_of(machine: Machine) -> Any:
     return Target({"kind": "llvm", "num-cores": machine.cores, **cpu})
 
 
-def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, path: Path) -> Compiled:
+def compile_candidate(
+    problem: Problem, candidate: Candidate, machine: Machine, path: Path, symbol: str = "main"
+) -> Compiled:
     """Build the candidate's program and export it to `path` as a shared library that holds machine code.
 
-    The file is written beside `path` and renamed into place.
+    The file is written beside `path` and renamed into place. Without a `symbol` the kernel has that of
+    `manifest.symbol_of`.
 
     Raises
     ------
@@ -62,7 +69,7 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
         compiler fails, there is no C compiler to link with, a CUDA library holds no code for the machine's
         architecture, or the machine has no room for all thread blocks of a cooperative kernel.
     """
-    [found] = compile_bundle([(problem, candidate, "main")], machine, path)
+    [found] = compile_bundle([(problem, candidate, symbol)], machine, path)
     if isinstance(found, CompileError):
         raise found
     return found
@@ -71,12 +78,14 @@ def compile_candidate(problem: Problem, candidate: Candidate, machine: Machine, 
 def compile_bundle(
     kernels: Sequence[tuple[Problem, Candidate, str]], machine: Machine, path: Path
 ) -> list[Compiled | CompileError]:
-    """Export one library with all of these kernels, each under the symbol given; no two may have the same.
+    """Export one library with all of these kernels, each under the symbol given or, if that is empty, `symbol_of` it.
+
+    No two may have the same.
 
     A kernel that does not compile is left out: in its place stands why, as `compile_candidate` would raise it. If none
     does there is no library.
     """
-    parts: list[tuple[Any, Program, float] | CompileError] = []
+    parts: list[tuple[Any, Program, str, float] | CompileError] = []
     for problem, candidate, symbol in kernels:
         started = time.perf_counter()
         try:
@@ -95,8 +104,8 @@ def compile_bundle(
         root.import_module(module)
 
     started = time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    trust.make_folder(path.parent, trust.SHARED)
+    handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=".so", dir=path.parent)
     os.close(handle)
     unfinished = Path(name)
     found: list[Compiled | CompileError] = []
@@ -104,11 +113,11 @@ def compile_bundle(
         root.export_library(str(unfinished))
         resources = _resources(unfinished, machine)
         linked = (time.perf_counter() - started) / len(modules)
-        for part, (_, candidate, symbol) in zip(parts, kernels, strict=True):
+        for part, (_, candidate, _) in zip(parts, kernels, strict=True):
             if isinstance(part, CompileError):
                 found.append(part)
                 continue
-            _, program, seconds = part
+            _, program, symbol, seconds = part
             taken = None if resources is None else _most(resources, symbol)
             resident = None if program.resident is None else asdict(program.resident)
             if reason := too_large(resident, taken, machine):
@@ -124,8 +133,8 @@ def compile_bundle(
     return found
 
 
-def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: str) -> tuple[Any, Program]:
-    """The compiler's module of one candidate, with its device code, and the program that it was made of."""
+def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: str) -> tuple[Any, Program, str]:
+    """The compiler's module of one candidate, with its device code, the program that it was made of, and its symbol."""
     template = spaces.find(candidate.template)
     if template.version != candidate.version:
         raise CompileError(f"{candidate}: the template is at version {template.version}")
@@ -153,6 +162,9 @@ def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: st
     launched = main.attrs.get("tirx.kernel_launch_params", ()) if main.attrs else ()
     if len({template.cooperative, program.resident is not None, COOPERATIVE in map(str, launched)}) > 1:
         raise CompileError(f"{candidate}: template, program and launch do not agree on whether it is cooperative")
+    if not symbol:
+        resident = None if program.resident is None else asdict(program.resident)
+        symbol = symbol_of(problem.key, machine.arch, candidate, tuple(map(asdict, program.workspaces)), resident)
     named = program.module
     if symbol != "main":  # its device functions are called after it
         named = tvm.IRModule({symbol: main.with_attr("global_symbol", symbol)}, attrs=program.module.attrs)
@@ -161,7 +173,7 @@ def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: st
         if machine.arch.startswith("compute_"):
             stack.enter_context(cuda.as_ptx())
         module = tvm.compile(named, target=target, tir_pipeline=program.pipeline or "default")
-    return module.mod, program
+    return module.mod, program, symbol
 
 
 def _require_alignment(module: Any, candidate: Candidate) -> None:

@@ -4,6 +4,9 @@ manifest.json
     format      version of this layout, and of what kernels take
     versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
     kernels     one entry a library, see `Entry`
+
+Nothing of it is believed unchecked. A kernel's name in its library is a hash of what the entry says of it, `symbol_of`:
+a library that was made for another problem has no such kernel, whatever the manifest says.
 """
 
 from __future__ import annotations
@@ -11,21 +14,31 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..core.candidate import Candidate
-from ..core.template import Resident
-from . import runtime_libraries
+from ..core.template import Resident, Workspace
+from . import runtime_libraries, trust
 
-FORMAT = 5
+FORMAT = 6
 NAME = "manifest.json"
-_LIBRARY = re.compile(r"\w[\w.\-]*", re.ASCII)  # a bare file name: no folder, and neither . nor ..
+# How decisions are come by, best first: by the problem's own record, by that of a larger batch, by that of the problem
+# most like it, by those of another architecture, by a template's default.
+HOW = ("exact", "bucket", "nearby", "borrowed", "fallback")
+MOST_BYTES = 1 << 26  # of a manifest: some 50,000 kernels
+_LIBRARY = re.compile(r"\w[\w.\-]{0,199}", re.ASCII)  # a bare file name: no folder, and neither . nor ..
+_WORD = re.compile(r"\w[\w.+\-]{0,99}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DTYPE = re.compile(r"bfloat16|(float|int|uint)(8|16|32|64)")
+_MOST_TEXT = 2000
+_MOST_EXTENT = 1 << 48
 
 
 class ManifestError(ValueError):
@@ -59,7 +72,7 @@ class Entry:
     resident
         Of a cooperative kernel `core.template.Resident` as a dict: what has to run at the same time; else None.
     symbol
-        The library's function.
+        The library's function: `symbol_of` this entry, and that is what it is unless given.
     """
 
     problem: str
@@ -73,7 +86,24 @@ class Entry:
     figures: dict[str, Any]
     resources: dict[str, int] | None
     resident: dict[str, int] | None = None
-    symbol: str = "main"
+    symbol: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.symbol:
+            symbol = symbol_of(self.problem, self.arch, self.candidate, self.workspaces, self.resident)
+            object.__setattr__(self, "symbol", symbol)
+
+
+def symbol_of(
+    problem: str,
+    arch: str,
+    candidate: Candidate,
+    workspaces: Sequence[Mapping[str, Any]],
+    resident: Mapping[str, int] | None,
+) -> str:
+    """The name of a kernel in its library: a hash of all that its caller has to know of it."""
+    said = json.dumps([problem, arch, str(candidate), list(map(dict, workspaces)), resident], sort_keys=True)
+    return "k" + hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 def versions() -> dict[str, str]:
@@ -91,7 +121,7 @@ def write(folder: Path, entries: Iterable[Entry]) -> None:
     """Write the manifest of `folder`, by a temporary file and a rename."""
     kernels = [{**asdict(entry), "candidate": str(entry.candidate)} for entry in entries]
     text = json.dumps({"format": FORMAT, "versions": versions(), "kernels": kernels}, indent=1, sort_keys=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    trust.make_folder(folder, trust.SHARED)
     handle, name = tempfile.mkstemp(dir=folder, prefix=NAME)
     try:
         with os.fdopen(handle, "w") as file:
@@ -109,14 +139,17 @@ def read(folder: Path) -> tuple[Entry, ...]:
     Raises
     ------
     ManifestError
-        If the file is missing, is not JSON, lacks a field or has one of the wrong type, has another format, names a
-        library outside its folder, or was exported by a compiler version that this one's runtime cannot load.
+        If the file is missing or not trusted (`trust`), is not JSON, lacks a field or has one of the wrong type or out
+        of range, has another format, names a library outside its folder, says something else of a kernel than the
+        kernel's name, or was exported by a compiler version that this one's runtime cannot load.
     """
     path = folder / NAME
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(trust.read(path, MOST_BYTES))
     except FileNotFoundError:
         raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
+    except trust.Refused as error:
+        raise ManifestError(str(error)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -148,27 +181,83 @@ def _entry(path: Path, number: int, kernel: Any) -> Entry:
     if missing:
         raise ManifestError(f"{where}: missing {', '.join(missing)}")
     for name in ("problem", "arch", "kind", "candidate", "chosen", "library", "sha256", "symbol"):
-        if not isinstance(kernel[name], str):
-            raise ManifestError(f"{where}: {name} must be text, got {kernel[name]!r}")
+        if not isinstance(kernel[name], str) or len(kernel[name]) > _MOST_TEXT:
+            raise ManifestError(f"{where}: {name} must be text, got {_shown(kernel[name])}")
     if not _LIBRARY.fullmatch(kernel["library"]):
         raise ManifestError(f"{where}: library must be a file name in the same folder, got {kernel['library']!r}")
-    if not isinstance(kernel["workspaces"], list) or not isinstance(kernel["figures"], dict):
-        raise ManifestError(f"{where}: workspaces must be a list and figures an object")
-    if not isinstance(kernel["resources"], dict | None):
-        raise ManifestError(f"{where}: resources must be an object or null, got {kernel['resources']!r}")
-    if not _is_resident(kernel["resident"]):
-        names = ", ".join(field.name for field in fields(Resident))
-        raise ManifestError(f"{where}: resident must be null or have {names}, got {kernel['resident']!r}")
+    for name, valid, expected in (
+        ("arch", _WORD.fullmatch(kernel["arch"]), "the name of an architecture"),
+        ("kind", kernel["kind"] in ("llvm", "cuda"), "llvm or cuda"),
+        ("chosen", kernel["chosen"] in HOW, f"one of {', '.join(HOW)}"),
+        ("sha256", _SHA256.fullmatch(kernel["sha256"]), "64 hexadecimal digits"),
+        ("workspaces", _are_workspaces(kernel["workspaces"]), "a list of name, shape, dtype and fill"),
+        ("figures", _are_figures(kernel["figures"]), "an object of times and texts, or empty"),
+        ("resources", kernel["resources"] is None or _are_counts(kernel["resources"]), "an object of numbers, or null"),
+        ("resident", _is_resident(kernel["resident"]), f"null or have {', '.join(f.name for f in fields(Resident))}"),
+    ):
+        if not valid:
+            raise ManifestError(f"{where}: {name} must be {expected}, got {_shown(kernel[name])}")
     try:
         candidate = Candidate.parse(kernel["candidate"])
     except ValueError as error:
         raise ManifestError(f"{where}: {error}") from None
     known = {field.name: kernel[field.name] for field in fields(Entry)}
-    return Entry(**{**known, "candidate": candidate, "workspaces": tuple(kernel["workspaces"])})
+    entry = Entry(**{**known, "candidate": candidate, "workspaces": tuple(kernel["workspaces"])})
+    if entry.symbol != symbol_of(entry.problem, entry.arch, candidate, entry.workspaces, entry.resident):
+        raise ManifestError(
+            f"{where}: symbol must be the hash of problem, arch, candidate, workspaces and resident, one of which was"
+            " changed; export again"
+        )
+    return entry
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _are_workspaces(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 100 and all(map(_is_workspace, value))
+
+
+def _is_workspace(value: Any) -> bool:
+    if not isinstance(value, dict) or sorted(value) != sorted(field.name for field in fields(Workspace)):
+        return False
+    name, shape, dtype, fill = value["name"], value["shape"], value["dtype"], value["fill"]
+    return (
+        isinstance(name, str)
+        and _WORD.fullmatch(name) is not None
+        and isinstance(shape, list)
+        and len(shape) <= 10
+        and all((isinstance(n, str) and _WORD.fullmatch(n)) or _is_count(n, _MOST_EXTENT) for n in shape)
+        and isinstance(dtype, str)
+        and _DTYPE.fullmatch(dtype) is not None
+        and (fill is None or _is_count(fill, 255))
+    )
+
+
+def _are_figures(value: Any) -> bool:
+    """Empty, or what was measured: two times, and texts."""
+    if not isinstance(value, dict) or len(value) > 20:
+        return False
+    times = ("seconds", "fallback_seconds")
+    return not value or (
+        all(type(value.get(name)) in (int, float) and 0 < value[name] < math.inf for name in times)
+        and all(isinstance(value.get(name), str) for name in ("machine", "date"))
+        and all(isinstance(text, str) and len(text) <= _MOST_TEXT for name, text in value.items() if name not in times)
+    )
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= 20 and all(_is_count(n, _MOST_EXTENT) for n in value.values())
 
 
 def _is_resident(value: Any) -> bool:
     if value is None:
         return True
     wanted = [field.name for field in fields(Resident)]
-    return isinstance(value, dict) and sorted(value) == sorted(wanted) and all(type(n) is int for n in value.values())
+    return _are_counts(value) and sorted(value) == sorted(wanted)

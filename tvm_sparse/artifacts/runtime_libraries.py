@@ -1,8 +1,7 @@
 """TVM's runtime libraries: 4 MB that kernels call, of the installed compiler or carried along with prebuilt kernels.
 
-A package of prebuilt kernels is a folder of the namespace `tvm_sparse_kernels`, one an architecture, laid out as
-`export` lays out any folder. Beside its manifest may lie a folder `runtime` with the libraries and a file `VERSION`
-that says of which apache-tvm they are. With those nothing of apache-tvm has to be installed.
+Beside the manifest of a folder of kernels may lie a folder `runtime` with the libraries, and a file `VERSION` that says
+of which apache-tvm they are. With those nothing of apache-tvm has to be installed.
 """
 
 from __future__ import annotations
@@ -15,18 +14,12 @@ import os
 import shutil
 from pathlib import Path
 
-PACKAGES = "tvm_sparse_kernels"
+from . import trust
+from .packages import kernel_packages
+
 FOLDER, VERSION = "runtime", "VERSION"
 LIBRARIES = {"llvm": ("libtvm_runtime.so",), "cuda": ("libtvm_runtime.so", "libtvm_runtime_cuda.so")}
 _LICENCES = ("LICENSE", "NOTICE")
-
-
-@functools.cache
-def kernel_packages() -> tuple[Path, ...]:
-    """Folders of the installed packages of prebuilt kernels."""
-    spec = importlib.util.find_spec(PACKAGES)
-    places = (spec.submodule_search_locations or []) if spec else []
-    return tuple(path for place in places for path in sorted(Path(place).glob("*")) if path.is_dir())
 
 
 @functools.cache
@@ -55,7 +48,7 @@ def load(name: str, beside: Path | None = None) -> str | None:
     Raises
     ------
     OSError
-        If what it is linked to is missing.
+        If what it is linked to is missing; as `trust.Refused` if it comes with kernels and is not trusted.
     """
     try:
         ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
@@ -66,6 +59,8 @@ def load(name: str, beside: Path | None = None) -> str | None:
     path = _carried(name, beside) if installed is None else installed / "lib" / name
     if path is None or not path.exists():
         return None
+    if installed is None:
+        trust.check_file(path)
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return str(path)
 

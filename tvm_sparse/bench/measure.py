@@ -68,4 +68,4 @@ if __name__ == "__main__":
     import tvm_ffi  # noqa: F401
 
     del sys.modules["torch"]
-    serve(handle)
+    serve(handle, watched=lambda message: "library" in message)

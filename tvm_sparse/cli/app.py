@@ -11,6 +11,7 @@ from ..core.registry import BUILTIN
 from .bench import bench
 from .cache import cache
 from .common import PROGRAM, Plugins
+from .db import db
 from .doctor import doctor
 from .explain import explain
 from .export import export
@@ -54,6 +55,7 @@ app.command("explain")(explain)
 app.command("bench")(bench)
 app.command("cache")(cache)
 app.command("migrate")(migrate)
+app.add_typer(db, name="db")
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ import typer
 
 from .common import errors, size
 
+# A compilation takes up to minutes; nothing is removed under it.
+LOCK_SECONDS = 360.0
+
 
 class Action(enum.StrEnum):
     show = "show"
@@ -24,8 +27,7 @@ def cache(
 ) -> None:
     """Show the libraries that calls have compiled for this user, or remove them. Records stay."""
     with errors():
-        import filelock
-
+        from ..core import locking
         from ..runtime import paths
 
         root = paths.user_cache()
@@ -33,7 +35,7 @@ def cache(
         for folder in folders:
             count, total = _libraries(folder)
             if action is Action.clean:
-                with filelock.FileLock(folder / ".lock"):
+                with locking.held(folder / ".lock", LOCK_SECONDS):
                     for path in folder.iterdir():
                         if path.is_file() and path.name != ".lock":
                             path.unlink()

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 import typer
 
 from ..artifacts import manifest, runtime_libraries
+from ..artifacts.packages import kernel_packages
 from ..core import machine, registry
 from .common import FAILED, AsJson, Plugins, console, echo_json, table
 
@@ -158,7 +159,7 @@ def _packages() -> list[Check]:
 def _prebuilt(compiles: bool) -> list[Check]:
     """Packages of kernels; without one, and without the compiler, nothing can be called."""
     checks = []
-    for folder in runtime_libraries.kernel_packages():
+    for folder in kernel_packages():
         name = f"kernels for {folder.name}"
         try:
             entries = manifest.read(folder)

@@ -238,6 +238,10 @@ def problem_types() -> dict[str, type[Problem]]:
     return {name: operator.problem for name, operator in operators().items()}
 
 
+# No array has more elements; a record that says more would be nobody's, and its arithmetic everybody's.
+_LARGEST = 1 << 48
+
+
 def make(operator: str, axes: Mapping[str, Any]) -> Problem:
     """The problem of `operator` with these axes; numbers may be given as text.
 
@@ -254,7 +258,11 @@ def make(operator: str, axes: Mapping[str, Any]) -> Problem:
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in axes]
     if missing:
         raise ProblemError(f"{operator}: missing axis {', '.join(missing)}; expected {', '.join(fields)}")
-    return cls(**{name: _convert(operator, fields[name], value) for name, value in axes.items()})
+    values = {name: _convert(operator, fields[name], value) for name, value in axes.items()}
+    for name, value in values.items():
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ProblemError(f"{operator}: {name} must be below 2^48, got a number of {value.bit_length()} bits")
+    return cls(**values)
 
 
 def parse(key: str) -> Problem:

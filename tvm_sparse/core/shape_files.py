@@ -16,6 +16,7 @@ sparsity = [0.8, 0.95]
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from typing import Any
 from . import registry
 from .problem import Problem, ProblemError
 from .registry import make
+
+# Of a table. More than anybody tunes, and few enough to be written out in a second.
+MOST_PROBLEMS = 100_000
 
 
 class ShapesError(ProblemError):
@@ -68,6 +72,8 @@ def _expand(where: str, operator: str, table: dict[str, Any]) -> list[Problem]:
         for value in choices:
             if isinstance(value, bool) or not isinstance(value, (int, float, str)):
                 raise ShapesError(f"{where}: {name}: expected a number, a text or a list of these, got {value!r}")
+    if (count := math.prod(map(len, values.values()))) > MOST_PROBLEMS:
+        raise ShapesError(f"{where}: its lists mean {count:,} problems; expected at most {MOST_PROBLEMS:,}")
     problems = []
     for combination in itertools.product(*values.values()):
         try:

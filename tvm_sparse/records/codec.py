@@ -11,6 +11,8 @@ from typing import Any
 from ..core.candidate import Candidate
 from .values import Record
 
+# Of lines; raised when an old reader would take a new line for something else. Lines without one are of the first.
+SCHEMA = 1
 UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -25,7 +27,7 @@ def _checksum(fields_of_line: Mapping[str, Any]) -> str:
 def encode(record: Record) -> bytes:
     # Through JSON and back first: a key that is a number sorts otherwise once it is a text, and
     # the reader sees texts only.
-    line = json.loads(json.dumps({"kind": record.kind, **asdict(record)}, allow_nan=False))
+    line = json.loads(json.dumps({"kind": record.kind, "schema": SCHEMA, **asdict(record)}, allow_nan=False))
     line["sum"] = _checksum(line)
     return _canonical(line).encode() + b"\n"
 
@@ -49,6 +51,9 @@ def decode(data: bytes, kinds: Mapping[str, type[Record]]) -> Record:
         raise ValueError("missing field: sum")
     if _checksum(line) != expected:
         raise ValueError("checksum does not match")
+    schema = line.get("schema", 1)
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        raise ValueError(f"schema {schema!r} is none that this version reads, 1 to {SCHEMA}")
     kind = line.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"unknown kind: {kind!r}")

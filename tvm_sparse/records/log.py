@@ -5,7 +5,7 @@ Layout, one folder per architecture and operator::
     <root>/<arch>/<operator>/trials.jsonl    every candidate that was measured, and its session
     <root>/<arch>/<operator>/best.jsonl      final rankings; the last line of a problem wins
 
-A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind`` and a ``sum``: the first
+A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind``, a ``schema`` and a ``sum``: the first
 16 hex digits of the SHA-256 of the line's canonical JSON without ``sum``. Each line stands alone,
 so a damaged one costs itself and nothing else, and `cat` merges two logs. This module imports
 neither TVM nor NumPy: records are read where nothing can be compiled.
@@ -14,9 +14,10 @@ neither TVM nor NumPy: records are read where nothing can be compiled.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +26,23 @@ from filelock import FileLock
 from .codec import UNREADABLE, decode, encode
 from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, operator_of
 
+logger = logging.getLogger("tvm_sparse")
+
 LOCK_SECONDS = 60.0
 """How long an append waits for another one. An append takes milliseconds: a longer wait means that
 the holder is stopped, and waiting for ever would hide it."""
 
+_PROBLEM = re.compile(rb'"problem"\s*:\s*"([^"\\]{1,500})"')
 _OF_A_SESSION = re.compile(rb'"kind"\s*:\s*"%s"' % Session.kind.encode())
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A line that could not be used: its number, from 1, and why."""
+    """A line that could not be used: its number, from 1, why, and of which problem it was if that can be read."""
 
     line: int
     reason: str
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Contents:
 
 class Log:
     """The records of one operator on one architecture.
+
+    What is read and cannot be used is warned of, once a process.
 
     Any number of processes may append and read at the same time. Nothing is created before the
     first append, and reading takes no lock, so a log in a read-only folder can be read.
@@ -118,8 +125,21 @@ class Log:
         return self._read(self.best_path, (Best,))
 
     def best(self) -> dict[str, Best]:
-        """Return the last ranking of each problem, by problem key."""
-        return {best.problem: best for best in self.read_best().bests}
+        """Return the last ranking of each problem, by problem key; a warning says where a later one is damaged."""
+        found: dict[str, Best] = {}
+        lost: dict[str, Skipped] = {}
+        lines = list(self._lines(self.best_path, (Best,)))
+        for _, line in lines:
+            if isinstance(line, Best):
+                found[line.problem] = line
+                lost.pop(line.problem, None)
+            elif isinstance(line, Skipped) and line.problem:
+                lost[line.problem] = line
+        self._report(self.best_path, [line for _, line in lines if isinstance(line, Skipped)])
+        for problem, skipped in lost.items():
+            instead = "an older one is used" if problem in found else "there is no other"
+            _say_once(f"{self.best_path}: the last ranking of {problem}, line {skipped.line}, is damaged: {instead}")
+        return found
 
     def _append(self, path: Path, records: Iterable[Record], types: tuple[type[Record], ...]) -> None:
         records = tuple(records)
@@ -132,10 +152,24 @@ class Log:
 
     def _read(self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] | None = None) -> Contents:
         """What a file holds; with `only`, of the lines in which that is found."""
+        lines = [line for _, line in self._lines(path, types, only)]
+        skipped = [line for line in lines if isinstance(line, Skipped)]
+        self._report(path, skipped)
+        return Contents(
+            trials=tuple(line for line in lines if isinstance(line, Trial)),
+            sessions=tuple(line for line in lines if isinstance(line, Session)),
+            skipped=tuple(skipped),
+            bests=tuple(line for line in lines if isinstance(line, Best)),
+        )
+
+    def _lines(
+        self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] | None = None
+    ) -> Iterator[tuple[bytes, Record | Skipped]]:
+        """The lines of a file, each with what it says."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            return Contents()
+            return
         lines = data.split(b"\n")
         # What follows the last newline: nothing, or a line that a crash has torn, or one that is
         # being written at this moment. If its checksum holds, only the newline is missing.
@@ -144,8 +178,6 @@ class Log:
             lines.pop()
 
         kinds = {cls.kind: cls for cls in types}
-        records: list[Record] = []
-        skipped: list[Skipped] = []
         for number, line in enumerate(lines, start=1):
             if only is not None and not only.search(line):
                 continue
@@ -154,15 +186,34 @@ class Log:
                 self._check_place(record)
             except UNREADABLE as error:
                 reason = f"torn last line: {error}" if number == torn else str(error)
-                skipped.append(Skipped(number, reason[:REASON_LENGTH]))
+                problem = _PROBLEM.search(line)
+                yield (
+                    line,
+                    Skipped(number, reason[:REASON_LENGTH], problem[1].decode("ascii", "replace") if problem else ""),
+                )
             else:
-                records.append(record)
-        return Contents(
-            trials=tuple(r for r in records if isinstance(r, Trial)),
-            sessions=tuple(r for r in records if isinstance(r, Session)),
-            skipped=tuple(skipped),
-            bests=tuple(r for r in records if isinstance(r, Best)),
-        )
+                yield line, record
+
+    def _report(self, path: Path, skipped: list[Skipped]) -> None:
+        if skipped:
+            first = skipped[0]
+            count = "1 line is" if len(skipped) == 1 else f"{len(skipped)} lines are"
+            _say_once(
+                f"{path}: {count} damaged and passed over, the first is line {first.line}: {first.reason}; to see them:"
+                f" tvm-sparse db verify --logs {self.root}"
+            )
+
+    def prune(self, keep: Callable[[Trial | Session | Best], bool]) -> int:
+        """Rewrite both files without damaged lines and records that `keep` refuses; returns how many lines went."""
+        gone = 0
+        for path, types in ((self.trials_path, (Trial, Session)), (self.best_path, (Best,))):
+
+            def kept(lines: list[bytes], path: Path = path, types: tuple[type[Record], ...] = types) -> list[bytes]:
+                found = self._lines(path, types)
+                return [line + b"\n" for line, record in found if not isinstance(record, Skipped) and keep(record)]
+
+            gone += rewrite(path, kept)
+        return gone
 
     def _check_place(self, record: Record) -> None:
         """Refuse a record of another folder: a copied file must not speak for another GPU."""
@@ -172,6 +223,36 @@ class Log:
             raise ValueError(f"arch {record.arch!r} in the folder of {self.arch!r}")
         if operator_of(record.problem) != self.operator:
             raise ValueError(f"problem {record.problem!r} in the folder of {self.operator!r}")
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def rewrite(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> int:
+    """Replace the lines of a file, under its lock and by a rename; returns how many it has fewer, or that differ."""
+    if not path.exists():
+        return 0
+    with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
+        before = path.read_bytes().splitlines(keepends=True)
+        after = change(before)
+        if after == before:
+            return 0
+        unfinished = path.with_suffix(".unfinished")
+        with unfinished.open("wb") as file:
+            file.write(b"".join(after))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        _sync_folder(path.parent)
+    if len(after) != len(before):
+        return len(before) - len(after)
+    return sum(old != new for old, new in zip(before, after, strict=True))
 
 
 def _append_lines(path: Path, lines: list[bytes]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from filelock import FileLock
-
 from ..core.candidate import Candidate
 from .codec import UNREADABLE, decode, encode
-from .log import LOCK_SECONDS
+from .log import rewrite
 from .values import Best, Session, Trial
 
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
@@ -30,17 +27,10 @@ def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
     def current(candidate: Candidate) -> Candidate:
         return dataclasses.replace(candidate, decisions=renamed(candidate.template, candidate.decisions))
 
-    changed = {}
-    for path in sorted(Path(root).glob("*/*/*.jsonl")):
-        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
-            before = path.read_bytes().splitlines(keepends=True)
-            after = [_migrated(line, current) for line in before]
-            if after != before:
-                unfinished = path.with_suffix(".migrating")
-                unfinished.write_bytes(b"".join(after))
-                os.replace(unfinished, path)
-        changed[path] = sum(old != new for old, new in zip(before, after, strict=True))
-    return changed
+    return {
+        path: rewrite(path, lambda lines: [_migrated(line, current) for line in lines])
+        for path in sorted(Path(root).glob("*/*/*.jsonl"))
+    }
 
 
 def _migrated(line: bytes, current: Callable[[Candidate], Candidate]) -> bytes:
@@ -50,7 +40,7 @@ def _migrated(line: bytes, current: Callable[[Candidate], Candidate]) -> bytes:
         return line
     if isinstance(record, Session):
         return line
-    record = dataclasses.replace(record, candidate=current(record.candidate))
-    if isinstance(record, Best):
-        record = dataclasses.replace(record, fallback=current(record.fallback))
-    return encode(record)
+    now = dataclasses.replace(record, candidate=current(record.candidate))
+    if isinstance(now, Best):
+        now = dataclasses.replace(now, fallback=current(now.fallback))
+    return line if now == record else encode(now)

@@ -5,7 +5,7 @@ Layout, one folder per architecture and operator::
     <root>/<arch>/<operator>/trials.jsonl    every candidate that was measured, and its session
     <root>/<arch>/<operator>/best.jsonl      final rankings; the last line of a problem wins
 
-A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind`` and a ``sum``: the first
+A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind``, a ``schema`` and a ``sum``: the first
 16 hex digits of the SHA-256 of the line's canonical JSON without ``sum``. Each line stands alone,
 so a damaged one costs itself and nothing else, and `cat` merges two logs. This module imports
 neither TVM nor NumPy: records are read where nothing can be compiled.
@@ -25,8 +25,9 @@ from typing import Any, ClassVar
 
 from ..core.candidate import Candidate
 
-OUTCOMES = ("ok", "wrong", "build-error", "run-error", "crash", "timeout", "rejected")
-"""How a trial can end; `rejected` ones were refused before they were built."""
+OUTCOMES = ("ok", "wrong", "build-error", "run-error", "crash", "timeout", "rejected", "environment")
+"""How a trial can end; `rejected` ones were refused before they were built. `environment` ones tell nothing of their
+candidate, and are tried again: memory, disk or processors were wanting, or something else ended the process."""
 REASON_LENGTH = 500
 """Characters kept of an error: enough for its head, and a log of crashes stays readable."""
 
@@ -135,6 +136,8 @@ class Best:
         How many rounds the ranking had.
     session : str
         `Session.id` of the tuning session.
+    trials : int, optional
+        How many trials that session had recorded by then: fewer in the log mean that it was cut.
     """
 
     kind: ClassVar[str] = "best"
@@ -147,6 +150,7 @@ class Best:
     fallback_seconds: float
     rounds: int
     session: str
+    trials: int | None = None
 
     def __post_init__(self) -> None:
         _check_texts(self, "problem", "arch", "session")
@@ -159,6 +163,8 @@ class Best:
         object.__setattr__(self, "rounds", index(self.rounds))
         if self.rounds < 1:
             raise ValueError(f"a ranking has at least one round, not {self.rounds}")
+        if self.trials is not None:
+            object.__setattr__(self, "trials", index(self.trials))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ an array of one is there only if its library is.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 from dataclasses import dataclass
@@ -136,6 +137,32 @@ def _address(name: str, tensor: Any) -> int:
     if here.below:
         return 0
     raise TypeError(f"{name}: got a tensor without data. {UNTRACED}")
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether the memory of two arrays overlaps, from the first to the last byte of each."""
+    (start, end), (begin, stop) = _span(one), _span(other)
+    return start < stop and begin < end
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """The addresses of an array's first byte and of that behind its last."""
+    if is_torch(array):
+        start = array.data_ptr()
+        if array.is_contiguous():
+            return start, start + array.nbytes
+        size, strides = array.element_size(), array.stride()
+        last = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
+        return start, start + (last + 1) * size if array.numel() else start
+    if is_numpy(array):
+        start = array.__array_interface__["data"][0]
+        if not array.size:
+            return start, start
+        reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+        return start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + array.itemsize
+    tensor = argument(array)
+    start = tensor.data_ptr()
+    return start, start + ITEMSIZE.get(str(tensor.dtype), 8) * math.prod(tensor.shape)
 
 
 def is_fake(array: Any) -> bool:

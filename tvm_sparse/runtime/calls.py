@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core import machine
@@ -88,6 +88,8 @@ def inverse_temperature(temperature: Any) -> float:
     if type(temperature) is float and temperature == 1.0:
         return 1.0
     try:
+        if isinstance(temperature, str | bytes | bool):  # float() would take these
+            raise TypeError
         inverse = 1.0 / float(temperature)
     except (TypeError, ValueError, RuntimeError):
         what = f"{type(temperature).__name__}"
@@ -255,6 +257,9 @@ def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], 
         name = "out" if name == "out" else f"out ({name})"
         theirs = arrays.facts(name, array)
         refuse_gradient(name, array)
+        if arrays.is_torch(array) != arrays.is_torch(like):
+            wanted_kind = "a torch tensor" if arrays.is_torch(like) else "an array that is no torch tensor"
+            raise ValueError(f"{name}: expected {wanted_kind}, as the input is, got {type(array).__name__}")
         if theirs.shape != shape or theirs.dtype != dtype:
             raise ValueError(f"{name}: expected shape {shape} and dtype {dtype}, got {theirs.shape} and {theirs.dtype}")
         if (theirs.device, theirs.index) != (known.device, known.index):
@@ -264,6 +269,15 @@ def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], 
         if not theirs.contiguous or not theirs.aligned:
             raise ValueError(f"{name}: expected a contiguous, writeable and aligned array")
     return given
+
+
+def refuse_overlap(out: Any, inputs: Iterable[tuple[str, Any]]) -> None:
+    """Raise if `out` shares memory with an input that a kernel reads while it writes; inputs may be None."""
+    if out is None or arrays.is_fake(out):
+        return
+    for name, array in inputs:
+        if array is not None and arrays.overlap(out, array):
+            raise ValueError(f"out: shares memory with {name}, which is read while out is written; pass another array")
 
 
 def fill(array: Any, value: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
 import shlex
@@ -22,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import manifest, runtime_libraries
-from ..artifacts.compile import CompileError
-from ..artifacts.manifest import Entry, ManifestError, digest
+from ..artifacts import manifest, runtime_libraries, trust
+from ..artifacts.compile import UNFINISHED, CompileError
+from ..artifacts.manifest import Entry, ManifestError
 from ..artifacts.residency import too_large
+from ..core import locking, registry, shape_files, spaces
 from ..core import machine as machines
-from ..core import registry, shape_files, spaces
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
@@ -395,13 +396,12 @@ class Dispatcher:
 
         What was compiled before one of several failed stays.
         """
-        import filelock
-
         from ..workers import building
 
         folder = self._cache_folder(machine)
-        folder.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder / ".lock"):
+        with _writable_cache(folder, building.BUILD_TIMEOUT + 60):
+            for path in folder.glob(f"{UNFINISHED}*"):
+                path.unlink(missing_ok=True)  # nobody writes here but who holds the lock: a killed process's
             present: tuple[Entry, ...] = ()
             if (folder / manifest.NAME).exists():
                 try:
@@ -435,6 +435,25 @@ class Dispatcher:
             ]
 
 
+@contextlib.contextmanager
+def _writable_cache(folder: Path, seconds: float) -> Iterator[None]:
+    """The folder of the user's cache, made if need be, and its lock for the time of the block."""
+    with contextlib.ExitStack() as stack:
+        try:
+            trust.make_folder(folder)
+            trust.check_folder(folder)
+            # Whoever holds it compiles: each library is a change of the folder.
+            stack.enter_context(locking.held(folder / ".lock", seconds, lambda: _stamp(folder)))
+        except (trust.Refused, locking.LockTimeout) as error:
+            raise loading.LoadError(str(error)) from error
+        except OSError as error:
+            raise loading.LoadError(
+                f"the kernel has to be compiled, and the user's cache {folder} cannot be written:"
+                f" {error.strerror or error}; name another folder by XDG_CACHE_HOME, or load kernels that were exported"
+            ) from error
+        yield
+
+
 def _known(records: Mapping[str, Any]) -> dict[str, Known]:
     return {key: Known(best.candidate, figures) for key, (best, figures) in records.items()}
 
@@ -454,7 +473,8 @@ def _is_program(entry: Entry, choice: Choice) -> bool:
 
 def _intact(folder: Path, entry: Entry) -> bool:
     try:
-        return digest(folder / entry.library) == entry.sha256
+        content = trust.read(folder / entry.library, loading.MOST_LIBRARY)
+        return hashlib.sha256(content).hexdigest() == entry.sha256
     except OSError:
         return False
 

@@ -7,7 +7,9 @@ CUDA, its CUDA part: those of the installed apache-tvm, which is not imported, o
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -17,9 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..artifacts import runtime_libraries
-from ..artifacts.manifest import digest
-from ..core import machine
+from ..artifacts import runtime_libraries, trust
+from ..core import machine, scratch
 from ..core.problem import Problem, numpy_dtype
 from . import arrays
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("tvm_sparse")
+
+# Bytes of a library, and of a workspace.
+MOST_LIBRARY = 1 << 32
+MOST_WORKSPACE = 1 << 40
 
 # In the text of the error that a cooperative launch without room raises.
 REFUSED = "COOPERATIVE_LAUNCH_TOO_LARGE"
@@ -68,12 +73,13 @@ def prepare(kind: str, beside: Path | None = None) -> None:
 
 
 def load_function(path: Path, kind: str, sha256: str | None, symbol: str = "main") -> Any:
-    """A function of a library, after the file's bytes were compared with `sha256` (None: not compared).
+    """A function of a library, after its bytes were compared with `sha256` (None: nothing is checked).
 
     Raises
     ------
     LoadError
-        If the file is missing, its hash differs, it does not load, or it has no such function.
+        If the file is missing, is not trusted (`artifacts.trust`), its hash differs, it does not load, or it has no
+        such function.
     """
     return function_of(load_library(path, kind, sha256), path, symbol)
 
@@ -83,26 +89,58 @@ def function_of(library: Any, path: Path, symbol: str) -> Any:
     try:
         return library[symbol]
     except Exception as error:  # whatever the loader raises, the library cannot be used
-        raise LoadError(f"{path}: {error}") from error
+        raise LoadError(
+            f"{path}: holds no kernel {symbol}, which is that of its manifest's entry: it was built for something else;"
+            f" export it again ({error})"
+        ) from error
 
 
 def load_library(path: Path, kind: str, sha256: str | None) -> Any:
-    """A library, which stays in the process; see `load_function`."""
+    """A library, which stays in the process; see `load_function`.
+
+    With a hash the bytes that were compared are those that are loaded: the file is read once, and nothing that becomes
+    of it afterwards matters.
+    """
     if not path.is_file():
         raise LoadError(f"{path}: no such library; export it again")
+    if sha256 is None:
+        return _opened(path, kind, str(path.resolve()))
     try:
-        same = sha256 is None or digest(path) == sha256
+        content = trust.read(path, MOST_LIBRARY)
+    except trust.Refused as error:
+        raise LoadError(str(error)) from error
     except OSError as error:
-        raise LoadError(f"{path}: {error.strerror}") from error
-    if not same:
+        raise LoadError(f"{path}: {error.strerror or error}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise LoadError(
             f"{path}: the file is not the one that its manifest describes (sha256 differs); export it again"
         )
-    prepare(kind, path.parent)
+    try:
+        file = os.memfd_create(path.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):  # not Linux, or not allowed there
+        with scratch.folder() as private:
+            copy = private / path.name
+            copy.write_bytes(content)
+            return _opened(path, kind, str(copy))
+    with os.fdopen(os.dup(file), "wb") as writable:
+        writable.write(content)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    # The descriptor stays open with the library: the loader knows libraries by their names, and must not take the next
+    # one that gets this number for this one.
+    return _opened(path, kind, f"/proc/self/fd/{file}")
+
+
+def _opened(path: Path, kind: str, name: str) -> Any:
+    """The library at `path`, as the loader finds it under `name`."""
+    try:
+        prepare(kind, path.parent)
+    except trust.Refused as error:
+        raise LoadError(str(error)) from error
     import tvm_ffi
 
     try:
-        module = tvm_ffi.load_module(str(path.resolve()))
+        # By format, as `tvm_ffi.load_module` would after a look at the name's ending.
+        module = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")(name, "so")
     except Exception as error:  # whatever the loader raises, the library cannot be used
         raise LoadError(f"{path}: {error}") from error
     # A function does not keep its module alive in every version.
@@ -176,15 +214,35 @@ def or_else(function: Any, problem: Problem, other: Callable[[], Any]) -> Any:
 def allocated(
     workspaces: Iterable[Mapping[str, Any]], problem: Problem, allocate: Callable[[tuple[int, ...], str, int], Any]
 ) -> list[Any]:
-    """A library's workspaces for calls of one problem, each by `allocate(shape, dtype, the byte that fills it)`."""
+    """A library's workspaces for calls of one problem, each by `allocate(shape, dtype, the byte that fills it)`.
+
+    Raises
+    ------
+    LoadError
+        If the problem does not have an extent that a workspace names, or one would take more than `MOST_WORKSPACE`.
+    """
     return [
         allocate(
-            tuple(map(problem.extent, workspace["shape"])),
+            _shape(workspace, problem)[0],
             workspace["dtype"],
             _POISON if workspace["fill"] is None else workspace["fill"],
         )
         for workspace in workspaces
     ]
+
+
+def _shape(workspace: Mapping[str, Any], problem: Problem) -> tuple[tuple[int, ...], int]:
+    """A workspace's shape for a problem, and its bytes."""
+    try:
+        shape = tuple(map(problem.extent, workspace["shape"]))
+    except (KeyError, AttributeError) as error:
+        raise LoadError(f"{problem}: workspace {workspace['name']}: no such extent: {error}") from error
+    size = math.prod(shape) * numpy_dtype(workspace["dtype"]).itemsize
+    if size > MOST_WORKSPACE:
+        raise LoadError(
+            f"{problem}: workspace {workspace['name']} would take {size} bytes; expected at most {MOST_WORKSPACE}"
+        )
+    return shape, size
 
 
 def _on_stream(workspaces: Sequence[Mapping[str, Any]], problem: Problem, owner: tuple[int, int]) -> list[Any]:
@@ -193,9 +251,9 @@ def _on_stream(workspaces: Sequence[Mapping[str, Any]], problem: Problem, owner:
     places, end = {}, 0
     for workspace in workspaces:
         if workspace["fill"] is None:
-            shape = tuple(map(problem.extent, workspace["shape"]))
+            shape, size = _shape(workspace, problem)
             begin = -(-end // _ALIGNED) * _ALIGNED
-            end = begin + math.prod(shape) * numpy_dtype(workspace["dtype"]).itemsize
+            end = begin + size
             places[workspace["name"]] = (slice(begin, end), getattr(torch, workspace["dtype"]), shape)
     scratch: Any = _scratch(owner, end) if places else None
     found: list[Any] = []

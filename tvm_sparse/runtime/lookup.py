@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..artifacts.manifest import HOW
 from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
-
-# How decisions are come by, best first: by the problem's own record, by that of a larger batch, by that of the problem
-# most like it, by those of another architecture, by a template's default.
-HOW = ("exact", "bucket", "nearby", "borrowed", "fallback")
 
 # Which of these are no miss, by the name of a policy.
 POLICIES = {"exact": HOW[:2], "nearest": HOW[:4], "any": HOW}
@@ -190,7 +187,10 @@ def _by_library(
 
 
 def _typed(key: str | None) -> str:
-    return parse(key).typed if key else ""
+    try:
+        return parse(key).typed if key else ""
+    except ProblemError:  # of a manifest, which may have been written by a version with other axes
+        return str(key)
 
 
 def _parsed(key: str, like: Problem) -> Problem | None:

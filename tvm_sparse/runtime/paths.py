@@ -30,6 +30,6 @@ def user_cache() -> Path:
 
 def shipped_kernels() -> tuple[Path, ...]:
     """Libraries that come with packages of prebuilt kernels, or with this one where it was built with them."""
-    from ..artifacts.runtime_libraries import kernel_packages
+    from ..artifacts.packages import kernel_packages
 
     return (Path(__file__).parent.parent / "kernels", *kernel_packages())

@@ -150,18 +150,16 @@ def _chunks(jobs: Sequence[Job], most: int) -> list[list[Job]]:
     return chunks
 
 
-def _symbol(job: Job) -> str:
-    return "k" + hashlib.sha256(f"{job[0].key}|{job[1]}".encode()).hexdigest()[:12]
-
-
 def _path(state: _State, chunk: Sequence[Job]) -> Path:
     """A file name that differs for every set of kernels, architecture and compiler version."""
-    text = "|".join([*map(_symbol, chunk), state.machine.arch, str(sorted(manifest.versions().items()))])
+    text = "|".join(
+        [*(f"{job[0].key} {job[1]}" for job in chunk), state.machine.arch, str(sorted(manifest.versions().items()))]
+    )
     return state.folder / f"{chunk[0][0].operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
 
 
 def _request(state: _State, chunk: Sequence[Job]) -> dict[str, Any]:
-    return bundle_request([(job[0], job[1], _symbol(job)) for job in chunk], state.machine, _path(state, chunk))
+    return bundle_request([(job[0], job[1]) for job in chunk], state.machine, _path(state, chunk))
 
 
 def _take(state: _State, chunk: Sequence[Job], reply: Reply) -> None:

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..artifacts import manifest, runtime_libraries
+from ..artifacts import manifest, packages, runtime_libraries
 from ..core.machine import resolve
 
 _EARLIEST = (1980, 1, 1, 0, 0, 0)  # what a ZIP file can say: the same kernels give the same wheel
@@ -68,7 +68,7 @@ def pack(folders: Sequence[Path], output: Path, name: str | None = None) -> Path
         for folder in folders:
             for file in _files(folder):
                 place = file.relative_to(folder).as_posix()
-                add(f"{runtime_libraries.PACKAGES}/{folder.name}/{place}", file.read_bytes())
+                add(f"{packages.PACKAGES}/{folder.name}/{place}", file.read_bytes())
         add(f"{about}/METADATA", "\n".join([*metadata, ""]).encode())
         add(f"{about}/WHEEL", "\n".join([*wheel, ""]).encode())
         lines.append(f"{about}/RECORD,,")

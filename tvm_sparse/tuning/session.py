@@ -4,7 +4,8 @@
 
 The first candidates are the fallback, every template's default, and what won for similar problems in the same log.
 A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
-it again. Records of other versions of a template, and of trials that failed, count as paid for too.
+it again. Records of other versions of a template, and of trials that failed, count as paid for too. What failed for
+want of memory, disk or processors, or because something else ended its process, does not: it is tried again.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import importlib.metadata
 import itertools
 import math
 import platform
+import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core import spaces
+from ..core import scratch, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -51,6 +52,8 @@ BUILD_TIMEOUT = 120.0
 MEASURE_TIMEOUT = 30.0
 # To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
 PREPARE_TIMEOUT = 600.0
+# Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
+LEAST_DISK = 1 << 20
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
 TYPICAL = {"llvm": (0.5, 0.4), "cuda": (1.0, 0.3)}
 
@@ -152,7 +155,7 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     """Candidates of the log at their templates' present version: median seconds, None for a failure."""
     known: dict[Candidate, float | None] = {}
     for trial in log.read().trials:
-        if trial.problem == problem.key:
+        if trial.problem == problem.key and trial.outcome != "environment":
             with contextlib.suppress(KeyError):
                 if spaces.find(trial.candidate.template).version == trial.candidate.version:
                     known[trial.candidate] = trial.median if trial.outcome == "ok" else None
@@ -213,16 +216,19 @@ def tune(
             progress.best, progress.best_seconds = candidate, seconds
     progress.fallback_seconds = known.get(fallback)
 
-    with tempfile.TemporaryDirectory(prefix="tvm_sparse-") as folder, contextlib.ExitStack() as stack:
+    with scratch.folder() as folder, contextlib.ExitStack() as stack:
         pool, runner = using or stack.enter_context(workers(plan.builders))
-        bench = _Bench(problem, machine, fallback, seed, Path(folder), pool, runner)
+        bench = _Bench(problem, machine, fallback, seed, folder, pool, runner)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
             bench.forget(fallback)
             (trial,) = bench.measure([fallback], session.id, 0)
             if trial.outcome != "ok":
-                raise NoValidRecord(f"{problem}: the fallback {fallback} failed ({trial.outcome}): {trial.reason}")
+                raise NoValidRecord(
+                    f"{problem}: the fallback {fallback} failed ({trial.outcome}), so that no candidate is to blame and"
+                    f" this batch is not recorded: {trial.reason}"
+                )
 
         def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
             results: dict[Candidate, float | None] = {}
@@ -311,6 +317,7 @@ def _final(
         fallback_seconds=medians.get(fallback, medians[winner]),
         rounds=FINAL_ROUNDS,
         session=session,
+        trials=progress.measured,
     )
     log.append_best(best)
     return best
@@ -338,7 +345,7 @@ class _Bench:
         runner: Worker,
     ) -> None:
         self._problem, self._machine, self._fallback, self._seed = problem, machine, fallback, seed
-        self._pool, self._runner = pool, runner
+        self._pool, self._runner, self._folder = pool, runner, folder
         self._built: dict[Candidate, Reply] = {}
         self._prepared: int | None = None  # the process that has this problem's references
         self._names = (folder / f"{number}.so" for number in itertools.count())
@@ -353,7 +360,10 @@ class _Bench:
         requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
         self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         for i, candidate in enumerate(candidates):
-            yield self._trial(candidate, self._built[candidate], session, order + i)
+            trial = self._trial(candidate, self._built[candidate], session, order + i)
+            if trial.outcome == "environment":
+                self.forget(candidate)
+            yield trial
 
     def _trial(self, candidate: Candidate, built: Reply, session: str, order: int) -> Trial:
         def trial(outcome: str, reason: str = "", seconds: Sequence[float] = ()) -> Trial:
@@ -371,7 +381,11 @@ class _Bench:
             )
 
         if not built.ok:
-            return trial("timeout" if built.kind == "timeout" else "build-error", f"build: {built.message}")
+            reason = f"build: {built.message}"
+            # Compilers do not always say what they lacked, but end with an exit status.
+            if built.environment or shutil.disk_usage(self._folder).free < LEAST_DISK:
+                return trial("environment", reason)
+            return trial("timeout" if built.kind == "timeout" else "build-error", reason)
         spills = (built.value["resources"] or {}).get("spill_instructions", 0)
         if spills and candidate != self._fallback:
             # Another point holds the same work in registers; this one is not worth its share of the device's time.
@@ -393,7 +407,9 @@ class _Bench:
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
         outcome = {"crash": "crash", "timeout": "timeout"}.get(reply.kind, "run-error")
-        if reply.message.startswith("Mismatch"):
+        if reply.environment:
+            outcome = "environment"
+        elif reply.message.startswith("Mismatch"):
             outcome = "wrong"
         return trial(outcome, reply.message)
 

@@ -26,24 +26,25 @@ KEEP_SECONDS = 60.0
 BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.workers.building")
 
 
-def request(problem: Any, candidate: Candidate, machine: Machine, path: Path) -> dict[str, Any]:
-    """The message that asks for one library."""
+def request(problem: Any, candidate: Candidate, machine: Machine, path: Path, symbol: str = "main") -> dict[str, Any]:
+    """The message that asks for one library; without a `symbol` its kernel has that of `manifest.symbol_of`."""
     return {
         "problem": problem.key,
         "candidate": str(candidate),
         "machine": asdict(machine),
         "path": str(path),
+        "symbol": symbol,
         "plugins": plugins(),
     }
 
 
-def bundle_request(kernels: Sequence[tuple[Problem, Candidate, str]], machine: Machine, path: Path) -> dict[str, Any]:
-    """The message that asks for one library of several kernels, each (problem, candidate, symbol).
+def bundle_request(kernels: Sequence[tuple[Problem, Candidate]], machine: Machine, path: Path) -> dict[str, Any]:
+    """The message that asks for one library of several kernels, each with the symbol of `manifest.symbol_of`.
 
     What is replied is a list: for each kernel what `compile_candidate` tells, or the text of its error.
     """
     return {
-        "kernels": [(problem.key, str(candidate), symbol) for problem, candidate, symbol in kernels],
+        "kernels": [(problem.key, str(candidate), "") for problem, candidate in kernels],
         "machine": asdict(machine),
         "path": str(path),
         "plugins": plugins(),
@@ -63,6 +64,7 @@ def handle(message: dict[str, Any]) -> Any:
         Candidate.parse(message["candidate"]),
         Machine(**message["machine"]),
         Path(message["path"]),
+        message["symbol"],
     )
     return asdict(compiled)
 
@@ -121,7 +123,7 @@ def build(
     """
     entries = []
     requests = [
-        request(problem, candidate, machine, folder / library_name(problem, candidate, machine.arch))
+        request(problem, candidate, machine, folder / library_name(problem, candidate, machine.arch), symbol="")
         for problem, candidate, _, _ in jobs
     ]
     with contextlib.ExitStack() as stack:

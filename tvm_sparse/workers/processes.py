@@ -15,6 +15,9 @@ kernel that never ends is no exception. The child side is one call, `serve`::
 
 Messages are JSON lines over two pipes of their own: standard output belongs to whatever compiled
 code and libraries want to print, and its tail is shown when they crash.
+
+What a child prints and what it takes of memory is bounded, its temporary files go with it, and a reply counts only
+with the token of its request. A `Reply` says whether the request or its surroundings are to blame.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import ctypes
 import faulthandler
 import fcntl
 import io
-import itertools
 import json
 import math
 import os
+import re
 import resource
+import secrets
 import select
 import signal
 import subprocess
@@ -38,7 +42,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
+
+from ..core.scratch import Scratch
 
 _VARIABLE = "TVM_SPARSE_WORKER"
 """Tells the child its two file descriptors and its parent: ``requests,replies,pid``."""
@@ -56,6 +63,24 @@ it would disturb the next measurement; beyond that it hangs in the kernel and is
 _LOOK_SECONDS = 0.2
 """How often a busy child is looked at. Its pipe tells of its end, unless a process that it forked
 holds the other end."""
+
+_MOST_OUTPUT = 64 << 20
+"""Bytes that a child may print for one request, and that a reply may have."""
+
+_MEMORY_SHARE = 0.8
+"""Of this machine's memory, or of what its control group may have: what a child may take."""
+
+_STARVED_SHARE = 0.75
+"""A request that spent as much of its time waiting for a processor timed out for want of one."""
+
+_FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Sent by the kernel for want of memory, or by whoever ends processes. No fault in a program raises them."""
+
+_WANTING = re.compile(
+    "No space left on device|Disk quota exceeded|Read-only file system|Too many open files|Cannot allocate memory|"
+    "MemoryError|std::bad_alloc|Resource temporarily unavailable|out of memory|OUT_OF_MEMORY"
+)
+"""What systems, compilers and drivers say where the machine lacks something."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -83,6 +108,9 @@ class Reply:
         Tail of the child's traceback, for an error.
     fatal : bool
         Whether the child was given up after an error, because the exception said so.
+    environment : bool
+        Whether it went wrong for want of memory, disk or processors, or because something else ended or stopped the
+        child: the same request may well succeed another time.
     """
 
     kind: Literal["ok", "error", "crash", "timeout"]
@@ -90,6 +118,7 @@ class Reply:
     message: str = ""
     traceback: str = ""
     fatal: bool = False
+    environment: bool = False
 
     @property
     def ok(self) -> bool:
@@ -107,18 +136,21 @@ class _Child:
     requests: int  # our ends of the two pipes; neither ever blocks
     replies: int
     output: IO[bytes]
+    scratch: Scratch  # for its temporary files
     ready_by: float
     ready: bool = False
     received: bytearray = field(default_factory=bytearray)
     searched: int = 0  # how much of `received` is known to hold no end of line
+    look_at: float = 0.0  # when its output and its memory are looked at next
 
 
 @dataclass
 class _Job:
-    number: int
+    token: str
     timeout: float
     unsent: memoryview
     deadline: float
+    waited: Mapping[str, float] = field(default_factory=dict)  # of each thread for a processor, before
 
 
 class Worker:
@@ -140,6 +172,9 @@ class Worker:
         For messages.
     start_timeout : float
         Seconds until the child has to be ready; not part of any request's time.
+    memory : int, optional
+        Bytes of memory that the child may hold, beyond which it is ended; those of processes that it starts do not
+        count. Default: four fifths of the machine's.
     """
 
     def __init__(
@@ -149,14 +184,15 @@ class Worker:
         env: Mapping[str, str] | None = None,
         name: str,
         start_timeout: float = _START_SECONDS,
+        memory: int | None = None,
     ) -> None:
         self.argv = tuple(argv)
         self.env = dict(env or {})
         self.name = name
         self.start_timeout = start_timeout
+        self.memory = int(_MEMORY_SHARE * _memory()) if memory is None else memory
         self._child: _Child | None = None
         self._job: _Job | None = None
-        self._numbers = itertools.count()
 
     def __enter__(self) -> Worker:
         return self
@@ -214,6 +250,7 @@ class Worker:
             os.close(child.requests)
             os.close(child.replies)
             child.output.close()
+            child.scratch.close()
 
     def _ensure_child(self) -> None:
         if self._child and _has_ended(self._child.process):
@@ -224,16 +261,21 @@ class Worker:
     def _submit(self, request: Mapping[str, Any], timeout: float) -> None:
         if self._job is not None:
             raise ValueError(f"{self.name} is busy")
-        number = next(self._numbers)
-        line = json.dumps({"number": number, "request": dict(request)}).encode() + b"\n"
+        # Not a count: what a child has printed or forked in an earlier request must not pass for the reply to this one.
+        token = secrets.token_hex(16)
+        line = json.dumps({"token": token, "request": dict(request)}).encode() + b"\n"
         self._ensure_child()
         assert self._child is not None
-        deadline = math.inf  # until the child is ready
+        self._job = _Job(token, timeout, memoryview(line), deadline=math.inf)
         if self._child.ready:
-            deadline = time.monotonic() + timeout
+            self._begin(self._child, self._job)
             # What was printed before is not this request's, and must not fill the disk.
             os.ftruncate(self._child.output.fileno(), 0)
-        self._job = _Job(number, timeout, memoryview(line), deadline)
+
+    def _begin(self, child: _Child, job: _Job) -> None:
+        """The request's time begins now."""
+        job.deadline = time.monotonic() + job.timeout
+        job.waited = _waited(child.process.pid)
 
     def _advance(self) -> Reply | None:
         """Send and receive what can be without waiting; the reply, once there is one."""
@@ -247,16 +289,17 @@ class Worker:
             child.searched = 0
             try:
                 message = json.loads(line)
-                number = message["number"]
+                token = message["token"]
             except (ValueError, TypeError, KeyError):
                 return self._fail("crash", f"sent what is not a reply: {line[:80]!r}")
-            if number is None:
-                child.ready = True
-                if job:
-                    job.deadline = time.monotonic() + job.timeout
-            elif job and number == job.number:
+            if token is None:
+                if not child.ready:
+                    child.ready = True
+                    if job:
+                        self._begin(child, job)
+            elif job and token == job.token:
                 return self._finish(message)
-            # Any other number: a reply of a process that the child forked, long decided.
+            # Any other token: a reply of a process that the child forked, long decided, or what is none at all.
 
         child.searched = len(child.received)
 
@@ -265,11 +308,27 @@ class Worker:
         if ended or closed:
             return self._fail("crash")
         now = time.monotonic()
+        if now >= child.look_at:
+            child.look_at = now + _LOOK_SECONDS
+            if taken := self._takes_too_much(child):
+                return self._fail("crash", taken)
         if not child.ready and now >= child.ready_by:
             return self._fail("timeout", f"was not ready within {self.start_timeout:g} s")
         if job and now >= job.deadline:
-            return self._fail("timeout", f"did not reply within {job.timeout:g} s")
+            reason = _kept_from_running(child.process.pid, job)
+            what = f"did not reply within {job.timeout:g} s{reason and ': '}{reason}"
+            return self._fail("timeout", what, environment=bool(reason))
         return None
+
+    def _takes_too_much(self, child: _Child) -> str:
+        """What the child has too much of; empty if nothing."""
+        if os.fstat(child.output.fileno()).st_size > _MOST_OUTPUT:
+            return f"printed more than {_MOST_OUTPUT >> 20} MiB"
+        if len(child.received) > _MOST_OUTPUT:
+            return f"sent more than {_MOST_OUTPUT >> 20} MiB that are no reply"
+        if _resident(child.process.pid) > self.memory:
+            return f"held more than {self.memory / 2**30:.1f} GiB of memory"
+        return ""
 
     def _receive(self, child: _Child) -> bool:
         """Read what is there; whether the child has closed its end."""
@@ -298,19 +357,20 @@ class Worker:
 
     def _finish(self, message: dict[str, Any]) -> Reply:
         self._job = None
+        fatal = bool(message.get("fatal"))
+        if fatal or message.get("changed"):
+            self.close()
         if "error" not in message:
             return Reply("ok", value=message.get("ok"))
-        fatal = bool(message.get("fatal"))
-        if fatal:
-            self.close()
         return Reply(
             "error",
             message=message["error"],
             traceback=message.get("traceback", ""),
             fatal=fatal,
+            environment=_WANTING.search(message["error"]) is not None,
         )
 
-    def _fail(self, kind: Literal["crash", "timeout"], what: str = "") -> Reply:
+    def _fail(self, kind: Literal["crash", "timeout"], what: str = "", environment: bool = False) -> Reply:
         """Give the child up; `what` it did, unless it ended by itself."""
         child = self._child
         assert child is not None
@@ -318,13 +378,17 @@ class Worker:
             what = "closed its pipe"
         output = _tail(child.output)
         self.close()
-        what = what or _describe_status(child.process.returncode)
+        if not what:
+            status = child.process.returncode
+            what = _describe_status(status)
+            foreign = status is not None and -status in _FOREIGN_SIGNALS
+            environment = foreign or _WANTING.search(output) is not None
         message = f"{self.name} {what}"
         if output:
             message += f"\n--- end of its output ---\n{output}"
         if not child.ready:
             raise StartError(f"{message}\n(command: {' '.join(self.argv)})")
-        return Reply(kind, message=message)
+        return Reply(kind, message=message, environment=environment)
 
     def _postpone(self, seconds: float) -> None:
         if self._child:
@@ -414,9 +478,13 @@ class Pool:
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: float) -> _Child:
+    try:
+        output, scratch = tempfile.TemporaryFile(), Scratch()
+    except OSError as error:
+        where = f"the temporary folder {tempfile.gettempdir()} (TMPDIR sets another)"
+        raise StartError(f"{name} cannot be started: {where}: {error.strerror or error}") from error
     request_reader, request_writer = os.pipe()
     reply_reader, reply_writer = os.pipe()
-    output = tempfile.TemporaryFile()
     # Appending, so that the file can be emptied between requests under the child's hands.
     flags = fcntl.fcntl(output, fcntl.F_GETFL)
     fcntl.fcntl(output, fcntl.F_SETFL, flags | os.O_APPEND)
@@ -426,7 +494,12 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **env, _VARIABLE: f"{request_reader},{reply_writer},{os.getpid()}"},
+            env={
+                **os.environ,
+                "TMPDIR": str(scratch.path),
+                **env,
+                _VARIABLE: f"{request_reader},{reply_writer},{os.getpid()}",
+            },
             pass_fds=(request_reader, reply_writer),
             start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
         )
@@ -434,6 +507,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
         os.close(request_writer)
         os.close(reply_reader)
         output.close()
+        scratch.close()
         if isinstance(error, OSError):
             raise StartError(f"{name} cannot be started: {error}") from error
         raise
@@ -442,7 +516,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
         os.close(reply_writer)
     os.set_blocking(request_writer, False)
     os.set_blocking(reply_reader, False)
-    return _Child(process, request_writer, reply_reader, output, time.monotonic() + timeout)
+    return _Child(process, request_writer, reply_reader, output, scratch, time.monotonic() + timeout)
 
 
 def _wait(workers: Iterable[Worker]) -> None:
@@ -479,6 +553,46 @@ def _ends_soon(process: subprocess.Popen[bytes]) -> bool:
     while not (ended := _has_ended(process)) and time.monotonic() < until:
         time.sleep(0.005)
     return ended
+
+
+def _waited(pid: int) -> dict[str, float]:
+    """Seconds that each thread of a process has waited for a processor, by its id; empty where Linux does not tell."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            found[path.parent.name] = int(path.read_text().split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):  # the thread has ended
+            continue
+    return found
+
+
+def _kept_from_running(pid: int, job: _Job) -> str:
+    """Why a request that is out of time did not get on, if that was not its own doing; empty if it was."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    if state in "Tt":
+        return "the process was stopped"
+    waited = max((now - job.waited.get(thread, 0.0) for thread, now in _waited(pid).items()), default=0.0)
+    return f"it waited {waited:.1f} s for a processor" if waited > _STARVED_SHARE * job.timeout else ""
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 if it has ended, or where nothing tells."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
+
+
+def _memory() -> int:
+    """Bytes of memory that this machine has, or that the control group of this process may have."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # another kind of groups, or "max"
+        return machine
 
 
 def _kill(child: _Child) -> None:
@@ -518,12 +632,15 @@ def _tail(output: IO[bytes]) -> str:
 # The child's side
 
 
-def serve(handle: Callable[[dict[str, Any]], Any]) -> NoReturn:
+def serve(
+    handle: Callable[[dict[str, Any]], Any], watched: Callable[[dict[str, Any]], bool] = lambda request: False
+) -> NoReturn:
     """Answer the requests of the `Worker` that started this process, until it goes away.
 
     What `handle` returns has to be JSON. What it raises becomes an error with the type, the message
     and the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that
-    sticks to the context, say) makes the parent replace this process.
+    sticks to the context, say) makes the parent replace this process. So does a request that is `watched`, and that
+    leaves the process in another state than it found it in: an alarm, signals, the rounding of numbers.
     """
     requests, replies = _attach()
     faulthandler.enable()  # a segfault leaves the Python stack in the output
@@ -532,24 +649,40 @@ def serve(handle: Callable[[dict[str, Any]], Any]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what is in a buffer is lost in a crash
-    _send_line(replies, json.dumps({"number": None}))
+    _send_line(replies, json.dumps({"token": None}))
     with os.fdopen(requests, "rb") as lines:
         for line in lines:
             message = json.loads(line)
-            number = message["number"]
+            before = _state() if watched(message["request"]) else None
+            reply: dict[str, Any] = {"token": message["token"]}
             try:
-                text = json.dumps({"number": number, "ok": handle(message["request"])})
+                reply["ok"] = handle(message["request"])
+                json.dumps(reply)  # what is not JSON is the handler's error
             except Exception as error:
-                text = json.dumps(
-                    {
-                        "number": number,
-                        "error": _describe_error(error),
-                        "traceback": traceback.format_exc()[-_TAIL:],
-                        "fatal": bool(getattr(error, "fatal", False)),
-                    }
-                )
-            _send_line(replies, text)
+                reply.pop("ok", None)
+                reply["error"] = _describe_error(error)
+                reply["traceback"] = traceback.format_exc()[-_TAIL:]
+                reply["fatal"] = bool(getattr(error, "fatal", False))
+            reply["changed"] = before is not None and _state() != before
+            _send_line(replies, json.dumps(reply))
     os._exit(0)  # nobody is left to clean up for, and a driver's exit handlers can hang
+
+
+def _state() -> tuple[Any, ...]:
+    """What a request may leave behind in this process that others would meet."""
+    timers = [
+        signal.getitimer(which)[0] > 0 for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    ]
+    kept = ("SigBlk", "SigIgn", "SigCgt", "Umask")
+    try:
+        lines = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kept)]
+        lines.append(Path("/proc/self/timers").read_text())
+    except OSError:  # not everywhere
+        lines = []
+    limits = [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)]
+    smallest = sys.float_info.min
+    rounding = ctypes.CDLL(None).fegetround(), smallest / 2 > 0  # whether denormal numbers are flushed to zero
+    return timers, lines, os.getcwd(), limits, rounding
 
 
 def _attach() -> tuple[int, int]:

@@ -44,7 +44,7 @@ from typing import Any
 
 import platformdirs
 
-from .. import runtime_libraries
+from .. import runtime_libraries, trust
 
 # The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
 CUDA_MAJOR = 13
@@ -208,7 +208,10 @@ def _cached(name: str, content: str) -> Path:
     key = hashlib.sha256(f"{platform.machine()}\n{content}".encode()).hexdigest()[:16]
     folder = platformdirs.user_cache_path("tvm_sparse") / f"{name}-{key}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        trust.make_folder(folder)
+        trust.check_folder(folder)
+    except trust.Refused as error:
+        raise ToolchainError(str(error)) from error
     except OSError as error:
         raise ToolchainError(f"cannot write the cache folder {folder}: {error}") from error
     return folder

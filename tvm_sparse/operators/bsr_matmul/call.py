@@ -18,6 +18,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    refuse_overlap,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -58,7 +59,8 @@ def bsr_matmul(
     activation
         `"relu"`, `"gelu"` (by the error function, as torch's default) or `"silu"`, applied in float32.
     out
-        `(m, n)` (or `(..., n)`) array of the weight's dtype to write into, contiguous and on the same device.
+        `(m, n)` (or `(..., n)`) array of the weight's dtype to write into, contiguous, on the same device and of the
+        same kind as x; its memory is none of the inputs'.
     validate
         Also check indices and indptr that lie on a GPU, which costs a synchronisation; those on the host are always
         checked, of a `BsrWeight` when it is made. Unchecked bad indices read out of bounds.
@@ -106,6 +108,7 @@ def bsr_matmul(
         if found is not None and found[2] is dispatcher.launchers and is_plain(x):
             function, like, _ = found
             if out is None or fits(out, like, torch):
+                refuse_overlap(out, (("x", x), ("weight", weight.data), ("bias", bias)))
                 y = torch.empty_like(like) if out is None else out
                 if bias is None:
                     function(x, *weight.arguments, y)
@@ -153,6 +156,7 @@ def bsr_matmul(
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
     extras = [] if bias is None else [facts_beside("bias", bias, (n,), known.dtype, known, "x is")]
     [y] = outputs_for(out, (("out", (m, n), known.dtype),), x, known)
+    refuse_overlap(out, (("x", x), ("weight", weight.data), ("bias", bias)))
     if arrays.is_fake(x):
         return y
     if m and n:

@@ -15,6 +15,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    refuse_overlap,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
@@ -42,7 +43,8 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
     out
-        `(rows, width)` array of the table's dtype to write into, contiguous and on the same device.
+        `(rows, width)` array of the table's dtype to write into, contiguous, on the same device and of the same kind as
+        the table; its memory is none of the inputs'.
     validate
         Also check indptr and indices that lie on a GPU, which costs a synchronisation; those on the host are always
         checked, of a `CsrRows` when it is made. Unchecked bad indices read out of bounds.
@@ -84,6 +86,7 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
                 function(*arguments, table, result)
                 return result
             if fits(out, like, torch):
+                refuse_overlap(out, _read(csr, table))
                 function(*arguments, table, out)
                 return out
 
@@ -112,6 +115,7 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
             f" vocab={vocab}, width={width}"
         )
     [result] = outputs_for(out, (("out", (rows, width), known.dtype),), table, known)
+    refuse_overlap(out, _read(csr, table))
     if arrays.is_fake(table):
         return result
     if rows and width:
@@ -129,6 +133,15 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
                 elif known.device == "cuda" and (parts := _csr_tensors(given, table, torch)) is not None:
                     launchers[lookup_key(parts, table)] = (function, like)
     return out if out is not None else arrays.returned(result, table)
+
+
+def _read(csr: Any, table: Any) -> tuple[tuple[str, Any], ...]:
+    """The inputs by name that `out` may not overlap: those of its dtype."""
+    if isinstance(csr, CsrRows):
+        return ("table", table), ("values", csr.values)
+    if isinstance(csr, (tuple, list)):
+        return ("table", table), ("values", csr[2])
+    return (("table", table), ("values", csr.values()))
 
 
 def _arrays_of(csr: Any) -> tuple[Any, ...]:

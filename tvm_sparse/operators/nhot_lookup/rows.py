@@ -77,6 +77,8 @@ class CsrRows:
         if shape is None:
             if columns is None:
                 raise ValueError("columns: rows given as (indptr, indices, values) need their number of columns")
+            if not hasattr(columns, "__index__") or isinstance(columns, bool) or columns < 0:
+                raise ValueError(f"columns: expected an integer of at least 0, got {columns!r}")
             shape = (known.shape[0] - 1, columns)
         self.shape = shape
         if known.shape[0] != self.shape[0] + 1:
@@ -142,6 +144,8 @@ def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
         csr = csr.detach()
         return csr.crow_indices(), csr.col_indices(), csr.values(), tuple(csr.shape)
     if getattr(csr, "format", None) == "csr":
+        if len(csr.shape) != 2:
+            raise ValueError(f"csr: expected 2 dimensions, got shape {csr.shape}")
         return csr.indptr, csr.indices, csr.data, (int(csr.shape[0]), int(csr.shape[1]))
     if getattr(csr, "format", None) is not None:
         raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {csr.format}; use csr.tocsr()")

@@ -1,0 +1,159 @@
+"""`tvm-sparse db`: folders of records: what lies there, whether it is sound, and one folder's records in another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..core.problem import ProblemError
+from .common import FAILED, console, default_roots, errors, fail, ratio, table, us
+
+Logs = Annotated[list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")]
+Own = Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: yours]")]
+Wanted = Annotated[str, typer.Argument(metavar="PROBLEM", help="A problem's key, or how keys begin: an operator.")]
+
+db = typer.Typer(
+    no_args_is_help=True,
+    help="List, check, merge, prune, compare and export folders of tuning records.",
+)
+
+
+@db.command("ls")
+def ls(logs: Logs = None) -> None:
+    """List the logs: how many problems, trials and sessions each has, and lines that cannot be used."""
+    with errors():
+        from ..records.database import logs_of
+
+        columns = ("problems", "trials", "sessions", "damaged")
+        made = table("folder", "arch", "operator", *columns, right=columns)
+        for root in default_roots(logs):
+            for log in logs_of(root):
+                trials, bests = log.read(), log.read_best()
+                counts = len({best.problem for best in bests.bests}), len(trials.trials), len(trials.sessions)
+                damaged = len(trials.skipped) + len(bests.skipped)
+                made.add_row(str(root), log.arch, log.operator, *map(str, (*counts, damaged)))
+        console().print(made)
+
+
+@db.command("show")
+def show(problem: Wanted, logs: Logs = None, count: Annotated[int, typer.Option(min=1)] = 20) -> None:
+    """Show a problem's trials, the fastest first, and how the others ended."""
+    with errors():
+        from ..records.database import logs_of
+
+        found = [
+            trial
+            for root in default_roots(logs)
+            for log in logs_of(root)
+            for trial in log.read().trials
+            if trial.problem.startswith(problem)
+        ]
+        if not found:
+            raise ProblemError(f"no trial of {problem}; see tvm-sparse db ls")
+        made = table("arch", "problem", "candidate", "us", right=("us",))
+        right = sorted((trial for trial in found if trial.seconds), key=lambda trial: trial.median)
+        for trial in right[:count]:
+            made.add_row(trial.arch, trial.problem, str(trial.candidate), us(trial.median))
+        console().print(made)
+        typer.echo(", ".join(f"{n} {outcome}" for outcome, n in Counter(trial.outcome for trial in found).items()))
+
+
+@db.command("best")
+def best(problem: Wanted = "", logs: Logs = None) -> None:
+    """Print the last ranking of each problem: the winner, its time, and how much faster it is than the fallback."""
+    with errors():
+        from ..records.database import logs_of, readable
+
+        made = table("arch", "problem", "candidate", "us", "x fallback", right=("us", "x fallback"))
+        for root in default_roots(logs):
+            for log in logs_of(root):
+                for key, record in sorted(log.best().items()):
+                    if key.startswith(problem):
+                        note = "" if readable(key) else " (no problem of this version)"
+                        faster = ratio(record.fallback_seconds, record.seconds)
+                        made.add_row(log.arch, key + note, str(record.candidate), us(record.seconds), faster)
+        console().print(made)
+
+
+@db.command("merge")
+def merge(
+    sources: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of records.")],
+    logs: Own = None,
+) -> None:
+    """Append to a folder the records of others that it lacks. Of a problem's rankings the latest session's counts."""
+    with errors():
+        from ..records.database import merge as append
+        from ..runtime import paths
+
+        for source in sources:
+            if not source.is_dir():
+                raise ProblemError(f"{source}: no such folder")
+        target = logs or paths.user_logs()
+        typer.echo(f"{append(sources, target)} records appended in {target}")
+
+
+@db.command("prune")
+def prune(
+    logs: Own = None, dry_run: Annotated[bool, typer.Option("--dry-run", help="Count them and stop.")] = False
+) -> None:
+    """Remove damaged lines, replaced rankings, records of templates that are gone, and trials the machine spoilt."""
+    with errors():
+        from ..records.database import prune as remove
+        from ..records.log import Log
+        from ..runtime import paths
+
+        def ask(log: Log, count: int) -> bool:
+            typer.echo(f"{log.trials_path.parent}: {count} lines")
+            return not dry_run
+
+        removed = remove(logs or paths.user_logs(), ask)
+        typer.echo(f"{sum(removed.values())} lines removed")
+
+
+@db.command("diff")
+def diff(one: Path, other: Path) -> None:
+    """Compare the last rankings of two folders; FOLDER to FOLDER."""
+    with errors():
+        from ..records.database import differences
+
+        made = table("arch", "problem", "in the first", "in the second", "x faster", right=("x faster",))
+        for arch, problem, mine, theirs in differences(one, other):
+            told = [f"{us(found.seconds)} us, {found.candidate}" if found else "-" for found in (mine, theirs)]
+            made.add_row(arch, problem, *told, ratio(mine.seconds, theirs.seconds) if mine and theirs else "-")
+        console().print(made)
+
+
+@db.command("verify")
+def verify(logs: Logs = None) -> None:
+    """Name file and line of every record that is damaged or missing; the exit code says whether there is any."""
+    with errors():
+        from ..records.database import verify as check
+
+        found = [damage for root in default_roots(logs) for damage in check(root)]
+        for damage in found:
+            typer.echo(str(damage))
+        if found:
+            fail(f"{len(found)} damaged", FAILED)
+        typer.echo("sound")
+
+
+@db.command("export")
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.csv, or FILE.parquet (needs pyarrow).")],
+    logs: Logs = None,
+) -> None:
+    """Write all trials and rankings into one table, as CSV or Parquet."""
+    with errors():
+        from ..records.database import rows, write_rows
+
+        if output.suffix not in (".csv", ".parquet"):
+            raise ProblemError(f"output: expected FILE.csv or FILE.parquet, got {output}")
+        found = rows(default_roots(logs))
+        try:
+            write_rows(found, output)
+        except ModuleNotFoundError:
+            fail("pyarrow is missing, which writes Parquet: pip install pyarrow, or export to FILE.csv")
+        typer.echo(f"{len(found)} records in {output}")

@@ -1,0 +1,86 @@
+"""Locks between processes that do not wait for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# How long a lock whose holder is stopped is waited for: a debugger's break, a terminal's Ctrl-Z.
+STOPPED_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
+
+
+class LockTimeout(TimeoutError):
+    """A lock was not to be had; the message names it, and who holds it where that is known."""
+
+
+@contextlib.contextmanager
+def held(path: Path, seconds: float, progress: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """Hold the lock of a file for the time of the block.
+
+    Parameters
+    ----------
+    seconds
+        How long to wait for a holder that makes no `progress`: something that changes as its work gets on.
+
+    Raises
+    ------
+    LockTimeout
+        If its holder took longer, or is stopped.
+    OSError
+        If the file cannot be opened.
+    """
+    import filelock
+
+    lock = filelock.FileLock(path)
+    last, since = progress(), time.monotonic()
+    stopped_since: float | None = None
+    while True:
+        try:
+            lock.acquire(timeout=_LOOK_SECONDS)
+            break
+        except filelock.Timeout:
+            now = time.monotonic()
+            if (state := progress()) != last:
+                last, since = state, now
+            holder = _holder(path)
+            stopped = holder is not None and _is_stopped(holder)
+            stopped_since = (stopped_since or now) if stopped else None
+            if stopped_since is not None and now - stopped_since >= STOPPED_SECONDS:
+                raise LockTimeout(
+                    f"{path}: process {holder} holds this lock and is stopped; continue it (kill -CONT {holder}) or end"
+                    " it"
+                ) from None
+            if now - since >= seconds:
+                who = "another process" if holder is None else f"process {holder}"
+                raise LockTimeout(f"{path}: {who} has held this lock for {seconds:.0f} s; end it, or wait") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> int | None:
+    """The process that holds a file's lock, as the kernel tells it; None on another machine, or where it does not."""
+    try:
+        found = path.stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in lines:
+        words = line.split()
+        if "->" not in words and place in words:
+            return int(words[4]) if int(words[4]) > 0 else None
+    return None
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,211 @@
+"""Folders of records as a whole: what lies there, whether it is sound, and one folder's records in another."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core import registry, spaces
+from ..core.problem import ProblemError
+from .codec import encode
+from .log import Log
+from .values import FOLDER_NAME, Best, Session, Trial
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is amiss in a file; line 0 is of the file as a whole."""
+
+    path: Path
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.what}"
+
+
+def logs_of(root: Path) -> list[Log]:
+    """The logs of a folder, one an architecture and operator."""
+    places = {path.parent for name in ("trials", "best") for path in Path(root).glob(f"*/*/{name}.jsonl")}
+    named = [place for place in places if all(map(FOLDER_NAME.fullmatch, (place.parent.name, place.name)))]
+    return [Log(root, place.parent.name, place.name) for place in sorted(named)]
+
+
+def verify(root: Path) -> list[Damage]:
+    """What is amiss in the logs of a folder.
+
+    That is a line that cannot be used; and, as a file that was cut between two lines holds only sound ones, a session
+    that lacks trials between others, has fewer than its ranking says, or is not there itself.
+    """
+    found = []
+    for log in logs_of(root):
+        trials, bests = log.read(), log.read_best()
+        for path, contents in ((log.trials_path, trials), (log.best_path, bests)):
+            found += [Damage(path, skipped.line, skipped.reason) for skipped in contents.skipped]
+        orders: dict[str, Counter[int]] = defaultdict(Counter)
+        problems: dict[str, Counter[str]] = defaultdict(Counter)
+        for trial in trials.trials:
+            orders[trial.session][trial.order] += 1
+            problems[trial.session][trial.problem] += 1
+        known = {session.id for session in trials.sessions}
+        for session, order in orders.items():
+            lacking = set(range(max(order))) - set(order)
+            if session not in known:
+                found.append(Damage(log.trials_path, 0, f"session {session} has trials, and no line of its own"))
+            if lacking:
+                numbers = ", ".join(map(str, sorted(lacking)[:5])) + (", ..." if len(lacking) > 5 else "")
+                found.append(Damage(log.trials_path, 0, f"session {session} lacks {len(lacking)} trials: {numbers}"))
+        for best in bests.bests:
+            there = problems[best.session][best.problem]
+            if best.trials is not None and there < best.trials:
+                what = f"session {best.session} had {best.trials} trials of {best.problem}, of which {there} are here"
+                found.append(Damage(log.trials_path, 0, what))
+    return found
+
+
+def merge(sources: Sequence[Path], target: Path) -> int:
+    """Append to `target` what other folders hold and it does not; returns how many records.
+
+    Of several rankings of a problem the one of the latest session stands last, and so is the one that is used.
+    """
+    count = 0
+    for source in sources:
+        for log in logs_of(source):
+            into = Log(target, log.arch, log.operator)
+            new = _absent(log.read(), into.read())
+            into.append(*new)
+            theirs = log.read_best().bests
+            mine = into.read_best().bests
+            added = [best for best in theirs if best not in mine]
+            dates = {session.id: session.date for session in into.read().sessions}
+            latest = {
+                best.problem: best for best in sorted((*mine, *added), key=lambda best: dates.get(best.session, ""))
+            }
+            added.sort(key=lambda best: best == latest[best.problem])
+            last = {best.problem: best for best in (*mine, *added)}
+            added += [best for problem, best in latest.items() if last[problem] != best]
+            into.append_best(*added)
+            count += len(new) + len(added)
+    return count
+
+
+def _absent(theirs: Any, mine: Any) -> list[Trial | Session]:
+    """Sessions, and after them trials, that are not among `mine`."""
+    there = {encode(record) for record in (*mine.sessions, *mine.trials)}
+    return [record for record in (*theirs.sessions, *theirs.trials) if encode(record) not in there]
+
+
+def prune(root: Path, ask: Callable[[Log, int], bool] = lambda log, count: True) -> dict[Path, int]:
+    """Remove what no look-up and no tuning run reads again; returns how many lines of each log's folder.
+
+    That is: damaged lines, rankings that a later one has replaced, records of templates or of versions of templates
+    that are gone, trials that the machine spoilt, and sessions of which nothing is left. `ask` is told how many lines
+    of a log these are, and may refuse.
+    """
+    removed = {}
+    for log in logs_of(root):
+        present = _present(log.operator)
+        trials, bests = log.read(), log.read_best()
+        last = {best.problem: best for best in bests.bests}
+
+        def current(record: Trial | Best, present: dict[str, int] = present) -> bool:
+            return present.get(record.candidate.template) == record.candidate.version
+
+        kept_trials = {t for t in trials.trials if current(t) and t.outcome != "environment"}
+        kept_bests = {best for best in last.values() if current(best)}
+        used = {trial.session for trial in kept_trials} | {best.session for best in kept_bests}
+        kept: set[Trial | Session | Best] = {*kept_trials, *kept_bests}
+
+        def keep(record: Trial | Session | Best, kept: set[Any] = kept, used: set[str] = used) -> bool:
+            return record.id in used if isinstance(record, Session) else record in kept
+
+        records: list[Trial | Session | Best] = [*trials.trials, *trials.sessions, *bests.bests]
+        count = sum(not keep(record) for record in records) + len(trials.skipped) + len(bests.skipped)
+        if count and ask(log, count):
+            removed[log.trials_path.parent] = log.prune(keep)
+    return removed
+
+
+def _present(operator: str) -> dict[str, int]:
+    """The templates of an operator, each with its version; none of an operator that is gone."""
+    try:
+        return {template.name: template.version for template in spaces.templates(operator)}
+    except (KeyError, ProblemError):
+        return {}
+
+
+def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None, Best | None]]:
+    """Architecture, problem and both folders' last rankings, where they are not the same."""
+    places = sorted({(log.arch, log.operator) for root in (one, other) for log in logs_of(root)})
+    for arch, operator in places:
+        mine, theirs = (Log(root, arch, operator).best() for root in (one, other))
+        for problem in sorted({*mine, *theirs}):
+            if mine.get(problem) != theirs.get(problem):
+                yield arch, problem, mine.get(problem), theirs.get(problem)
+
+
+def rows(roots: Iterable[Path]) -> list[dict[str, Any]]:
+    """All trials and rankings as flat rows with the same columns."""
+    found = []
+    for root in roots:
+        for log in logs_of(root):
+            contents = log.read()
+            sessions = {session.id: session for session in contents.sessions}
+            records: list[Trial | Best] = [*contents.trials, *log.read_best().bests]
+            for record in records:
+                session = sessions.get(record.session)
+                trial = record if isinstance(record, Trial) else None
+                ranked = record if isinstance(record, Best) else None
+                seconds = ranked.seconds if ranked else trial.median if trial and trial.seconds else None
+                found.append(
+                    {
+                        "kind": record.kind,
+                        "arch": record.arch,
+                        "operator": log.operator,
+                        "problem": record.problem,
+                        "candidate": str(record.candidate),
+                        "outcome": trial.outcome if trial else "ok",
+                        "reason": trial.reason if trial else "",
+                        "seconds": seconds,
+                        "fallback_seconds": ranked.fallback_seconds if ranked else None,
+                        "build_seconds": trial.build_seconds if trial else None,
+                        "session": record.session,
+                        "order": trial.order if trial else None,
+                        "date": session.date if session else "",
+                        "machine": str(session.machine.get("name", "")) if session else "",
+                    }
+                )
+    return found
+
+
+def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write rows as CSV, or as Parquet where the name ends so.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        For Parquet without pyarrow.
+    """
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(found)), path)
+        return
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]) if found else ["kind"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def readable(problem: str) -> bool:
+    """Whether this version's operators have such a problem."""
+    try:
+        registry.parse(problem)
+    except ProblemError:
+        return False
+    return True
