@@ -1,9 +1,9 @@
 """Which kernel a call runs, and why.
 
 The decisions come from the first of: a record of this very problem (exact), of the same problem with the next larger
-batch (bucket), of the nearest problem whose decisions are a point of its template's space here (nearby), of another
-architecture where this one has none of the operator (borrowed), or the template's default (fallback). The library
-comes from a folder of exported kernels (loaded ones first, then installed packages of kernels, then the user's cache)
+batch (bucket), a model of what was measured (predicted), a record of the nearest problem whose decisions are a point of
+its template's space here (nearby), of another architecture where this one has none of the operator (borrowed), or the
+template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then installed packages of kernels, then the user's cache)
 or is compiled once, in a child process, into the user's cache. `configure` says which of these a process may run.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -49,7 +50,7 @@ class Explanation:
     arch: str
     how: str  # one of `lookup.HOW`
     candidate: str  # template, version and decisions
-    record: str | None  # key of the problem whose record gave the decisions; None for the fallback
+    record: str | None  # key of the problem whose record gave the decisions; None if predicted, and for the fallback
     figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
     library: str | None  # None: not compiled yet; the first call compiles it into the user's cache, if `compiles`
     why: str
@@ -117,6 +118,7 @@ class Dispatcher:
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
@@ -207,9 +209,10 @@ class Dispatcher:
         try:
             kernel = self._loaded(problem, machine, choice, located)
         except CompileError as error:
-            if choice.how not in ("nearby", "borrowed") or self._policy() != "any":
+            if choice.how not in ("predicted", "nearby", "borrowed") or self._policy() != "any":
                 raise
-            why = f"the decisions of {choice.record} do not compile for it; those are a template's default"
+            decisions = f"the decisions of {choice.record}" if choice.record else "the predicted decisions"
+            why = f"{decisions} do not compile for it; those are a template's default"
             logger.warning("%s on %s: %s: %s", problem.typed, machine.arch, why, error)
             choice = Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
             kernel = self._loaded(problem, machine, choice, self._find(choice, machine, sources))
@@ -302,6 +305,14 @@ class Dispatcher:
             self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
         return self._records[arch, operator]
 
+    def _predictor(self, arch: str, operator: str) -> Any:
+        """The model of one operator, or None."""
+        if (arch, operator) not in self._predictors:
+            from ..records.queries import predictor
+
+            self._predictors[arch, operator] = predictor(self._roots(), arch, operator)
+        return self._predictors[arch, operator]
+
     def _roots(self) -> tuple[Path, ...]:
         return self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
 
@@ -331,7 +342,8 @@ class Dispatcher:
 
             lender = machines.nearest_arch(machine, recorded_archs(self._roots(), (problem.operator,)))
             borrowed = _known(self._tuned(lender, problem.operator)) if lender else {}
-        return Evidence(known, borrowed, lender or "", built, compiles)
+        predictor = functools.partial(self._predictor, machine.arch, problem.operator)
+        return Evidence(known, borrowed, lender or "", built, compiles, predictor)
 
     def _decide(
         self, problem: Problem, machine: Machine, sources: list[_Source]
@@ -633,7 +645,8 @@ def _problems(given: Any) -> list[Problem]:
 
 
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
-    """Which kernel a call runs, and why: exact record, batch bucket, nearby or borrowed record, or fallback.
+    """Which kernel a call runs, and why: exact record, batch bucket, prediction, nearby or
+    borrowed record, or fallback.
 
     Parameters
     ----------

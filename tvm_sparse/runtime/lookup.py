@@ -6,7 +6,7 @@ Pure: it knows candidates and the problems that they won, and asks the spaces; i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,13 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
+from ..records.predictor import Predictor
 
 # Which of these are no miss, by the name of a policy.
-POLICIES = {"exact": HOW[:2], "nearest": HOW[:4], "any": HOW}
+POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
+
+# Octaves (`Problem.distance`) up to which a record that the model was not trained on comes before it.
+LIKE = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Evidence:
     """What is known when a problem is looked up.
 
     `records`: by key, this architecture's. `borrowed`: another one's, `lender`, where this one has none of the
-    operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made.
+    operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made. `predictor`:
+    reads this architecture's model of the operator, if there is one.
     """
 
     records: Mapping[str, Known] = field(default_factory=dict)
@@ -55,6 +60,7 @@ class Evidence:
     lender: str = ""
     built: Sequence[Built] = ()
     compiles: bool = True
+    predictor: Callable[[], Predictor | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,13 @@ class Choice:
     why: str
     compiled_for: Problem  # the batch of this problem may differ from the call's
     candidate: Candidate
-    record: str | None  # key of the problem that it won; None for the fallback
+    record: str | None  # key of the problem that it won; None if predicted, and for the fallback
     figures: Mapping[str, Any]
 
 
 def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
-    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch, the
-    nearest problem's record, another architecture's, the fallback.
+    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch, what
+    a model predicts, the nearest problem's record, another architecture's, the fallback.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
@@ -85,7 +91,9 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     if found is not None and found.how != "nearby":
         return found
     near = found if evidence.compiles else None
-    found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles) or near
+    found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles)
+    if found is None and evidence.compiles:
+        found = _by_model(problem, machine, evidence, near, passed_over) or near
     if found is None and evidence.compiles:
         found = _by_record(problem, machine, evidence.borrowed, passed_over, adapts=True)
         if found is not None:
@@ -146,6 +154,28 @@ def _by_record(
     return None
 
 
+def _by_model(
+    problem: Problem, machine: Machine, evidence: Evidence, near: Choice | None, passed_over: list[str]
+) -> Choice | None:
+    """What the model predicts for the batch rounded up to a power of two, so that one library serves all in between.
+
+    None without a model, and if what it was not trained on says more: the record `near` of a problem much like this.
+    """
+    predictor = evidence.predictor()
+    if predictor is None:
+        return None
+    if near is not None and near.record is not None and near.record not in predictor.problems:
+        away = problem.distance(parse(near.record))
+        if away is not None and away <= LIKE:
+            return None
+    rounded = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
+    found = predictor.choose(rounded, machine)
+    if found is None:
+        return None
+    why = f"not tuned; the best of {found.ranked} points by {predictor.provenance}{''.join(passed_over)}"
+    return Choice("predicted", why, rounded, found.candidate, None, {})
+
+
 def _by_library(
     problem: Problem, built: Sequence[Built], machine: Machine, passed_over: list[str], *, anything: bool
 ) -> Choice | None:
@@ -176,7 +206,8 @@ def _by_library(
     record, arch = library.figures.get("problem"), library.figures.get("arch", machine.arch)
     how = library.chosen
     if record is None:
-        why = "not tuned; the library at hand has a template's default decisions"
+        decisions = "predicted decisions" if how == "predicted" else "a template's default decisions"
+        why = f"not tuned; the library at hand has {decisions}"
     elif arch == machine.arch:
         how = "nearby" if how == "exact" else how
         why = f"not tuned; the library at hand has the decisions of {_typed(record)}"

@@ -15,7 +15,7 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine, nearest_arch
 from ..core.problem import Problem
 from ..core.registry import parse
-from ..records.queries import best_records, recorded_archs
+from ..records.queries import best_records, predictor, recorded_archs
 from ..runtime.lookup import Evidence, Known, choose, same_program
 from ..workers.building import build
 
@@ -126,6 +126,6 @@ def _evidence(operator: str, machine: Machine, roots: Sequence[Path], recorded: 
         }
 
     if own := known(recorded):
-        return Evidence(own)
+        return Evidence(own, predictor=lambda: predictor(roots, machine.arch, operator))
     other = nearest_arch(machine, recorded_archs(roots, (operator,)))
     return Evidence({}, known(best_records(roots, other, (operator,))) if other else {}, other or "")

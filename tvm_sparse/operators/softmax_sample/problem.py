@@ -218,7 +218,7 @@ class SoftmaxSample(Problem):
         import numpy as np
 
         def of_rows(given: Any, dtype: Any) -> np.ndarray:
-            return np.broadcast_to(np.asarray(given, dtype), (self.batch,))
+            return np.broadcast_to(np.asarray(given, dtype), (len(inputs[0]),))
 
         kinds = (np.float32, np.int32, np.float32, np.float32)
         given = list(map(of_rows, inputs[1:5], kinds))
