@@ -242,7 +242,7 @@ def test_a_policy_turns_a_miss_into_an_error(
     assert kernels.explain(half, CPU).how == "fallback"
     tvm_sparse.configure(policy="nearest")
     assert kernels.kernel(topk(17), CPU).explanation.how == "nearby"
-    with pytest.raises(tvm_sparse.Miss, match="only exact, bucket, nearby, borrowed decisions run"):
+    with pytest.raises(tvm_sparse.Miss, match="only exact, bucket, predicted, nearby, borrowed decisions run"):
         kernels.kernel(half, CPU)
     with pytest.raises(ValueError, match="policy: expected one of exact, nearest, any, got 'none'"):
         tvm_sparse.configure(policy="none")
