@@ -58,8 +58,8 @@ class Entry:
     candidate
         Template, version and decisions.
     chosen
-        How the decisions were come by: "exact" (a record of this problem), "nearby", "borrowed" (of another
-        architecture) or "fallback".
+        How the decisions were come by: "exact" (a record of this problem), "predicted" (by a model), "nearby",
+        "borrowed" (of another architecture) or "fallback".
     library, sha256
         File name beside the manifest, and the hash of its bytes. Several kernels may lie in one file.
     workspaces

@@ -12,6 +12,7 @@ nearly all of its choices among neighbours of these points were such as nobody h
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,6 +100,16 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What the model said of a point when it was trained: it says so still, unless what templates tell has changed."""
+
+    problem: str
+    cores: int
+    candidate: str
+    said: float
+
+
+@dataclass(frozen=True)
 class Predictor:
     """What a file holds.
 
@@ -119,6 +130,8 @@ class Predictor:
     loss, worst_loss
         Times of choices for problems left out of the training over the best time that is recorded of them: geometric
         mean, and the largest. The model chose among the points that were measured.
+    probes
+        For tests.
     """
 
     operator: str
@@ -130,6 +143,7 @@ class Predictor:
     problems: tuple[str, ...]
     loss: float
     worst_loss: float
+    probes: tuple[Probe, ...] = ()
 
     @property
     def outdated(self) -> str | None:
@@ -144,8 +158,8 @@ class Predictor:
     def provenance(self) -> str:
         """What it knows, and how far its choices were off."""
         return (
-            f"a model of {self.trials} trials of {len(self.problems)} problems; for problems left out of its training its"
-            f" choices took {self.loss:.2f}x the best time that is recorded of them, at worst {self.worst_loss:.2f}x"
+            f"a model of {self.trials} trials of {len(self.problems)} problems; of problems left out of its training"
+            f" its choices took {self.loss:.2f}x the best time recorded, at worst {self.worst_loss:.2f}x"
         )
 
     def choose(self, problem: Problem, machine: Machine) -> Prediction | None:
@@ -179,6 +193,7 @@ class Predictor:
             "loss": self.loss,
             "worst_loss": self.worst_loss,
             "known": [str(candidate) for candidate in self.known],
+            "probes": [dataclasses.asdict(probe) for probe in self.probes],
             "features": list(self.trees.features),
             "base": self.trees.base,
             **{name: list(getattr(self.trees, name)) for name in ARRAYS},
@@ -204,7 +219,8 @@ def read(path: Path) -> Predictor:
         content: dict[str, Any] = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise PredictorError(f"{path}: expected format {FORMAT}, got {content['format']!r}")
-        trees = Trees(tuple(content["features"]), *(content[name] for name in ARRAYS), base=float(content["base"]))
+        arrays = {name: content[name] for name in ARRAYS}
+        trees = Trees(tuple(content["features"]), base=float(content["base"]), **arrays)
         if len({len(getattr(trees, name)) for name in ARRAYS[1:]}) != 1:
             raise PredictorError(f"{path}: expected lists of one length: {', '.join(ARRAYS[1:])}")
         return Predictor(
@@ -217,6 +233,7 @@ def read(path: Path) -> Predictor:
             tuple(content["problems"]),
             content["loss"],
             content["worst_loss"],
+            tuple(Probe(**probe) for probe in content["probes"]),
         )
     except PredictorError:
         raise

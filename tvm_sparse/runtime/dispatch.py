@@ -3,8 +3,9 @@
 The decisions come from the first of: a record of this very problem (exact), of the same problem with the next larger
 batch (bucket), a model of what was measured (predicted), a record of the nearest problem whose decisions are a point of
 its template's space here (nearby), of another architecture where this one has none of the operator (borrowed), or the
-template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then installed packages of kernels, then the user's cache)
-or is compiled once, in a child process, into the user's cache. `configure` says which of these a process may run.
+template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then installed
+packages of kernels, then the user's cache) or is compiled once, in a child process, into the user's cache. `configure`
+says which of these a process may run.
 """
 
 from __future__ import annotations
@@ -342,8 +343,11 @@ class Dispatcher:
 
             lender = machines.nearest_arch(machine, recorded_archs(self._roots(), (problem.operator,)))
             borrowed = _known(self._tuned(lender, problem.operator)) if lender else {}
+        evidence = Evidence(known, borrowed, lender or "", built, compiles)
+        if self._policy() == "exact":
+            return evidence  # what is predicted would be refused, where a bucket runs
         predictor = functools.partial(self._predictor, machine.arch, problem.operator)
-        return Evidence(known, borrowed, lender or "", built, compiles, predictor)
+        return dataclasses.replace(evidence, predictor=predictor)
 
     def _decide(
         self, problem: Problem, machine: Machine, sources: list[_Source]
@@ -645,8 +649,8 @@ def _problems(given: Any) -> list[Problem]:
 
 
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
-    """Which kernel a call runs, and why: exact record, batch bucket, prediction, nearby or
-    borrowed record, or fallback.
+    """Which kernel a call runs, and why: exact record, batch bucket, prediction, nearby or borrowed record, or
+    fallback.
 
     Parameters
     ----------

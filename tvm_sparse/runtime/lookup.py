@@ -23,6 +23,9 @@ POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
 
 # Octaves (`Problem.distance`) up to which a record that the model was not trained on comes before it.
 LIKE = 1.0
+# How many times as large the batch of a bucket may be where there is a model that knows its record. Decisions for 4000
+# rows are none for 10: what the model takes there was up to 1.6x as fast (scripts/study_prediction.py).
+BUCKET = 4
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Evidence:
     """What is known when a problem is looked up.
 
     `records`: by key, this architecture's. `borrowed`: another one's, `lender`, where this one has none of the
-    operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made. `predictor`:
-    reads this architecture's model of the operator, if there is one.
+    operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made.
+    `predictor`: reads this architecture's model of the operator, if there is one.
     """
 
     records: Mapping[str, Known] = field(default_factory=dict)
@@ -76,8 +79,11 @@ class Choice:
 
 
 def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
-    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch, what
-    a model predicts, the nearest problem's record, another architecture's, the fallback.
+    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch,
+    what a model predicts, the nearest problem's record, another architecture's, the fallback.
+
+    The model comes before a batch more than `BUCKET` times as large, if it knows that record and no library of it is at
+    hand.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
@@ -88,7 +94,7 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     if not evidence.compiles:
         records = {key: known for key, known in records.items() if known.at_hand}
     found = _by_record(problem, machine, records, passed_over)
-    if found is not None and found.how != "nearby":
+    if found is not None and found.how != "nearby" and not _far(problem, found, evidence):
         return found
     near = found if evidence.compiles else None
     found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles)
@@ -154,12 +160,20 @@ def _by_record(
     return None
 
 
+def _far(problem: Problem, bucket: Choice, evidence: Evidence) -> bool:
+    """Whether the model comes before a record: of a batch much larger, which it knows, and not built."""
+    if bucket.compiled_for.batch_extent <= BUCKET * problem.batch_extent or not evidence.compiles:
+        return False
+    predictor, record = evidence.predictor(), bucket.record or ""
+    return predictor is not None and record in predictor.problems and not evidence.records[record].at_hand
+
+
 def _by_model(
     problem: Problem, machine: Machine, evidence: Evidence, near: Choice | None, passed_over: list[str]
 ) -> Choice | None:
     """What the model predicts for the batch rounded up to a power of two, so that one library serves all in between.
 
-    None without a model, and if what it was not trained on says more: the record `near` of a problem much like this.
+    None without a model, and where a record says more that it was not trained on: `near`, of a problem much like this.
     """
     predictor = evidence.predictor()
     if predictor is None:

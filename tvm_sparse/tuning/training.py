@@ -12,6 +12,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..core import machine as machines
 from ..core import spaces
@@ -20,7 +21,7 @@ from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
 from ..records import Log
-from ..records.predictor import Predictor, Trees, features_of
+from ..records.predictor import Predictor, Probe, Trees, features_of
 
 # A point is worth ranking for other problems if it came within this factor of the best of one problem.
 GOOD = 1.1
@@ -44,6 +45,8 @@ ROUNDS = 100
 FOLDS = 10
 # Fewer problems than this teach nothing of others.
 LEAST_PROBLEMS = 10
+# Of how many problems a point is remembered with what the model says of it.
+PROBES = 10
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ def fit(data: Sequence[Measured]) -> Trees:
     return trees_of(xgboost.train(PARAMETERS, table, ROUNDS), names)
 
 
-def trees_of(booster: xgboost.Booster, names: tuple[str, ...]) -> Trees:  # noqa: F821
-    """A booster's trees, laid out anew: children side by side."""
+def trees_of(booster: Any, names: tuple[str, ...]) -> Trees:
+    """The trees of an `xgboost.Booster`, laid out anew: children side by side."""
     import numpy as np
 
     learner = json.loads(bytes(booster.save_raw("json")))["learner"]
@@ -182,4 +185,12 @@ def predictor_of(log: Log, data: Sequence[Measured], trees: Trees, losses: Seque
         problems=tuple(sorted({one.problem.key for one in data})),
         loss=round(statistics.geometric_mean(losses), 3),
         worst_loss=round(max(losses), 3),
+        probes=tuple(_probe(trees, one) for one in data[:: max(len(data) // PROBES, 1)]),
     )
+
+
+def _probe(trees: Trees, one: Measured) -> Probe:
+    """What the model says of the last of a problem's points."""
+    candidate = list(one.seconds)[-1]
+    (said,) = trees.predict(trees.matrix([features_of(one.problem, one.machine, candidate)]))
+    return Probe(one.problem.key, one.machine.cores, str(candidate), round(float(said), 6))
