@@ -447,6 +447,12 @@ def test_interrupted_append_is_undone(log: Log, monkeypatch):
     assert log.trials_path.read_bytes() == before
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(OSError, match=r"records cannot be written there \(.*\); name another folder: '.*trials.jsonl'"):
+        Log(tmp_path / "logs", ARCH, "softmax_topk").append(trial())
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_device_without_space(log: Log):
     put(log.trials_path)

@@ -257,9 +257,16 @@ def rewrite(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> int:
 
 def _append_lines(path: Path, lines: list[bytes]) -> None:
     """Append all of `lines` durably, or none."""
-    _make_folder(path.parent)
+    try:
+        _make_folder(path.parent)
+        os.close(_opened(path))
+    except OSError as error:
+        cause = os.strerror(error.errno or errno.EIO)
+        raise OSError(
+            error.errno, f"records cannot be written there ({cause}); name another folder", str(path)
+        ) from error
     with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = _opened(path)
         try:
             size = os.fstat(fd).st_size
             # A writer that was killed can leave half a line. Ours must not be glued to it.
@@ -278,6 +285,10 @@ def _append_lines(path: Path, lines: list[bytes]) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def _write_all(fd: int, data: bytes) -> None:

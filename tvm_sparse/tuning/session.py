@@ -294,15 +294,20 @@ def _final(
     ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
     finalists = list(dict.fromkeys([*ranked[:FINALISTS], fallback]))
     times: dict[Candidate, list[float]] = {}
+    spoilt: Trial | None = None
     for number in range(FINAL_ROUNDS):
         for trial in bench.measure(finalists, session, 0):
             if trial.outcome == "ok":
                 times.setdefault(trial.candidate, []).append(trial.median)
+            elif trial.outcome == "environment":
+                spoilt = trial
         # One that fails once is no finalist.
         finalists = [c for c in finalists if c in times]
         progress.final_share = (number + 1) / FINAL_ROUNDS
         show(progress)
     medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == FINAL_ROUNDS}
+    if not medians and spoilt:
+        raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
     if not medians:
         raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
     winner = min(medians, key=lambda c: medians[c])
