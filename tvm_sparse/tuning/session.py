@@ -37,7 +37,7 @@ from ..core.spaces import points
 from ..core.template import Table
 from ..records import Best, Log, Session, Trial
 from ..workers import building
-from ..workers.processes import Pool, Reply, Worker
+from ..workers.processes import Pool, Reply, StartError, Worker
 from .search import Search
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
@@ -233,18 +233,22 @@ def tune(
         def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
             results: dict[Candidate, float | None] = {}
             trials = []
-            for trial in bench.measure(batch, session.id, progress.measured):
-                trials.append(trial)
-                results[trial.candidate] = trial.median if trial.outcome == "ok" else None
-                progress.measured += 1
-                progress.ends.append(time.monotonic())
-                progress.last = trial
-                progress.outcomes[trial.outcome] = progress.outcomes.get(trial.outcome, 0) + 1
-                if trial.outcome == "ok" and trial.median < progress.best_seconds:
-                    progress.best, progress.best_seconds = trial.candidate, trial.median
-                if trial.candidate == fallback:
-                    progress.fallback_seconds = results[fallback]
-                show(progress)
+            try:
+                for trial in bench.measure(batch, session.id, progress.measured):
+                    trials.append(trial)
+                    results[trial.candidate] = trial.median if trial.outcome == "ok" else None
+                    progress.measured += 1
+                    progress.ends.append(time.monotonic())
+                    progress.last = trial
+                    progress.outcomes[trial.outcome] = progress.outcomes.get(trial.outcome, 0) + 1
+                    if trial.outcome == "ok" and trial.median < progress.best_seconds:
+                        progress.best, progress.best_seconds = trial.candidate, trial.median
+                    if trial.candidate == fallback:
+                        progress.fallback_seconds = results[fallback]
+                    show(progress)
+            except (StartError, OSError):  # nothing can go on; what was right is not to be measured again
+                log.append(*(trial for trial in trials if trial.outcome == "ok"))
+                raise
             if trials and all(trial.outcome != "ok" for trial in trials):
                 require_fallback()
             log.append(*trials)
