@@ -246,8 +246,8 @@ def tune(
                     if trial.candidate == fallback:
                         progress.fallback_seconds = results[fallback]
                     show(progress)
-            except (StartError, OSError):  # nothing can go on; what was right is not to be measured again
-                log.append(*(trial for trial in trials if trial.outcome == "ok"))
+            except (StartError, OSError):  # nothing can go on; what was right is not to be measured again, all else is
+                log.append(*(t if t.outcome == "ok" else dataclasses.replace(t, outcome="environment") for t in trials))
                 raise
             if trials and all(trial.outcome != "ok" for trial in trials):
                 require_fallback()
