@@ -48,7 +48,11 @@ def default_problems(dtype: str) -> list[Problem]:
         for batch, vocab in SOFTMAX
         for k in TOP
     ]
-    sampled = [make("softmax_sample", {"batch": b, "vocab": v, "k": 64, "dtype": dtype}) for b, v in SAMPLED]
+    sampled = [
+        make("softmax_sample", {"batch": batch, "vocab": vocab, "dtype": dtype, **drawn})
+        for batch, vocab in SAMPLED
+        for drawn in ({"k": 64}, {"k": 128, "whole": 1})
+    ]
     products = [
         make("bsr_matmul", {"m": m, "k": k, "n": n, "block": block, "sparsity": sparsity, "dtype": dtype})
         for m, k, n in PRODUCTS
@@ -86,6 +90,7 @@ def main(
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     rotated: Annotated[bool, typer.Option("--rotated", help="Every call reads its inputs from memory.")] = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    structure: Annotated[str | None, typer.Option(help="How the data lie, in the place of what is tuned.")] = None,
 ) -> None:
     """Compare with PyTorch, NumPy and SciPy over many shapes."""
     with errors():
@@ -117,7 +122,7 @@ def main(
             for number, problem in enumerate(problems, start=1):
                 typer.echo(f"\n[{number}/{len(problems)}] {problem.typed}")
                 try:
-                    last = compare(problem, where, seed=seed, rotated=rotated)
+                    last = compare(problem, where, seed=seed, structure=structure, rotated=rotated)
                 except Mismatch as error:
                     wrong += 1
                     typer.echo(f"error: our own result is wrong: {error}", err=True)

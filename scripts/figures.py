@@ -852,6 +852,8 @@ def _where(*names: str) -> Callable[[], str]:
         return (
             f"{provenance(*names)}; microseconds a call {'in CUDA graphs' if graphs else 'from Python'}, inputs"
             f" {'rotated past the L2 cache' if rotated else 'hot'}."
+            # Of a file that was put together of several runs.
+            + "".join(f" {results(name).facts['runs']}" for name in names if "runs" in results(name).facts)
         )
 
     return sentence

@@ -29,6 +29,8 @@ LARGE = tuple(
         "softmax_topk/batch=1,vocab=128256,k=50,dtype=bfloat16",
         "softmax_topk/batch=7,vocab=50257,k=2048,dtype=float16",
         "softmax_topk/batch=3,vocab=50021,k=5000",
+        "softmax_sample/batch=64,vocab=128256,k=64,dtype=bfloat16,per_row=1",
+        "softmax_sample/batch=5,vocab=50257,k=128,seeded=1,whole=1",
         "softmax/batch=4000,vocab=25000",
         "softmax/batch=9,vocab=128256,dtype=bfloat16",
         "softmax/batch=5,vocab=50257,dtype=float16",

@@ -96,7 +96,7 @@ def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
     ("key", "message"),
     [
         ("softmax_topkk/batch=1,vocab=2,k=1", "did you mean softmax_topk or softmax?"),
-        ("conv2d/batch=1", "expected one of softmax_topk, bsr_matmul"),
+        ("conv2d/batch=1", "expected one of softmax_topk, softmax_sample, bsr_matmul"),
         ("softmax_topk/batch=1,vocabulary=2,k=1", "unknown axis 'vocabulary'; did you mean vocab?"),
         ("softmax_topk/batch=1,vocab=2", "missing axis k; expected batch, vocab, k, dtype"),
         ("softmax_topk/batch=1,vocab=2,k", "expected axis=value, got 'k'"),
@@ -335,7 +335,8 @@ def test_unknown_structure(operator: str) -> None:
 @pytest.mark.parametrize("operator", registry.operators())
 def test_unknown_setting(operator: str) -> None:
     with pytest.raises(
-        ProblemError, match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|threshold|none)"
+        ProblemError,
+        match=f"settings: got 'logs'; {operator} has (scale, log|log|balance|threshold|temperature, top_k|none)",
     ):
         make(operator, registry.find(operator).problem.example).generate(0, settings={"logs": 1})
 
@@ -347,7 +348,8 @@ def test_data_depend_on_seed_and_structure_and_not_on_settings(problem: Problem)
         inputs = problem.generate(5, settings=settings)
         triples = zip(problem.kernel_inputs, first, inputs, strict=True)
         changed = {spec.name for spec, a, b in triples if np.asarray(a).tobytes() != np.asarray(b).tobytes()}
-        assert changed <= {"scale", "log", "order", "long", "constant", "threshold"}
+        of_rows = {f"{name}s" for name in settings}
+        assert changed <= {"order", "long", "constant", *settings, *of_rows}
         assert not changed or settings != problem.settings[0]
 
 

@@ -209,6 +209,16 @@ def test_decisions_of_the_nearest_architecture_are_borrowed(tmp_path: Path, capl
     assert dispatcher(tmp_path, tmp_path / "logs").explain(topk(3), CPU).how == "nearby"
 
 
+def test_borrowed_decisions_leave_out_what_a_machine_lacks(tmp_path: Path) -> None:
+    problem = parse("bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.85")
+    tuned = spaces.fallback(problem, machine.resolve("sm_90a"))
+    assert tuned.values["overlap"] == 1
+    record(tmp_path / "logs", problem.key, tuned, arch="sm_90a")
+    said = dispatcher(tmp_path, tmp_path / "logs").explain(problem, machine.resolve("sm_80"))
+    assert said.how == "borrowed" and said.candidate == str(tuned).replace("overlap=1", "overlap=0")
+    assert "on sm_90a, but for what this one lacks" in said.why
+
+
 def test_which_libraries_a_machine_runs() -> None:
     def place(arch: str, here: str) -> int | None:
         return machine.suitability(arch, machine.resolve(here))
@@ -242,7 +252,7 @@ def test_a_policy_turns_a_miss_into_an_error(
     assert kernels.explain(half, CPU).how == "fallback"
     tvm_sparse.configure(policy="nearest")
     assert kernels.kernel(topk(17), CPU).explanation.how == "nearby"
-    with pytest.raises(tvm_sparse.Miss, match="only exact, bucket, nearby, borrowed decisions run"):
+    with pytest.raises(tvm_sparse.Miss, match="only exact, bucket, predicted, nearby, borrowed decisions run"):
         kernels.kernel(half, CPU)
     with pytest.raises(ValueError, match="policy: expected one of exact, nearest, any, got 'none'"):
         tvm_sparse.configure(policy="none")
@@ -265,7 +275,8 @@ def test_where_nothing_compiles_calls_take_what_is_at_hand(
         run(kernel, topk(batch))
     with pytest.raises(tvm_sparse.Miss, match=r"k=5 on .*no kernel for it is at hand, and .*compile=False"):
         kernels.kernel(parse(TOPK.format(batch=4).replace("k=4", "k=5")), CPU)
-    assert kernels.explain(parse(TOPK.format(batch=4).replace("k=4", "k=5")), CPU).library is None
+    said = kernels.explain(parse(TOPK.format(batch=4).replace("k=4", "k=5")), CPU)
+    assert said.library is None and "library: none at hand, and none can be compiled here" in str(said)
     assert len(builds) == 1
 
 

@@ -29,7 +29,7 @@ KEYS = (
     "logsumexp/batch=7,vocab=61",
     "softmax_topk/batch=7,vocab=61,k=5",
     "softmax_topk/batch=7,vocab=61,k=5,bias=1,ids=3",
-    "softmax_sample/batch=7,vocab=61,k=8",
+    "softmax_sample/batch=7,vocab=61,k=61",
     "softmax_sample/batch=7,vocab=61,k=61,bias=1,per_row=1,seeded=1",
     PRODUCT,
     f"{PRODUCT},bias=1",
@@ -91,7 +91,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, b, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=0.5, bias=b, ids=i),
         (LOGITS, BIAS, IDS),
     ),
-    "softmax_sample": (lambda x, u: tvm_sparse.softmax_sample(x * 2, top_k=5, uniforms=u), (LOGITS, UNIFORMS)),
+    "softmax_sample": (lambda x, u: tvm_sparse.softmax_sample(x * 2, uniforms=u), (LOGITS, UNIFORMS)),
     "softmax_sample with all": (
         lambda x, t, k, b, s: tvm_sparse.softmax_sample(
             x, temperature=t, top_k=k, top_p=0.9, min_p=0.01, bias=b, seed=s, best=3
@@ -325,9 +325,9 @@ def test_vmap() -> None:
     for one, (y, i) in enumerate(((LOGITS, ids[0]), (-LOGITS, ids[1]))):
         same([array[one] for array in found], tvm_sparse.softmax_topk(y, 5, ids=i))
     same(torch.vmap(lambda i: tvm_sparse.softmax_topk(LOGITS, 5, ids=i))(ids)[2][0], found[2][0])
-    found = torch.vmap(lambda y, u: tvm_sparse.softmax_sample(y, top_k=5, uniforms=u), (1, None))(logits, UNIFORMS)
+    found = torch.vmap(lambda y, u: tvm_sparse.softmax_sample(y, uniforms=u), (1, None))(logits, UNIFORMS)
     for one, y in enumerate((LOGITS, -LOGITS)):
-        same([array[one] for array in found], tvm_sparse.softmax_sample(y, top_k=5, uniforms=UNIFORMS))
+        same([array[one] for array in found], tvm_sparse.softmax_sample(y, uniforms=UNIFORMS))
     for call, given, each in (
         (lambda y: tvm_sparse.bsr_matmul(y, WEIGHT), x, (X, -X)),
         (lambda t: tvm_sparse.nhot_lookup(ROWS, t), tables, (TABLE, -TABLE)),

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+from .features import features as product_features
+from .features import row_blocks
 
 # Rows of x and rows of the weight of a thread's partial sums.
 TILE_M = powers(1, 16)
@@ -100,6 +103,32 @@ def blocks_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     fitting = [rows for rows in ROWS if problem.n % rows == 0 and rows * threads >= 32]
     rows = next((rows for rows in fitting if rows >= 4), fitting[-1])
     return {**default(problem, machine), "reduce_threads": threads, "rows": rows}
+
+
+def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
+    """Of the templates whose threads take vectors in turn."""
+    _, cols = problem.block_shape
+    return _features(problem, machine, decisions, row_blocks(problem) * cols / decisions["vec"])
+
+
+def blocks_features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
+    """Of the template whose threads take blocks in turn."""
+    return _features(problem, machine, decisions, row_blocks(problem))
+
+
+def _features(problem: BsrMatmul, machine: Machine, decisions: Decisions, work: float) -> Features:
+    tile_m, tile_n, rows, vec = (decisions[name] for name in ("tile_m", "tile_n", "rows", "vec"))
+    return product_features(
+        problem,
+        machine,
+        tile_m=tile_m,
+        outputs=tile_m * tile_n * rows,
+        threads=decisions["reduce_threads"] * rows,
+        blocks=ceildiv(problem.m, tile_m) * (problem.n // (tile_n * rows)),
+        work=work,
+        at_once=decisions["reduce_threads"],
+        held=tile_m * tile_n + (tile_n + 1) * vec,
+    )
 
 
 @dataclass(frozen=True)
@@ -326,6 +355,7 @@ over_blocks = Template(
     default=blocks_default,
     program=blocks_build,
     allowed=blocks_allowed,
+    features=blocks_features,
 )
 
 warp_shuffle = Template(
@@ -338,6 +368,7 @@ warp_shuffle = Template(
     default=default,
     program=build,
     allowed=allowed,
+    features=features,
 )
 
 cross_thread = Template(
@@ -350,4 +381,5 @@ cross_thread = Template(
     default=shared_default,
     program=build,
     allowed=shared_allowed,
+    features=features,
 )

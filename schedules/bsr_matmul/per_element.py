@@ -8,8 +8,11 @@ share nothing but the caches. The per-element form asks nothing of the shape, an
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+from .features import features as product_features
+from .features import row_blocks
 
 # Threads of a thread block: whole warps.
 THREADS = powers(32, 512)
@@ -42,6 +45,23 @@ def tile_allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> 
 def tile_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Two rows of x a thread, on as many threads as divide the columns."""
     return {"threads": max(t for t in THREADS[:3] if problem.n % t == 0), "tile_m": 2, "tile_n": 1}
+
+
+def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
+    """Of both templates."""
+    tile_m, tile_n, threads = decisions.get("tile_m", 1), decisions.get("tile_n", 1), decisions["threads"]
+    sums = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
+    return product_features(
+        problem,
+        machine,
+        tile_m=tile_m,
+        outputs=tile_m * tile_n * threads,
+        threads=threads,
+        blocks=ceildiv(sums, threads),
+        work=row_blocks(problem) * problem.block_shape[1],
+        at_once=1,
+        held=tile_m * tile_n,
+    )
 
 
 def element_build(problem: BsrMatmul, decisions: Decisions) -> Program:
@@ -92,6 +112,7 @@ per_element = Template(
     space=element_space,
     default=lambda problem, machine: {"threads": 128},
     program=element_build,
+    features=features,
 )
 
 per_tile = Template(
@@ -104,4 +125,5 @@ per_tile = Template(
     default=tile_default,
     program=tile_build,
     allowed=tile_allowed,
+    features=features,
 )

@@ -7,10 +7,28 @@ runs without tuning.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Features, Program, Template, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 THREADS = powers(32, 512)
+
+
+def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:
+    each = problem.rows * problem.width / machine.cores
+    itemsize = numpy_dtype(problem.dtype).itemsize
+    return {
+        "blocks_each": each / decisions["threads"],
+        "threads_each": each,
+        "block_threads": decisions["threads"],
+        "rounds": problem.nonzeros,
+        "used": 1.0,
+        "columns_used": 1.0,
+        "load_bytes": itemsize,
+        "in_flight": itemsize,
+        "sharing": 1,
+    }
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
@@ -38,4 +56,5 @@ lookup_elements = Template(
     space=lambda problem, machine: {"threads": THREADS},
     default=lambda problem, machine: {"threads": 128},
     program=build,
+    features=features,
 )

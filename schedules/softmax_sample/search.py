@@ -1,13 +1,14 @@
 """A word of a whole row, where the k best do not decide: weighted radix selection.
 
-Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`bits`. Sums of
-these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads. A word
-below one unit is never drawn.
+Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`unit_bits`.
+Sums of these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads.
+A word below one unit is never drawn.
 
-The first word of the order up to which there is a mass of `need` is found digit by digit (`locate`): a histogram of
-masses over a digit of the words' order bits tells which digit it has. That is done once for top-p, where `need` is its
-share of the row's mass, and once for the word, where it is the uniform number's share of what is left. A search ends
-with a group of equal words, of which one more pass finds the right one by its column.
+The first word of the order up to which there is a mass of `need` is found by histograms of masses (`locate`): one over
+*slices*, equal parts of the logarithmic scale of probability, so that atomics seldom meet, which is made once; and then
+one for each digit of the order bits of the words in a slice. That is done once for top-p, where `need` is its share of
+the row's mass, and once for the word, where it is the uniform number's share of what is left. A search ends with a
+group of equal words, of which one more pass finds the right one by its column.
 
 Phases are called with (io, row, t, s): as `Ending.finish`, with the state of the search. They are made for a *crew*:
 the threads of a block, or the one of a CPU.
@@ -36,8 +37,10 @@ LOADS = 4
 ORDER_BITS = {"float32": 32, "float16": 24, "bfloat16": 16}
 # What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
 BIN, BEFORE, MASS, COUNT = range(4)
-# Where bins begin: those of the first digit, which are kept, and those of any other.
-FIRST, OTHERS = 0, RADIX_BINS
+# Where bins begin: those of slices, which are kept, and those of digits and columns.
+SLICES, OTHERS = 0, RADIX_BINS
+# Slices of an octave of probability. The last of them all has what is left.
+OF_OCTAVE = 8
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class State:
     least: tirx.Buffer  # the least exponential that min-p leaves
     power: tirx.Buffer  # an exponential
     bits: tirx.Buffer  # order bits
-    prefix: tirx.Buffer  # the digits that are known
+    slice: tirx.Buffer  # in which the group lies
+    prefix: tirx.Buffer  # the digits of its order bits that are known
     mask: tirx.Buffer  # which bits these are
     part: tirx.Buffer  # the thread's part of the sums
     mass: tirx.Buffer
@@ -81,6 +85,7 @@ class State:
                 least=local((1,), "float32"),
                 power=local((1,), "float32"),
                 bits=local((1,), "uint32"),
+                slice=local((1,), "int32"),
                 prefix=local((1,), "uint32"),
                 mask=local((1,), "uint32"),
                 part=local((2,), "uint64"),
@@ -136,7 +141,7 @@ class Crew:
 
 
 def unit_bits(vocab: int) -> int:
-    """A mass of 1 is so many bits, so that sums over a row stay below 2^62."""
+    """The row's largest word has a mass of 2 to this power, so that sums over a row stay below 2^62."""
     return min(40, 62 - vocab.bit_length())
 
 
@@ -170,11 +175,22 @@ def weigh(crew: Crew, vocab: int) -> Callable[..., Any]:
     return phase
 
 
-def count_first_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """The masses of the row, of what min-p leaves of it, and of the words with each first digit.
+def slice_of(s: State, x: Any) -> tirx.PrimExpr:
+    """The number of an element's slice, which does not fall from a larger element to a smaller one."""
+    octaves = (s.top[0] - x) * s.factor[0]
+    return T.Cast("int32", T.min(octaves * T.float32(OF_OCTAVE), T.float32(RADIX_BINS - 1)))
+
+
+def agrees(s: State, x: Any) -> tirx.PrimExpr:
+    """Whether an element agrees with what is known of the group."""
+    return T.And(slice_of(s, x) == s.slice[0], (order_bits(x) ^ s.prefix[0]) & s.mask[0] == T.uint32(0))
+
+
+def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """The masses of the row, of what min-p leaves of it, and of each slice.
 
     Reads: the row, `top`, `factor`, `least`.
-    Writes: `sums`; `masses` and `counts` of the first digit; scratch.
+    Writes: `sums`; `masses` and `counts` of slices; scratch.
     Barriers: two.
     """
     loaded, weighed, steps = load(crew, vocab), weigh(crew, vocab), ceildiv(vocab, LOADS * crew.threads)
@@ -182,7 +198,7 @@ def count_first_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, t, s):
-        cleared(s, t, FIRST)
+        cleared(s, t, SLICES)
         if t == 0:
             s.sums[0] = T.uint64(0)
             s.sums[1] = T.uint64(0)
@@ -197,9 +213,10 @@ def count_first_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
                     s.part[0] = s.part[0] + s.mass[0]
                     if s.power[0] >= s.least[0]:
                         s.part[1] = s.part[1] + s.mass[0]
-                    s.bits[0] = order_bits(s.x[u]) >> T.uint32(32 - RADIX_BITS)
-                    crew.add(s, FIRST + T.Cast("int32", s.bits[0]))
-                    crew.count(s, FIRST + T.Cast("int32", s.bits[0]))
+                    # Bins are gone through from the last on.
+                    s.slice[0] = slice_of(s, s.x[u])
+                    crew.add(s, SLICES + (RADIX_BINS - 1) - s.slice[0])
+                    crew.count(s, SLICES + (RADIX_BINS - 1) - s.slice[0])
         crew.add_part(s, t, 0)
         crew.add_part(s, t, 1)
         crew.meet()
@@ -230,10 +247,10 @@ def take_digit(s):
 def locate(crew: Crew, vocab: int, digits: int) -> Callable[..., Any]:
     """The group of equal words within which a mass of `need` is reached.
 
-    Reads: the row, `top`, `factor`, `need`, and what `count_first_digit` has written.
-    Writes: `prefix` and `mask`, `above`, `found`: mass and number of the group's words; scratch.
+    Reads: the row, `top`, `factor`, `need`, and what `count_slices` has written.
+    Writes: `slice`, `prefix`, `mask`, `above`; `found`: mass and number of the group's words; scratch.
     Barriers: several; begins and ends with one.
-    After: what agrees with `prefix` in the bits of `mask` is the group: one word, or all of some value.
+    After: the group (`agrees`) is one word, or all of some value, and words of no mass.
     """
     loaded, weighed, cleared = load(crew, vocab), weigh(crew, vocab), clear(crew)
     steps = ceildiv(vocab, LOADS * crew.threads)
@@ -243,25 +260,24 @@ def locate(crew: Crew, vocab: int, digits: int) -> Callable[..., Any]:
         s.prefix[0] = T.uint32(0)
         s.mask[0] = T.uint32(0)
         s.above[0] = T.uint64(0)
-        s.shift[0] = T.uint32(32 - RADIX_BITS)
         # `found` has been read.
         crew.meet()
-        crew.find(s, t, FIRST)
+        crew.find(s, t, SLICES)
         crew.meet()
-        take_digit(s)
-        for digit in T.serial(digits - 1):
+        s.slice[0] = T.Cast("int32", s.found[BIN])
+        s.above[0] = s.found[BEFORE]
+        for digit in T.serial(digits):
             if s.found[COUNT] > T.uint64(1):
-                s.shift[0] = T.Cast("uint32", 32 - 2 * RADIX_BITS - digit * RADIX_BITS)
+                s.shift[0] = T.Cast("uint32", 32 - RADIX_BITS - digit * RADIX_BITS)
                 cleared(s, t, OTHERS)
                 crew.meet()
                 for j in T.serial(steps):
                     loaded(io, row, t, s, j)
                     for u in T.unroll(LOADS):
-                        s.bits[0] = order_bits(s.x[u])
-                        if (s.bits[0] ^ s.prefix[0]) & s.mask[0] == T.uint32(0):
+                        if agrees(s, s.x[u]):
                             weighed(s, s.x[u])
                             if s.mass[0] > T.uint64(0):
-                                s.bits[0] = (s.bits[0] >> s.shift[0]) & T.uint32(RADIX_BINS - 1)
+                                s.bits[0] = (order_bits(s.x[u]) >> s.shift[0]) & T.uint32(RADIX_BINS - 1)
                                 crew.add(s, OTHERS + T.Cast("int32", s.bits[0]))
                                 crew.count(s, OTHERS + T.Cast("int32", s.bits[0]))
                 crew.meet()
@@ -277,7 +293,7 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
 
     A histogram over columns tells in which part of the row it is.
 
-    Reads: the row, `prefix`, `mask`, `above`, `need`, `found`.
+    Reads: the row, `slice`, `prefix`, `mask`, `above`, `need`, `found`.
     Writes: the row's token and its log-probability; scratch.
     Barriers: several.
     """
@@ -287,7 +303,7 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
     def matches(s: State, x: Any) -> tirx.PrimExpr:
         # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
         heavy = crew.exponential(s, x) >= T.float32(2.0 ** -unit_bits(vocab))
-        return T.And((order_bits(x) ^ s.prefix[0]) & s.mask[0] == T.uint32(0), heavy)
+        return T.And(agrees(s, x), heavy)
 
     @T.inline
     def phase(io, row, t, s):
@@ -327,7 +343,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
     """
     vocab = problem.vocab
     digits = (32 if problem.bias else ORDER_BITS[problem.dtype]) // RADIX_BITS
-    summed, located, picked = count_first_digit(crew, vocab), locate(crew, vocab, digits), pick_of_group(crew, vocab)
+    summed, located, picked = count_slices(crew, vocab), locate(crew, vocab, digits), pick_of_group(crew, vocab)
 
     def share(part: Any, whole: Any) -> tirx.PrimExpr:
         return T.Cast("float64", part) * T.Cast("float64", whole)

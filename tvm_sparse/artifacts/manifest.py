@@ -29,9 +29,9 @@ from . import runtime_libraries, trust
 
 FORMAT = 6
 NAME = "manifest.json"
-# How decisions are come by, best first: by the problem's own record, by that of a larger batch, by that of the problem
-# most like it, by those of another architecture, by a template's default.
-HOW = ("exact", "bucket", "nearby", "borrowed", "fallback")
+# How decisions are come by, best first: by the problem's own record, by that of a larger batch, by a model of what was
+# measured, by the record of the problem most like it, by those of another architecture, by a template's default.
+HOW = ("exact", "bucket", "predicted", "nearby", "borrowed", "fallback")
 MOST_BYTES = 1 << 26  # of a manifest: some 50,000 kernels
 _LIBRARY = re.compile(r"\w[\w.\-]{0,199}", re.ASCII)  # a bare file name: no folder, and neither . nor ..
 _WORD = re.compile(r"\w[\w.+\-]{0,99}", re.ASCII)
@@ -58,8 +58,8 @@ class Entry:
     candidate
         Template, version and decisions.
     chosen
-        How the decisions were come by: "exact" (a record of this problem), "nearby", "borrowed" (of another
-        architecture) or "fallback".
+        How the decisions were come by: "exact" (a record of this problem), "predicted" (by a model), "nearby",
+        "borrowed" (of another architecture) or "fallback".
     library, sha256
         File name beside the manifest, and the hash of its bytes. Several kernels may lie in one file.
     workspaces

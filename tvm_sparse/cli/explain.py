@@ -12,7 +12,7 @@ from .common import AsJson, Axes, Operator, Plugins, Target, echo_json, errors, 
 def explain(
     operator: Operator, axes: Axes = None, target: Target = "auto", as_json: AsJson = False, plugin: Plugins = None
 ) -> None:
-    """Print which kernel a call of this shape runs, and why: exact, bucket, nearby or borrowed record, or fallback."""
+    """Print which kernel a call of this shape runs, and why: a record, a prediction, or a template's default."""
     with errors():
         from ..core import machine
         from ..runtime.dispatch import dispatcher

@@ -106,3 +106,22 @@ def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | N
     if template.kind != machine.kind:
         return f"the template {template.name} is for {template.kind}"
     return template.point(problem, machine, candidate.values)
+
+
+def adapted(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate | None:
+    """The point here that is most like a candidate of another machine, or None: each decision takes the nearest value.
+
+    So one that asks for what this machine lacks, such as programmatic dependent launch, goes without it.
+    """
+    try:
+        template = find(candidate.template, problem.operator)
+        table = template.space(problem, machine)
+    except (KeyError, NotApplicable):
+        return None
+    same = (template.version, template.kind) == (candidate.version, machine.kind)
+    if not same or list(candidate.values) != list(table) or not all(table.values()):
+        return None
+    values = {}
+    for name, value in candidate.values.items():
+        values[name] = min((abs(other - value), other) for other in table[name])[1]
+    return template.candidate(values) if template.allowed(problem, machine, values) is None else None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Decisions = Mapping[str, int]
 Table = Mapping[str, tuple[int, ...]]
+Features = Mapping[str, float]
 P = TypeVar("P", bound=Problem)  # the problems of a template's operator
 
 
@@ -85,6 +86,10 @@ class Template(Generic[P]):
         (problem, decisions) -> the program of that point. Callers use `build`.
     allowed
         (problem, machine, decisions) -> None, or why this point of the table is left out.
+    features
+        (problem, machine, decisions) -> numbers by name from which the time of a point may be learned, beside axes and
+        decisions: how many thread blocks a multiprocessor gets, how many steps a thread goes, which share of the
+        lanes is idle. Templates of one operator give the same name to the same thing (`records.predictor`).
     explicit_threads
         Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
         turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
@@ -104,6 +109,7 @@ class Template(Generic[P]):
     default: Callable[[P, Machine], Decisions]
     program: Callable[[P, Decisions], Program]
     allowed: Callable[[P, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
+    features: Callable[[P, Machine, Decisions], Features] = lambda problem, machine, decisions: {}
     explicit_threads: bool = False
     cooperative: bool = False
     comparison: bool = False

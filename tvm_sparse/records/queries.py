@@ -1,7 +1,8 @@
-"""Questions to several logs: the best that is known of each problem."""
+"""Questions to several logs: the best that is known of each problem, and the model that was trained on them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,29 @@ from typing import Any
 from ..core import registry, spaces
 from ..core.problem import ProblemError
 from .log import Log
+from .predictor import NAME, Predictor, PredictorError, read
 from .values import Best
+
+logger = logging.getLogger("tvm_sparse")
+
+
+def predictor(roots: Sequence[Path], arch: str, operator: str) -> Predictor | None:
+    """The predictor of an operator for `arch`; that of the last folder that has one.
+
+    None if there is none, or if it was trained with templates of another version. One that cannot be read is left aside
+    with a warning.
+    """
+    for root in reversed(roots):
+        path = root / arch / operator / NAME
+        if path.exists():
+            try:
+                found = read(path)
+            except PredictorError as error:
+                logger.warning("left aside: %s", error)
+                continue
+            if found.outdated is None:
+                return found
+    return None
 
 
 def recorded_archs(roots: Sequence[Path], operators: Iterable[str]) -> list[str]:

@@ -1,16 +1,18 @@
 """Which kernel a call runs, and why.
 
 The decisions come from the first of: a record of this very problem (exact), of the same problem with the next larger
-batch (bucket), of the nearest problem whose decisions are a point of its template's space here (nearby), of another
-architecture where this one has none of the operator (borrowed), or the template's default (fallback). The library
-comes from a folder of exported kernels (loaded ones first, then installed packages of kernels, then the user's cache)
-or is compiled once, in a child process, into the user's cache. `configure` says which of these a process may run.
+batch (bucket), a model of what was measured (predicted), a record of the nearest problem whose decisions are a point of
+its template's space here (nearby), of another architecture where this one has none of the operator (borrowed), or the
+template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then installed
+packages of kernels, then the user's cache) or is compiled once, in a child process, into the user's cache. `configure`
+says which of these a process may run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -49,11 +51,12 @@ class Explanation:
     arch: str
     how: str  # one of `lookup.HOW`
     candidate: str  # template, version and decisions
-    record: str | None  # key of the problem whose record gave the decisions; None for the fallback
+    record: str | None  # key of the problem whose record gave the decisions; None if predicted, and for the fallback
     figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
-    library: str | None  # None: not compiled yet; the first call does, into the user's cache, if it may and can
+    library: str | None  # None: not compiled yet; the first call compiles it into the user's cache, if `compiles`
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
+    compiles: bool = True  # whether calls compile what is not at hand: else the first call raises `Miss`
 
     def __str__(self) -> str:
         lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
@@ -64,7 +67,8 @@ class Explanation:
                 f" on {self.figures['machine'] or 'an unknown machine'}:"
                 f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
             )
-        lines.append(f"  library: {self.library or 'compiled at the first call'}")
+        otherwise = "compiled at the first call" if self.compiles else "none at hand, and none can be compiled here"
+        lines.append(f"  library: {self.library or otherwise}")
         if self.tune:
             lines.append(f"  to tune it: {self.tune}")
         return "\n".join(lines)
@@ -115,6 +119,7 @@ class Dispatcher:
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
@@ -165,7 +170,8 @@ class Dispatcher:
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
         """What `kernel` would return, without loading or compiling."""
         with self._lock:
-            return _explanation(problem, machine, *self._decide(problem, machine, self._sources(machine)))
+            choice, located = self._decide(problem, machine, self._sources(machine))
+            return _explanation(problem, machine, choice, located, self._may_compile())
 
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
@@ -204,9 +210,10 @@ class Dispatcher:
         try:
             kernel = self._loaded(problem, machine, choice, located)
         except CompileError as error:
-            if choice.how not in ("nearby", "borrowed") or self._policy() != "any":
+            if choice.how not in ("predicted", "nearby", "borrowed") or self._policy() != "any":
                 raise
-            why = f"the decisions of {choice.record} do not compile for it; those are a template's default"
+            decisions = f"the decisions of {choice.record}" if choice.record else "the predicted decisions"
+            why = f"{decisions} do not compile for it; those are a template's default"
             logger.warning("%s on %s: %s: %s", problem.typed, machine.arch, why, error)
             choice = Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
             kernel = self._loaded(problem, machine, choice, self._find(choice, machine, sources))
@@ -247,7 +254,7 @@ class Dispatcher:
             [located] = self._compile([choice], machine)
             function = self._function(*located)
         function = loading.with_workspaces(function, located[1].workspaces, problem, machine.kind)
-        return Kernel(function, located[1], _explanation(problem, machine, choice, located))
+        return Kernel(function, located[1], _explanation(problem, machine, choice, located, self._may_compile()))
 
     def _warn(self, problem: Problem, machine: Machine, choice: Choice) -> None:
         """Say that a problem is not tuned: once for all its batches."""
@@ -299,6 +306,14 @@ class Dispatcher:
             self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
         return self._records[arch, operator]
 
+    def _predictor(self, arch: str, operator: str) -> Any:
+        """The model of one operator, or None."""
+        if (arch, operator) not in self._predictors:
+            from ..records.queries import predictor
+
+            self._predictors[arch, operator] = predictor(self._roots(), arch, operator)
+        return self._predictors[arch, operator]
+
     def _roots(self) -> tuple[Path, ...]:
         return self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
 
@@ -328,7 +343,11 @@ class Dispatcher:
 
             lender = machines.nearest_arch(machine, recorded_archs(self._roots(), (problem.operator,)))
             borrowed = _known(self._tuned(lender, problem.operator)) if lender else {}
-        return Evidence(known, borrowed, lender or "", built, compiles)
+        evidence = Evidence(known, borrowed, lender or "", built, compiles)
+        if self._policy() == "exact":
+            return evidence  # what is predicted would be refused, where a bucket runs
+        predictor = functools.partial(self._predictor, machine.arch, problem.operator)
+        return dataclasses.replace(evidence, predictor=predictor)
 
     def _decide(
         self, problem: Problem, machine: Machine, sources: list[_Source]
@@ -476,7 +495,9 @@ def _intact(folder: Path, entry: Entry) -> bool:
         return False
 
 
-def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Explanation:
+def _explanation(
+    problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None, compiles: bool
+) -> Explanation:
     return Explanation(
         problem=problem.key,
         arch=machine.arch,
@@ -487,6 +508,7 @@ def _explanation(problem: Problem, machine: Machine, choice: Choice, located: tu
         library=str(located[0] / located[1].library) if located else None,
         why=choice.why,
         tune=_tune_command(problem, machine, choice),
+        compiles=compiles,
     )
 
 
@@ -627,7 +649,8 @@ def _problems(given: Any) -> list[Problem]:
 
 
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
-    """Which kernel a call runs, and why: exact record, batch bucket, nearby or borrowed record, or fallback.
+    """Which kernel a call runs, and why: exact record, batch bucket, prediction, nearby or borrowed record, or
+    fallback.
 
     Parameters
     ----------

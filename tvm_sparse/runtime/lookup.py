@@ -6,7 +6,7 @@ Pure: it knows candidates and the problems that they won, and asks the spaces; i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,16 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
+from ..records.predictor import Predictor
 
 # Which of these are no miss, by the name of a policy.
-POLICIES = {"exact": HOW[:2], "nearest": HOW[:4], "any": HOW}
+POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
+
+# Octaves (`Problem.distance`) up to which a record that the model was not trained on comes before it.
+LIKE = 1.0
+# How many times as large the batch of a bucket may be where there is a model that knows its record. Decisions for 4000
+# rows are none for 10: what the model takes there was up to 1.6x as fast (scripts/study_prediction.py).
+BUCKET = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Evidence:
 
     `records`: by key, this architecture's. `borrowed`: another one's, `lender`, where this one has none of the
     operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made.
+    `predictor`: reads this architecture's model of the operator, if there is one.
     """
 
     records: Mapping[str, Known] = field(default_factory=dict)
@@ -55,6 +63,7 @@ class Evidence:
     lender: str = ""
     built: Sequence[Built] = ()
     compiles: bool = True
+    predictor: Callable[[], Predictor | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,16 @@ class Choice:
     why: str
     compiled_for: Problem  # the batch of this problem may differ from the call's
     candidate: Candidate
-    record: str | None  # key of the problem that it won; None for the fallback
+    record: str | None  # key of the problem that it won; None if predicted, and for the fallback
     figures: Mapping[str, Any]
 
 
 def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
-    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch, the
-    nearest problem's record, another architecture's, the fallback.
+    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch,
+    what a model predicts, the nearest problem's record, another architecture's, the fallback.
+
+    The model comes before a batch more than `BUCKET` times as large, if it knows that record and no library of it is at
+    hand.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
@@ -82,14 +94,18 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     if not evidence.compiles:
         records = {key: known for key, known in records.items() if known.at_hand}
     found = _by_record(problem, machine, records, passed_over)
-    if found is not None and found.how != "nearby":
+    if found is not None and found.how != "nearby" and not _far(problem, found, evidence):
         return found
     near = found if evidence.compiles else None
-    found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles) or near
+    found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles)
     if found is None and evidence.compiles:
-        found = _by_record(problem, machine, evidence.borrowed, passed_over)
+        found = _by_model(problem, machine, evidence, near, passed_over) or near
+    if found is None and evidence.compiles:
+        found = _by_record(problem, machine, evidence.borrowed, passed_over, adapts=True)
         if found is not None:
             why = f"not tuned on {machine.arch}; the decisions are those of {_typed(found.record)} on {evidence.lender}"
+            if evidence.borrowed[found.record or ""].candidate != found.candidate:
+                why += ", but for what this one lacks"
             found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
     if found is None:
         why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default"
@@ -98,15 +114,26 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     return found
 
 
-def _by_record(problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str]) -> Choice | None:
-    def usable(key: str, found: Known, wanted: Problem) -> bool:
-        reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
-        if reason and not passed_over:
-            passed_over.append(f"; the record of {key} is passed over: {reason}")
-        return reason is None
+def _by_record(
+    problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str], *, adapts: bool = False
+) -> Choice | None:
+    """By a record of the problem, of a larger batch, or of the problem most like it; `adapts`: as near as it gets."""
 
-    if (own := known.get(problem.key)) is not None and usable(problem.key, own, problem):
-        return Choice("exact", "tuned for this very problem", problem, own.candidate, problem.key, own.figures)
+    def fitting(found: Known, wanted: Problem) -> tuple[Candidate | None, str | None]:
+        reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
+        if reason is None:
+            return found.candidate, None
+        return (spaces.adapted(found.candidate, wanted, machine) if adapts else None), reason
+
+    def usable(key: str, found: Known, wanted: Problem) -> Candidate | None:
+        candidate, reason = fitting(found, wanted)
+        if candidate is None and not passed_over:
+            passed_over.append(f"; the record of {key} is passed over: {reason}")
+        return candidate
+
+    own = known.get(problem.key)
+    if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
+        return Choice("exact", "tuned for this very problem", problem, candidate, problem.key, own.figures)
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():
@@ -118,18 +145,49 @@ def _by_record(problem: Problem, machine: Machine, known: Mapping[str, Known], p
         o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent
     ]
     for other in sorted(larger, key=lambda o: o.batch_extent):
-        if usable(other.key, others[other], other):
+        if (candidate := usable(other.key, others[other], other)) is not None:
             why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
-            return Choice("bucket", why, other, others[other].candidate, other.key, others[other].figures)
+            return Choice("bucket", why, other, candidate, other.key, others[other].figures)
 
     by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
     for _, key, other in by_distance:
-        candidate = others[other].candidate
-        if spaces.refusal(candidate, problem, machine) is None:
+        known_as = Known(others[other].candidate, others[other].figures)  # of another problem a library is no help
+        candidate, _ = fitting(known_as, problem)
+        if candidate is not None:
             same = other.with_batch(problem.batch_extent) == problem
             why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
     return None
+
+
+def _far(problem: Problem, bucket: Choice, evidence: Evidence) -> bool:
+    """Whether the model comes before a record: of a batch much larger, which it knows, and not built."""
+    if bucket.compiled_for.batch_extent <= BUCKET * problem.batch_extent or not evidence.compiles:
+        return False
+    predictor, record = evidence.predictor(), bucket.record or ""
+    return predictor is not None and record in predictor.problems and not evidence.records[record].at_hand
+
+
+def _by_model(
+    problem: Problem, machine: Machine, evidence: Evidence, near: Choice | None, passed_over: list[str]
+) -> Choice | None:
+    """What the model predicts for the batch rounded up to a power of two, so that one library serves all in between.
+
+    None without a model, and where a record says more that it was not trained on: `near`, of a problem much like this.
+    """
+    predictor = evidence.predictor()
+    if predictor is None:
+        return None
+    if near is not None and near.record is not None and near.record not in predictor.problems:
+        away = problem.distance(parse(near.record))
+        if away is not None and away <= LIKE:
+            return None
+    rounded = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
+    found = predictor.choose(rounded, machine)
+    if found is None:
+        return None
+    why = f"not tuned; the best of {found.ranked} points by {predictor.provenance}{''.join(passed_over)}"
+    return Choice("predicted", why, rounded, found.candidate, None, {})
 
 
 def _by_library(
@@ -162,7 +220,8 @@ def _by_library(
     record, arch = library.figures.get("problem"), library.figures.get("arch", machine.arch)
     how = library.chosen
     if record is None:
-        why = "not tuned; the library at hand has a template's default decisions"
+        decisions = "predicted decisions" if how == "predicted" else "a template's default decisions"
+        why = f"not tuned; the library at hand has {decisions}"
     elif arch == machine.arch:
         how = "nearby" if how == "exact" else how
         why = f"not tuned; the library at hand has the decisions of {_typed(record)}"

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import manifest
+from ..artifacts import manifest, runtime_libraries
 from ..artifacts.manifest import Entry, ManifestError
 from ..core import registry, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine, nearest_arch
 from ..core.problem import Problem
 from ..core.registry import parse
-from ..records.queries import best_records, recorded_archs
+from ..records.queries import best_records, predictor, recorded_archs
 from ..runtime.lookup import Evidence, Known, choose, same_program
 from ..workers.building import build
 
@@ -39,7 +39,8 @@ def export(
     architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
     for it.
 
-    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed.
+    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed. TVM's
+    runtime libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
 
     Raises
     ------
@@ -61,6 +62,7 @@ def export(
     before = held(folder)
     manifest.write(folder, entries)
     remove_stale(folder, entries, before)
+    runtime_libraries.carry(folder, machine.kind)
     return entries
 
 
@@ -124,6 +126,6 @@ def _evidence(operator: str, machine: Machine, roots: Sequence[Path], recorded: 
         }
 
     if own := known(recorded):
-        return Evidence(own)
+        return Evidence(own, predictor=lambda: predictor(roots, machine.arch, operator))
     other = nearest_arch(machine, recorded_archs(roots, (operator,)))
     return Evidence({}, known(best_records(roots, other, (operator,))) if other else {}, other or "")

@@ -1,9 +1,9 @@
 """Kernels built ahead for many architectures, without a GPU: few libraries an operator, a manifest, the runtime.
 
-What is built for an architecture: every problem that was tuned on it; of operators that were not tuned on it at all
-the problems of the nearest architecture that has records, with its decisions (`borrowed`) where they are a point of the
-space and compile, else with a template's default; and problems that are named. A folder an architecture comes out,
-which `tvm_sparse.load` reads, and which `shipping.wheel` packs.
+What is built for an architecture: every problem that was tuned on it; of operators that were not tuned on it at all the
+problems of the nearest architecture that has records, with its decisions (`borrowed`) where these, or what is nearest
+to them in the space there, compile, else with a template's default; and problems that are named. A folder an
+architecture comes out, which `tvm_sparse.load` reads, and which `shipping.wheel` packs.
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+from ..features import features as product_features
+from ..features import row_blocks
 
 # Whole warps, up to 512 threads, to each of which 128 registers are left.
 THREADS = powers(32, 512)
@@ -189,3 +192,18 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     return fitting(problem, machine, space(problem, machine))[0]
+
+
+def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
+    e = Extents.of(problem, decisions)
+    return product_features(
+        problem,
+        machine,
+        tile_m=e.tile_m,
+        outputs=e.outputs,
+        threads=e.threads,
+        blocks=e.block_rows * ceildiv(problem.m, e.tile_m) * e.cluster,
+        work=row_blocks(problem),
+        at_once=e.chunk * e.cluster,
+        held=e.held,
+    )

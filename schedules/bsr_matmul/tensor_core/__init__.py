@@ -41,7 +41,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from .space import Extents, allowed, default, space
+from .space import Extents, allowed, default, features, space
 
 
 def build(problem: BsrMatmul, decisions: Decisions) -> Program:
@@ -60,5 +60,6 @@ tensor_core = Template(
     default=default,
     program=build,
     allowed=allowed,
+    features=features,
     explicit_threads=True,
 )

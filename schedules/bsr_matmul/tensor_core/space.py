@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+from ..features import features as product_features
+from ..features import row_blocks
 
 # Rows of the weight and of x of a warp's tile: from one fragment to what registers hold.
 TILE_N = powers(8, 64)
@@ -206,3 +209,19 @@ class Extents:
             pitch=tile_n + PAD,
             pairs=tile_m * tile_n // 2,
         )
+
+
+def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
+    e = Extents.of(problem, decisions)
+    warps_m = decisions["warps_m"]
+    return product_features(
+        problem,
+        machine,
+        tile_m=e.tile_m * warps_m,
+        outputs=e.tile_m * warps_m * e.tile_n,
+        threads=e.threads,
+        blocks=e.units * ceildiv(problem.m, e.tile_m * warps_m) * e.cluster,
+        work=row_blocks(problem) * e.octets,
+        at_once=e.chunk * e.cluster,
+        held=e.tile_m * e.tile_n // 32 + e.depth * (e.tile_m + e.tile_n) // 2,
+    )

@@ -31,7 +31,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
-from .space import Extents, allowed, default, space
+from .space import Extents, allowed, default, features, space
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
@@ -52,5 +52,6 @@ dealt_gather = Template(
     default=default,
     program=build,
     allowed=allowed,
+    features=features,
     explicit_threads=True,
 )

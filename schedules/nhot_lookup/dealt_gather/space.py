@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..vectors import WIDEST, load_widths
@@ -184,3 +184,21 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
         for threads in REDUCE_THREADS[::-1]
     )
     return next(point for point in points if allowed(problem, machine, point) is None)
+
+
+def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:
+    e = Extents.of(problem, decisions)
+    at_once = e.groups * e.loads
+    rounds = ceildiv(e.nonzeros, at_once)
+    return {
+        "blocks_each": e.blocks / machine.cores,
+        "threads_each": e.blocks * e.threads / machine.cores,
+        "block_threads": e.threads,
+        "rounds": rounds,
+        "used": e.nonzeros / (rounds * at_once),
+        "columns_used": e.slots * e.groups / e.threads,
+        "load_bytes": e.vec * e.itemsize,
+        "in_flight": e.loads * e.vec * e.itemsize,
+        "sharing": e.groups,
+        "balance": e.rows * e.row_vectors / (e.slots * e.blocks),
+    }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, Table, ceildiv, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..vectors import load_widths
@@ -168,4 +168,21 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
         "guess": 0,
         "overlap": 0,
         "prefetch": 0,
+    }
+
+
+def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:
+    e = Extents.of(problem, decisions)
+    at_once = e.batch * e.warps
+    rounds = ceildiv(problem.nonzeros, at_once)
+    return {
+        "blocks_each": ceildiv(problem.rows * e.row_tiles, e.tiles) / machine.cores,
+        "threads_each": problem.rows * e.row_tiles * e.tile_threads / machine.cores,
+        "block_threads": e.threads,
+        "rounds": rounds,
+        "used": problem.nonzeros / (rounds * at_once),
+        "columns_used": e.width / (e.row_tiles * e.tile_columns),
+        "load_bytes": e.load_bytes,
+        "in_flight": e.loads * e.load_bytes,
+        "sharing": e.groups * e.warps,
     }

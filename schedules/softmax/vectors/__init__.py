@@ -55,6 +55,7 @@ softmax_held = Template(
     default=space.held_default,
     program=build_held,
     allowed=space.held_allowed,
+    features=space.held_features,
     explicit_threads=True,
 )
 
@@ -68,6 +69,7 @@ softmax_staged = Template(
     default=space.staged_default,
     program=build_staged,
     allowed=space.staged_allowed,
+    features=space.staged_features,
     explicit_threads=True,
 )
 
@@ -81,6 +83,7 @@ softmax_streamed = Template(
     default=space.streamed_default,
     program=build_streamed,
     allowed=space.streamed_allowed,
+    features=space.streamed_features,
     explicit_threads=True,
 )
 
@@ -94,5 +97,6 @@ logsumexp_streamed = Template(
     default=space.streamed_default,
     program=build_streamed,
     allowed=space.streamed_allowed,
+    features=space.streamed_features,
     explicit_threads=True,
 )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 
 from ..problems import RowProblem, algorithm
 from .extents import Extents, vector_width
@@ -156,3 +156,32 @@ def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
     sizes = base_space(problem, machine)["cluster"]
     enough = next((size for size in sizes if size * problem.batch >= machine.cores), sizes[-1])
     return sorted((size for size in sizes if size <= enough), reverse=True) + [s for s in sizes if s > enough]
+
+
+# ---- features ------------------------------------------------------------------------------------
+
+
+def held_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
+    return _features(problem, machine, Extents.of(problem, decisions, "registers"))
+
+
+def staged_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
+    return _features(problem, machine, Extents.of(problem, decisions, "shared"))
+
+
+def streamed_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
+    return _features(problem, machine, Extents.of(problem, decisions, "nowhere"))
+
+
+def _features(problem: RowProblem, machine: Machine, ext: Extents) -> Features:
+    threads, each = ext.threads * ext.rows, ceildiv(problem.batch, ext.rows) * ext.cluster / machine.cores
+    tiles = ext.full_tiles + ext.other_tiles
+    return {
+        "blocks_each": each,
+        "waves": each / (2048 // threads),
+        "threads_each": min(each, 2048 // threads) * threads,
+        "thread_vectors": ext.part / ext.threads,
+        "tiles": tiles,
+        "used": ext.part / max(tiles * ext.tile, 1),
+        "total_vectors": problem.batch * problem.vocab / ext.width,
+    }

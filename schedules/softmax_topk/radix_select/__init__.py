@@ -12,7 +12,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from .space import default, space
+from .space import default, features, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
@@ -31,5 +31,6 @@ radix_select = Template(
     space=space,
     default=default,
     program=build,
+    features=features,
     explicit_threads=True,
 )

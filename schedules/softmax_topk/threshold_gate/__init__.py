@@ -94,6 +94,7 @@ threshold_gate = Template(
     default=space.default,
     program=program,
     allowed=space.allowed,
+    features=space.features,
     explicit_threads=True,
 )
 
@@ -107,5 +108,6 @@ cluster_gate = Template(
     default=space.cluster_default,
     program=program,
     allowed=space.cluster_allowed,
+    features=space.features,
     explicit_threads=True,
 )

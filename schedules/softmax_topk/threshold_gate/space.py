@@ -7,7 +7,7 @@ from math import log2
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from .layout import MAX_CLUSTER_SHARED, MAX_SHARED, Layout
@@ -153,3 +153,21 @@ def cluster_default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     point = first_allowed(problem, machine, points, cluster_allowed)
     assert point is not None, f"{problem}: the space would not apply"
     return point
+
+
+def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Features:
+    """What the time of a point of either template depends on."""
+    tiling = Layout.of(problem, decisions).tiling
+    each = problem.batch * tiling.cluster / machine.cores
+    resident = min(each, 2048 // tiling.threads)
+    return {
+        "blocks_each": each,
+        "waves": each / (2048 // tiling.threads),
+        "threads_each": resident * tiling.threads,
+        "thread_vectors": tiling.share / tiling.threads,
+        "tiles": tiling.tiles,
+        "used": tiling.chunks / (tiling.tiles * tiling.warps * tiling.vectors),
+        "bytes_in_flight": resident * tiling.ring,
+        "k_share": problem.k / problem.vocab,
+        "k_each": problem.k / tiling.threads,
+    }

@@ -29,7 +29,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from .space import Layout, default, space
+from .space import Layout, default, features, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
@@ -49,5 +49,6 @@ warp_rows = Template(
     space=space,
     default=default,
     program=build,
+    features=features,
     explicit_threads=True,
 )

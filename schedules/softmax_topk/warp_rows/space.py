@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 WARP = 32  # lanes
@@ -187,3 +187,16 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     return {"rows": 4, "overlap": int(machine.has_clusters)}
+
+
+def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Features:
+    layout = Layout.of(problem, decisions)
+    each = ceildiv(problem.batch, layout.rows) / machine.cores
+    return {
+        "blocks_each": each,
+        "waves": each / layout.resident,
+        "threads_each": min(each, layout.resident) * layout.threads,
+        "thread_vectors": layout.vectors,
+        "k_share": problem.k / problem.vocab,
+        "k_each": problem.k / WARP,
+    }

@@ -92,6 +92,10 @@ _LEAN_INCLUDES = frozenset(
 )
 
 
+# NVRTC states its own version of PTX, whatever the code uses, and a driver that is older refuses it. This is that of
+# CUDA 13.0, whose driver TVM's runtime needs anyway, and later than all that code for an earlier GPU can use.
+_PTX_HEAD, _PTX_VERSION = re.compile(rb"^\.version \d+\.\d+", re.MULTILINE), b".version 9.0"
+
 # What the compile callback returns: "cubin", or "ptx" for the virtual architecture of the same number.
 _FORMAT = contextvars.ContextVar("device_code", default="cubin")
 
@@ -393,12 +397,16 @@ def _install_lean_compiler(cccl: Path) -> None:
         used = set(re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)", code, re.MULTILINE))
         mode = os.environ.get("TVM_CUDA_COMPILE_MODE", "nvrtc").lower()
         form = _FORMAT.get()
-        if mode == "nvrtc" and used <= _LEAN_INCLUDES:
-            try:
-                return nvcc.compile_cuda(code, form, options=options, compiler="nvrtc")
-            except RuntimeError:
-                pass  # the full headers decide, and word the error
-        return original(code) if form == "cubin" else nvcc.compile_cuda(code, form, compiler="nvrtc")
+
+        def compiled() -> Any:
+            if mode == "nvrtc" and used <= _LEAN_INCLUDES:
+                try:
+                    return nvcc.compile_cuda(code, form, options=options, compiler="nvrtc")
+                except RuntimeError:
+                    pass  # the full headers decide, and word the error
+            return original(code) if form == "cubin" else nvcc.compile_cuda(code, form, compiler="nvrtc")
+
+        return compiled() if form == "cubin" else _PTX_HEAD.sub(_PTX_VERSION, bytes(compiled()), count=1)
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_cuda, override=True)
 

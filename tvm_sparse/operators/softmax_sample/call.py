@@ -81,6 +81,7 @@ def softmax_sample(
         A number in (0, 1], or `(batch,)` float32; 1 leaves all words.
     min_p
         A number in [0, 1], or `(batch,)` float32.
+        Filters are best all numbers or all arrays: of a mix, each number is written to an array first.
     bias
         `(vocab,)` float32, added to every row in float32; -inf masks a column.
     uniforms
@@ -147,8 +148,8 @@ def softmax_sample(
 
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
     if custom.transformed(logits, *tensors, bias, uniforms, None if isinstance(seed, int) else seed):
-        options = dict(zip((name for name, *_ in FILTERS), filters, strict=True))
-        options |= {"bias": bias, "uniforms": uniforms, "seed": seed, "offset": offset}
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "bias": bias}
+        options |= {"uniforms": uniforms, "seed": seed, "offset": offset}
         options |= {"max_top_k": max_top_k, "best": best, "out": out}
         return custom.module_of("softmax_sample").softmax_sample(logits, **options)
     known = logits_facts(logits)
@@ -218,7 +219,7 @@ def _number(which: int, value: Any) -> Any:
         ) from None
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
-    return number
+    return min(number, 2**31 - 1) if dtype == "int32" else number
 
 
 def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:

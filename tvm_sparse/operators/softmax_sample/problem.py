@@ -71,10 +71,10 @@ class SoftmaxSample(Problem):
         Argument("values", ("batch", "k"), "float32", "Those of the k best words, descending."),
         Argument("indices", ("batch", "k"), "int64", "These words, in [0, vocab)."),
     )
-    # How a row is read is softmax_topk's: these are what a word may have to be drawn from.
-    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special")
+    # How a row is read is softmax_topk's: these are what a word may have to be drawn from, and a long tail to time.
+    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "zipf")
     tuned: ClassVar[str] = SoftmaxTopk.tuned
-    verified: ClassVar[tuple[str, ...]] = structures
+    verified: ClassVar[tuple[str, ...]] = structures[:-1]
     settings: ClassVar[tuple[Settings, ...]] = (
         {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
         {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
@@ -218,7 +218,7 @@ class SoftmaxSample(Problem):
         import numpy as np
 
         def of_rows(given: Any, dtype: Any) -> np.ndarray:
-            return np.broadcast_to(np.asarray(given, dtype), (self.batch,))
+            return np.broadcast_to(np.asarray(given, dtype), (len(inputs[0]),))
 
         kinds = (np.float32, np.int32, np.float32, np.float32)
         given = list(map(of_rows, inputs[1:5], kinds))

@@ -1,0 +1,61 @@
+"""What the time of a product depends on, for every template alike. Loads no compiler."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Features, ceildiv
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+
+def row_blocks(problem: BsrMatmul) -> float:
+    """Stored blocks of a block row, on average."""
+    return (1 - problem.sparsity) * problem.grid[1]
+
+
+def features(
+    problem: BsrMatmul,
+    machine: Machine,
+    *,
+    tile_m: int,
+    outputs: int,
+    threads: int,
+    blocks: int,
+    work: float,
+    at_once: int,
+    held: int,
+) -> Features:
+    """Numbers by name.
+
+    Parameters
+    ----------
+    tile_m
+        Rows of x of a thread block.
+    outputs
+        Elements of y of a thread block.
+    threads
+        Of a thread block.
+    blocks
+        Thread blocks.
+    work, at_once
+        What there is of the weight for one sum, in whatever unit, and what is taken of it in one step.
+    held
+        Sums and elements that a thread has in registers.
+    """
+    rows, cols = problem.block_shape
+    steps = max(ceil(work / at_once), 1)
+    return {
+        "block_rows": rows,
+        "block_cols": cols,
+        "row_blocks": row_blocks(problem),
+        "row_elements": row_blocks(problem) * cols,
+        "blocks_each": blocks / machine.cores,
+        "threads_each": blocks * threads / machine.cores,
+        "outputs_each": outputs / threads,
+        "strips": ceildiv(problem.m, tile_m),
+        "rows_used": problem.m / (ceildiv(problem.m, tile_m) * tile_m),
+        "steps": steps,
+        "used": work / (steps * at_once),
+        "held": held,
+    }

@@ -1,0 +1,267 @@
+"""Decisions for problems that nobody tuned: a model of the recorded times ranks points of the templates' spaces.
+
+The model is regression trees (Chen & Guestrin 2016, "XGBoost: A Scalable Tree Boosting System") that were fitted to
+trials offline (`tuning.training`). They give ln(time / best time of the problem) from a problem's axes, a point's
+decisions, and what its template derives from both (`Template.features`). What ships is one file an operator and
+architecture, `<root>/<arch>/<operator>/predictor.json`, which is read and walked here with NumPy alone.
+
+Ranked are points that were nearly the best of some problem, and templates' defaults, as far as the problem's spaces
+have them: some hundreds. Of points beyond, nobody knows whether the model is right about them: in the cross-validation
+nearly all of its choices among neighbours of these points were such as nobody had measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core import spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem, numpy_dtype
+from ..core.template import NotApplicable, Table
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAME = "predictor.json"
+FORMAT = 1
+
+
+class PredictorError(ValueError):
+    """A file that holds no predictor of this format; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Regression trees, one after the other in flat arrays, whose values are added up.
+
+    Attributes
+    ----------
+    features
+        Names of the numbers that are looked at.
+    roots
+        The first node of each tree.
+    feature
+        Of each node the index of its feature; -1 of a leaf.
+    value
+        The threshold, float32: rows whose feature is below go left. Of a leaf what it adds.
+    left
+        The node to the left; the one to the right follows it.
+    missing_left
+        1 where rows without the feature go left.
+    base
+        What the sum begins with.
+    """
+
+    features: tuple[str, ...]
+    roots: Sequence[int]
+    feature: Sequence[int]
+    value: Sequence[float]
+    left: Sequence[int]
+    missing_left: Sequence[int]
+    base: float
+
+    def matrix(self, rows: Iterable[Mapping[str, float]]) -> np.ndarray:
+        """Rows of named numbers as a float32 matrix; NaN where one has no such number."""
+        import numpy as np
+
+        nan = math.nan
+        return np.array([[row.get(name, nan) for name in self.features] for row in rows], np.float32)
+
+    def predict(self, matrix: np.ndarray) -> np.ndarray:
+        """The sum for each row of a matrix as `matrix` makes it, in float64."""
+        import numpy as np
+
+        feature, left = np.asarray(self.feature, np.int32), np.asarray(self.left, np.int32)
+        value, missing_left = np.asarray(self.value, np.float32), np.asarray(self.missing_left, bool)
+        rows = np.arange(len(matrix))[:, None]
+        at = np.broadcast_to(np.asarray(self.roots, np.int32), (len(matrix), len(self.roots))).copy()
+        while True:
+            asked = feature[at]
+            if (asked < 0).all():
+                return self.base + value[at].sum(axis=1, dtype=np.float64)
+            found = matrix[rows, asked]
+            goes_left = np.where(np.isnan(found), missing_left[at], found < value[at])
+            at = np.where(asked < 0, at, left[at] + ~goes_left)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The point that a predictor takes, and from how many."""
+
+    candidate: Candidate
+    ranked: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the model said of a point when it was trained: it says so still, unless what templates tell has changed."""
+
+    problem: str
+    cores: int
+    candidate: str
+    said: float
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What a file holds.
+
+    Attributes
+    ----------
+    operator, arch
+        What it was trained for.
+    templates
+        Versions of the templates in it.
+    trees
+        The model.
+    known
+        Points that were good for some problem.
+    trials
+        How many it was trained on.
+    problems
+        Keys of their problems.
+    loss, worst_loss
+        Times of choices for problems left out of the training over the best time that is recorded of them: geometric
+        mean, and the largest. The model chose among the points that were measured.
+    probes
+        For tests.
+    """
+
+    operator: str
+    arch: str
+    templates: Mapping[str, int]
+    trees: Trees
+    known: tuple[Candidate, ...]
+    trials: int
+    problems: tuple[str, ...]
+    loss: float
+    worst_loss: float
+    probes: tuple[Probe, ...] = ()
+
+    @property
+    def outdated(self) -> str | None:
+        """Why nothing can be predicted now: times of another version of a template say nothing of this one's."""
+        current = {template.name: template.version for template in spaces.templates(self.operator)}
+        for name, version in self.templates.items():
+            if current.get(name) != version:
+                return f"trained with version {version} of {name}, which is at {current.get(name, 'none')}"
+        return None
+
+    @property
+    def provenance(self) -> str:
+        """What it knows, and how far its choices were off."""
+        return (
+            f"a model of {self.trials} trials of {len(self.problems)} problems; of problems left out of its training"
+            f" its choices took {self.loss:.2f}x the best time recorded, at worst {self.worst_loss:.2f}x"
+        )
+
+    def choose(self, problem: Problem, machine: Machine) -> Prediction | None:
+        """The point that takes least time by the model; None if no template of the model fits the problem."""
+        tables: dict[str, Table] = {}
+        for name in self.templates:
+            template = spaces.find(name, self.operator)
+            if template.kind == machine.kind:
+                try:
+                    tables[name] = template.space(problem, machine)
+                except NotApplicable:
+                    continue
+        defaults = [spaces.find(name, self.operator) for name in tables]
+        wanted = [*self.known, *(t.candidate(t.default(problem, machine)) for t in defaults)]
+        ranked = [c for c in dict.fromkeys(wanted) if _is_point(c, problem, machine, tables)]
+        if not ranked:
+            return None
+        seconds = self.trees.predict(self.trees.matrix(features_of(problem, machine, c) for c in ranked))
+        return Prediction(ranked[int(seconds.argmin())], len(ranked))
+
+    def write(self, root: Path) -> Path:
+        """Write the file of this predictor under a folder of logs."""
+        path = root / self.arch / self.operator / NAME
+        content = {
+            "format": FORMAT,
+            "operator": self.operator,
+            "arch": self.arch,
+            "templates": dict(self.templates),
+            "trials": self.trials,
+            "problems": list(self.problems),
+            "loss": self.loss,
+            "worst_loss": self.worst_loss,
+            "known": [str(candidate) for candidate in self.known],
+            "probes": [dataclasses.asdict(probe) for probe in self.probes],
+            "features": list(self.trees.features),
+            "base": self.trees.base,
+            **{name: list(getattr(self.trees, name)) for name in ARRAYS},
+        }
+        lines = (f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}" for name, value in content.items())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{" + ",\n".join(lines) + "}\n")
+        return path
+
+
+ARRAYS = ("roots", "feature", "value", "left", "missing_left")
+
+
+def read(path: Path) -> Predictor:
+    """The predictor of a file.
+
+    Raises
+    ------
+    PredictorError
+        If it holds none of this format.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise PredictorError(f"{path}: expected format {FORMAT}, got {content['format']!r}")
+        arrays = {name: content[name] for name in ARRAYS}
+        trees = Trees(tuple(content["features"]), base=float(content["base"]), **arrays)
+        if len({len(getattr(trees, name)) for name in ARRAYS[1:]}) != 1:
+            raise PredictorError(f"{path}: expected lists of one length: {', '.join(ARRAYS[1:])}")
+        return Predictor(
+            content["operator"],
+            content["arch"],
+            content["templates"],
+            trees,
+            tuple(Candidate.parse(text) for text in content["known"]),
+            content["trials"],
+            tuple(content["problems"]),
+            content["loss"],
+            content["worst_loss"],
+            tuple(Probe(**probe) for probe in content["probes"]),
+        )
+    except PredictorError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise PredictorError(f"{path} holds no predictor: {type(error).__name__}: {error}") from error
+
+
+def features_of(problem: Problem, machine: Machine, candidate: Candidate) -> dict[str, float]:
+    """Numbers of one point by name: axes (texts as flags, a dtype as its bytes), template, decisions, features."""
+    row: dict[str, float] = {}
+    for name, value in problem.axes.items():
+        if not isinstance(value, str):
+            row[f"problem.{name}"] = value
+        elif name == "dtype":
+            row["problem.bytes"] = numpy_dtype(value).itemsize
+        else:
+            row[f"problem.{name}={value}"] = 1.0
+    row[f"template.{candidate.template}"] = 1.0
+    for name, number in candidate.decisions:
+        row[f"decision.{name}"] = number
+    derived = spaces.find(candidate.template, problem.operator).features(problem, machine, candidate.values)
+    for name, figure in derived.items():
+        row[f"point.{name}"] = figure
+    return row
+
+
+def _is_point(candidate: Candidate, problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> bool:
+    table, values = tables.get(candidate.template), candidate.values
+    if table is None or list(values) != list(table) or any(values[name] not in table[name] for name in table):
+        return False
+    return spaces.find(candidate.template, problem.operator).allowed(problem, machine, values) is None
