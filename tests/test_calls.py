@@ -1287,6 +1287,8 @@ def test_an_out_that_is_read_or_of_another_kind_is_refused_before_it_is_written(
             tvm_sparse.bsr_matmul(x, weight, out=y)
         with pytest.raises(ValueError, match="out: shares memory with table, which is read"):
             tvm_sparse.nhot_lookup(looked_up, table, out=table[:7])
+        with pytest.raises(ValueError, match="out: shares memory with logits, which is read"):
+            tvm_sparse.softmax(x, out=x)
         with pytest.raises(ValueError, match="out: expected a torch tensor, as the input is, got ndarray"):
             tvm_sparse.bsr_matmul(x, weight, out=np.zeros((7, 35), np.float32))
         assert torch.equal(memory, before)

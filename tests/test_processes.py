@@ -324,6 +324,16 @@ def test_timeout(worker, do):
     assert pid_of(worker) != pid
 
 
+def test_a_timeout_for_want_of_a_processor_is_the_machines(worker, monkeypatch):
+    waits = iter([{"1": 7.0}, {"1": 7.4}, {"1": 7.0}, {"1": 7.1}])  # seconds of a thread, before and after
+    monkeypatch.setattr(processes, "_waited", lambda pid: next(waits))
+    worker.start()
+    reply = worker.call({"do": "nap", "seconds": 9}, timeout=0.5)
+    assert reply.environment and "within 0.5 s: it waited 0.4 s for a processor" in reply.message
+    worker.start()
+    assert not worker.call({"do": "nap", "seconds": 9}, timeout=0.5).environment
+
+
 def test_timeout_while_sending(worker):
     """A stopped child reads nothing, and the request does not fit into the pipe."""
     worker.start()

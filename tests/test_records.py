@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -374,7 +375,7 @@ def test_killed_writers_lose_nothing_they_reported(log: Log):
 
 def test_reading_takes_no_lock(log: Log):
     log.append(trial())
-    with log_module.FileLock(f"{log.trials_path}.lock"):
+    with FileLock(f"{log.trials_path}.lock"):
         done = threading.Thread(target=log.read, daemon=True)
         done.start()
         done.join(5)
@@ -387,7 +388,7 @@ def test_stopped_holder_is_named(log: Log, monkeypatch):
     held, release = threading.Event(), threading.Event()
 
     def hold():
-        with log_module.FileLock(f"{log.trials_path}.lock"):
+        with FileLock(f"{log.trials_path}.lock"):
             held.set()
             release.wait(10)
 
@@ -445,6 +446,12 @@ def test_interrupted_append_is_undone(log: Log, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             log.append(trial(1))
     assert log.trials_path.read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(OSError, match=r"records cannot be written there \(.*\); name another folder: '.*trials.jsonl'"):
+        Log(tmp_path / "logs", ARCH, "softmax_topk").append(trial())
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

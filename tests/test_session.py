@@ -25,6 +25,7 @@ from tvm_sparse.core.spaces import points
 from tvm_sparse.records import Best, Log, Trial
 from tvm_sparse.tuning import session
 from tvm_sparse.tuning.session import NoValidRecord, Progress, make_plan, tune
+from tvm_sparse.workers.processes import StartError
 
 TESTS = Path(__file__).parent
 PROBLEM = tuning_child.PROBLEM  # 20 points of one template
@@ -229,6 +230,21 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
     with pytest.raises(NoValidRecord, match="build-error"):
         run(log, 20)
     assert [t.outcome for t in log.read().trials] == ["ok"] * sum(map(len, asked[:2]))
+
+
+def test_what_was_measured_is_recorded_where_nothing_can_go_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(bench, candidates, session_id, order):
+        for i, candidate in enumerate(candidates, start=order):
+            if i == 3:
+                raise StartError("measure cannot be started: No space left on device")
+            trial = dataclasses.replace(record(candidate), session=session_id, order=i)
+            yield dataclasses.replace(trial, outcome="crash", reason="?", seconds=()) if i == 1 else trial
+
+    monkeypatch.setattr(session._Bench, "measure", measure)
+    with pytest.raises(StartError, match="No space left"):
+        run(log, 20)
+    # What failed just before the machine did is not held against its candidate.
+    assert [trial.outcome for trial in log.read().trials] == ["ok", "environment", "ok"] and not log.best()
 
 
 def test_failures_alone_are_recorded_where_the_fallback_is_right(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

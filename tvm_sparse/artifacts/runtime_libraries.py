@@ -76,7 +76,7 @@ def carry(folder: Path, kind: str) -> None:
     if installed is None:
         raise FileNotFoundError("apache-tvm is not installed, whose runtime libraries are to be carried along")
     target = folder / FOLDER
-    target.mkdir(parents=True, exist_ok=True)
+    trust.make_folder(target, trust.SHARED)
     for name in LIBRARIES[kind]:
         shutil.copyfile(installed / "lib" / name, target / name)
     for name in _LICENCES:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
+from ..core.locking import held
 from .codec import UNREADABLE, decode, encode
 from .values import FOLDER_NAME, REASON_LENGTH, Best, Record, Session, Trial, operator_of
 
@@ -102,8 +101,8 @@ class Log:
             (NaN, infinity). Nothing is written.
         OSError
             If the lines could not be written, e.g. on a full disk. The file is as before.
-        filelock.Timeout
-            If another process kept the lock for `LOCK_SECONDS`.
+        LockTimeout
+            If another process kept the lock for `LOCK_SECONDS`, or holds it and is stopped.
         """
         self._append(self.trials_path, records, (Trial, Session))
 
@@ -238,7 +237,7 @@ def rewrite(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> int:
     """Replace the lines of a file, under its lock and by a rename; returns how many it has fewer, or that differ."""
     if not path.exists():
         return 0
-    with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
+    with held(Path(f"{path}.lock"), LOCK_SECONDS):
         before = path.read_bytes().splitlines(keepends=True)
         after = change(before)
         if after == before:
@@ -257,9 +256,16 @@ def rewrite(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> int:
 
 def _append_lines(path: Path, lines: list[bytes]) -> None:
     """Append all of `lines` durably, or none."""
-    _make_folder(path.parent)
-    with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _make_folder(path.parent)
+        os.close(_opened(path))
+    except OSError as error:
+        cause = os.strerror(error.errno or errno.EIO)
+        raise OSError(
+            error.errno, f"records cannot be written there ({cause}); name another folder", str(path)
+        ) from error
+    with held(Path(f"{path}.lock"), LOCK_SECONDS):
+        fd = _opened(path)
         try:
             size = os.fstat(fd).st_size
             # A writer that was killed can leave half a line. Ours must not be glued to it.
@@ -278,6 +284,10 @@ def _append_lines(path: Path, lines: list[bytes]) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -284,7 +284,9 @@ class Dispatcher:
                 try:
                     held = self._manifests[folder] = (stamp, manifest.read(folder))
                 except ManifestError as error:
-                    logger.warning("%s kernels are left aside: %s", name, error)
+                    if (folder, stamp) not in self._warned:
+                        self._warned.add((folder, stamp))
+                        logger.warning("%s kernels are left aside: %s", name, error)
                     continue
             sources.append(_Source(name, folder, held[1]))
         return [

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..artifacts import manifest, runtime_libraries
+from ..artifacts import manifest, runtime_libraries, trust
 from ..artifacts.cuda.toolchain import CUDA_MAJOR
 from ..artifacts.manifest import Entry
 from ..core import registry
@@ -64,7 +64,7 @@ def arrange(folders: Sequence[Path], output: Path, version: int = 1) -> list[Pat
     for kind, kernels in by_kind.items():
         target = output / "build" / variant(kind)
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+        trust.make_folder(target, trust.SHARED)
         for folder, entry in kernels:
             if not (target / entry.library).exists():
                 shutil.copyfile(folder / entry.library, target / entry.library)

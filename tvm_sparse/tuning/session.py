@@ -37,7 +37,7 @@ from ..core.spaces import points
 from ..core.template import Table
 from ..records import Best, Log, Session, Trial
 from ..workers import building
-from ..workers.processes import Pool, Reply, Worker
+from ..workers.processes import Pool, Reply, StartError, Worker
 from .search import Search
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
@@ -233,18 +233,22 @@ def tune(
         def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
             results: dict[Candidate, float | None] = {}
             trials = []
-            for trial in bench.measure(batch, session.id, progress.measured):
-                trials.append(trial)
-                results[trial.candidate] = trial.median if trial.outcome == "ok" else None
-                progress.measured += 1
-                progress.ends.append(time.monotonic())
-                progress.last = trial
-                progress.outcomes[trial.outcome] = progress.outcomes.get(trial.outcome, 0) + 1
-                if trial.outcome == "ok" and trial.median < progress.best_seconds:
-                    progress.best, progress.best_seconds = trial.candidate, trial.median
-                if trial.candidate == fallback:
-                    progress.fallback_seconds = results[fallback]
-                show(progress)
+            try:
+                for trial in bench.measure(batch, session.id, progress.measured):
+                    trials.append(trial)
+                    results[trial.candidate] = trial.median if trial.outcome == "ok" else None
+                    progress.measured += 1
+                    progress.ends.append(time.monotonic())
+                    progress.last = trial
+                    progress.outcomes[trial.outcome] = progress.outcomes.get(trial.outcome, 0) + 1
+                    if trial.outcome == "ok" and trial.median < progress.best_seconds:
+                        progress.best, progress.best_seconds = trial.candidate, trial.median
+                    if trial.candidate == fallback:
+                        progress.fallback_seconds = results[fallback]
+                    show(progress)
+            except (StartError, OSError):  # nothing can go on; what was right is not to be measured again, all else is
+                log.append(*(t if t.outcome == "ok" else dataclasses.replace(t, outcome="environment") for t in trials))
+                raise
             if trials and all(trial.outcome != "ok" for trial in trials):
                 require_fallback()
             log.append(*trials)
@@ -294,15 +298,20 @@ def _final(
     ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
     finalists = list(dict.fromkeys([*ranked[:FINALISTS], fallback]))
     times: dict[Candidate, list[float]] = {}
+    spoilt: Trial | None = None
     for number in range(FINAL_ROUNDS):
         for trial in bench.measure(finalists, session, 0):
             if trial.outcome == "ok":
                 times.setdefault(trial.candidate, []).append(trial.median)
+            elif trial.outcome == "environment":
+                spoilt = trial
         # One that fails once is no finalist.
         finalists = [c for c in finalists if c in times]
         progress.final_share = (number + 1) / FINAL_ROUNDS
         show(progress)
     medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == FINAL_ROUNDS}
+    if not medians and spoilt:
+        raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
     if not medians:
         raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
     winner = min(medians, key=lambda c: medians[c])

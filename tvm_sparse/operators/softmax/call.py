@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from tvm_sparse.runtime import arrays, custom
-from tvm_sparse.runtime.calls import by_rows, fits, is_plain, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime.calls import by_rows, fits, is_plain, logits_facts, machine_of, outputs_for, refuse_overlap
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import ALGORITHMS, Softmax
@@ -73,6 +73,7 @@ def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
         if found is not None and is_plain(logits):
             function, like = found
             if out is None or fits(out, like, torch):
+                refuse_overlap(out, (("logits", logits),))
                 result = torch.empty_like(like) if out is None else out
                 function(logits, 1 if log else 0, result)
                 return result
@@ -91,6 +92,7 @@ def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
         [result] = by_rows(call, logits, known, out, (("out", known.shape[-1:], known.dtype),))
         return out if out is not None else result
     [result] = outputs_for(out, (("out", known.shape, known.dtype),), logits, known)
+    refuse_overlap(out, (("logits", logits),))
     batch, vocab = known.shape
     if arrays.is_fake(logits):
         return result
