@@ -2,6 +2,7 @@
 
     python scripts/study_prediction.py                        # every operator with enough problems; minutes
     python scripts/study_prediction.py --operator nhot_lookup
+    python scripts/study_prediction.py --new                  # of problems tuned after the shipped models were trained
 
 Whole problems are left out, a tenth at a time, and each way to choose decisions for them knows the others alone:
 
@@ -33,7 +34,7 @@ from tvm_sparse.cli.common import console, table
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
-from tvm_sparse.records.queries import best_records
+from tvm_sparse.records.queries import best_records, predictor
 from tvm_sparse.runtime.lookup import Evidence, Known, choose
 from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
@@ -91,6 +92,21 @@ def losses(
     return found
 
 
+def of_new_problems(logs: Path, arch: str, operators: Iterable[str]) -> None:
+    """Print what the models that ship lost for problems that they do not know, where tuning measured their choice."""
+    for name in operators:
+        model = predictor([logs], arch, name)
+        found = []
+        for one in training.measured(Log(logs, arch, name)) if model else ():
+            assert model is not None
+            choice = model.choose(one.problem, one.machine)
+            if one.problem.key not in model.problems and choice and (seconds := one.seconds.get(choice.candidate)):
+                found.append(seconds / one.best)
+                typer.echo(f"{one.problem.key}: {found[-1]:.3f}  {choice.candidate}")
+        if found:
+            typer.echo(f"{name}: {len(found)} problems, {mean(found)}, worst {max(found):.3f}")
+
+
 def mean(ratios: Iterable[float]) -> str:
     """The geometric mean as text; empty of nothing."""
     ratios = list(ratios)
@@ -101,8 +117,12 @@ def main(
     arch: Annotated[str, typer.Option(help="Architecture of the records.")] = "sm_90a",
     operator: Annotated[list[str] | None, typer.Option(help="Only this operator; may be given again.")] = None,
     logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS,
+    new: Annotated[bool, typer.Option(help="Only what shipped models choose for problems unknown to them.")] = False,
 ) -> None:
     """Print the table, and write it unless operators are named."""
+    if new:
+        of_new_problems(logs, arch, operator or registry.operators())
+        return
     lines: list[list[object]] = []
     shown = table(*COLUMNS, right=COLUMNS[3:])
     for name in operator or registry.operators():
