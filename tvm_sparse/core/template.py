@@ -89,7 +89,8 @@ class Template(Generic[P]):
     features
         (problem, machine, decisions) -> numbers by name from which the time of a point may be learned, beside axes and
         decisions: how many thread blocks a multiprocessor gets, how many steps a thread goes, which share of the
-        lanes is idle. Templates of one operator give the same name to the same thing (`records.predictor`).
+        lanes is idle. Templates of one operator give the same name to the same thing (`records.predictor`). Asked of
+        any decisions of the table, also where they are not allowed.
     explicit_threads
         Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
         turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
