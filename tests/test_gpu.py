@@ -18,6 +18,8 @@ from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Template
+from tvm_sparse.tuning.session import MEASURE_WORKER
+from tvm_sparse.workers.processes import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -99,6 +101,13 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
     # Not faster than the memory, not slower than a launch and a hundred times the memory.
     fastest = problem.cost().bytes / 20e12
     assert all(fastest < s < 1e-3 for s in seconds)
+    # A sound trial changes nothing for which its process would be renewed: a new context takes seconds.
+    with Worker(MEASURE_WORKER, name="measure") as worker:
+        processes = []
+        for request in ({"problem": problem.key, "kind": "cuda", "seed": 0}, message, message):
+            assert worker.call(request, timeout=60).ok
+            processes.append(worker.pid)
+        assert processes[0] is not None and len(set(processes)) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
