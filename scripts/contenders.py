@@ -82,7 +82,8 @@ class Libraries:
                     continue  # said when its turn comes
         jobs = list(dict.fromkeys([*public, *named]))
         requests = [
-            building.request(p, c, self._where, self._folder / library_name(p, c, self._where.arch)) for p, c in jobs
+            building.request(p, c, self._where, self._folder / library_name(p, c, self._where.arch), symbol="")
+            for p, c in jobs
         ]
         builders = max(1, min(machine.cpu().cores, 16, len(jobs)))
         with Pool(builders, [sys.executable, "-m", "tvm_sparse.workers.building"], name="build") as pool:
@@ -105,7 +106,8 @@ class Libraries:
             reply = self._built[problem, candidate]
             if not reply.ok:
                 raise RuntimeError(f"build: {reply.message}")
-            function = loading.load_function(Path(reply.value["path"]), self._where.kind, None)
+            path, symbol = Path(reply.value["path"]), reply.value["symbol"]
+            function = loading.load_function(path, self._where.kind, None, symbol)
             function = loading.with_workspaces(function, reply.value["workspaces"], problem, self._where.kind)
             return call_of(function, problem, inputs, device)
 

@@ -2,6 +2,7 @@
 
     python scripts/study_prediction.py                        # every operator with enough problems; minutes
     python scripts/study_prediction.py --operator nhot_lookup
+    python scripts/study_prediction.py --new                  # of problems tuned after the shipped models were trained
 
 Whole problems are left out, a tenth at a time, and each way to choose decisions for them knows the others alone:
 
@@ -14,14 +15,15 @@ chosen    as look-up predicts: the fastest by the model of the points that it ra
 Left out is the *problem* alone; or it with *all batches* of it, so that no bucket is left; or every problem of its
 *batch*, so that the model has to extrapolate. A choice's loss is its time over the best time that is recorded of the
 problem. What nobody measured for it has no loss, so each way is judged by the choices that were measured ("measured"):
-for `ranked` all of them, which flatters it, since most points were measured because a search had hopes of them. A
-recorded best need not be the best of the space. Needs no GPU. Writes the table into scripts/results/.
+for `ranked` all of them, which flatters it, since most points were measured because a search had hopes of them.
+"over_chosen" is the geometric mean of a way's loss over that of `chosen`, of the "both" problems where both were
+measured. A recorded best need not be the best of the space. Needs no GPU. Writes the table into scripts/results/.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +34,7 @@ from tvm_sparse.cli.common import console, table
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
-from tvm_sparse.records.queries import best_records
+from tvm_sparse.records.queries import best_records, predictor
 from tvm_sparse.runtime.lookup import Evidence, Known, choose
 from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
@@ -43,18 +45,32 @@ APART: dict[str, Callable[[Problem], object]] = {
     "all batches": training.all_batches,
     "batch": lambda problem: problem.batch_extent,
 }
-COLUMNS = ("operator", "left_out", "way", "problems", "measured", "geometric_mean", "worst", "above_1.3")
+COLUMNS = (
+    "operator",
+    "left_out",
+    "way",
+    "problems",
+    "measured",
+    "geometric_mean",
+    "worst",
+    "above_1.3",
+    "both",
+    "over_chosen",
+)
+WAYS = ("default", "bucket", "nearest", "ranked", "chosen")
 # Of how far above the best a choice should never be.
 BAD = 1.3
 
 
-def losses(log: Log, data: Sequence[Measured], apart: Callable[[Problem], object]) -> dict[str, list[float | None]]:
-    """By way, the loss of each problem for which it has a choice; None where nobody measured that choice."""
+def losses(
+    log: Log, data: Sequence[Measured], apart: Callable[[Problem], object]
+) -> dict[str, dict[Problem, float | None]]:
+    """By way, the loss for each problem for which it has a choice; None where nobody measured that choice."""
     known = {
         key: Known(best.candidate, figures)
         for key, (best, figures) in best_records([log.root], log.arch, (log.operator,)).items()
     }
-    found: dict[str, list[float | None]] = {way: [] for way in ("default", "bucket", "nearest", "ranked", "chosen")}
+    found: dict[str, dict[Problem, float | None]] = {way: {} for way in WAYS}
     for kept, out in training.rounds_of(data, apart):
         trees = training.fit(kept)
         predictor = training.predictor_of(log, kept, trees, [1.0])
@@ -66,22 +82,47 @@ def losses(log: Log, data: Sequence[Measured], apart: Callable[[Problem], object
                 seconds = one.seconds.get(candidate)  # type: ignore[call-overload]
                 return seconds / one.best if seconds else None
 
-            found["default"].append(loss(spaces.fallback(one.problem, one.machine)))
-            found["ranked"].append(training.loss_of(trees, one))
+            found["default"][one.problem] = loss(spaces.fallback(one.problem, one.machine))
+            found["ranked"][one.problem] = training.loss_of(trees, one)
             choice = choose(one.problem, one.machine, Evidence(records))
             if choice.how in ("bucket", "nearby"):
-                found["bucket" if choice.how == "bucket" else "nearest"].append(loss(choice.candidate))
+                found["bucket" if choice.how == "bucket" else "nearest"][one.problem] = loss(choice.candidate)
             choice = choose(one.problem, one.machine, Evidence({}, predictor=lambda p=predictor: p))
-            found["chosen"].append(loss(choice.candidate))
+            found["chosen"][one.problem] = loss(choice.candidate)
     return found
+
+
+def of_new_problems(logs: Path, arch: str, operators: Iterable[str]) -> None:
+    """Print what the models that ship lost for problems that they do not know, where tuning measured their choice."""
+    for name in operators:
+        model = predictor([logs], arch, name)
+        found = []
+        for one in training.measured(Log(logs, arch, name)) if model else ():
+            assert model is not None
+            choice = model.choose(one.problem, one.machine)
+            if one.problem.key not in model.problems and choice and (seconds := one.seconds.get(choice.candidate)):
+                found.append(seconds / one.best)
+                typer.echo(f"{one.problem.key}: {found[-1]:.3f}  {choice.candidate}")
+        if found:
+            typer.echo(f"{name}: {len(found)} problems, {mean(found)}, worst {max(found):.3f}")
+
+
+def mean(ratios: Iterable[float]) -> str:
+    """The geometric mean as text; empty of nothing."""
+    ratios = list(ratios)
+    return f"{statistics.geometric_mean(ratios):.3f}" if ratios else ""
 
 
 def main(
     arch: Annotated[str, typer.Option(help="Architecture of the records.")] = "sm_90a",
     operator: Annotated[list[str] | None, typer.Option(help="Only this operator; may be given again.")] = None,
     logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS,
+    new: Annotated[bool, typer.Option(help="Only what shipped models choose for problems unknown to them.")] = False,
 ) -> None:
     """Print the table, and write it unless operators are named."""
+    if new:
+        of_new_problems(logs, arch, operator or registry.operators())
+        return
     lines: list[list[object]] = []
     shown = table(*COLUMNS, right=COLUMNS[3:])
     for name in operator or registry.operators():
@@ -90,11 +131,13 @@ def main(
         if len(data) < training.LEAST_PROBLEMS and not (operator and data):
             continue
         for left_out, apart in APART.items():
-            for way, all_losses in losses(log, data, apart).items():
-                some = [loss for loss in all_losses if loss is not None]
-                figures = [f"{statistics.geometric_mean(some):.3f}", f"{max(some):.3f}"] if some else ["", ""]
-                above = sum(loss > BAD for loss in some)
-                line = [name, left_out, way, len(all_losses), len(some), *figures, above if some else ""]
+            found = losses(log, data, apart)
+            for way in WAYS:
+                some = {problem: loss for problem, loss in found[way].items() if loss is not None}
+                pairs = [loss / other for problem, loss in some.items() if (other := found["chosen"][problem])]
+                worst, above = (f"{max(some.values()):.3f}", sum(x > BAD for x in some.values())) if some else ("", "")
+                line = [name, left_out, way, len(found[way]), len(some), mean(some.values()), worst, above]
+                line += [len(pairs), mean(pairs)]
                 lines.append(line)
                 shown.add_row(*map(str, line))
     console().print(shown)

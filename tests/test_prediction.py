@@ -18,6 +18,7 @@ from tvm_sparse.records import Best, Log, Session, predictor, queries
 from tvm_sparse.records.predictor import Predictor, Trees
 from tvm_sparse.runtime import dispatch, lookup, paths
 from tvm_sparse.runtime.lookup import Evidence, Known
+from tvm_sparse.tuning import session
 
 SHIPPED = sorted(paths.shipped_logs().glob(f"*/*/{predictor.NAME}"))
 KEY = "softmax/batch={batch},vocab=25000,algorithm=online,dtype=float32"
@@ -41,14 +42,14 @@ def test_trees_are_walked_as_xgboost_walks_them() -> None:
     asked = np.concatenate([rows, np.round(rng.normal(size=(400, 5)), 1).astype(np.float32)])
     wanted = booster.predict(xgboost.DMatrix(asked))
     assert np.ptp(wanted) > 1
-    np.testing.assert_allclose(trees.predict(asked), wanted, atol=1e-5)
+    np.testing.assert_allclose(trees.predict(asked), wanted, atol=3e-5)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parts[-3]}-{path.parts[-2]}")
 def test_what_ships_reads_and_chooses_points(path: Path, tmp_path: Path) -> None:
     shipped = predictor.read(path)
     assert shipped.write(tmp_path).read_bytes() == path.read_bytes() and path.stat().st_size < 300_000
-    assert len(shipped.problems) >= 10 and 1 <= shipped.loss <= shipped.worst_loss
+    assert len(shipped.problems) >= 20 and 1 <= shipped.loss <= shipped.worst_loss
     if shipped.outdated:
         pytest.skip(f"{shipped.outdated}: look-up leaves it aside; scripts/train_predictor.py trains it anew")
     # Templates say of points what they said at the training.
@@ -142,6 +143,18 @@ def test_one_library_serves_the_batches_up_to_a_power_of_two() -> None:
     for at_hand, how in ((True, "bucket"), (False, "predicted")):
         records = {key: dataclasses.replace(one, at_hand=at_hand) for key, one in known.items()}
         assert lookup.choose(problem(10), SM90, Evidence(records, predictor=lambda: model)).how == how
+
+
+def test_a_tuning_run_measures_what_is_predicted(tmp_path: Path) -> None:
+    """If the spaces that it searches have it."""
+    log, template = Log(tmp_path, "sm_90a", "softmax"), spaces.find("softmax_streamed")
+    table = template.space(problem(100), SM90)
+    assert session.predicted(problem(100), SM90, {template.name: table}, log) == []
+    small().write(tmp_path)
+    (found,) = session.predicted(problem(100), SM90, {template.name: table}, log)
+    assert found.values["threads"] == 1024
+    for tables in ({}, {template.name: spaces.narrowed(table, {"threads": (64, 128)})}):
+        assert session.predicted(problem(100), SM90, tables, log) == []
 
 
 def test_a_model_of_other_templates_or_a_damaged_file_is_left_aside(

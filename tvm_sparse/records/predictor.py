@@ -93,8 +93,9 @@ class Trees:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The point that a predictor takes, and from how many."""
+    """The point that a predictor takes, from how many, and for which problem: at the batch that it was ranked for."""
 
+    problem: Problem
     candidate: Candidate
     ranked: int
 
@@ -163,7 +164,11 @@ class Predictor:
         )
 
     def choose(self, problem: Problem, machine: Machine) -> Prediction | None:
-        """The point that takes least time by the model; None if no template of the model fits the problem."""
+        """The point that takes least time by the model; None if no template of the model fits the problem.
+
+        Ranked is for the batch rounded up to a power of two, so that one library serves all in between.
+        """
+        problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
         tables: dict[str, Table] = {}
         for name in self.templates:
             template = spaces.find(name, self.operator)
@@ -178,7 +183,7 @@ class Predictor:
         if not ranked:
             return None
         seconds = self.trees.predict(self.trees.matrix(features_of(problem, machine, c) for c in ranked))
-        return Prediction(ranked[int(seconds.argmin())], len(ranked))
+        return Prediction(problem, ranked[int(seconds.argmin())], len(ranked))
 
     def write(self, root: Path) -> Path:
         """Write the file of this predictor under a folder of logs."""

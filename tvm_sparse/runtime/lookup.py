@@ -171,7 +171,7 @@ def _far(problem: Problem, bucket: Choice, evidence: Evidence) -> bool:
 def _by_model(
     problem: Problem, machine: Machine, evidence: Evidence, near: Choice | None, passed_over: list[str]
 ) -> Choice | None:
-    """What the model predicts for the batch rounded up to a power of two, so that one library serves all in between.
+    """What the model predicts.
 
     None without a model, and where a record says more that it was not trained on: `near`, of a problem much like this.
     """
@@ -182,12 +182,11 @@ def _by_model(
         away = problem.distance(parse(near.record))
         if away is not None and away <= LIKE:
             return None
-    rounded = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
-    found = predictor.choose(rounded, machine)
+    found = predictor.choose(problem, machine)
     if found is None:
         return None
     why = f"not tuned; the best of {found.ranked} points by {predictor.provenance}{''.join(passed_over)}"
-    return Choice("predicted", why, rounded, found.candidate, None, {})
+    return Choice("predicted", why, found.problem, found.candidate, None, {})
 
 
 def _by_library(

@@ -2,7 +2,8 @@
 
     plan ──► first candidates ──► batches: propose, build in parallel, measure one by one, append ──► final
 
-The first candidates are the fallback, every template's default, and what won for similar problems in the same log.
+The first candidates are the fallback, every template's default, what the log's model predicts, and what won for similar
+problems in the same log.
 A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
 it again. Records of other versions of a template, and of trials that failed, count as paid for too. What failed for
 want of memory, disk or processors, or because something else ended its process, does not: it is tried again.
@@ -36,6 +37,7 @@ from ..core.registry import parse, plugins
 from ..core.spaces import points
 from ..core.template import Table
 from ..records import Best, Log, Session, Trial
+from ..records.queries import predictor
 from ..workers import building
 from ..workers.processes import Pool, Reply, StartError, Worker
 from .search import Search
@@ -179,6 +181,16 @@ def winners_nearby(problem: Problem, machine: Machine, tables: Mapping[str, Tabl
     return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
 
 
+def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
+    """What the log's model takes for the fastest, if these spaces have it; its trial tells how far off the model is."""
+    model = predictor((log.root,), machine.arch, problem.operator)
+    found = model.choose(problem, machine) if model else None
+    if found is None or spaces.refusal(found.candidate, problem, machine) is not None:
+        return []
+    table = tables.get(found.candidate.template, {})
+    return [found.candidate] if all(v in table.get(name, ()) for name, v in found.candidate.decisions) else []
+
+
 def tune(
     plan: Plan,
     log: Log,
@@ -256,8 +268,9 @@ def tune(
 
         show(progress)
         defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
+        model = predicted(problem, machine, tables, log)
         proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
-        first = [c for c in dict.fromkeys([fallback, *defaults, *proven]) if c not in known]
+        first = [c for c in dict.fromkeys([fallback, *defaults, *model, *proven]) if c not in known]
         if fallback in known and plan.trials:
             require_fallback()
         for batch in (first[:1], first[1:]):
