@@ -288,9 +288,15 @@ def test_temporary_files_go_with_the_process(worker):
 def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = scratch.Scratch()
+    ended = "from tvm_sparse.core import scratch; import os; s = scratch.Scratch(); os.fork(); print(s.path.exists())"
     code = "from tvm_sparse.core import scratch; s = scratch.Scratch(); print(s.path); import os; os._exit(9)"
     environment = os.environ | ENV | {"TMPDIR": str(tmp_path)}
     left = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout.strip()
+    subprocess.run([sys.executable, "-c", ended], env=environment, check=True, capture_output=True)
+    assert {str(path) for path in tmp_path.iterdir()} == {
+        str(mine.path),
+        left,
+    }  # a process that ends takes its own along
     assert scratch.sweep() == [] and Path(left).is_dir()  # as young as one that is being made
     for path in (mine.path, Path(left)):
         os.utime(path, (0, 0))

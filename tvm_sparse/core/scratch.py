@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,20 +24,24 @@ YOUNG_SECONDS = 60.0
 
 
 class Scratch:
-    """A temporary folder of this process, mode 0700, until `close`."""
+    """A temporary folder of this process, mode 0700, until `close` or the end of the process."""
 
     def __init__(self) -> None:
         _sweep_once()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid())
 
     def close(self) -> None:
         """Remove the folder and all that is in it. May be called again."""
-        if self._held >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._held)
-            self._held = -1
+        self._remove()
+
+
+def _remove(path: Path, held: int, owner: int) -> None:
+    if os.getpid() == owner:  # a process that was forked from it has the folder in common
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(held)
 
 
 @contextlib.contextmanager

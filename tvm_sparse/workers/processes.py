@@ -679,7 +679,7 @@ def _state() -> tuple[Any, ...]:
         lines.append(Path("/proc/self/timers").read_text())
     except OSError:  # not everywhere
         lines = []
-    limits = [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)]
+    limits = [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
     smallest = sys.float_info.min
     rounding = ctypes.CDLL(None).fegetround(), smallest / 2 > 0  # whether denormal numbers are flushed to zero
     return timers, lines, os.getcwd(), limits, rounding
