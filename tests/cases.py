@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +67,17 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
     patch.setattr(dispatch, "dispatcher", own)
 
 
+@contextmanager
+def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
+    """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else."""
+    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
+    own.warmup([parse(key) for key in keys], cpu(), builders=2)
+    with pytest.MonkeyPatch.context() as patch:
+        use_dispatcher(patch, own)
+        yield own
+
+
 __all__ = [
-    "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "case_id", "cases", "make", "sampled", "settings_of",
-    "use_dispatcher",
+    "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
+    "settings_of", "use_dispatcher",
 ]  # fmt: skip

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import use_dispatcher
+from cases import calls_run
 
 import tvm_sparse
-from tvm_sparse.core import machine
-from tvm_sparse.core.registry import parse
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 torch = pytest.importorskip("torch")
@@ -36,11 +34,7 @@ X = torch.randn(7, 66)
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    cache = tmp_path_factory.mktemp("kernels")
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    own.warmup([parse(key) for key in KEYS], machine.cpu(), builders=2)
-    with pytest.MonkeyPatch.context() as patch:
-        use_dispatcher(patch, own)
+    with calls_run(KEYS, tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import scipy.stats
 import tvm
-from cases import MACHINES, use_dispatcher
+from cases import MACHINES, calls_run
 
 import tvm_sparse
-from tvm_sparse.core import machine, spaces
+from tvm_sparse.core import spaces
 from tvm_sparse.core.problem import Mismatch
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.softmax_sample import philox, reference
@@ -49,11 +49,7 @@ KEYS = tuple(
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    cache = tmp_path_factory.mktemp("kernels")
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    own.warmup([parse(key) for key in KEYS], machine.cpu(), builders=2)
-    with pytest.MonkeyPatch.context() as patch:
-        use_dispatcher(patch, own)
+    with calls_run(KEYS, tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 

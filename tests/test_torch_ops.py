@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import use_dispatcher
+from cases import calls_run
 
 import tvm_sparse
-from tvm_sparse.core import machine
-from tvm_sparse.core.registry import parse
 from tvm_sparse.runtime import custom
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -48,11 +46,7 @@ KEYS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    cache = tmp_path_factory.mktemp("kernels")
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    own.warmup([parse(key) for key in KEYS], machine.cpu(), builders=2)
-    with pytest.MonkeyPatch.context() as patch:
-        use_dispatcher(patch, own)
+    with calls_run(KEYS, tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 
