@@ -81,7 +81,7 @@ def merge(sources: Sequence[Path], target: Path) -> int:
             theirs = log.read_best().bests
             mine = into.read_best().bests
             added = [best for best in theirs if best not in mine]
-            dates = {session.id: session.date for session in into.read().sessions}
+            dates = {session.id: session.date for session in into.sessions().values()}
             latest = {
                 best.problem: best for best in sorted((*mine, *added), key=lambda best: dates.get(best.session, ""))
             }

@@ -155,11 +155,9 @@ def _span(array: Any) -> tuple[int, int]:
         last = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
         return start, start + (last + 1) * size if array.numel() else start
     if is_numpy(array):
-        start = array.__array_interface__["data"][0]
-        if not array.size:
-            return start, start
-        reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
-        return start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + array.itemsize
+        from numpy.lib import array_utils
+
+        return array_utils.byte_bounds(array) if array.size else (array.ctypes.data, array.ctypes.data)
     tensor = argument(array)
     start = tensor.data_ptr()
     return start, start + ITEMSIZE.get(str(tensor.dtype), 8) * math.prod(tensor.shape)

@@ -29,13 +29,13 @@ from ..artifacts import manifest, runtime_libraries, trust
 from ..artifacts.compile import UNFINISHED, CompileError
 from ..artifacts.manifest import Entry, ManifestError
 from ..artifacts.residency import too_large
-from ..core import locking, registry, shape_files, spaces
+from ..core import locking, registry, shape_files
 from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import loading, paths
-from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, same_program
+from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, same_program
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -215,15 +215,14 @@ class Dispatcher:
             decisions = f"the decisions of {choice.record}" if choice.record else "the predicted decisions"
             why = f"{decisions} do not compile for it; those are a template's default"
             logger.warning("%s on %s: %s: %s", problem.typed, machine.arch, why, error)
-            choice = Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+            choice = fallback(problem, machine, why)
             kernel = self._loaded(problem, machine, choice, self._find(choice, machine, sources))
         if kernel.entry.resident is None:
             return kernel
 
         def other() -> Any:
             why = "the GPU has no room for all thread blocks of a cooperative kernel at the same time"
-            candidate = spaces.fallback(problem, machine, cooperative=False)
-            choice = Choice("fallback", why, problem, candidate, None, {})
+            choice = fallback(problem, machine, why, cooperative=False)
             with self._lock:
                 located = self._find(choice, machine, self._sources(machine))
                 found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, located)

@@ -110,8 +110,13 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     if found is None:
         why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default"
         why += "".join(passed_over)
-        found = Choice("fallback", why, problem, spaces.fallback(problem, machine), None, {})
+        found = fallback(problem, machine, why)
     return found
+
+
+def fallback(problem: Problem, machine: Machine, why: str, *, cooperative: bool = True) -> Choice:
+    """A template's default; without `cooperative` of one whose thread blocks need not run at the same time."""
+    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative), None, {})
 
 
 def _by_record(

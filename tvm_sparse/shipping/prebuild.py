@@ -8,7 +8,6 @@ architecture comes out, which `tvm_sparse.load` reads, and which `shipping.wheel
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,12 @@ from ..artifacts import manifest, runtime_libraries
 from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, digest
 from ..core import registry, spaces
+from ..core.candidate import Candidate
 from ..core.machine import Machine, nearest_arch, resolve
 from ..core.problem import Problem
 from ..core.registry import parse
 from ..records.queries import best_records, recorded_archs
-from ..workers.building import BUILD_TIMEOUT, BUILD_WORKER, bundle_request, described
+from ..workers.building import BUILD_TIMEOUT, BUILD_WORKER, bundle_name, bundle_request, described
 from ..workers.processes import Pool, Reply
 from .export import Job, held, planned, remove_stale
 
@@ -151,15 +151,15 @@ def _chunks(jobs: Sequence[Job], most: int) -> list[list[Job]]:
 
 
 def _path(state: _State, chunk: Sequence[Job]) -> Path:
-    """A file name that differs for every set of kernels, architecture and compiler version."""
-    text = "|".join(
-        [*(f"{job[0].key} {job[1]}" for job in chunk), state.machine.arch, str(sorted(manifest.versions().items()))]
-    )
-    return state.folder / f"{chunk[0][0].operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    return state.folder / bundle_name(_kernels(chunk), state.machine.arch)
 
 
 def _request(state: _State, chunk: Sequence[Job]) -> dict[str, Any]:
-    return bundle_request([(job[0], job[1]) for job in chunk], state.machine, _path(state, chunk))
+    return bundle_request(_kernels(chunk), state.machine, _path(state, chunk))
+
+
+def _kernels(chunk: Sequence[Job]) -> list[tuple[Problem, Candidate]]:
+    return [(problem, candidate) for problem, candidate, *_ in chunk]
 
 
 def _take(state: _State, chunk: Sequence[Job], reply: Reply) -> None:

@@ -1,7 +1,7 @@
 """Folders of prebuilt kernels into a wheel that holds data only: installed, it is found without being named.
 
 The kernels of an architecture become a folder of the namespace package `tvm_sparse_kernels`, whose parts wheels install
-beside each other (`artifacts.runtime_libraries`). The wheel requires this version of tvm_sparse, whose templates the
+beside each other (`artifacts.packages`). The wheel requires this version of tvm_sparse, whose templates the
 kernels are of, and for CUDA the runtime library of CUDA that TVM's is linked to.
 """
 

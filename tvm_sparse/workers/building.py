@@ -71,8 +71,14 @@ def handle(message: dict[str, Any]) -> Any:
 
 def library_name(problem: Problem, candidate: Candidate, arch: str) -> str:
     """A file name that differs for every problem, candidate, architecture and compiler version."""
-    text = f"{problem.key}|{candidate}|{arch}|{sorted(manifest.versions().items())}"
-    return f"{problem.operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    return bundle_name([(problem, candidate)], arch)
+
+
+def bundle_name(kernels: Sequence[tuple[Problem, Candidate]], arch: str) -> str:
+    """The same of a library with several kernels of one operator."""
+    named = (f"{problem.key}|{candidate}" for problem, candidate in kernels)
+    text = "|".join((*named, arch, str(sorted(manifest.versions().items()))))
+    return f"{kernels[0][0].operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
 
 
 def described(
