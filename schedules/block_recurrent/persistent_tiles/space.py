@@ -12,7 +12,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, p
 from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-from ...recurrent.sizes import FILE, LINE, MOST_REGISTERS, WARP, WIDEST, shared_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, shared_limit
 
 TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
@@ -221,7 +221,7 @@ class Extents:
     @property
     def spills(self) -> bool:
         """Whether a thread has too few registers."""
-        return self.held + self.held // SCHEDULED + BESIDES > min(FILE // self.threads // 8 * 8, MOST_REGISTERS)
+        return self.held + self.held // SCHEDULED + BESIDES > register_limit(self.threads)
 
 
 def rounds_of(problem: BlockRecurrent, threads: int) -> int:

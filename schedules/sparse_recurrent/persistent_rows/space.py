@@ -13,7 +13,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...recurrent.sizes import FILE, LINE, MOST_REGISTERS, WARP, WIDEST, shared_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, shared_limit
 
 WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
 # Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
@@ -35,7 +35,6 @@ SHARED = (0, 4, 8, 16, 32, 64)
 # Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates): with
 # fewer the compiler spilled.
 BESIDES = 8
-QUARTERS = 4  # of a multiprocessor, each with its own registers
 ADDRESSES = 2  # registers of such a load beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
@@ -217,8 +216,7 @@ class Extents:
 
     @property
     def register_limit(self) -> int:
-        """What the file leaves a thread: each quarter of a multiprocessor has a quarter of it, for its warps."""
-        return min(FILE // QUARTERS // (ceildiv(self.threads, QUARTERS * WARP) * WARP) // 8 * 8, MOST_REGISTERS)
+        return register_limit(self.threads)
 
     @property
     def form(self) -> str:
