@@ -17,7 +17,7 @@ import pytest
 import tvm_ffi
 
 from tvm_sparse.artifacts import manifest, trust
-from tvm_sparse.artifacts.compile import CompileError
+from tvm_sparse.artifacts.compile import UNFINISHED, CompileError
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
@@ -27,6 +27,8 @@ from tvm_sparse.records.queries import best_records
 from tvm_sparse.runtime import loading
 from tvm_sparse.runtime.loading import LoadError
 from tvm_sparse.shipping import export
+from tvm_sparse.workers.building import build
+from tvm_sparse.workers.processes import Reply
 
 ARCH = machine.cpu().arch
 TOPK = "softmax_topk/batch=3,vocab=37,k=4,dtype=float32"
@@ -463,6 +465,21 @@ def test_export_removes_what_it_no_longer_names_and_nothing_else(exported: tuple
     [left] = manifest.read(tmp_path / "again")
     assert left.problem == TOPK
     assert {path.name for path in (tmp_path / "again").iterdir()} == {"manifest.json", "runtime", left.library, *kept}
+
+
+def test_a_build_whose_worker_ends_leaves_no_part_of_a_library(tmp_path: Path) -> None:
+    """As where the disk is full: LLVM ends the process."""
+
+    class Ended:
+        def map(self, requests: Any, *, timeout: float) -> Any:
+            (tmp_path / f"{UNFINISHED}new.so").touch()
+            yield Reply("crash", message="build-0 ended with exit status 1")
+
+    problem = parse(TOPK)
+    (tmp_path / f"{UNFINISHED}other.so").touch()
+    with pytest.raises(CompileError, match="exit status 1"):
+        build([(problem, spaces.fallback(problem, machine.cpu()), "exact", {})], machine.cpu(), tmp_path, using=Ended())
+    assert [path.name for path in tmp_path.iterdir()] == [f"{UNFINISHED}other.so"]
 
 
 def test_an_export_that_fails_leaves_the_folder_as_it_was(exported: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest
-from ..artifacts.compile import CompileError
+from ..artifacts.compile import UNFINISHED, CompileError
 from ..artifacts.manifest import Entry, digest
 from ..core.candidate import Candidate
 from ..core.machine import Machine
@@ -132,7 +132,7 @@ def build(
         request(problem, candidate, machine, folder / library_name(problem, candidate, machine.arch), symbol="")
         for problem, candidate, _, _ in jobs
     ]
-    with contextlib.ExitStack() as stack:
+    with _no_parts_left(folder), contextlib.ExitStack() as stack:
         pool = using or stack.enter_context(Pool(builders, BUILD_WORKER, name="build"))
         for (problem, candidate, chosen, figures), reply in zip(
             jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True
@@ -143,6 +143,18 @@ def build(
             entries.append(entry)
             show(entry)
     return entries
+
+
+@contextlib.contextmanager
+def _no_parts_left(folder: Path) -> Iterator[None]:
+    """Where the block fails, remove what its workers had begun to write: one that was ended could not do so itself."""
+    before = set(folder.glob(f"{UNFINISHED}*"))
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.glob(f"{UNFINISHED}*")) - before:
+            path.unlink(missing_ok=True)
+        raise
 
 
 class Kept:
