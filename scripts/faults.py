@@ -21,7 +21,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,7 @@ import tuning_child  # noqa: E402
 import writing_child  # noqa: E402
 
 from tvm_sparse.artifacts import manifest, trust  # noqa: E402
-from tvm_sparse.artifacts.compile import CompileError, compile_candidate  # noqa: E402
+from tvm_sparse.artifacts.compile import CompileError  # noqa: E402
 from tvm_sparse.artifacts.manifest import Entry, ManifestError  # noqa: E402
 from tvm_sparse.bench import measure  # noqa: E402
 from tvm_sparse.core import machine, spaces  # noqa: E402
@@ -122,7 +121,7 @@ def kind(name: str, **counts: int) -> Callable[[Any], Any]:
 
 @kind("candidate in a tuning run: wrong, crashes, hangs, does not compile, lacks memory or disk", llvm=52, cuda=12)
 def candidates(count: int, where: Machine, folder: Path) -> Count:
-    """A run over a space, some of whose points are spoilt: all others have their trial, and the winner is a sound one."""
+    """A run over a space with spoilt points: all others have their trial, and the winner is a sound one."""
     problem, found = parse(PRODUCT), Count()
     named, fixed = ((), {}) if where.kind == "llvm" else (("cross_thread",), {"rows": (4, 8), "vec": (1, 2)})
     if where.kind == "llvm":
@@ -342,7 +341,7 @@ def _key(number: int) -> str:
 def damaged_lines(count: int, where: Machine, folder: Path) -> Count:
     """It costs itself, and `db verify` names it."""
     log, trials, _ = written(folder)
-    whole, found = log.trials_path.read_bytes().splitlines(keepends=True), Count()
+    whole, found, intact = log.trials_path.read_bytes().splitlines(keepends=True), Count(), log.read()
     for number in range(count):
         lines, at = list(whole), random.randrange(len(whole))
         line = lines[at]
@@ -364,7 +363,7 @@ def damaged_lines(count: int, where: Machine, folder: Path) -> Count:
         near = {trials[i - 1] for i in (at, at + 1) if 0 < i <= len(trials)}  # one glued to it goes with it
         found.injected += 1
         found.lost += len(set(trials) - there - near)
-        found.wrong += len(there - set(trials)) + (not database.verify(folder))
+        found.wrong += len(there - set(trials)) + (log.read() != intact and not database.verify(folder))
     return found
 
 

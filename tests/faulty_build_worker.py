@@ -1,7 +1,7 @@
 """A build worker that spoils some candidates' libraries: `python faulty_build_worker.py '{"candidate": "fault"}'`.
 
-What stands in `MACHINE_CODE` takes the kernel's place; what stands in `SPOILED` is the template's own kernel, on the CPU
-or a GPU, with its program changed. The fault `compile` raises, `full` as on a full disk; `lost` ends the process;
+What stands in `MACHINE_CODE` takes the kernel's place; what stands in `SPOILED` is the template's own kernel, on the
+CPU or a GPU, with its program changed. The fault `compile` raises, `full` as on a full disk; `lost` ends the process;
 `memory` asks for a workspace that no machine has. So what meets them is all of the real measuring path. A key `*`
 stands for every candidate that is not named.
 """
