@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-EXTRAS = ("scipy", "xgboost", "psutil", "cloudpickle", "torch", "matplotlib", "pandas", "cuda")
+EXTRAS = ("scipy", "xgboost", "psutil", "cloudpickle", "torch", "matplotlib", "pandas", "cuda", "cryptography")
 
 COMPILER = ("tvm",)
 

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import plugins
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from typer.testing import CliRunner
 
 import tvm_sparse
-from tvm_sparse.artifacts import manifest
+from tvm_sparse.artifacts import manifest, signing
 from tvm_sparse.bench import compare as comparing
 from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
@@ -328,7 +330,13 @@ def test_tuning_again_goes_on_from_what_is_recorded(tuned: tuple[Path, str]) -> 
 
 def test_export_writes_a_folder_that_loads(tuned: tuple[Path, str], tmp_path: Path) -> None:
     logs, _ = tuned
-    text = call("export", "-o", tmp_path / "kernels", "--logs", logs, "--target", "cpu")
+    key = ed25519.Ed25519PrivateKey.generate()
+    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    (tmp_path / "key").write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
+    own = ("export", "-o", tmp_path / "kernels", "--logs", logs, "--target", "cpu", "--sign")
+    assert "gone: No such file" in call(*own, tmp_path / "gone", code=1)
+    text = call(*own, tmp_path / "key")
+    assert signing.is_signed(tmp_path / "kernels")
     assert "1 library" in text and "KiB" in text and "block_rows@" in text
     code = (
         f"import tvm_sparse; assert tvm_sparse.load({str(tmp_path / 'kernels')!r}) == 1;"

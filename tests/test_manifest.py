@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
-from tvm_sparse.artifacts import manifest, trust
+from tvm_sparse.artifacts import manifest, runtime_libraries, signing, trust
 from tvm_sparse.artifacts.compile import UNFINISHED, CompileError
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
 from tvm_sparse.core import machine, spaces
@@ -24,9 +27,10 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log, Session
 from tvm_sparse.records.queries import best_records
-from tvm_sparse.runtime import loading
+from tvm_sparse.runtime import dispatch, loading
+from tvm_sparse.runtime.dispatch import Dispatcher
 from tvm_sparse.runtime.loading import LoadError
-from tvm_sparse.shipping import export
+from tvm_sparse.shipping import export, hub
 from tvm_sparse.workers.building import build
 from tvm_sparse.workers.processes import Reply
 
@@ -418,6 +422,164 @@ def test_what_is_no_library_does_not_load(tmp_path: Path) -> None:
     path.write_text("no library")
     with pytest.raises(LoadError, match=re.escape(str(path))):
         loading.load_function(path, "llvm", None)
+
+
+# ---- signatures ----------------------------------------------------------------------------------
+
+
+def key_pair(folder: Path, name: str = "key") -> tuple[Any, str]:
+    """A private key, and its public one as OpenSSH writes it, with a comment."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    openssh, plain = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    (folder / name).write_bytes(key.private_bytes(serialization.Encoding.PEM, openssh, plain))
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    (folder / f"{name}.pub").write_text(f"# of a release\n\n{public.decode()} me@here\n")
+    return signing.private_key(folder / name, lambda: pytest.fail("asked for a passphrase")), public.decode()
+
+
+@pytest.fixture
+def signed(exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A signed copy of the exported folder that another user owns, and the key's public half; no user's keys."""
+    key, public = key_pair(tmp_path)
+    folder = tmp_path / "signed"
+    shutil.copytree(exported[1], folder)
+    signing.sign(folder, key)
+    give_away(folder, monkeypatch)
+    monkeypatch.setenv("TVM_SPARSE_TRUSTED_KEYS", str(tmp_path / "none"))
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path / "cache")
+    monkeypatch.setattr(dispatch, "dispatcher", own)
+    return folder, public
+
+
+def test_a_signed_folder_of_a_trusted_key_is_used_whoever_owns_it(
+    signed: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, public = signed
+    with pytest.raises(ManifestError, match=re.escape(f"is signed by {public!r}, which is none of the 0 trusted keys")):
+        dispatch.load(folder)
+    for keys in (public, f"{public} with a comment", tmp_path / "key.pub", [key_pair(tmp_path, "other")[1], public]):
+        if os.geteuid() != 0 and isinstance(keys, Path):
+            continue  # this user is another one now
+        assert dispatch.load(folder, trusted_keys=keys) == 2
+    if os.geteuid() == 0:
+        monkeypatch.setenv("TVM_SPARSE_TRUSTED_KEYS", str(tmp_path / "key.pub"))
+        assert dispatch.load(folder) == 2
+    problem = parse(TOPK)
+    found = dispatch.dispatcher.kernel(problem, machine.cpu())
+    inputs, outputs = problem.generate(random.randrange(2**32)), problem.empty_outputs()
+    found.function(*(tvm_ffi.from_dlpack(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs)))
+    problem.check(inputs, problem.reference(inputs), outputs)
+    # The signature vouches for the bytes, not for the folder.
+    other = next(e for e in manifest.read(folder, (folder / "manifest.json").read_bytes()) if e.problem == PRODUCT)
+    (folder / other.library).write_bytes((folder / other.library).read_bytes() + b"more")
+    with pytest.raises(LoadError, match="not the one that its manifest describes"):
+        dispatch.dispatcher.kernel(parse(PRODUCT), machine.cpu())
+
+
+@pytest.mark.parametrize("what", ["manifest", "list", "signature", "signed by another", "none", "format", "texts"])
+def test_a_folder_whose_signature_does_not_hold_is_refused(signed: tuple[Path, str], tmp_path: Path, what: str) -> None:
+    folder, public = signed
+    path = folder / signing.NAME
+    content = json.loads(path.read_text())
+    if what == "manifest":
+        described = folder / manifest.NAME
+        described.write_text(described.read_text().replace("exact", "nearby"))
+    elif what == "list":
+        content["files"][manifest.NAME] = "0" * 64
+    elif what == "signature":
+        content["signature"] = base64.b64encode(b"0" * 64).decode()
+    elif what == "signed by another":
+        signing.sign(folder, key_pair(tmp_path, "other")[0])
+        content = json.loads(path.read_text())
+    elif what == "format":
+        content["format"] = 2
+    elif what == "texts":
+        content["files"] = [7]
+    path.write_text(json.dumps(content))
+    if what == "none":
+        path.unlink()
+    messages = {
+        "manifest": "manifest.json: is not the file that manifest.json.sig was made for",
+        "list": "the signature does not hold",
+        "signature": "the signature does not hold",
+        "signed by another": "which is none of the 1 trusted keys",
+        "none": "is not signed",
+        "format": "format is 2, expected 1",
+        "texts": "expected texts key and signature",
+    }
+    with pytest.raises(ManifestError, match=messages[what]):
+        dispatch.load(folder, trusted_keys=public)
+
+
+def test_runtime_libraries_of_a_signed_folder_are_those_that_were_signed(
+    signed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no compiler is installed they come with the kernels, and run as code before any of them."""
+    folder, public = signed
+    loaded: list[str] = []
+
+    def library(name: str, mode: int) -> None:
+        if mode & os.RTLD_NOLOAD:
+            raise OSError
+        loaded.append(name)
+
+    monkeypatch.setattr(runtime_libraries, "compiler", lambda: None)
+    monkeypatch.setattr(runtime_libraries.ctypes, "CDLL", library)
+    reader = signing.check(folder, [public]).read
+    assert runtime_libraries.load("libtvm_runtime.so", folder, reader) and loaded[0].startswith("/proc/self/fd/")
+    path = folder / "runtime" / "libtvm_runtime.so"
+    path.write_bytes(path.read_bytes() + b"more")
+    found = manifest.read(folder, reader(manifest.NAME, manifest.MOST_BYTES))[0]
+    with pytest.raises(LoadError, match=r"libtvm_runtime.so: is not the file that manifest\.json\.sig was made for"):
+        loading.load_library(folder / found.library, found.kind, found.sha256, reader)
+    assert len(loaded) == 1
+
+
+def test_keys_are_named_where_they_cannot_be_used(tmp_path: Path) -> None:
+    rsa_key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    (tmp_path / "rsa").write_bytes(rsa_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    key = ed25519.Ed25519PrivateKey.generate()
+    locked = serialization.BestAvailableEncryption(b"open")
+    (tmp_path / "locked").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, locked))
+    (tmp_path / "text").write_text("no key")
+    for name, message in (("rsa", "expected an Ed25519 key"), ("text", "no private key"), ("gone", "No such file")):
+        with pytest.raises(signing.SignatureError, match=message):
+            signing.private_key(tmp_path / name, lambda: "")
+    with pytest.raises(signing.SignatureError, match="no private key that can be read"):
+        signing.private_key(tmp_path / "locked", lambda: "wrong")
+    found = signing.private_key(tmp_path / "locked", lambda: "open").public_key()
+    (tmp_path / "pem").write_bytes(found.public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    assert signing.public_keys(tmp_path / "pem")[0].startswith("ssh-ed25519 ")
+    for given, message in (
+        ("ssh-ed25519 AAAA", "trusted_keys: holds no public key"),
+        (tmp_path / "text", "holds no public key that can be read: 'no key'"),
+        (tmp_path / "gone", "gone: No such file"),
+    ):
+        with pytest.raises(signing.SignatureError, match=message):
+            signing.public_keys(given)
+    with pytest.raises(TypeError, match="trusted_keys: expected keys or paths"):
+        signing.public_keys([7])  # type: ignore[list-item]
+    (tmp_path / "pem").chmod(0o666)
+    with pytest.raises(signing.SignatureError, match="may be written by others"):
+        signing.public_keys(tmp_path / "pem")
+
+
+def test_an_export_is_signed_and_loses_an_old_signature(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, public = key_pair(tmp_path)
+    folder = tmp_path / "folder"
+    shutil.copytree(exported[1], folder)
+    entries = list(manifest.read(folder))
+    monkeypatch.setattr(export, "build", lambda *_, **__: entries)  # they lie there
+    export.export(machine.cpu(), folder, [exported[0]], key=key)
+    assert {"manifest.json", "runtime/libtvm_runtime.so"} < set(signing.check(folder, [public]).files)
+    [repository] = hub.arrange([folder], tmp_path / "repository", key=key)
+    assert signing.check(repository, [public]).read(manifest.NAME, 1 << 20)
+    assert signing.NAME in json.loads((repository / hub.METADATA).read_text())["digest"]["files"]
+    export.export(machine.cpu(), folder, [exported[0]])
+    assert not signing.is_signed(folder)
 
 
 # ---- export --------------------------------------------------------------------------------------

@@ -133,8 +133,10 @@ def write(folder: Path, entries: Iterable[Entry]) -> None:
         raise
 
 
-def read(folder: Path) -> tuple[Entry, ...]:
+def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
     """The entries of a folder's manifest, checked; the libraries themselves are checked when they are loaded.
+
+    `content` is that file's, if whoever calls has read it: it is then not asked whose the file is.
 
     Raises
     ------
@@ -145,17 +147,17 @@ def read(folder: Path) -> tuple[Entry, ...]:
     """
     path = folder / NAME
     try:
-        content = json.loads(trust.read(path, MOST_BYTES))
+        found = json.loads(trust.read(path, MOST_BYTES) if content is None else content)
     except FileNotFoundError:
         raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
     except trust.Refused as error:
         raise ManifestError(str(error)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ManifestError(f"{path}: format is {found!r}, expected {FORMAT}; export again with this version")
-    exported = content.get("versions", {})
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        what = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise ManifestError(f"{path}: format is {what!r}, expected {FORMAT}; export again with this version")
+    exported = found.get("versions", {})
     exported = exported if isinstance(exported, dict) else {}
     present = runtime_libraries.version(folder)
     if present is None:
@@ -167,7 +169,7 @@ def read(folder: Path) -> tuple[Entry, ...]:
         raise ManifestError(
             f"{path}: exported with apache-tvm {exported.get('apache-tvm')!r}, but {present} is installed; export again"
         )
-    kernels = content.get("kernels")
+    kernels = found.get("kernels")
     if not isinstance(kernels, list):
         raise ManifestError(f"{path}: kernels must be a list, got {type(kernels).__name__}")
     return tuple(_entry(path, number, kernel) for number, kernel in enumerate(kernels))

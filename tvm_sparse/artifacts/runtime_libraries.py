@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from . import trust
@@ -20,6 +21,10 @@ from .packages import kernel_packages
 FOLDER, VERSION = "runtime", "VERSION"
 LIBRARIES = {"llvm": ("libtvm_runtime.so",), "cuda": ("libtvm_runtime.so", "libtvm_runtime_cuda.so")}
 _LICENCES = ("LICENSE", "NOTICE")
+MOST_BYTES = 1 << 30
+
+# Reads a file of a folder, by its path there, of at most so many bytes.
+Reader = Callable[[str, int], bytes]
 
 
 @functools.cache
@@ -40,10 +45,11 @@ def version(beside: Path | None = None) -> str | None:
     return found.read_text().strip() if found else None
 
 
-def load(name: str, beside: Path | None = None) -> str | None:
+def load(name: str, beside: Path | None = None, signed: Reader | None = None) -> str | None:
     """Load one of the libraries, unless it is in the process already; its path, or None if there is none.
 
-    `beside` is a folder of kernels that may carry it.
+    `beside` is a folder of kernels that may carry it, and `signed` reads a file of it if the folder is signed: its
+    error if the file is not the one that was signed.
 
     Raises
     ------
@@ -59,6 +65,10 @@ def load(name: str, beside: Path | None = None) -> str | None:
     path = _carried(name, beside) if installed is None else installed / "lib" / name
     if path is None or not path.exists():
         return None
+    if installed is None and signed is not None and beside is not None and path.is_relative_to(beside):
+        with trust.loadable(name, signed(f"{FOLDER}/{name}", MOST_BYTES)) as place:
+            ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
+        return str(path)
     if installed is None:
         trust.check_file(path)
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

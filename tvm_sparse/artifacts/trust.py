@@ -7,11 +7,15 @@ folders, separated by colons.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..core import scratch
 from .packages import kernel_packages
 
 # The environment variable with folders that are trusted whoever owns them.
@@ -45,8 +49,10 @@ def check_file(path: Path) -> None:
     _check(path, path.stat())
 
 
-def read(path: Path, most: int) -> bytes:
+def read(path: Path, most: int, *, owned: bool = True) -> bytes:
     """The content of a trusted plain file of at most `most` bytes, in a trusted folder.
+
+    With `owned=False` whoever it belongs to: for bytes that are compared with a signature before they are believed.
 
     Raises
     ------
@@ -55,7 +61,8 @@ def read(path: Path, most: int) -> bytes:
     OSError
         If it cannot be read.
     """
-    check_folder(path.parent)
+    if owned:
+        check_folder(path.parent)
     # Without waiting: a pipe without a writer would keep this process.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(file, "rb") as opened:
@@ -66,8 +73,28 @@ def read(path: Path, most: int) -> bytes:
             raise Refused(f"{path}: is not a plain file")
         if found.st_size > most:
             raise Refused(f"{path}: has {found.st_size} bytes; expected at most {most}")
-        _check(path, found)
+        if owned:
+            _check(path, found)
         return opened.read(most)
+
+
+@contextlib.contextmanager
+def loadable(name: str, content: bytes) -> Iterator[str]:
+    """Bytes under a path from which the dynamic loader takes a library: what was checked is what is loaded."""
+    try:
+        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):  # not Linux, or not allowed there
+        with scratch.folder() as private:
+            copy = private / name
+            copy.write_bytes(content)
+            yield str(copy)
+        return
+    with os.fdopen(os.dup(file), "wb") as writable:
+        writable.write(content)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    # The descriptor stays open with the library: the loader knows libraries by their names, and must not take the next
+    # one that gets this number for this one.
+    yield f"/proc/self/fd/{file}"
 
 
 def _check(path: Path, found: os.stat_result) -> None:

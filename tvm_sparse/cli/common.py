@@ -39,6 +39,7 @@ EXTRAS = {
     "cuda": ("cuda.bindings",),
     "torch": ("torch",),
     "plot": ("matplotlib",),
+    "sign": ("cryptography",),
 }
 
 Operator = Annotated[

@@ -52,6 +52,10 @@ def export(
     layout: Annotated[
         Layout, typer.Option(help="kernels: a repository as Hugging Face's library kernels loads it.")
     ] = Layout.folder,
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", help="Sign the folder with this private key: ssh-keygen -t ed25519 -f KEY."),
+    ] = None,
     builders: Builders = None,
     plugin: Plugins = None,
 ) -> None:
@@ -64,6 +68,7 @@ def export(
         import tempfile
         import time
 
+        from ..artifacts import signing
         from ..core import machine
         from ..records.queries import best_records
         from ..shipping import hub
@@ -73,6 +78,10 @@ def export(
             registry.find(operator)
         where = machine.resolve(target)
         require("compiler", *(["cuda"] if where.kind == "cuda" else []))
+        key = None
+        if sign is not None:  # before what takes minutes
+            require("sign")
+            key = signing.private_key(sign, lambda: typer.prompt(f"passphrase of {sign}", hide_input=True, err=True))
         roots = default_roots(logs)
         problems = shape_files.read(shapes) if shapes is not None else None
         asked = problems if problems is not None else map(parse, best_records(roots, where.arch))
@@ -92,12 +101,13 @@ def export(
                         problems=problems,
                         builders=builders or machine.default_builders(),
                         show=show,
+                        key=None if layout is Layout.kernels else key,
                     )
                 except LookupError as error:
                     fail(str(error.args[0] if error.args else error))
             use = f"tvm_sparse.load({str(output)!r})"
             if layout is Layout.kernels:
-                [folder] = hub.arrange([folder], output)
+                [folder] = hub.arrange([folder], output, key=key)
                 use = f"kernels.get_local_kernel(Path({str(output)!r}))"
             print_entries(entries, folder)
         typer.echo(

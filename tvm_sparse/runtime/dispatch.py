@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import manifest, runtime_libraries, trust
+from ..artifacts import manifest, runtime_libraries, signing, trust
 from ..artifacts.compile import UNFINISHED, CompileError
 from ..artifacts.manifest import Entry, ManifestError
 from ..artifacts.residency import too_large
+from ..artifacts.signing import Signed
 from ..core import locking, registry, shape_files
 from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
@@ -117,6 +118,7 @@ class Dispatcher:
         self._cache = cache
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
+        self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[tuple[str, str], dict[str, Any]] = {}
         self._predictors: dict[tuple[str, str], Any] = {}
@@ -136,10 +138,17 @@ class Dispatcher:
             self._kernels = {}
             self.launchers = {}
 
-    def add(self, folder: Path) -> tuple[Entry, ...]:
-        """Use the kernels of an exported folder before all others; later folders come first."""
-        entries = manifest.read(folder)
+    def add(self, folder: Path, signed: Signed | None = None) -> tuple[Entry, ...]:
+        """Use the kernels of an exported folder before all others; later folders come first.
+
+        With `signed` by what its signature vouches for, whoever owns the files.
+        """
+        content = None if signed is None else signed.read(manifest.NAME, manifest.MOST_BYTES)
+        entries = manifest.read(folder, content)
         with self._lock:
+            self._signed.pop(folder, None)
+            if signed is not None:
+                self._signed[folder] = signed
             self._folders.insert(0, _Source("folder", folder, entries))
             self._kernels = {}
             self.launchers = {}
@@ -268,7 +277,10 @@ class Dispatcher:
         path = folder / entry.library
         library = self._libraries.get((path, entry.sha256))
         if library is None:
-            library = self._libraries[path, entry.sha256] = loading.load_library(path, entry.kind, entry.sha256)
+            signed = self._signed.get(folder)
+            reader = None if signed is None else signed.read
+            library = loading.load_library(path, entry.kind, entry.sha256, reader)
+            self._libraries[path, entry.sha256] = library
         return loading.function_of(library, path, entry.symbol)
 
     def _sources(self, machine: Machine) -> list[_Source]:
@@ -567,17 +579,37 @@ def configure(*, policy: str | None = None, compile: bool | None = None) -> None
     dispatcher.configure(policy, compile)
 
 
-def load(folder: str) -> int:
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    trusted_keys: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+) -> int:
     """Use the kernels of a folder that `tvm-sparse export` wrote, before all others; returns how many fit this machine.
+
+    Kernels are code. A folder is taken if only this user, or root, can have written it (`artifacts.trust`), or if it
+    is signed by a key that is trusted.
+
+    Parameters
+    ----------
+    trusted_keys
+        Public keys, `ssh-ed25519 AAAA...`, or paths of files of such lines: the folder has to be signed by one of
+        them, whoever owns it. Default: a folder that others may have written has to be signed by a key of the user's
+        file of trusted keys (`runtime.paths.user_keys`); of all others no signature is asked for.
 
     Raises
     ------
     ManifestError
-        If the folder's manifest is missing, malformed or of another version. Libraries are checked, by their hash,
-        when they are first used.
+        If the folder's manifest is missing, malformed, not trusted or of another version; as `SignatureError` if it is
+        not signed as it has to be, or cryptography is not installed. Libraries are checked, by their hash, when they
+        are first used.
     """
     there = [found for found in (machines.gpu(), machines.cpu()) if found is not None]
-    entries = dispatcher.add(Path(folder))
+    place = Path(folder)
+    signed = None if trusted_keys is None else signing.check(place, signing.public_keys(trusted_keys))
+    if trusted_keys is None and signing.is_signed(place) and not _is_own(place):
+        named = paths.user_keys()
+        signed = signing.check(place, signing.public_keys(named) if named.exists() else (), str(named))
+    entries = dispatcher.add(place, signed)
     count = sum(any(machines.suitability(entry.arch, one) is not None for one in there) for entry in entries)
     if not count:
         holds = ", ".join(sorted({entry.arch for entry in entries})) or "nothing"
@@ -588,6 +620,17 @@ def load(folder: str) -> int:
             " and ".join(one.arch for one in there),
         )
     return count
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can have written a folder and its manifest; also where there is none."""
+    try:
+        trust.check_file(folder / manifest.NAME)
+    except trust.Refused:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def warmup(

@@ -7,7 +7,6 @@ CUDA, its CUDA part: those of the installed apache-tvm, which is not imported, o
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import logging
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..artifacts import runtime_libraries, trust
-from ..core import machine, scratch
+from ..artifacts.runtime_libraries import Reader
+from ..artifacts.signing import SignatureError
+from ..core import machine
 from ..core.problem import Problem, numpy_dtype
 from . import arrays
 
@@ -47,15 +48,18 @@ class Miss(LoadError):
 
 
 @functools.cache
-def prepare(kind: str, beside: Path | None = None) -> None:
-    """Load what libraries of this kind ("llvm" or "cuda") call at run time; `beside` is a folder that may carry it."""
+def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None) -> None:
+    """Load what libraries of this kind ("llvm" or "cuda") call at run time.
+
+    `beside` is a folder that may carry it, and `signed` reads a file of that if it is signed.
+    """
     import tvm_ffi  # noqa: F401  (loads the library that the others are linked to)
 
     if kind == "cuda":
         from ..artifacts import cuda
 
         try:
-            cuda.load_runtime(beside=beside)
+            cuda.load_runtime(beside=beside, signed=signed)
         except cuda.ToolchainError as error:
             raise LoadError(str(error)) from error
         return
@@ -65,7 +69,7 @@ def prepare(kind: str, beside: Path | None = None) -> None:
     # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins,
     # where the scheduler would find them another one.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
-    if runtime_libraries.load("libtvm_runtime.so", beside) is None:
+    if runtime_libraries.load("libtvm_runtime.so", beside, signed) is None:
         raise LoadError(
             "TVM's runtime library is missing, which kernels call: install a package of prebuilt kernels, which carries"
             ' it, or the compiler: pip install "tvm_sparse[compiler]"'
@@ -95,18 +99,19 @@ def function_of(library: Any, path: Path, symbol: str) -> Any:
         ) from error
 
 
-def load_library(path: Path, kind: str, sha256: str | None) -> Any:
+def load_library(path: Path, kind: str, sha256: str | None, signed: Reader | None = None) -> Any:
     """A library, which stays in the process; see `load_function`.
 
     With a hash the bytes that were compared are those that are loaded: the file is read once, and nothing that becomes
-    of it afterwards matters.
+    of it afterwards matters. `signed` reads a file of its folder, if that is signed: then so is the hash, and whose
+    the file is does not matter.
     """
     if not path.is_file():
         raise LoadError(f"{path}: no such library; export it again")
     if sha256 is None:
         return _opened(path, kind, str(path.resolve()))
     try:
-        content = trust.read(path, MOST_LIBRARY)
+        content = trust.read(path, MOST_LIBRARY, owned=signed is None)
     except trust.Refused as error:
         raise LoadError(str(error)) from error
     except OSError as error:
@@ -115,26 +120,15 @@ def load_library(path: Path, kind: str, sha256: str | None) -> Any:
         raise LoadError(
             f"{path}: the file is not the one that its manifest describes (sha256 differs); export it again"
         )
-    try:
-        file = os.memfd_create(path.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError):  # not Linux, or not allowed there
-        with scratch.folder() as private:
-            copy = private / path.name
-            copy.write_bytes(content)
-            return _opened(path, kind, str(copy))
-    with os.fdopen(os.dup(file), "wb") as writable:
-        writable.write(content)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    # The descriptor stays open with the library: the loader knows libraries by their names, and must not take the next
-    # one that gets this number for this one.
-    return _opened(path, kind, f"/proc/self/fd/{file}")
+    with trust.loadable(path.name, content) as place:
+        return _opened(path, kind, place, signed)
 
 
-def _opened(path: Path, kind: str, name: str) -> Any:
+def _opened(path: Path, kind: str, name: str, signed: Reader | None = None) -> Any:
     """The library at `path`, as the loader finds it under `name`."""
     try:
-        prepare(kind, path.parent)
-    except trust.Refused as error:
+        prepare(kind, path.parent, signed)
+    except (trust.Refused, SignatureError) as error:
         raise LoadError(str(error)) from error
     import tvm_ffi
 

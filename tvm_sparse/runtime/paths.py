@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 
@@ -26,6 +27,14 @@ def user_cache() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("tvm_sparse", appauthor=False)) / "kernels"
+
+
+def user_keys() -> Path:
+    """The file of public keys whose signed folders this user loads; the variable TVM_SPARSE_TRUSTED_KEYS names it."""
+    import platformdirs
+
+    named = os.environ.get("TVM_SPARSE_TRUSTED_KEYS")
+    return Path(named or Path(platformdirs.user_config_dir("tvm_sparse", appauthor=False)) / "trusted_keys")
 
 
 def shipped_kernels() -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..artifacts import manifest, runtime_libraries
+from ..artifacts import manifest, runtime_libraries, signing
 from ..artifacts.manifest import Entry, ManifestError
 from ..core import registry, spaces
 from ..core.candidate import Candidate
@@ -32,6 +32,7 @@ def export(
     problems: Sequence[Problem] | None = None,
     builders: int = 1,
     show: Callable[[Entry], None] = lambda entry: None,
+    key: Any = None,
 ) -> list[Entry]:
     """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
 
@@ -41,6 +42,7 @@ def export(
 
     A folder that is exported into again gets a new manifest; libraries that it no longer names are removed. TVM's
     runtime libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+    With a private `key` (`artifacts.signing`) the folder is signed; a signature of what was there before goes.
 
     Raises
     ------
@@ -60,9 +62,12 @@ def export(
         )
     entries = build(jobs, machine, folder, builders=builders, show=show)
     before = held(folder)
+    (folder / signing.NAME).unlink(missing_ok=True)
     manifest.write(folder, entries)
     remove_stale(folder, entries, before)
     runtime_libraries.carry(folder, machine.kind)
+    if key is not None:
+        signing.sign(folder, key)
     return entries
 
 

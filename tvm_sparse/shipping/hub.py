@@ -19,8 +19,9 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ..artifacts import manifest, runtime_libraries, trust
+from ..artifacts import manifest, runtime_libraries, signing, trust
 from ..artifacts.cuda.toolchain import CUDA_MAJOR
 from ..artifacts.manifest import Entry
 from ..core import registry
@@ -51,10 +52,12 @@ def variant(kind: str) -> str:
     return f"tvm-ffi{major}{minor}-{backend}-{platform.machine()}-linux"
 
 
-def arrange(folders: Sequence[Path], output: Path, version: int = 1) -> list[Path]:
+def arrange(folders: Sequence[Path], output: Path, version: int = 1, key: Any = None) -> list[Path]:
     """Lay folders of kernels, which `export` or `prebuild` wrote, out below `output`; the variants' folders.
 
     A variant's folder that is there is replaced. `version` is the repository's, which callers ask the library for.
+    With a private `key` (`artifacts.signing`) each is signed: all of its files but for `metadata.json`, which has the
+    signature's own digest.
     """
     by_kind: dict[str, list[tuple[Path, Entry]]] = {}
     for folder in folders:
@@ -72,6 +75,8 @@ def arrange(folders: Sequence[Path], output: Path, version: int = 1) -> list[Pat
         manifest.write(target, entries)
         runtime_libraries.carry(target, kind)
         (target / "__init__.py").write_text(_init(entries))
+        if key is not None:
+            signing.sign(target, key)
         (target / METADATA).write_text(json.dumps(_metadata(target, kind, entries, version), indent=2) + "\n")
         written.append(target)
     return written

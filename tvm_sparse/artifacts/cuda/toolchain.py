@@ -257,7 +257,9 @@ def _load_driver(allow_stub: bool) -> tuple[str, bool]:
     return _mapped_path("libcuda.so"), is_stub
 
 
-def load_runtime(*, allow_stub: bool = False, beside: Path | None = None) -> Runtime:
+def load_runtime(
+    *, allow_stub: bool = False, beside: Path | None = None, signed: runtime_libraries.Reader | None = None
+) -> Runtime:
     """Load what an exported CUDA library needs to be loaded and called, without importing tvm.
 
     After this ``tvm_ffi.load_module`` takes such a library. It works as well after ``import tvm``,
@@ -270,6 +272,8 @@ def load_runtime(*, allow_stub: bool = False, beside: Path | None = None) -> Run
         built; a kernel cannot run.
     beside
         A folder of kernels that may carry TVM's runtime libraries.
+    signed
+        Reads a file of that folder, if it is signed.
 
     Returns
     -------
@@ -290,7 +294,7 @@ def load_runtime(*, allow_stub: bool = False, beside: Path | None = None) -> Run
     if cudart is None:
         raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {_INSTALL}")
     try:
-        libraries = [runtime_libraries.load(name, beside) for name in runtime_libraries.LIBRARIES["cuda"]]
+        libraries = [runtime_libraries.load(name, beside, signed) for name in runtime_libraries.LIBRARIES["cuda"]]
     except OSError as error:
         raise ToolchainError(f"TVM's CUDA runtime cannot be loaded: {error}") from error
     library = libraries[-1]
