@@ -71,6 +71,9 @@ def test_db(tuned: tuple[Path, str], tmp_path: Path) -> None:
     assert "0 lines removed" in call("db", "prune", "--logs", copy)
     assert "4 records" in call("db", "export", "-o", tmp_path / "a.csv", *own)
     call("db", "export", "-o", tmp_path / "a.txt", *own, code=2)
+    database = tmp_path / "database"
+    assert "3 trials" in call("db", "export", "--format", "metaschedule", "-o", database, *own)
+    assert call("db", "import", database, "--logs", tmp_path / "imported").startswith("3 trials appended")
     [path] = copy.glob("*/*/trials.jsonl")
     path.write_bytes(path.read_bytes() + b"{}\n")
     damaged = CliRunner().invoke(app, ["db", "verify", "--logs", str(copy)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,17 @@ from typing import Annotated
 import typer
 
 from ..core.problem import ProblemError
-from .common import FAILED, console, default_roots, errors, fail, ratio, table, us
+from .common import FAILED, console, default_roots, errors, fail, ratio, require, table, us
 
 Logs = Annotated[list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")]
 Own = Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: yours]")]
+
+
+class Format(enum.StrEnum):
+    table = "table"
+    metaschedule = "metaschedule"
+
+
 Wanted = Annotated[str, typer.Argument(metavar="PROBLEM", help="A problem's key, or how keys begin: an operator.")]
 
 db = typer.Typer(
@@ -142,13 +150,27 @@ def verify(logs: Logs = None) -> None:
 
 @db.command("export")
 def export(
-    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.csv, or FILE.parquet (needs pyarrow).")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="FILE.csv, or FILE.parquet (needs pyarrow); a folder for metaschedule."),
+    ],
     logs: Logs = None,
+    format: Annotated[Format, typer.Option(help="metaschedule: trials as a database of TVM's MetaSchedule.")] = (
+        Format.table
+    ),
+    problem: Annotated[str, typer.Option(metavar="PROBLEM", help="For metaschedule: only keys that begin so.")] = "",
 ) -> None:
-    """Write all trials and rankings into one table, as CSV or Parquet."""
+    """Write all trials and rankings into one table, as CSV or Parquet; or trials as a MetaSchedule database."""
     with errors():
         from ..records.database import rows, write_rows
 
+        if format is Format.metaschedule:
+            from ..tuning import interchange
+
+            require("compiler", "tune")
+            count, left_out = interchange.export(default_roots(logs), output, problem)
+            typer.echo(f"{count} trials in {output}; {left_out} of other versions or spaces were left out")
+            return
         if output.suffix not in (".csv", ".parquet"):
             raise ProblemError(f"output: expected FILE.csv or FILE.parquet, got {output}")
         found = rows(default_roots(logs))
@@ -157,3 +179,25 @@ def export(
         except ModuleNotFoundError:
             fail("pyarrow is missing, which writes Parquet: pip install pyarrow, or export to FILE.csv")
         typer.echo(f"{len(found)} records in {output}")
+
+
+@db.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder with database_tuning_record.json.")],
+    logs: Own = None,
+    format: Annotated[Format, typer.Option(help="What the folder holds; metaschedule alone is read.")] = (
+        Format.metaschedule
+    ),
+) -> None:
+    """Append the trials of a MetaSchedule database that db export wrote; one line that is anything else refuses it."""
+    with errors():
+        from ..runtime import paths
+        from ..tuning import interchange
+
+        if format is not Format.metaschedule:
+            raise ProblemError(f"format: expected metaschedule, got {format.value}; db merge takes folders of records")
+        target = logs or paths.user_logs()
+        appended, known = interchange.import_(source, target)
+        typer.echo(
+            f"{appended} trials appended in {target}, {known} were there; the next tuning run times the best again"
+        )

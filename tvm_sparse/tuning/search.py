@@ -38,6 +38,44 @@ def candidate_of(module: Any) -> Candidate:
     return template.candidate({name: int(value) for name, value in notes.items()})
 
 
+def prepare() -> None:
+    """Before the first import of MetaSchedule: leave out every back end's tensor intrinsics, which take 10 s to import
+    and which no space here uses."""
+    if "tvm.s_tir.tensor_intrin" not in sys.modules:
+        sys.modules["tvm.s_tir.tensor_intrin"] = types.ModuleType("tvm.s_tir.tensor_intrin")
+
+
+def placeholder(**attributes: str) -> Any:
+    """A module with a function that computes next to nothing, and has these attributes: decisions are noted on it."""
+    import tvm
+    from tvm import te
+
+    a = te.placeholder((1,), name="a")
+    function = te.create_prim_func([a, te.compute((1,), lambda i: a[i], name="b")])
+    for name, text in {"global_symbol": "main", **attributes}.items():
+        function = function.with_attr(name, text)
+    return tvm.IRModule({"main": function})
+
+
+def drawn(module: Any, template: str, table: Table, values: Mapping[str, int] | None = None, **notes: str) -> Any:
+    """A schedule of a placeholder whose trace draws each decision of a template: these values, or any.
+
+    `notes` are written down beside the decisions.
+    """
+    from tvm.s_tir import Schedule
+
+    schedule = Schedule(module)
+    block = schedule.get_sblock("root")
+    for name, text in {**notes, MARK + "template": template}.items():
+        schedule.annotate(block, name, text)
+    for decision, choices in table.items():
+        weights = [1.0 / len(choices)] * len(choices)
+        which = None if values is None else choices.index(values[decision])
+        value = schedule.sample_categorical(list(choices), weights, decision=which)
+        schedule.annotate(block, MARK + decision, value)
+    return schedule
+
+
 class Search:
     """Proposes batches of candidates, and learns from what is reported.
 
@@ -107,26 +145,20 @@ class _MetaSchedule:
     def __init__(
         self, problem: Problem, machine: Machine, tables: Mapping[str, Table], trials: int, batch: int, seed: int
     ) -> None:
-        if "tvm.s_tir.tensor_intrin" not in sys.modules:
-            # TuneContext imports every back end's tensor intrinsics, which takes 10 s and which no space here uses.
-            sys.modules["tvm.s_tir.tensor_intrin"] = types.ModuleType("tvm.s_tir.tensor_intrin")
+        prepare()
         import logging
 
-        import tvm
-        from tvm import te
         from tvm.s_tir import meta_schedule as ms
 
         from ..artifacts.compile import target_of
 
         logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.WARNING)
-        a = te.placeholder((1,), name="a")
-        placeholder = te.create_prim_func([a, te.compute((1,), lambda i: a[i], name="b")])
-        self._module = tvm.IRModule({"main": placeholder.with_attr("global_symbol", "main")})
+        self._module = placeholder()
         self._tables = tables
-        self._ms, self._tvm = ms, tvm
+        self._ms = ms
 
         def spaces(schedule: Any) -> list[Any]:
-            return [self._space(name) for name in tables]
+            return [drawn(self._module, name, table) for name, table in tables.items()]
 
         self._context = ms.TuneContext(
             mod=self._module,
@@ -152,31 +184,12 @@ class _MetaSchedule:
         )
         self._context.pre_tuning(trials, batch, database=self._database, cost_model=self._model)
 
-    def _space(self, name: str) -> Any:
-        from tvm.s_tir import Schedule
-
-        schedule = Schedule(self._module)
-        block = schedule.get_sblock("root")
-        schedule.annotate(block, MARK + "template", name)
-        for decision, values in self._tables[name].items():
-            drawn = schedule.sample_categorical(list(values), [1.0 / len(values)] * len(values))
-            schedule.annotate(block, MARK + decision, drawn)
-        return schedule
-
     def teach(self, candidate: Candidate, seconds: float | None) -> None:
         """Enter a candidate of an earlier run, as if it had been measured in this one."""
-        from tvm.s_tir import Schedule
-
         table, values = self._tables[candidate.template], candidate.values
         if list(values) != list(table) or any(values[d] not in table[d] for d in table):
             return  # another version's decisions
-        schedule = Schedule(self._module)
-        block = schedule.get_sblock("root")
-        schedule.annotate(block, MARK + "template", candidate.template)
-        for decision, choices in table.items():
-            weights = [1.0 / len(choices)] * len(choices)
-            drawn = schedule.sample_categorical(list(choices), weights, decision=choices.index(values[decision]))
-            schedule.annotate(block, MARK + decision, drawn)
+        schedule = drawn(self._module, candidate.template, table, values)
         self.notify({candidate: self._ms.MeasureCandidate(schedule, [])}, [seconds], tell_strategy=False)
 
     def generate(self) -> dict[Candidate, Any]:
@@ -212,11 +225,11 @@ def mutate_decision(seed: int) -> Any:
             pass
 
         def apply(self, trace: Any, _: Any = None) -> Any:
-            drawn = [(i, d) for i, d in trace.decisions.items() if i.kind.name == "SampleCategorical"]
-            drawn = [(i, d) for i, d in drawn if len(i.attrs[0]) > 1]
-            if not drawn:
+            draws = [(i, d) for i, d in trace.decisions.items() if i.kind.name == "SampleCategorical"]
+            draws = [(i, d) for i, d in draws if len(i.attrs[0]) > 1]
+            if not draws:
                 return None
-            instruction, old = self.random.choice(drawn)
+            instruction, old = self.random.choice(draws)
             new = self.random.choice([v for v in range(len(instruction.attrs[0])) if v != int(old)])
             return trace.with_decision(instruction, new, True)
 
