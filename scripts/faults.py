@@ -2,7 +2,7 @@
 
     python scripts/faults.py                                   # 20 minutes on two cores; writes results/faults-*.csv
     python scripts/faults.py --target cuda                     # faulty kernels on a GPU, 90 s
-    python scripts/faults.py --scale 0.02 --only "bit flipped" # a fiftieth of one kind
+    python scripts/faults.py --only "bit flipped"             # one kind again; its line is replaced
 
 Three numbers a kind, all of which have to be 0. *Lost*: a trial that was reported and is not in the log (beyond the
 batch in hand where a run is killed), or a sound candidate without its trial. *Wrong*: a record that says what was not
@@ -13,6 +13,7 @@ one than was asked for, that would have been used.
 from __future__ import annotations
 
 import contextlib
+import csv as csv_module
 import dataclasses
 import json
 import logging
@@ -69,7 +70,9 @@ LIMIT = 1.0
 # What a trial of a candidate with this fault has to be.
 OUTCOMES = {
     "plus one": "wrong", "nan": "wrong", "first_rows": "wrong", "wrong": "wrong", "crash": "crash", "exit": "crash",
-    "hang": "timeout", "hang with the GIL": "timeout", "endless": "timeout", "illegal address": "run-error crash",
+    # On a busy machine a hung one may have waited for a processor, which is not held against it.
+    "hang": "timeout environment", "hang with the GIL": "timeout environment", "endless": "timeout environment",
+    "illegal address": "run-error crash",
     "compile": "build-error", "lost": "build-error", "full": "environment", "ended": "environment",
     "stopped": "environment", "memory": "environment",
 }  # fmt: skip
@@ -696,12 +699,22 @@ def chosen(only: Sequence[str], where: Machine) -> list[Kind]:
     return found
 
 
+def merged(path: Path, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """These lines in the place of a file's of the same kinds, in the order of the kinds."""
+    lines = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            lines = {line[0]: tuple(line) for line in csv_module.reader(x for x in file if x[0] != "#")}
+    lines |= {row[0]: row for row in rows}
+    return [lines[one.name] for one in KINDS if one.name in lines]
+
+
 def main(
     target: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     only: Annotated[list[str] | None, typer.Option(help="Kinds whose name has this; may be given again.")] = None,
     scale: Annotated[float, typer.Option(help="Of how often each is injected in a whole run.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="For the same faults again.  [default: a new one]")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Where the table goes.  [default: results/, of a whole run]")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Where the table goes.  [default: results/, unless scaled]")] = None,
 ) -> None:
     """Inject faults and count what came of them; the exit code is 1 if any count is not 0."""
     where = machine.resolve(target)
@@ -719,8 +732,9 @@ def main(
         counts = (found.injected, found.lost, found.wrong, found.silent)
         rows.append((one.name, *counts, f"{taken:.1f}", found.note))
         print(f"{one.name}: {', '.join(map(str, counts))}  ({taken:.1f} s)  {found.note}", flush=True)
-    if csv is None and scale == 1 and not only:
+    if csv is None and scale == 1:  # of what is injected again the lines are replaced
         csv = result_path("faults", where).with_suffix(".csv")
+        rows = merged(csv, rows)
     if csv is not None:
         facts = {k: v for k, v in provenance(where).items() if k != "timing"} | {"seed": str(seed)}
         write_csv(csv, facts, COLUMNS, rows)

@@ -89,14 +89,25 @@ def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = N
     """
     if cell not in GATES:
         raise ValueError(f"cell: expected one of {', '.join(GATES)}, got {cell!r}")
+    kind = library("x", x)
+    for name, array in (("x", x), ("weight_ih", weight_ih), ("bias_ih", bias_ih), ("bias_hh", bias_hh)):
+        if array is None and name.startswith("bias"):
+            continue
+        if library(name, array) is not kind:
+            raise TypeError(f"{name}: expected an array of x's library, got {type(array).__name__}")
+        if kind is not TORCH:
+            arrays.facts(name, array)  # refuses a masked one
     width, shapes = x.shape[-1] if len(x.shape) else 0, tuple(weight_ih.shape)
     if len(shapes) != 2 or shapes[0] % GATES[cell] or shapes[1] != width:
         raise ValueError(f"weight_ih: expected shape ({GATES[cell]} * hidden, {width}), got {shapes}")
     for name, bias in (("bias_ih", bias_ih), ("bias_hh", bias_hh)):
         if bias is not None and tuple(bias.shape) != shapes[:1]:
             raise ValueError(f"{name}: expected shape {shapes[:1]}, got {tuple(bias.shape)}")
+    for name, array in (("weight_ih", weight_ih), ("bias_ih", bias_ih), ("bias_hh", bias_hh)):
+        if array is not None and array.dtype != x.dtype:
+            raise ValueError(f"{name}: expected the dtype of x, {x.dtype}, got {array.dtype}")
     bias = projected_bias(bias_ih, bias_hh, cell)
-    if library("x", x) is TORCH:
+    if kind is TORCH:
         import torch
 
         return torch.nn.functional.linear(x, weight_ih, bias)

@@ -229,8 +229,13 @@ def read(path: Path) -> Predictor:
             raise PredictorError(f"{path}: expected format {FORMAT}, got {content['format']!r}")
         arrays = {name: content[name] for name in ARRAYS}
         trees = Trees(tuple(content["features"]), base=float(content["base"]), **arrays)
-        if len({len(getattr(trees, name)) for name in ARRAYS[1:]}) != 1:
-            raise PredictorError(f"{path}: expected lists of one length: {', '.join(ARRAYS[1:])}")
+        if reason := _malformed(trees):
+            raise PredictorError(f"{path}: {reason}")
+        for name, kinds in _KINDS.items():
+            if not isinstance(content[name], kinds) or isinstance(content[name], bool):
+                raise PredictorError(f"{path}: {name}: got {type(content[name]).__name__}")
+        if not all(type(version) is int for version in content["templates"].values()):
+            raise PredictorError(f"{path}: templates: expected numbers of versions")
         return Predictor(
             content["operator"],
             content["arch"],
@@ -245,8 +250,40 @@ def read(path: Path) -> Predictor:
         )
     except PredictorError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, OSError) as error:
         raise PredictorError(f"{path} holds no predictor: {type(error).__name__}: {error}") from error
+
+
+_KINDS: dict[str, Any] = {
+    "operator": str, "arch": str, "templates": dict, "trials": int, "problems": list, "loss": int | float,
+    "worst_loss": int | float,
+}  # fmt: skip
+
+
+def _malformed(trees: Trees) -> str | None:
+    """Why trees cannot be walked; None if they can: every walk ends at a leaf, and looks at what there is."""
+    import numpy as np
+
+    arrays = {name: np.asarray(getattr(trees, name)) for name in ARRAYS}
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in ("biuf" if name == "value" else "biu"):
+            return f"{name}: expected a list of {'numbers' if name == 'value' else 'whole numbers'}"
+    roots, feature, value, left, missing = arrays.values()
+    count = len(feature)
+    if len({count, len(value), len(left), len(missing)}) != 1:
+        return f"expected lists of one length: {', '.join(ARRAYS[1:])}"
+    if not all(isinstance(name, str) for name in trees.features):
+        return "features: expected names"
+    if not len(roots) or (roots < 0).any() or (roots >= count).any():
+        return f"roots: expected nodes, 0 to {count - 1}"
+    if (feature < -1).any() or (feature >= len(trees.features)).any():
+        return f"feature: expected -1 to {len(trees.features) - 1}"
+    if not math.isfinite(trees.base) or not (np.abs(value) < np.finfo(np.float32).max).all():
+        return "value and base: expected finite numbers"
+    inner = np.flatnonzero(feature >= 0)
+    if (left[inner] <= inner).any() or (left < 0).any() or (left >= count - 1).any():  # backwards a walk would not end
+        return f"left: expected nodes behind their own, up to {count - 2}"
+    return None
 
 
 def features_of(problem: Problem, machine: Machine, candidate: Candidate) -> dict[str, float]:

@@ -152,7 +152,7 @@ def candidate_topk(
             words,
             arrays.argument(many),
             scale,
-            int(log),
+            1 if log else 0,
             *(arrays.argument(arrays.ready(name, array, facts)) for name, facts, array in extras),
             *map(arrays.argument, parts),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
@@ -55,8 +56,9 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
 
     known = arrays.facts("chosen", chosen)
     for name, value in (("vocab", vocab), ("capacity", capacity)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not hasattr(value, "__index__") or isinstance(value, bool) or index(value) < 1:
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    vocab, capacity = index(vocab), index(capacity)
     if len(known.shape) != 2 or known.shape[1] != bitmap_words(vocab) or known.dtype != "int32":
         raise ValueError(
             f"chosen: expected shape (lists, {bitmap_words(vocab)}) and dtype int32 for vocab={vocab}, got"

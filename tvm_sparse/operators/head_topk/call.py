@@ -151,7 +151,7 @@ def head_topk(
             arrays.argument(arrays.ready("hidden", hidden, known)),
             arrays.argument(arrays.ready("embedding", embedding, theirs)),
             scale,
-            int(log),
+            1 if log else 0,
             *(arrays.argument(arrays.ready(name, a, facts)) for name, facts, a in given if facts.shape[-1]),
             *map(arrays.argument, passed),
         )

@@ -101,7 +101,7 @@ def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
         launchers = dispatcher.launchers
         problem = Softmax(batch, vocab, algorithm, known.dtype)
         function = dispatcher.kernel(problem, machine_of("logits", known)).function
-        function(arrays.argument(prepared), int(log), arrays.argument(result))
+        function(arrays.argument(prepared), 1 if log else 0, arrays.argument(result))
         if type(logits) is getattr(torch, "Tensor", None):
             launchers[logits.shape, logits.dtype, logits.device, algorithm] = (function, arrays.prototype(result))
     return out if out is not None else arrays.returned(result, logits)

@@ -156,7 +156,7 @@ def softmax_topk(
         function(
             arrays.argument(prepared),
             scale,
-            int(log),
+            1 if log else 0,
             *(arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras if theirs.shape[-1]),
             *map(arrays.argument, passed),
         )
