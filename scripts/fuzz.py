@@ -1,6 +1,6 @@
 """Fuzzing: every file reader with inputs that coverage guides, every public function with arguments nearly right.
 
-    python scripts/fuzz.py                                 # 250,000 cases, 15 minutes; writes results/fuzz-*.csv
+    python scripts/fuzz.py                            # 210,000 cases, some 15 minutes; writes results/fuzz-*.csv
     python scripts/fuzz.py --only manifest --scale 4 --seed 7
 
 *Readers* get bytes that were mutated from valid files: of bytes, of JSON values, of two files crossed. An input that
@@ -726,7 +726,11 @@ def called(name: str, given: Mapping[str, Any], report: Report) -> None:
     plain = {key: _plain(value) for key, value in given.items()}
     # A dense product of another layout is summed in another order; calls like an earlier one take True for 1.
     numbers = [key for key, value in CALLS[name]().items() if type(value) in (int, float)]
-    if name == "project_inputs" or any(isinstance(given[key], bool) for key in numbers):
+    if (
+        name == "project_inputs"
+        or (name == "softmax_sample" and given["seed"] is None)
+        or any(isinstance(given[key], bool) for key in numbers)
+    ):
         return
     if any(isinstance(value, np.ndarray | tuple) for value in plain.values()):
         again = function(**plain)
@@ -779,14 +783,20 @@ def functions(names: list[str], cases: int, seed: int, last: Path, kernels: bool
 
 # --------------------------------------------------------------------------------------------------------- the run
 
-READER_CASES, FUNCTION_CASES = 20_000, 4_000
+READER_CASES, FUNCTION_CASES = 16_000, 2_000
+# Functions in one process: imports and kernels take longer than their cases.
+TOGETHER = 11
 
 
-def work(target: str, scale: float, seed: int, last: Path, kernels: bool = True) -> list[Report]:
-    """The cases of one reader, or of one function."""
-    if target in READERS:
-        return [guided(target, max(1, round(READER_CASES * READERS[target].share * scale)), seed, last)]
-    return functions([target], max(1, round(FUNCTION_CASES * scale)), seed, last, kernels)
+def work(targets: list[str], scale: float, seed: int, last: Path, kernels: bool = True) -> list[Report]:
+    """The cases of some readers and functions."""
+    reports = [
+        guided(name, max(1, round(READER_CASES * READERS[name].share * scale)), seed, last)
+        for name in targets
+        if name in READERS
+    ]
+    names = [name for name in targets if name in CALLS]
+    return reports + functions(names, max(1, round(FUNCTION_CASES * scale)), seed, last, kernels)
 
 
 def main(
@@ -805,22 +815,28 @@ def main(
     targets = [name for name in (*READERS, *CALLS) if not only or any(word in name for word in only)]
     if worker is not None:
         faulthandler.enable()
-        for name in only or ():
-            print(json.dumps([asdict(report) for report in work(name, scale, seed, worker)]))
+        print(json.dumps([asdict(report) for report in work(list(only or ()), scale, seed, worker)]))
         return
     print(f"seed {seed}, {len(targets)} targets", flush=True)
     reports = []
     with tempfile.TemporaryDirectory() as name:
         last = Path(name) / "last"
-        for target in targets:
-            argv = [sys.executable, __file__, "--only", target, "--scale", str(scale), "--seed", str(seed)]
-            done = subprocess.run([*argv, "--worker", str(last)], capture_output=True, text=True)
+        calls_ = [target for target in targets if target in CALLS]
+        groups = [[target] for target in targets if target in READERS]
+        for group in groups + [calls_[i : i + TOGETHER] for i in range(0, len(calls_), TOGETHER)]:
+            named = [word for target in group for word in ("--only", target)]
+            argv = [sys.executable, __file__, *named, "--scale", str(scale), "--seed", str(seed)]
+            for _ in range(2):  # once more if it was killed: on a shared machine for another's want of memory
+                done = subprocess.run([*argv, "--worker", str(last)], capture_output=True, text=True)
+                if done.returncode != -9:
+                    break
             try:
                 found = [Report(**one) for one in json.loads(done.stdout)]
             except ValueError:
                 what = last.read_bytes()[:2000] if last.exists() else b""
-                crash = f"{target}: the process ended with {done.returncode}: {done.stderr[-2000:]}\n    {what!r}"
-                found = [Report(target, "died", findings=[crash])]
+                whose = ", ".join(group)
+                crash = f"{whose}: the process ended with {done.returncode}: {done.stderr[-2000:]}\n    {what!r}"
+                found = [Report(whose, "died", findings=[crash])]
             for report in found:
                 print(
                     f"{report.target}: {report.cases} cases, {report.taken} taken, {report.refused} refused,"

@@ -486,6 +486,7 @@ class LshHead:
             chosen = Settings(**meta["settings"])
             measured = {(row[0], row[1]): Measured(*row[2:]) for row in meta["measured"]}
             ids, own, own_bias = held["frequent"], held.get("embedding"), held.get("bias")
+            which, kind = meta["path"], meta["library"]
             hashing = None
             if chosen.threshold:
                 parts = {name: held.get(name) for name in HASHED}
@@ -499,9 +500,9 @@ class LshHead:
             own, own_bias = to_host(embedding), None if bias is None else to_host(bias)
             if own.shape != (chosen.vocab, chosen.hidden):
                 raise ValueError(f"embedding: expected shape ({chosen.vocab}, {chosen.hidden}), got {own.shape}")
-        head = cls.assembled(own, own_bias, chosen, hashing, ids, meta["path"])
+        head = cls.assembled(own, own_bias, chosen, hashing, ids, which)
         head.measured = measured
-        if device is not None or meta["library"] == "torch":
+        if device is not None or kind == "torch":
             head = head._moved(lambda array: tensor(array, "cpu" if device is None else device))
         return head
 

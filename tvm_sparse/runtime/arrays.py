@@ -116,7 +116,10 @@ def facts(name: str, array: Any) -> Facts:
     kind, index = (int(part) for part in array.__dlpack_device__())
     if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise TypeError(f"{name}: expected an array on cpu or cuda, got DLPack device type {kind}")
-    tensor = tvm_ffi.from_dlpack(array)
+    try:
+        tensor = tvm_ffi.from_dlpack(array)
+    except BufferError as error:
+        raise TypeError(f"{name}: its library does not hand it over by DLPack: {error}") from None
     device = "cuda" if kind in (CUDA, CUDA_MANAGED) else "cpu"
     dtype = str(tensor.dtype)
     alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
