@@ -1,0 +1,145 @@
+"""Runs the tests of the device tier under NVIDIA's compute-sanitizer, and tells in a table what it found.
+
+    python scripts/sanitize.py                                        # all four tools, as long as it takes
+    python scripts/sanitize.py -k "topk and not large" --minutes 5    # a selection, at most five minutes a tool
+    python scripts/sanitize.py --tool memcheck -- --kernel-regex kns=main_kernel    # what follows -- is the sanitizer's
+
+memcheck: accesses out of bounds or misaligned, leaks of errors. racecheck: races in shared memory. initcheck: reads of
+global memory that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so
+that arrays lie beside each other as the driver places them. Time that is up ends a run after the test in hand, and the
+table says how many tests there were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+COLUMNS = ("tool", "tests", "passed", "failed", "skipped", "errors", "seconds", "ended", "messages")
+UNTIL = "TVM_SPARSE_SANITIZE_UNTIL"
+# The sanitizer's exit status where it has found something; pytest's own are below.
+FOUND = 99
+
+
+def pytest_runtest_teardown(item: Any) -> None:
+    """As a plugin of pytest (`-p sanitize`): end the run where its time is up."""
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        item.session.shouldstop = "the time is up"
+
+
+def program() -> str | None:
+    """The sanitizer: on the path, of a toolkit, or of a package."""
+    roots = [os.environ.get(name) for name in ("CUDA_PATH", "CUDA_HOME")]
+    places = [Path(root) for root in (*roots, "/usr/local/cuda") if root]
+    places += [Path(folder) / "nvidia" / "cu13" for folder in site.getsitepackages()]
+    for place in places:
+        for name in ("bin/compute-sanitizer", "compute-sanitizer/compute-sanitizer"):
+            if os.access(place / name, os.X_OK):
+                return str(place / name)
+    return shutil.which("compute-sanitizer")
+
+
+def run(sanitizer: str, tool: str, selection: str, minutes: float, more: list[str], tests: list[str]) -> dict[str, Any]:
+    """One tool over the tests: a line of the table."""
+    with tempfile.TemporaryDirectory() as name:
+        log, junit = Path(name) / "log", Path(name) / "tests.xml"
+        checked = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-p", "sanitize", "-o", "timeout=0"]
+        checked += ["-p", "no:cacheprovider", f"--junitxml={junit}", *(["-k", selection] if selection else []), *tests]
+        options = ["--target-processes", "all", "--error-exitcode", str(FOUND), "--log-file", str(log)]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        if minutes:
+            environment[UNTIL] = str(time.time() + 60 * minutes)
+        started = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sanitizer, "--tool", tool, *options, *more, *checked],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=90 * minutes + 60 if minutes else None,
+            )
+            output, ended = done.stdout, {0: "whole", 5: "no test"}.get(done.returncode, f"status {done.returncode}")
+        except subprocess.TimeoutExpired as error:
+            output, ended = (error.stdout or b"").decode(errors="replace"), "killed: the time was up in a test"
+        if "the time is up" in output:
+            ended = "time up"
+        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": round(time.monotonic() - started)}
+        line |= counts(junit) | errors_of("".join(path.read_text(errors="replace") for path in log.parent.glob("log*")))
+    if line["failed"] or ended.startswith("status") or not line["tests"]:
+        print(output[-4000:])
+    return line
+
+
+def counts(junit: Path) -> dict[str, int]:
+    """How many tests there were, and how they ended."""
+    suite = ElementTree.parse(junit).getroot().find("testsuite") if junit.exists() else None
+    found = {n: int(suite.get(n, 0)) if suite is not None else 0 for n in ("tests", "failures", "errors", "skipped")}
+    failed = found["failures"] + found["errors"]
+    passed = found["tests"] - failed - found["skipped"]
+    return {"tests": found["tests"], "passed": passed, "failed": failed, "skipped": found["skipped"]}
+
+
+def errors_of(log: str) -> dict[str, Any]:
+    """How many errors the sanitizer counted, in all processes, and its messages without numbers."""
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
+    lines = re.findall(r"^=+ ((?:Invalid|Uninitialized|Barrier|Program hit|Error|Warning|Race).*)", log, re.MULTILINE)
+    kinds = Counter(re.sub(r"0x[0-9a-f]+|\d+", "#", line)[:120] for line in lines)
+    messages = "; ".join(f"{text} ({count})" for text, count in kinds.most_common(5))
+    return {"errors": max(sum(map(int, summaries)), len(lines)), "messages": messages}
+
+
+def main(
+    more: Annotated[list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="For the sanitizer.")] = None,
+    selection: Annotated[str, typer.Option("-k", help="As pytest takes it.")] = "",
+    minutes: Annotated[float, typer.Option(help="For each tool; 0: as long as it takes.")] = 0,
+    tool: Annotated[list[str] | None, typer.Option(help="One of the four; may be given again.")] = None,
+    tests: Annotated[list[str] | None, typer.Option(help="Files of tests.  [default: all]")] = None,
+    sanitizer: Annotated[str | None, typer.Option(help="The program.  [default: looked for]")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Where the table goes, too.")] = None,
+) -> None:
+    """Run the device tier under compute-sanitizer; the exit code is 1 unless every tool ran tests and found nothing."""
+    from reproduction import provenance, write_csv
+
+    from tvm_sparse.cli.common import console, table
+    from tvm_sparse.core import machine
+
+    sanitizer = sanitizer or program()
+    if sanitizer is None:
+        raise SystemExit("compute-sanitizer is not here: it comes with a CUDA toolkit; --sanitizer PATH names it")
+    for name in tool or ():
+        if name not in TOOLS:
+            raise typer.BadParameter(f"tool: expected one of {', '.join(TOOLS)}, got {name}")
+    lines = []
+    for name in tool or TOOLS:
+        lines.append(run(sanitizer, name, selection, minutes, more or [], tests or ["tests"]))
+        print({column: lines[-1][column] for column in COLUMNS}, flush=True)
+    shown = table(*COLUMNS, right=COLUMNS[1:7])
+    for line in lines:
+        shown.add_row(*(str(line[column]) for column in COLUMNS))
+    console().print(shown)
+    if csv is not None:
+        facts = {k: v for k, v in provenance(machine.resolve("auto")).items() if k != "timing"}
+        write_csv(csv, facts | {"selection": selection or "all"}, COLUMNS, [[x[c] for c in COLUMNS] for x in lines])
+    if any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
