@@ -842,6 +842,34 @@ def host_time() -> str:
     )
 
 
+@part
+def fault_tables() -> str:
+    """What `scripts/faults.py` has injected, a table for each machine that it has run on."""
+    tables = []
+    for path in sorted(RESULTS.glob("faults-*.csv")):
+        found = results(path.stem)
+        head = ("what goes wrong", "injected", "lost trials", "wrong records", "silent wrong results", "")
+        columns = ("injected", "lost_trials", "wrong_records", "silent_wrong_results", "note")
+        rows = [[row["kind"], *(row[column] for column in columns)] for row in found.rows]
+        total = sum(int(row["injected"]) for row in found.rows)
+        tables.append(
+            f"{found.facts['device']}, {found.facts['date'][:10]}: {total:,} injected.\n\n{table(head, rows)}"
+        )
+    return "\n\n".join(tables)
+
+
+@part
+def fuzz_table() -> str:
+    """What `scripts/fuzz.py` has tried."""
+    [path] = RESULTS.glob("fuzz-*.csv")
+    found = results(path.stem)
+    head = ("reader or function", "inputs", "taken", "refused", "inputs that showed more", "findings")
+    columns = ("target", "cases", "taken", "refused", "kept", "findings")
+    rows = [[row[c] if c != "kept" or row["how"] != "property-based" else "-" for c in columns] for row in found.rows]
+    total = sum(int(row["cases"]) for row in found.rows)
+    return f"{found.facts['device']}, {found.facts['date'][:10]}: {total:,} inputs.\n\n{table(head, rows)}"
+
+
 def _where(*names: str) -> Callable[[], str]:
     """Where, when and how some files of results were measured."""
 

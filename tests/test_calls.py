@@ -298,6 +298,21 @@ def test_bfloat16_of_another_library_comes_back_to_it() -> None:
     assert type(found) is Standard and torch.equal(found._array, tvm_sparse.softmax(logits))
 
 
+def test_log_is_taken_for_its_truth_in_every_call() -> None:
+    """The first call of a shape goes another way than the next ones."""
+    logits = torch.randn(7, 61)
+    wanted = tvm_sparse.softmax_topk(logits.numpy(), 5, log=True)[0]
+    for log in (0.5, 2, "yes"):
+        for _ in range(2):
+            found = tvm_sparse.softmax_topk(logits, 5, log=log)[0]  # type: ignore[arg-type]
+            assert to_numpy(found).tobytes() == to_numpy(wanted).tobytes()
+
+
+def test_an_array_that_its_library_does_not_hand_over_is_named() -> None:
+    with pytest.raises(TypeError, match="logits: its library does not hand it over by DLPack: .*readonly"):
+        tvm_sparse.softmax_topk(Foreign(read_only(np.zeros((7, 61), np.float32))), 5)
+
+
 def test_negated_views_are_resolved() -> None:
     """Of the imaginary part of a conjugate PyTorch holds the values, and a bit that says that they are negated."""
     logits = torch._neg_view(torch.randn(7, 61))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -28,8 +29,10 @@ from tvm_sparse.operators.logsumexp.problem import LogSumExp
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from tvm_sparse.operators.softmax.problem import Softmax
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.records import Log
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.tuning import session
 
 torch = pytest.importorskip("torch")
 
@@ -503,6 +506,54 @@ def test_both_devices_in_one_process() -> None:
     for move in (torch.from_numpy, cuda, torch.from_numpy):
         x, *weight = map(move, inputs[:4])
         check_product(problem, inputs, tvm_sparse.bsr_matmul(x, tuple(weight)))
+
+
+def test_a_graph_is_captured_while_another_thread_tunes(tmp_path: Path) -> None:
+    """Candidates are built and measured in processes of their own: a capture here sees nothing of them."""
+    gpu = machine.gpu()
+    assert gpu is not None
+    problem = parse("logsumexp/batch=7,vocab=2051")
+    log = Log(tmp_path, gpu.arch, problem.operator)
+    static, call, check = calls()["softmax_topk"]
+    call(static, out := outputs_of("softmax_topk"))
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        tuned = pool.submit(session.tune, session.make_plan(problem, gpu, 6, log, builders=1), log)
+        captures = 0
+        while not tuned.done() or not captures:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call(static, out)
+            for array in out:
+                array.fill_(-7)
+            static.copy_(torch.randn_like(static))
+            graph.replay()
+            torch.cuda.synchronize()
+            check(static, out)
+            captures += 1
+            time.sleep(0.2)
+        assert tuned.result().problem == problem.key and captures > 1
+    assert len(log.read().trials) == 6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_several_gpus_in_one_process() -> None:
+    """Each call runs where its input lies, on that GPU's current stream, also from a thread for each."""
+
+    def work(index: int) -> None:
+        with torch.cuda.device(index):
+            for _ in range(20):
+                logits = torch.randn(7, 2051, device=f"cuda:{index}")
+                outputs = tvm_sparse.softmax_topk(logits, 5)
+                assert {array.device.index for array in outputs} == {index}
+                check_topk(logits, outputs)
+
+    for index in range(torch.cuda.device_count()):
+        work(index)
+    with ThreadPoolExecutor(torch.cuda.device_count()) as pool:
+        list(pool.map(work, range(torch.cuda.device_count())))
+    far = torch.randn(7, 2051, device="cuda:1")  # without a change of the current device
+    check_topk(far, tvm_sparse.softmax_topk(far, 5))
 
 
 # ---- errors --------------------------------------------------------------------------------------

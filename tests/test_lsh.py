@@ -226,7 +226,7 @@ def test_candidates_are_those_of_the_three_steps(
             codes = tvm_sparse.wta_hash(convert(hidden), convert(permutations))
             rows = codes.reshape(2, 3, -1)
             chosen = tvm_sparse.lsh_lookup(rows, *tables, threshold, **options)
-            steps = tvm_sparse.compaction(chosen, 700, 50)
+            steps = tvm_sparse.compaction(chosen, 700, np.int64(50))
             rows = convert(hidden.reshape(2, 3, -1))
             found = tvm_sparse.lsh_candidates(rows, convert(permutations), *tables, threshold, 50, **options)
             assert type(found[0]) is type(convert(hidden))

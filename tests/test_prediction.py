@@ -168,6 +168,11 @@ def test_a_model_of_other_templates_or_a_damaged_file_is_left_aside(
     for damage, reason in (
         ({"format": 2}, "expected format 1, got 2"),
         ({"left": [1]}, "expected lists of one length"),
+        ({"left": [0] * len(content["left"]), "feature": [0] * len(content["left"])}, "left: expected nodes behind"),
+        ({"feature": [99] * len(content["left"])}, "feature: expected -1 to"),
+        ({"roots": [2**31]}, "roots: expected nodes"),
+        ({"value": ["x"] * len(content["left"])}, "value: expected a list of numbers"),
+        ({"templates": {"softmax_streamed": "1"}}, "templates: expected numbers"),
         ({"known": ["softmax_streamed"]}, "not a candidate"),
     ):
         path.write_text(json.dumps({**content, **damage}))

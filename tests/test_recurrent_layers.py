@@ -345,6 +345,8 @@ X, H = np.zeros((4, 2, 12), np.float32), np.zeros((2, 3), np.float32)
         (lambda: LAYER.to("cpu").capture(3, 2), ValueError, "device: a CUDA graph needs a GPU"),
         (lambda: LAYER.project_inputs(X, H), ValueError, "weight_ih: expected shape"),
         (lambda: tvm_sparse.project_inputs(X, X[0].T, cell="elman"), ValueError, "cell: expected one of"),
+        (lambda: tvm_sparse.project_inputs(None, X[0], cell="lstm"), TypeError, "x: expected a torch tensor or a"),
+        (lambda: LAYER.project_inputs(X, 7), TypeError, "weight_ih: expected a torch tensor or a NumPy"),
         (lambda: LAYER.project_inputs(X, np.zeros((12, 12)), H), ValueError, "bias_ih: expected shape"),
     ],
 )
