@@ -54,8 +54,8 @@ from tvm_sparse.tuning import interchange
 
 PACKAGE = str(Path(tvm_sparse.__file__).parent)
 COLUMNS = ("target", "how", "cases", "taken", "refused", "kept", "ways", "findings", "seconds")
-# A case that takes longer, in seconds, on a busy machine too.
-SLOW = 20.0
+# A case that takes more of a processor's time, in seconds.
+SLOW = 10.0
 ARCH = "x86-64-v3"
 TOPK = "softmax_topk/batch=3,vocab=37,k=4,dtype=float32"
 
@@ -467,7 +467,7 @@ def guided(name: str, cases: int, seed: int, last: Path) -> Report:
             )
             last.write_bytes(data)
             report.cases += 1
-            begun = time.monotonic()
+            begun = time.process_time()
             try:
                 with coverage:
                     reader.read(data, Path(place))
@@ -476,8 +476,8 @@ def guided(name: str, cases: int, seed: int, last: Path) -> Report:
                 report.refused += 1
             except BaseException as error:
                 _found(report, error, repr(data[:2000]))
-            if time.monotonic() - begun > SLOW:
-                _found(report, TimeoutError(f"took {time.monotonic() - begun:.0f} s"), repr(data[:2000]))
+            if time.process_time() - begun > SLOW:
+                _found(report, TimeoutError(f"took {time.process_time() - begun:.0f} s"), repr(data[:2000]))
             if not coverage.ways <= known:
                 known |= coverage.ways
                 corpus.append(data)
@@ -563,10 +563,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "candidate_logits": lambda: {"hidden": _normal(7, 16), "embedding": _normal(61, 16), "candidates": _lists()},
     "wta_hash": lambda: {"hidden": _normal(7, 16), "permutations": wta.permutations(16, 2, 2, 5, 0)},
     "compaction": lambda: {"chosen": _integers(2**31 - 1, 3, 4), "vocab": 100, "capacity": 40},
-    "lsh_lookup": lambda: {"codes": _integers(4, 2, 3, 3), **_tables(), "threshold": 2, "validate": False},
+    "lsh_lookup": lambda: {"codes": _integers(4, 2, 3, 3), **_tables(), "threshold": 2, "validate": True},
     "lsh_candidates": lambda: {
         "hidden": _normal(2, 3, 8), "permutations": _head().hashing.permutations, **_tables(), "threshold": 2,
-        "capacity": 20,
+        "capacity": 20, "validate": True,
     },
     "sparse_recurrent": lambda: {
         "weights": tvm_sparse.recurrent_weights(_pruned(), 4), "x_projected": _normal(3, 2, 64), "h0": _normal(2, 16),
@@ -610,7 +610,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64",
 
 def changed_array(array: np.ndarray, draw: Callable[[Any], Any]) -> Any:
     """The same array with other values, in another place, of another library, dtype or shape."""
-    if array.dtype.kind not in "fiubcV":
+    if array.dtype.kind not in "fiubcV" or type(array) is not np.ndarray:
         return array
     how = draw(st.integers(0, 15))
     if how == 0:
@@ -669,7 +669,8 @@ def calls(draw: Callable[[Any], Any], name: str) -> dict[str, Any]:
     """The arguments of a call: the right ones, up to three of them changed."""
     given = CALLS[name]()
     for _ in range(draw(st.integers(0, 3))):
-        key = draw(st.sampled_from(sorted(given)))
+        # Unchecked, bad tables are read out of bounds, as is documented.
+        key = draw(st.sampled_from(sorted(name for name in given if given[name] is not True)))
         value = given[key]
         if isinstance(value, np.ndarray) and value.ndim and value.size and draw(st.integers(0, 4)):
             given[key] = changed_array(value, draw)
@@ -753,13 +754,13 @@ def property_based(name: str, cases: int, seed: int, last: Path) -> Report:
     def run(arguments: dict[str, Any]) -> None:
         last.write_text(f"{name}(**{arguments!r})"[:20000])
         report.cases += 1
-        begun = time.monotonic()
+        begun = time.process_time()
         try:
             called(name, arguments, report)
         except BaseException as error:
             _found(report, error, repr(arguments)[:2000])
-        if time.monotonic() - begun > SLOW:
-            _found(report, TimeoutError(f"took {time.monotonic() - begun:.0f} s"), repr(arguments)[:2000])
+        if time.process_time() - begun > SLOW:
+            _found(report, TimeoutError(f"took {time.process_time() - begun:.0f} s"), repr(arguments)[:2000])
 
     run()
     report.seconds = time.monotonic() - started
