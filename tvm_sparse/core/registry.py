@@ -118,6 +118,7 @@ BUILTIN = (
     Operator("lsh_lookup", public=("lsh_lookup",)),
     Operator("compaction", public=("compaction",)),
     Operator("lsh_candidates", public=("lsh_candidates",)),
+    Operator("lsh_topk", public=("lsh_topk",)),
     Operator("head_topk", public=("head_topk",)),
     Operator("candidate_topk", public=("candidate_topk",)),
     Operator("candidate_logits", public=("candidate_logits",)),
