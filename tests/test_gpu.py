@@ -18,7 +18,7 @@ from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Template
-from tvm_sparse.tuning.session import MEASURE_WORKER
+from tvm_sparse.tuning.measuring import MEASURE_WORKER
 from tvm_sparse.workers.processes import Worker
 
 pytestmark = pytest.mark.gpu
