@@ -168,6 +168,11 @@ class Fleet:
         self.close()
 
     @property
+    def closed(self) -> bool:
+        """Whether it is, or is about to be."""
+        return self._closed
+
+    @property
     def machines(self) -> dict[Machine, int]:
         """The kinds of devices, and how many there are of each."""
         return dict(Counter(device.machine for device in self.devices))

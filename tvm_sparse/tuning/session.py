@@ -19,6 +19,7 @@ import importlib.metadata
 import itertools
 import math
 import platform
+import queue
 import shutil
 import signal
 import statistics
@@ -45,7 +46,8 @@ from ..workers.processes import Reply, StartError
 from . import fleet
 from .fleet import Device, Fleet, Lease
 from .measuring import Lost, PrepareError
-from .search import Search
+from .search import Search, rest
+from .searching import Searcher, SearchError
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
@@ -200,6 +202,7 @@ def tune(
     show: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
     using: Fleet | None = None,
+    searcher: Searcher | None = None,
 ) -> Best:
     """Run the plan and return the record of its best candidate, which is appended to the log.
 
@@ -211,6 +214,8 @@ def tune(
         Asked between batches; True ends the search there, and the final is still held.
     using
         The devices, for several runs in a row or at the same time; without it the run has one of this machine.
+    searcher
+        For several runs in a row; without it the run starts its own.
 
     Raises
     ------
@@ -281,13 +286,18 @@ def tune(
             require_fallback()
         for batch in (first[:1], first[1:]):
             known.update(run(batch))
-        search = (
-            Search(problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed)
-            if plan.trials > len(first)
-            else None
-        )
+        trials = plan.trials - len(first)
+        search: Search | Searcher | None = None
+        if trials > 0 and rest(problem, machine, tables, known, trials) is not None:
+            search = Search(problem, machine, tables, known=known, trials=trials, batch=BATCH, seed=seed)
+        elif trials > 0:
+            search = searcher or stack.enter_context(Searcher(lambda: devices.closed))
+            search.begin(problem, machine, plan.named, plan.fixed, known=known, trials=trials, batch=BATCH, seed=seed)
         while search and progress.measured < plan.trials and not stop():
-            batch = search.propose()[: plan.trials - progress.measured]
+            try:
+                batch = search.propose()[: plan.trials - progress.measured]
+            except SearchError as error:
+                raise NoValidRecord(f"{problem}: {error}") from None
             if not batch:
                 break
             results = run(batch)
@@ -327,6 +337,7 @@ def tune_all(
         Where nothing can go on. All plans end then, and `devices` are closed, as they are after `KeyboardInterrupt`.
     """
     saying, failed = threading.Lock(), threading.Event()
+    searchers: queue.LifoQueue[Searcher] = queue.LifoQueue()
 
     def said(what: Callable[..., None], *arguments: Any) -> None:
         with saying:
@@ -338,16 +349,31 @@ def tune_all(
         said(begin, plan)
         log = Log(root, plan.machine.arch, plan.problem.operator)
         found: Best | NoValidRecord
+        searcher = searchers.get_nowait()
         try:
-            found = tune(plan, log, seed=seed, show=lambda progress: said(show, progress), stop=stop, using=devices)
+            found = tune(
+                plan,
+                log,
+                seed=seed,
+                show=lambda progress: said(show, progress),
+                stop=stop,
+                using=devices,
+                searcher=searcher,
+            )
         except NoValidRecord as error:
             found = error
+        finally:
+            searchers.put(searcher)
         said(end, plan, found)
 
     with contextlib.ExitStack() as stack:
         running = []
         for machine in dict.fromkeys(plan.machine for plan in plans):
-            lanes = stack.enter_context(ThreadPoolExecutor(devices.count(machine), f"tune-{machine.arch}"))
+            count = devices.count(machine)
+            for _ in range(count):
+                searchers.put(stack.enter_context(Searcher(lambda: devices.closed)))
+            # Left first: a searcher's process ends with the thread that started it.
+            lanes = stack.enter_context(ThreadPoolExecutor(count, f"tune-{machine.arch}"))
             running += [lanes.submit(run, plan) for plan in plans if plan.machine == machine]
         try:
             for future in wait(running, return_when=FIRST_EXCEPTION).done:
