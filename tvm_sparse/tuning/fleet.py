@@ -265,7 +265,7 @@ class Fleet:
             self._last_error = error if isinstance(error, StartError) else StartError(f"{device.name}: {error}")
             self._share()
             job.lost += 1
-            if lease not in self._leases:
+            if self._closed or lease not in self._leases:
                 job.future.set_exception(CancelledError("the session has ended"))
             elif job.lost >= MOST_LOST:
                 reply = Reply("crash", message=f"{job.lost} devices were lost in the midst: {error}", environment=True)
