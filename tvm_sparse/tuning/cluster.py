@@ -14,7 +14,9 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,9 +38,9 @@ LOOK_SECONDS = 0.5
 READY_SECONDS = 120.0
 # Bytes of a node's temporary folder; where fewer are free, a build that fails is not its candidate's fault.
 LEAST_DISK = 1 << 20
-# Beyond a request's own limits: for the queue, the network, and a process that is started anew.
-SLACK_SECONDS = 60.0
+CONNECT_SECONDS = 10.0
 LOCAL = "local"
+_PLACE = re.compile(r"\[?(?P<host>[^\]/]+)\]?:(?P<port>\d{1,5})")
 
 
 class ClusterError(RuntimeError):
@@ -73,7 +75,8 @@ class Place:
         """Where this is, and what."""
         machine = machines.gpu() if self._kind == "cuda" else machines.cpu()
         return {
-            "node": platform.node(),
+            "host": platform.node(),
+            "node": _ray().get_runtime_context().get_node_id(),
             "machine": asdict(machine) if machine else None,
             "state": device_state(machine) if machine else {},
             "versions": versions(),
@@ -110,7 +113,8 @@ class RemoteMeasurer:
     """What a `Place` measures, for a fleet."""
 
     def __init__(self, actor: Any, described: Mapping[str, Any]) -> None:
-        self._actor, self._described = actor, described
+        self._actor, self._machine = actor, described["machine"]
+        self.node = described["node"]
 
     def measure(
         self, problem: Mapping[str, Any], library: Mapping[str, Any], timeout: float, abandoned: Callable[[], bool]
@@ -124,7 +128,7 @@ class RemoteMeasurer:
         dead = _ray().exceptions.ActorDiedError
         while not abandoned():
             try:
-                return _result(self._actor.describe.remote(), abandoned)["machine"] == self._described["machine"]
+                return _result(self._actor.describe.remote(), abandoned)["machine"] == self._machine
             except Lost as error:
                 if isinstance(error.__cause__, dead):
                     return False
@@ -160,7 +164,7 @@ class RemoteBuilders:
             except OSError as error:
                 future.set_exception(error)
             except Exception as error:
-                future.set_result(_unbuilt(error))
+                future.set_result(lost_build(error))
 
         ref.future().add_done_callback(take)
         return future
@@ -171,7 +175,7 @@ class RemoteBuilders:
                 _ray().cancel(ref, force=True)
 
 
-def _unbuilt(error: Exception) -> Reply:
+def lost_build(error: Exception) -> Reply:
     """What to say of a build that did not reply: nothing of its candidate."""
     return Reply("crash", message=f"its node or its task was lost: {error}", environment=True)
 
@@ -283,13 +287,15 @@ def _connect(address: str) -> bool:
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        if place := _PLACE.fullmatch(address):  # Ray itself would try for minutes
+            socket.create_connection((place["host"], int(place["port"])), CONNECT_SECONDS).close()
         ray.init(
             address=LOCAL if own else address,
             log_to_driver=False,
             logging_level=logging.ERROR,
             **({"include_dashboard": False} if own else {}),
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ClusterError(f"ray: no connection to {address}: {str(error).partition(chr(10))[0]}") from None
     return True
 
@@ -325,7 +331,7 @@ def _devices(
 ) -> list[Device]:
     builders, ours, devices = RemoteBuilders(), versions(), []
     for number, described in found.items():
-        name = f"device {number} on {described['node']}"
+        name = f"device {number} on {described['host']}"
         theirs = described["versions"]
         if theirs != ours:
             other = ", ".join(f"{what} {theirs[what]} for {ours[what]}" for what in ours if theirs[what] != ours[what])
