@@ -67,6 +67,7 @@ class Device:
     builders: Builds
     state: Mapping[str, Any] = field(default_factory=dict)  # driver, clocks
     cores: Collection[int] = ()  # the processors that it is bound to
+    busy: float = 0.0  # seconds that it has measured
 
 
 @dataclass(eq=False)
@@ -229,6 +230,7 @@ class Fleet:
         pin(device.cores)
         while (found := self._next(device)) is not None:
             lease, job = found
+            began = time.monotonic()
             try:
                 reply = device.measurer.measure(job.problem, job.library, job.timeout, lambda: self._closed)
             except (Lost, StartError) as error:
@@ -245,6 +247,7 @@ class Fleet:
             except Exception as error:
                 job.future.set_exception(error)
             else:
+                device.busy += time.monotonic() - began
                 job.future.set_result(reply)
 
     def _next(self, device: Device) -> tuple[Lease, _Job] | None:

@@ -112,6 +112,7 @@ class Progress:
     last: Trial | None = None
     phase: str = "search"
     final_share: float = 0.0  # of the final that is through
+    search_seconds: float = 0.0  # spent on proposals
 
     @property
     def slowness(self) -> float:
@@ -294,10 +295,12 @@ def tune(
             search = searcher or stack.enter_context(Searcher(lambda: devices.closed))
             search.begin(problem, machine, plan.named, plan.fixed, known=known, trials=trials, batch=BATCH, seed=seed)
         while search and progress.measured < plan.trials and not stop():
+            began = time.monotonic()
             try:
                 batch = search.propose()[: plan.trials - progress.measured]
             except SearchError as error:
                 raise NoValidRecord(f"{problem}: {error}") from None
+            progress.search_seconds += time.monotonic() - began
             if not batch:
                 break
             results = run(batch)
