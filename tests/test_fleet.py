@@ -14,12 +14,12 @@ import pytest
 import tuning_child
 
 from tvm_sparse.core import spaces
-from tvm_sparse.core.machine import Machine, UnknownArch, cpu
+from tvm_sparse.core.machine import Machine, UnknownArch, cpu, gpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
 from tvm_sparse.tuning import fleet, searching, session
 from tvm_sparse.tuning.fleet import Device, Fleet, Lease
-from tvm_sparse.tuning.measuring import Lost
+from tvm_sparse.tuning.measuring import Lost, Measurer, PrepareError
 from tvm_sparse.tuning.session import NoValidRecord, make_plan, tune, tune_all
 from tvm_sparse.workers.processes import Reply, StartError
 
@@ -329,6 +329,18 @@ def test_a_search_whose_process_is_lost_learns_all_anew() -> None:
 
 
 # ---- processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(gpu() is not None, reason="needs a machine without a GPU")
+def test_a_device_that_does_not_work_is_told_from_inputs_that_cannot_be_made() -> None:
+    measurer = Measurer()
+    try:
+        with pytest.raises(StartError, match="the device: "):
+            measurer.measure({"problem": PROBLEM.key, "kind": "cuda", "seed": 0}, {}, 30)
+        with pytest.raises(PrepareError, match="no_such_operator"):
+            measurer.measure({"problem": "no_such_operator/n=1", "kind": "llvm", "seed": 0}, {}, 30)
+    finally:
+        measurer.close()
 
 
 @pytest.fixture

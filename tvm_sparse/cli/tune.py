@@ -127,7 +127,8 @@ def tune(
             typer.echo(f"On {on}; records: {folder}")
             if dry_run:
                 return
-            require("tune", *(["cuda"] if any(where.kind == "cuda" for where in machines) else []))
+            here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled
+            require("tune", *(["cuda"] if here else []))
             again = resume_command(
                 operator, axes, shapes, target, trials, logs, builders, templates, fix, seed, **asked
             )

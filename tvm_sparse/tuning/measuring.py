@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core import machine as machines
 from ..core.machine import Machine
-from ..workers.processes import Reply, Worker
+from ..workers.processes import Reply, StartError, Worker
 
 MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.bench.measure")
 # To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
@@ -60,14 +60,15 @@ class Measurer:
         PrepareError
             If there are no inputs to measure with.
         StartError
-            If the process does not start.
+            If the process does not start, or has no device that works.
         """
         self._worker.start()
         wanted = (problem["problem"], problem["seed"])
         if self._prepared != (self._worker.pid, *wanted):
             reply = self._worker.call(problem, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
             if not reply.ok:
-                raise PrepareError(reply.message)
+                device = self._worker.call({"kind": problem["kind"]}, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
+                raise PrepareError(reply.message) if device.ok else StartError(f"the device: {device.message}")
             self._prepared = (self._worker.pid, *wanted)
         return self._worker.call({**problem, **library}, timeout=timeout, abandoned=abandoned)
 
