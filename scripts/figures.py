@@ -727,6 +727,67 @@ def softmax_ratios() -> str:
     )
 
 
+# ------------------------------------------------------------------------------------------------- many devices
+
+# A projection is made of parts of what has been measured on most devices' kind: GPUs where there are such results.
+SCALING = ("tuning-scaling-h200", "tuning-scaling-x86-64-v4")
+PROJECTED = (1, 8, 100)
+
+
+def scaling_results() -> list[str]:
+    return [name for name in SCALING if (RESULTS / f"{name}.csv").exists()]
+
+
+@part
+def tuning_scaling() -> str:
+    parts = []
+    for name in scaling_results():
+        found = results(name)
+        rows = []
+        for row in found.rows:
+            seconds, count = float(row["seconds"]), int(row["devices"])
+            busy = float(row["device_seconds"]) / seconds / count
+            rows.append(
+                [
+                    row["devices"],
+                    row["builders"],
+                    f"{int(row['trials']):,}",
+                    f"{seconds:.1f}",
+                    times_as(float(found.rows[0]["seconds"]) / seconds),
+                    percent(busy),
+                ]
+            )
+        facts = found.facts
+        where = (
+            f"{facts['device']}, {facts['cores']} cores, load average {facts['load']} at the end, {facts['date'][:10]}"
+        )
+        head = ("devices", "builders", "trials", "seconds", "times as fast", "busy")
+        parts.append(f"{where}:\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
+
+
+@part
+def tuning_projection() -> str:
+    found = results(scaling_results()[0])
+    one, last = found.rows[0], found.rows[-1]
+    trials = int(last["trials"])
+    driver, search, build = (float(last[f"{what}_seconds"]) / trials for what in ("driver", "search", "build"))
+    rate = int(one["trials"]) / float(one["seconds"])
+    rows = [
+        [
+            str(count),
+            f"{rate * count:,.1f}",
+            f"{rate * count * build:,.1f}",
+            f"{rate * count * search:,.1f}",
+            percent(rate * count * driver),
+        ]
+        for count in PROJECTED
+    ]
+    head = ("devices", "trials/s", "cores that build", "cores that search", "of the driver's core")
+    full = f"The driver's core is full at about {1 / (rate * driver):,.0f} devices of {found.facts['device']}."
+    return f"{table(head, rows)}\n\n{full}"
+
+
 @part
 def gu_tables() -> str:
     cases = results("gu-tables-h200").by("m", "k", "n", "block", "sparsity")

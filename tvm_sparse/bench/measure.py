@@ -22,9 +22,17 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
     """Measure one library; `check_only` leaves the timing out.
 
     A message without a library makes the problem's references and loads the runtime, which is to no candidate's charge.
+    One without a problem tries the device alone.
     """
     add_plugins(message.get("plugins", ()))
-    problem, kind = parse(message["problem"]), message["kind"]
+    kind = message["kind"]
+    if "problem" not in message:
+        import tvm
+
+        prepare(kind)
+        tvm.runtime.empty((1,), "uint8", device_of(kind)).numpy()
+        return {}
+    problem = parse(message["problem"])
     small, whole = cases(problem, message["seed"])
     if "library" not in message:
         prepare(kind)

@@ -38,6 +38,7 @@ EXTRAS = {
     "tune": ("xgboost", "psutil", "cloudpickle", "scipy"),
     "cuda": ("cuda.bindings",),
     "torch": ("torch",),
+    "ray": ("ray",),
     "plot": ("matplotlib",),
 }
 
@@ -120,9 +121,9 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
 def machine_here(target: str, doing: str) -> Machine:
     """The machine of a target, which has to be this one; `doing` says what for."""
     wanted = machine.resolve(target)
-    present = [found for found in (machine.gpu(), machine.cpu()) if found is not None]
+    present = [*machine.gpus(), machine.cpu()]
     if wanted not in present:
-        names = " and ".join(f"{found.arch} ({found.name})" for found in present)
+        names = " and ".join(dict.fromkeys(f"{found.arch} ({found.name})" for found in present))
         raise UnknownArch(
             f"target: {wanted.arch} is not here, and {doing} runs kernels; this machine has {names}."
             " Other architectures can be exported for (tvm-sparse export), not measured"
@@ -176,11 +177,12 @@ def errors() -> Iterator[None]:
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
         from ..runtime.loading import LoadError
+        from ..tuning.cluster import ClusterError
         from ..tuning.session import NoValidRecord
         from ..workers.processes import StartError
 
-        known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, OSError)
-        if isinstance(error, known):
+        known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, ClusterError)
+        if isinstance(error, (*known, OSError)):
             fail(str(error))
         raise
 

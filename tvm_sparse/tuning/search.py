@@ -38,6 +38,19 @@ def candidate_of(module: Any) -> Candidate:
     return template.candidate({name: int(value) for name, value in notes.items()})
 
 
+def rest(
+    problem: Problem,
+    machine: Machine,
+    tables: Mapping[str, Table],
+    known: Mapping[Candidate, float | None],
+    trials: int,
+) -> list[Candidate] | None:
+    """All points that are not known, if the trials suffice for them: a search would only miss some."""
+    most = itertools.islice(points(problem, machine, tables), trials + len(known) + 1)
+    left = [candidate for candidate in most if candidate not in known]
+    return left if len(left) <= trials else None
+
+
 class Search:
     """Proposes batches of candidates, and learns from what is reported.
 
@@ -60,15 +73,10 @@ class Search:
         seed: int,
     ) -> None:
         self._known = dict(known)
-        # A search of a space that the budget covers would only miss points.
-        everything = [
-            c for c in itertools.islice(points(problem, machine, tables), trials + len(known) + 1) if c not in known
-        ]
-        self._rest: list[Candidate] | None = None
+        self._rest = rest(problem, machine, tables, known, trials)
         self._batch = batch
-        if len(everything) <= trials:
-            random.Random(seed).shuffle(everything)
-            self._rest = everything
+        if self._rest is not None:
+            random.Random(seed).shuffle(self._rest)
             return
         self._mapped: dict[Candidate, Any] = {}
         self._meta = _MetaSchedule(problem, machine, tables, trials + len(known), batch, seed)
