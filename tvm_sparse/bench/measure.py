@@ -19,7 +19,7 @@ from .verification import POISONS, Arguments, call, cases, check_again, verify, 
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
-    """Measure one library; `check_only` leaves the timing out.
+    """Measure one library; `check_only` leaves the timing out, `again` what is not checked with the timed arguments.
 
     A message without a library makes the problem's references and loads the runtime, which is to no candidate's charge.
     """
@@ -31,7 +31,8 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         device_of(kind)
         return {}
     function, workspaces = load(message["library"], kind), message["workspaces"]
-    verify(function, kind, small, workspaces)
+    if not message.get("again"):
+        verify(function, kind, small, workspaces)
 
     arguments = Arguments(kind, [whole], workspaces_on(kind, workspaces, problem), offset=False)
     given = arguments.load(whole, POISONS[0])

@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,7 @@ def tune(
 
     with scratch.folder() as folder, contextlib.ExitStack() as stack:
         pool, runner = using or stack.enter_context(workers(plan.builders))
-        bench = _Bench(problem, machine, fallback, seed, folder, pool, runner)
+        bench = Bench(problem, machine, fallback, seed, folder, pool, runner)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -294,7 +294,7 @@ def tune(
 
 
 def _final(
-    bench: _Bench,
+    bench: Bench,
     progress: Progress,
     known: Mapping[Candidate, float | None],
     fallback: Candidate,
@@ -353,7 +353,7 @@ def workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
         yield pool, runner
 
 
-class _Bench:
+class Bench:
     """Builds and measures candidates of one problem; keeps the libraries it has built."""
 
     def __init__(
@@ -376,18 +376,34 @@ class _Bench:
         """Have it built anew when it is measured next."""
         self._built.pop(candidate, None)
 
-    def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
-        """One trial a candidate, in order."""
-        new = [c for c in candidates if c not in self._built]
+    def build(self, candidates: Sequence[Candidate]) -> Generator[Candidate]:
+        """Yield each candidate once it is built; the builds of those that follow go on meanwhile."""
+        new = [c for c in dict.fromkeys(candidates) if c not in self._built]
         requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
-        self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
-        for i, candidate in enumerate(candidates):
-            trial = self._trial(candidate, self._built[candidate], session, order + i)
-            if trial.outcome == "environment":
-                self.forget(candidate)
-            yield trial
+        with contextlib.closing(self._pool.map(requests, timeout=BUILD_TIMEOUT)) as replies:
+            for candidate in candidates:
+                if candidate not in self._built:
+                    self._built[candidate] = next(replies)
+                yield candidate
 
-    def _trial(self, candidate: Candidate, built: Reply, session: str, order: int) -> Trial:
+    def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
+        """One trial a candidate, in order; all are built before the first is measured, so that no build disturbs it."""
+        for _ in self.build(candidates):
+            pass
+        for i, candidate in enumerate(candidates):
+            yield self.trial(candidate, session, order + i)
+
+    def trial(self, candidate: Candidate, session: str, order: int, *, again: bool = False) -> Trial:
+        """The trial of a candidate that is built.
+
+        `again`: it was right before, and is checked only with the arguments that it is timed with.
+        """
+        found = self._trial(candidate, self._built[candidate], session, order, again)
+        if found.outcome == "environment":
+            self.forget(candidate)
+        return found
+
+    def _trial(self, candidate: Candidate, built: Reply, session: str, order: int, again: bool) -> Trial:
         def trial(outcome: str, reason: str = "", seconds: Sequence[float] = ()) -> Trial:
             return Trial(
                 problem=self._problem.key,
@@ -424,7 +440,7 @@ class _Bench:
             if not reply.ok:
                 raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {reply.message}")
             self._prepared = self._runner.pid
-        message |= {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+        message |= {"library": built.value["path"], "workspaces": built.value["workspaces"], "again": again}
         reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
