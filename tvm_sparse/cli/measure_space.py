@@ -60,7 +60,8 @@ def measure_space(
 
         from ..core import spaces
 
-        problem, where = problem_of(operator, axes), machine_here(target, "measuring")
+        problem = problem_of(operator, axes)
+        where = machine.resolve(target) if dry_run else machine_here(target, "measuring")
         applicable = spaces.applicable(problem, where)[0]
         fixed = fixed_values(fix, sorted({name for table in applicable.values() for name in table}))
         tables, left_out = spaces.searched(problem, where, templates or (), fixed)
