@@ -39,6 +39,7 @@ EXTRAS = {
     "cuda": ("cuda.bindings",),
     "torch": ("torch",),
     "plot": ("matplotlib",),
+    "lab": ("pandas", "pyarrow", "sklearn", "matplotlib", "scipy"),
 }
 
 Operator = Annotated[

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import registry, spaces
+from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
 from .codec import encode
 from .log import Log
@@ -148,42 +150,128 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None,
                 yield arch, problem, mine.get(problem), theirs.get(problem)
 
 
-def rows(roots: Iterable[Path]) -> list[dict[str, Any]]:
-    """All trials and rankings as flat rows with the same columns."""
-    found = []
+def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None = None) -> list[dict[str, Any]]:
+    """All trials and rankings as flat rows with the same columns, in the order of their logs.
+
+    Columns
+    -------
+    kind, arch, operator, problem
+        "trial" or "best", and where it belongs.
+    axis.NAME
+        The problem's axes, under `operator`'s names; None where the operator has no such axis.
+    candidate, template, version, current
+        What was tried; `current`: whether this version of the package has the template at that version.
+    decision.NAME
+        The decisions; None where the template has no such.
+    outcome, reason, build_seconds, seconds, seconds_all
+        How the trial ended; `seconds` is the median of the repeats `seconds_all`, of a ranking that of its rounds.
+    fallback_seconds
+        Of a ranking: what would run without tuning.
+    registers, shared_bytes, local_bytes, spill_instructions, threads
+        What a CUDA kernel takes: a thread's registers, static shared memory and threads of a block, ...
+    occupancy
+        Share of a multiprocessor's threads that are resident, by threads, registers and static shared memory. Kernels
+        that ask for dynamic shared memory have less. Of several kernels in one library the most of each is taken; None
+        where such a kernel could not run.
+    predicted
+        The score that the cost model gave the candidate before it was measured, the larger the better.
+    order, number
+        Place within the session, and among the problem's trials of this log, from 0.
+    session, date, strategy, timer, machine.NAME, inputs.NAME, software.NAME
+        Provenance. `strategy` proposed the session's candidates.
+    """
+    found: list[dict[str, Any]] = []
     for root in roots:
         for log in logs_of(root):
-            contents = log.read()
-            sessions = {session.id: session for session in contents.sessions}
-            records: list[Trial | Best] = [*contents.trials, *log.read_best().bests]
-            for record in records:
-                session = sessions.get(record.session)
-                trial = record if isinstance(record, Trial) else None
-                ranked = record if isinstance(record, Best) else None
-                seconds = ranked.seconds if ranked else trial.median if trial and trial.seconds else None
-                found.append(
-                    {
-                        "kind": record.kind,
-                        "arch": record.arch,
-                        "operator": log.operator,
-                        "problem": record.problem,
-                        "candidate": str(record.candidate),
-                        "outcome": trial.outcome if trial else "ok",
-                        "reason": trial.reason if trial else "",
-                        "seconds": seconds,
-                        "fallback_seconds": ranked.fallback_seconds if ranked else None,
-                        "build_seconds": trial.build_seconds if trial else None,
-                        "session": record.session,
-                        "order": trial.order if trial else None,
-                        "date": session.date if session else "",
-                        "machine": str(session.machine.get("name", "")) if session else "",
-                    }
-                )
+            if operator in (None, log.operator) and arch in (None, log.arch):
+                found += _rows_of(log)
+    # One table has one order of columns: groups (all axes, all decisions) where their first column stands.
+    names = list(dict.fromkeys(name for row in found for name in row))
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        first.setdefault(name.partition(".")[0] if "." in name else name, index)
+    names.sort(key=lambda name: first[name.partition(".")[0] if "." in name else name])
+    return [{name: row.get(name) for name in names} for row in found]
+
+
+def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
+    contents = log.read()
+    sessions = {session.id: session for session in contents.sessions}
+    present = _present(log.operator)
+    numbers: Counter[str] = Counter()
+    axes = functools.cache(_axes)
+    records: list[Trial | Best] = [*contents.trials, *log.read_best().bests]
+    for record in records:
+        session = sessions.get(record.session)
+        trial = record if isinstance(record, Trial) else None
+        ranked = record if isinstance(record, Best) else None
+        seconds = ranked.seconds if ranked else trial.median if trial and trial.seconds else None
+        candidate = record.candidate
+        row: dict[str, Any] = {
+            "kind": record.kind,
+            "arch": record.arch,
+            "operator": log.operator,
+            "problem": record.problem,
+            **{f"axis.{name}": value for name, value in axes(record.problem).items()},
+            "candidate": str(candidate),
+            "template": candidate.template,
+            "version": candidate.version,
+            "current": present.get(candidate.template) == candidate.version,
+            **{f"decision.{name}": value for name, value in candidate.decisions},
+            "outcome": trial.outcome if trial else "ok",
+            "reason": trial.reason if trial else "",
+            "build_seconds": trial.build_seconds if trial else None,
+            "seconds": seconds,
+            "seconds_all": trial.seconds if trial else (),
+            "fallback_seconds": ranked.fallback_seconds if ranked else None,
+            **dict.fromkeys(RESOURCES),
+            **_resources(trial, session),
+            "predicted": trial.predicted if trial else None,
+            "order": trial.order if trial else None,
+            "number": numbers[record.problem] if trial else None,
+            "session": record.session,
+            "date": session.date if session else "",
+            "strategy": session.strategy if session else "",
+            "timer": session.timer if session else "",
+        }
+        numbers[record.problem] += trial is not None
+        for group in ("machine", "inputs", "versions") if session else ():
+            known = getattr(session, group)
+            prefix = "software" if group == "versions" else group
+            row |= {f"{prefix}.{name}": value for name, value in sorted(known.items()) if name != "arch"}
+        yield row
+
+
+RESOURCES = ("registers", "shared_bytes", "local_bytes", "spill_instructions", "threads", "occupancy")
+
+
+def _axes(problem: str) -> dict[str, Any]:
+    """The axes of a problem's key; as they stand there if no operator of this version has such a problem."""
+    try:
+        return registry.parse(problem).axes
+    except ProblemError:
+        pairs = (pair.partition("=") for pair in problem.partition("/")[2].split(","))
+        return {name: value for name, equals, value in pairs if equals}
+
+
+def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
+    """What a trial's kernel takes of a GPU; empty of others."""
+    if trial is None or not trial.resources:
+        return {}
+    found: dict[str, Any] = {name: trial.resources.get(name) for name in RESOURCES[:-1]}
+    # Earlier records do not hold the threads of a block, which is a decision of many templates.
+    found["threads"] = found["threads"] or trial.candidate.values.get("threads")
+    if found["threads"]:
+        cores = int(session.machine.get("cores", 1)) if session else 1
+        here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
+        taken = found["threads"], found["registers"], found["shared_bytes"]
+        blocks = here.blocks_at_once(*(value or 0 for value in taken)) // cores
+        found["occupancy"] = blocks * found["threads"] / here.threads_at_once or None
     return found
 
 
 def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows as CSV, or as Parquet where the name ends so.
+    """Write rows as CSV, or as Parquet where the name ends so. Lists are numbers separated by spaces in CSV.
 
     Raises
     ------
@@ -199,7 +287,8 @@ def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(found[0]) if found else ["kind"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        for row in found:
+            writer.writerow({k: " ".join(map(str, v)) if isinstance(v, tuple) else v for k, v in row.items()})
 
 
 def readable(problem: str) -> bool:
