@@ -106,7 +106,8 @@ def read(path: Path) -> Space:
 
 def write(path: Path, space: Space) -> None:
     """Write a space, all of it or nothing."""
-    text = b"".join(map(encode, (*space.sessions, *space.trials)))
+    records: tuple[Session | Trial, ...] = (*space.sessions, *space.trials)
+    text = b"".join(encode(record) for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_bytes(lzma.compress(text, preset=9) if path.suffix == ".xz" else text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 import statistics
 import time
@@ -35,7 +36,7 @@ MANY_FAILURES = 32
 LIMITS = ("templates", "fixed")  # in `Session.inputs`
 FIGURE: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
     "cuda": ("median of a round's replays", statistics.median),
-    "llvm": ("least of a round's repeats", min),
+    "llvm": ("least of the parts of 1 ms of a round", min),
 }
 
 
@@ -88,12 +89,13 @@ def measure_space(
     tables, _ = spaces.searched(problem, machine, named, fixed)
     points = list(spaces.points(problem, machine, tables))
     figure, reduce = FIGURE[machine.kind]
-    session = new_session(machine, seed, problem)
+    session = new_session(machine, seed, problem, "exhaustive")
+    threads = {"threads": os.environ.get("TVM_NUM_THREADS", "default")} if machine.kind == "llvm" else {}
     limits = {"templates": sorted(named), "fixed": {name: list(values) for name, values in (fixed or {}).items()}}
     session = dataclasses.replace(
         session,
         timer=f"{session.timer}; {figure}",
-        inputs={**session.inputs, **limits, POINTS: len(points)},
+        inputs={**session.inputs, **threads, **limits, POINTS: len(points)},
     )
     trials, sessions = _begun(path, session, problem, machine, points)
     saved = time.monotonic()
@@ -119,7 +121,7 @@ def measure_space(
 
     with scratch.folder() as folder, workers(builders) as (pool, runner):
         fallback = spaces.fallback(problem, machine)
-        bench = Bench(problem, machine, fallback, seed, folder, pool, runner)
+        bench = Bench(problem, machine, fallback, seed, folder, pool, runner, undisturbed=True)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no point is to pay."""

@@ -40,7 +40,8 @@ from ..records import Best, Log, Session, Trial
 from ..records.queries import predictor
 from ..workers import building
 from ..workers.processes import Pool, Reply, StartError, Worker
-from .search import Search
+from . import strategies
+from .domain import Domain
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
@@ -78,6 +79,7 @@ class Plan:
     seconds: float  # estimate
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
+    strategy: str = strategies.DEFAULT
 
     @property
     def size(self) -> int:
@@ -138,6 +140,7 @@ def make_plan(
     builders: int,
     named: Collection[str] = (),
     fixed: Table | None = None,
+    strategy: str = strategies.DEFAULT,
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for."""
     tables, reasons = spaces.searched(problem, machine, named, fixed)
@@ -149,7 +152,7 @@ def make_plan(
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {})
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
@@ -220,7 +223,7 @@ def tune(
     progress = Progress(plan)
     tables, _ = spaces.searched(problem, machine, plan.named, plan.fixed)
     fallback = spaces.fallback(problem, machine)
-    session = new_session(machine, seed, problem)
+    session = new_session(machine, seed, problem, plan.strategy)
     log.append(session)
     known = _known(problem, log)
     for candidate, seconds in known.items():
@@ -276,7 +279,14 @@ def tune(
         for batch in (first[:1], first[1:]):
             known.update(run(batch))
         search = (
-            Search(problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed)
+            strategies.make(
+                plan.strategy,
+                Domain.of(problem, machine, tables),
+                known=known,
+                trials=plan.trials - len(first),
+                batch=BATCH,
+                seed=seed,
+            )
             if plan.trials > len(first)
             else None
         )
@@ -365,7 +375,10 @@ class Bench:
         folder: Path,
         pool: Pool,
         runner: Worker,
+        *,
+        undisturbed: bool = False,
     ) -> None:
+        self._undisturbed = undisturbed
         self._problem, self._machine, self._fallback, self._seed = problem, machine, fallback, seed
         self._pool, self._runner, self._folder = pool, runner, folder
         self._built: dict[Candidate, Reply] = {}
@@ -440,7 +453,8 @@ class Bench:
             if not reply.ok:
                 raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {reply.message}")
             self._prepared = self._runner.pid
-        message |= {"library": built.value["path"], "workspaces": built.value["workspaces"], "again": again}
+        message |= {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+        message |= {"again": again, "undisturbed": self._undisturbed}
         reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
@@ -452,7 +466,7 @@ class Bench:
         return trial(outcome, reply.message)
 
 
-def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
+def new_session(machine: Machine, seed: int, problem: Problem, strategy: str) -> Session:
     """The provenance of a run that starts now."""
     versions = {
         name: importlib.metadata.version(name)
@@ -472,6 +486,7 @@ def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
         versions=versions,
         timer=timer,
         inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
+        strategy=strategy,
     )
 
 
