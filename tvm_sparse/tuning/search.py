@@ -46,6 +46,11 @@ class Search:
     known
         Candidates measured before, with their median seconds (None: failed). They are never proposed again, and
         teach the cost model before the first proposal.
+
+    Attributes
+    ----------
+    predicted
+        What the cost model says of the candidates that were proposed last, once it has been trained.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Search:
         seed: int,
     ) -> None:
         self._known = dict(known)
+        self.predicted: dict[Candidate, float] = {}
         # A search of a space that the budget covers would only miss points.
         everything = [
             c for c in itertools.islice(points(problem, machine, tables), trials + len(known) + 1) if c not in known
@@ -90,7 +96,7 @@ class Search:
             if stale:
                 self._meta.notify(stale, [self._known[c] for c in stale])
             if fresh:
-                self._mapped = fresh
+                self._mapped, self.predicted = fresh, self._meta.predict(fresh)
                 return list(fresh)
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
@@ -182,6 +188,13 @@ class _MetaSchedule:
     def generate(self) -> dict[Candidate, Any]:
         proposals = self._context.generate_measure_candidates() or []
         return {candidate_of(p.sch.mod): p for p in proposals}
+
+    def predict(self, asked: Mapping[Candidate, Any]) -> dict[Candidate, float]:
+        """The model's scores, the larger the better; empty before it has been trained, when they are random numbers."""
+        if self._model.booster is None or self._model.data_size < self._model.num_warmup_samples:
+            return {}
+        scores = self._model.predict(self._context, list(asked.values()))
+        return dict(zip(asked, map(float, scores), strict=True))
 
     def notify(
         self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None], tell_strategy: bool = True
