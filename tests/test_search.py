@@ -15,7 +15,9 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
-from tvm_sparse.tuning.search import Search
+from tvm_sparse.tuning import strategies
+from tvm_sparse.tuning.domain import Domain
+from tvm_sparse.tuning.strategies import Strategy
 
 LARGE = parse("bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9")
 SMALL = parse("softmax_topk/batch=10,vocab=25000,k=5")
@@ -45,7 +47,10 @@ def separable(candidate: Candidate) -> float:
 
 
 def run(
-    search: Search, trials: int, cost: Callable[[Candidate], float | None], known: Mapping[Candidate, float | None] = {}
+    search: Strategy,
+    trials: int,
+    cost: Callable[[Candidate], float | None],
+    known: Mapping[Candidate, float | None] = {},
 ) -> dict[Candidate, float | None]:
     """What a tuning run does with a search; checks every batch. Fewer than `trials` if the search has no more."""
     measured: dict[Candidate, float | None] = {}
@@ -59,9 +64,16 @@ def run(
 
 
 def start(
-    problem, trials: int, *, known: Mapping[Candidate, float | None] = {}, seed: int = 0, batch: int = BATCH
-) -> Search:
-    return Search(problem, SM90, tables(problem), known=known, trials=trials, batch=batch, seed=seed)
+    problem,
+    trials: int,
+    *,
+    known: Mapping[Candidate, float | None] = {},
+    seed: int = 0,
+    batch: int = BATCH,
+    strategy: str = "evolutionary",
+) -> Strategy:
+    domain = Domain.of(problem, SM90, tables(problem))
+    return strategies.make(strategy, domain, known=known, trials=trials, batch=batch, seed=seed)
 
 
 @pytest.mark.parametrize("known", [0, 1, 7])

@@ -16,6 +16,7 @@ from .doctor import doctor
 from .explain import explain
 from .export import export
 from .list import list_operators
+from .measure_space import measure_space
 from .migrate import migrate
 from .quickstart import quickstart
 from .tune import tune
@@ -50,6 +51,7 @@ app.command("quickstart")(quickstart)
 app.command("doctor")(doctor)
 app.command("list")(list_operators)
 app.command("tune")(tune)
+app.command("measure-space")(measure_space)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)

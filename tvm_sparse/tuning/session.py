@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from ..records import Best, Log, Session, Trial
 from ..records.queries import predictor
 from ..workers import building
 from ..workers.processes import Pool, Reply, StartError, Worker
-from .search import Search
+from . import strategies
+from .domain import Domain
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
@@ -78,6 +79,7 @@ class Plan:
     seconds: float  # estimate
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
+    strategy: str = strategies.DEFAULT
 
     @property
     def size(self) -> int:
@@ -138,6 +140,7 @@ def make_plan(
     builders: int,
     named: Collection[str] = (),
     fixed: Table | None = None,
+    strategy: str = strategies.DEFAULT,
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for."""
     tables, reasons = spaces.searched(problem, machine, named, fixed)
@@ -149,7 +152,7 @@ def make_plan(
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {})
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
@@ -220,7 +223,7 @@ def tune(
     progress = Progress(plan)
     tables, _ = spaces.searched(problem, machine, plan.named, plan.fixed)
     fallback = spaces.fallback(problem, machine)
-    session = new_session(machine, seed, problem)
+    session = new_session(machine, seed, problem, plan.strategy)
     log.append(session)
     known = _known(problem, log)
     for candidate, seconds in known.items():
@@ -230,7 +233,7 @@ def tune(
 
     with scratch.folder() as folder, contextlib.ExitStack() as stack:
         pool, runner = using or stack.enter_context(workers(plan.builders))
-        bench = _Bench(problem, machine, fallback, seed, folder, pool, runner)
+        bench = Bench(problem, machine, fallback, seed, folder, pool, runner)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -278,7 +281,14 @@ def tune(
         for batch in (first[:1], first[1:]):
             known.update(run(batch, {}))
         search = (
-            Search(problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed)
+            strategies.make(
+                plan.strategy,
+                Domain.of(problem, machine, tables),
+                known=known,
+                trials=plan.trials - len(first),
+                batch=BATCH,
+                seed=seed,
+            )
             if plan.trials > len(first)
             else None
         )
@@ -296,7 +306,7 @@ def tune(
 
 
 def _final(
-    bench: _Bench,
+    bench: Bench,
     progress: Progress,
     known: Mapping[Candidate, float | None],
     fallback: Candidate,
@@ -355,7 +365,7 @@ def workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
         yield pool, runner
 
 
-class _Bench:
+class Bench:
     """Builds and measures candidates of one problem; keeps the libraries it has built."""
 
     def __init__(
@@ -367,7 +377,10 @@ class _Bench:
         folder: Path,
         pool: Pool,
         runner: Worker,
+        *,
+        undisturbed: bool = False,
     ) -> None:
+        self._undisturbed = undisturbed
         self._problem, self._machine, self._fallback, self._seed = problem, machine, fallback, seed
         self._pool, self._runner, self._folder = pool, runner, folder
         self._built: dict[Candidate, Reply] = {}
@@ -378,18 +391,34 @@ class _Bench:
         """Have it built anew when it is measured next."""
         self._built.pop(candidate, None)
 
-    def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
-        """One trial a candidate, in order."""
-        new = [c for c in candidates if c not in self._built]
+    def build(self, candidates: Sequence[Candidate]) -> Generator[Candidate]:
+        """Yield each candidate once it is built; the builds of those that follow go on meanwhile."""
+        new = [c for c in dict.fromkeys(candidates) if c not in self._built]
         requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
-        self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
-        for i, candidate in enumerate(candidates):
-            trial = self._trial(candidate, self._built[candidate], session, order + i)
-            if trial.outcome == "environment":
-                self.forget(candidate)
-            yield trial
+        with contextlib.closing(self._pool.map(requests, timeout=BUILD_TIMEOUT)) as replies:
+            for candidate in candidates:
+                if candidate not in self._built:
+                    self._built[candidate] = next(replies)
+                yield candidate
 
-    def _trial(self, candidate: Candidate, built: Reply, session: str, order: int) -> Trial:
+    def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
+        """One trial a candidate, in order; all are built before the first is measured, so that no build disturbs it."""
+        for _ in self.build(candidates):
+            pass
+        for i, candidate in enumerate(candidates):
+            yield self.trial(candidate, session, order + i)
+
+    def trial(self, candidate: Candidate, session: str, order: int, *, again: bool = False) -> Trial:
+        """The trial of a candidate that is built.
+
+        `again`: it was right before, and is checked only with the arguments that it is timed with.
+        """
+        found = self._trial(candidate, self._built[candidate], session, order, again)
+        if found.outcome == "environment":
+            self.forget(candidate)
+        return found
+
+    def _trial(self, candidate: Candidate, built: Reply, session: str, order: int, again: bool) -> Trial:
         def trial(outcome: str, reason: str = "", seconds: Sequence[float] = ()) -> Trial:
             return Trial(
                 problem=self._problem.key,
@@ -427,6 +456,7 @@ class _Bench:
                 raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {reply.message}")
             self._prepared = self._runner.pid
         message |= {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+        message |= {"again": again, "undisturbed": self._undisturbed}
         reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
@@ -438,7 +468,7 @@ class _Bench:
         return trial(outcome, reply.message)
 
 
-def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
+def new_session(machine: Machine, seed: int, problem: Problem, strategy: str) -> Session:
     """The provenance of a run that starts now."""
     versions = {
         name: importlib.metadata.version(name)
@@ -458,6 +488,7 @@ def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
         versions=versions,
         timer=timer,
         inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
+        strategy=strategy,
     )
 
 

@@ -40,7 +40,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
@@ -429,7 +429,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Iterator[Reply]:
+    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Generator[Reply]:
         """Yield a reply for each request, in the order of the requests.
 
         A request that ends its worker costs only itself. `timeout` is for each request, from
