@@ -133,10 +133,16 @@ def test_a_resumed_search_is_taught_and_proposes_nothing_known() -> None:
     known: dict[Candidate, float | None] = {c: separable(c) for c in random.Random(2).sample(space(LARGE), 120)}
     known |= dict.fromkeys(random.Random(3).sample(ranked, 10))  # failures
     known |= {c: separable(c) for c in ranked[:5]}  # the best of all: a taught search would choose them
-    measured = run(start(LARGE, 32, known=known, seed=4), 32, separable, known)
+    search = start(LARGE, 32, known=known, seed=4)
+    measured = run(search, 32, separable, known)
     assert len(measured) == 32
+    # What the model said of the last batch before it was measured is there; of an untaught search there is nothing.
+    assert len(search.predicted) > 1 and set(list(measured)[-2:]) <= set(search.predicted)
+    assert len(set(search.predicted.values())) > 1
     # Taught, so that the first batch is better than a first batch that knows nothing.
-    untaught = run(start(LARGE, 32, seed=4), BATCH, separable)
+    search = start(LARGE, 32, seed=4)
+    untaught = run(search, BATCH, separable)
+    assert search.predicted == {}
     assert statistics.median(list(measured.values())[:BATCH]) < 0.7 * statistics.median(untaught.values())
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..core.candidate import Candidate
@@ -34,6 +35,8 @@ class Optimiser(Protocol):
 
 class AskTell:
     """A library's optimiser of this name as a `strategies.Strategy`."""
+
+    predicted: Mapping[Candidate, float] = MappingProxyType({})  # libraries keep what they think to themselves
 
     def __init__(
         self, name: str, domain: Domain, *, known: Mapping[Candidate, float | None], trials: int, batch: int, seed: int

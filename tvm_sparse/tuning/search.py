@@ -44,6 +44,11 @@ class Search:
         teach the cost model before the first proposal.
     replay
         Draw traces at random (`ReplayTrace`) in the place of the evolutionary search with its cost model.
+
+    Attributes
+    ----------
+    predicted
+        What the cost model says of the candidates that were proposed last, once it has been trained.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Search:
         replay: bool = False,
     ) -> None:
         self._known = dict(known)
+        self.predicted: Mapping[Candidate, float] = {}
         self._mapped: dict[Candidate, Any] = {}
         draws = REPLAY_DRAWS * trials if replay else trials + len(known)
         self._meta = _MetaSchedule(domain, draws, batch, seed, replay)
@@ -75,7 +81,7 @@ class Search:
             if stale:
                 self._meta.notify(stale, [self._known[c] for c in stale])
             if fresh:
-                self._mapped = fresh
+                self._mapped, self.predicted = fresh, self._meta.predict(fresh)
                 return list(fresh)
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
@@ -168,6 +174,13 @@ class _MetaSchedule:
         proposals = self._context.generate_measure_candidates() or []
         named = {self._domain.candidate(*decisions_of(p.sch.mod)): p for p in proposals}
         return {candidate: p for candidate, p in named.items() if candidate is not None}
+
+    def predict(self, asked: Mapping[Candidate, Any]) -> dict[Candidate, float]:
+        """The model's scores, the larger the better; empty before it has been trained, when they are random numbers."""
+        if self._model.booster is None or self._model.data_size < self._model.num_warmup_samples:
+            return {}
+        scores = self._model.predict(self._context, list(asked.values()))
+        return dict(zip(asked, map(float, scores), strict=True))
 
     def notify(
         self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None], tell_strategy: bool = True

@@ -245,11 +245,13 @@ def tune(
                     f" this batch is not recorded: {trial.reason}"
                 )
 
-        def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
+        def run(batch: Sequence[Candidate], scores: Mapping[Candidate, float]) -> dict[Candidate, float | None]:
+            """`scores`: what the search's cost model said of candidates."""
             results: dict[Candidate, float | None] = {}
             trials = []
             try:
-                for trial in bench.measure(batch, session.id, progress.measured):
+                for measured in bench.measure(batch, session.id, progress.measured):
+                    trial = dataclasses.replace(measured, predicted=scores.get(measured.candidate))
                     trials.append(trial)
                     results[trial.candidate] = trial.median if trial.outcome == "ok" else None
                     progress.measured += 1
@@ -277,7 +279,7 @@ def tune(
         if fallback in known and plan.trials:
             require_fallback()
         for batch in (first[:1], first[1:]):
-            known.update(run(batch))
+            known.update(run(batch, {}))
         search = (
             strategies.make(
                 plan.strategy,
@@ -294,7 +296,7 @@ def tune(
             batch = search.propose()[: plan.trials - progress.measured]
             if not batch:
                 break
-            results = run(batch)
+            results = run(batch, search.predicted)
             known.update(results)
             search.report(results)
 

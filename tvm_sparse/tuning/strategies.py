@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from ..core.candidate import Candidate
@@ -21,7 +22,17 @@ DEFAULT = "evolutionary"
 
 
 class Strategy(Protocol):
-    """What a tuning run asks."""
+    """What a tuning run asks.
+
+    Attributes
+    ----------
+    predicted
+        What the strategy's model said of the candidates that were proposed last, the larger the faster; empty where it
+        has none, or has not been fitted yet. Trials record it.
+    """
+
+    @property
+    def predicted(self) -> Mapping[Candidate, float]: ...
 
     def propose(self) -> list[Candidate]:
         """The next candidates, none of them known; empty when there is nothing left."""
@@ -86,6 +97,8 @@ def _library(name: str) -> Maker:
 class Random:
     """Every point once, in random order."""
 
+    predicted: Mapping[Candidate, float] = MappingProxyType({})
+
     def __init__(
         self, domain: Domain, *, known: Mapping[Candidate, float | None], trials: int, batch: int, seed: int
     ) -> None:
@@ -127,6 +140,7 @@ class Boosting:
         self._domain, self._batch = domain, batch
         self._random = random.Random(seed)
         self._known = dict(known)
+        self.predicted: Mapping[Candidate, float] = {}
 
     def propose(self) -> list[Candidate]:
         """At first as random as the measurements are few; then what the models hope for."""
@@ -136,12 +150,16 @@ class Boosting:
         self._random.shuffle(left)
         taught = [(point, seconds) for point, seconds in self._known.items() if point in self._domain.index]
         chosen: list[int] = []
+        said: dict[int, float] = {}
         if len(taught) >= self._batch:
             rows = self._domain.rows[left]
-            turns = [np.array(left)[order] for order in np.argsort(self._predictions(taught, rows), axis=1)]
+            found = self._predictions(taught, rows)
+            turns = [np.array(left)[order] for order in np.argsort(found, axis=1)]
             for slot in range(min(self._batch - self._batch // self.EXPLORED, len(left))):
                 chosen.append(next(int(n) for n in turns[slot % self.MODELS] if n not in chosen))
+            said = dict(zip(left, map(float, -found.mean(axis=0)), strict=True))
         chosen += [n for n in left if n not in chosen][: self._batch - len(chosen)]
+        self.predicted = {self._domain.points[n]: said[n] for n in chosen} if said else {}
         return [self._domain.points[number] for number in chosen]
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
