@@ -19,6 +19,7 @@ from .list import list_operators
 from .measure_space import measure_space
 from .migrate import migrate
 from .quickstart import quickstart
+from .space import space
 from .tune import tune
 
 # A plain traceback goes into a bug report as it is; typer's boxes do not.
@@ -52,6 +53,7 @@ app.command("doctor")(doctor)
 app.command("list")(list_operators)
 app.command("tune")(tune)
 app.command("measure-space")(measure_space)
+app.command("space")(space)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)

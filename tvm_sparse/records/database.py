@@ -13,9 +13,10 @@ from typing import Any
 
 from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
+from . import space
 from .codec import encode
 from .log import Log
-from .values import FOLDER_NAME, Best, Session, Trial
+from .values import FOLDER_NAME, Best, Session, Trial, operator_of
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None,
 def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None = None) -> list[dict[str, Any]]:
     """All trials and rankings as flat rows with the same columns, in the order of their logs.
 
+    Of folders of logs, and of files that hold a measured space (`records.space`).
+
     Columns
     -------
     kind, arch, operator, problem
@@ -176,15 +179,21 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
     predicted
         The score that the cost model gave the candidate before it was measured, the larger the better.
     order, number
-        Place within the session, and among the problem's trials of this log, from 0.
+        Place within the session, and among the problem's trials of this log or file, from 0.
     session, date, strategy, timer, machine.NAME, inputs.NAME, software.NAME
         Provenance. `strategy` proposed the session's candidates.
     """
     found: list[dict[str, Any]] = []
     for root in roots:
+        if root.is_file():
+            measured = space.read(root)
+            if operator in (None, operator_of(measured.problem)) and arch in (None, measured.arch):
+                found += _rows_of(operator_of(measured.problem), measured.sessions, measured.trials)
+            continue
         for log in logs_of(root):
             if operator in (None, log.operator) and arch in (None, log.arch):
-                found += _rows_of(log)
+                contents = log.read()
+                found += _rows_of(log.operator, contents.sessions, [*contents.trials, *log.read_best().bests])
     # One table has one order of columns: groups (all axes, all decisions) where their first column stands.
     names = list(dict.fromkeys(name for row in found for name in row))
     first: dict[str, int] = {}
@@ -194,13 +203,11 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
     return [{name: row.get(name) for name in names} for row in found]
 
 
-def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
-    contents = log.read()
-    sessions = {session.id: session for session in contents.sessions}
-    present = _present(log.operator)
+def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | Best]) -> Iterator[dict[str, Any]]:
+    sessions = {session.id: session for session in known}
+    present = _present(operator)
     numbers: Counter[str] = Counter()
     axes = functools.cache(_axes)
-    records: list[Trial | Best] = [*contents.trials, *log.read_best().bests]
     for record in records:
         session = sessions.get(record.session)
         trial = record if isinstance(record, Trial) else None
@@ -210,7 +217,7 @@ def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {
             "kind": record.kind,
             "arch": record.arch,
-            "operator": log.operator,
+            "operator": operator,
             "problem": record.problem,
             **{f"axis.{name}": value for name, value in axes(record.problem).items()},
             "candidate": str(candidate),
@@ -236,9 +243,9 @@ def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
         }
         numbers[record.problem] += trial is not None
         for group in ("machine", "inputs", "versions") if session else ():
-            known = getattr(session, group)
+            facts = getattr(session, group)
             prefix = "software" if group == "versions" else group
-            row |= {f"{prefix}.{name}": value for name, value in sorted(known.items()) if name != "arch"}
+            row |= {f"{prefix}.{name}": value for name, value in sorted(facts.items()) if name != "arch"}
         yield row
 
 
