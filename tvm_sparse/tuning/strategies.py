@@ -130,7 +130,7 @@ class Boosting:
         "eta": 0.15,
         "min_child_weight": 1,
         "colsample_bynode": 0.7,
-        "tree_method": "exact",
+        "tree_method": "hist",
         "nthread": 1,
     }
 

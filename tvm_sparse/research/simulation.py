@@ -1,0 +1,292 @@
+"""Searches replayed on recorded spaces: what a strategy finds within a budget, without a device.
+
+A space of which every point was measured (`records.space`) answers a search in the place of builds and measurements.
+The search is told what one round of the measurement gave, drawn anew for every seed and alike for all strategies; it is
+judged by all rounds together. As the best of what it measured counts what the final of a tuning run would find.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core import machine as machines
+from ..core import registry, spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import ProblemError
+from ..records import space as files
+from ..tuning import strategies
+from ..tuning.domain import Domain
+from ..tuning.session import BATCH
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NEAR = 1.05
+"""A point within this factor of the optimum is as good as the optimum, to most."""
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+# Seeds that one process simulates in a row: starting it and loading the libraries take seconds.
+CHUNK = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A recorded space, ready to answer searches.
+
+    Attributes
+    ----------
+    name
+        Of its file.
+    domain
+        Its points.
+    rounds
+        Of each point its seconds, one figure a round; empty for a failure.
+    seconds
+        Of each point the time that it is judged by: the median of its rounds on a GPU, the least on a CPU, where other
+        processes only ever add. Infinite for a failure.
+    start
+        What a tuning run measures before it searches: the fallback and the templates' defaults, as far as the space has
+        them.
+    complete
+        Whether every point of the space was measured.
+    """
+
+    name: str
+    problem: str
+    arch: str
+    domain: Domain
+    rounds: Sequence[tuple[float, ...]]
+    seconds: np.ndarray
+    start: Sequence[Candidate]
+    complete: bool
+
+    @property
+    def optimum(self) -> float:
+        return float(self.seconds.min())
+
+
+def load(path: Path) -> Recorded:
+    """The space of a file.
+
+    Raises
+    ------
+    SpaceError
+        If the file is damaged, or no point of it is right.
+    """
+    import numpy as np
+
+    found = files.read(path)
+    facts = found.sessions[-1].machine
+    where = dataclasses.replace(
+        machines.resolve(found.arch), name=str(facts.get("name", "")), cores=int(facts.get("cores", 1))
+    )
+    domain = Domain.recorded(where, [trial.candidate for trial in found.trials])
+    trials = {trial.candidate: trial for trial in found.trials}
+    rounds = [trials[point].seconds for point in domain.points]
+    if not any(rounds):
+        raise files.SpaceError(f"{path}: no point of the space was right")
+    judge: Callable[[Sequence[float]], float] = min if where.kind == "llvm" else lambda times: float(np.median(times))
+    seconds = np.array([judge(times) if times else math.inf for times in rounds])
+    name = path.name.removesuffix(".xz").removesuffix(".jsonl")
+    start = [point for point in _defaults(found.problem, where, domain) if point in domain.index]
+    return Recorded(name, found.problem, found.arch, domain, rounds, seconds, start, found.complete)
+
+
+def _defaults(key: str, where: Machine, domain: Domain) -> Iterator[Candidate]:
+    """The fallback and the defaults of templates that are still what they were when the space was measured."""
+    try:
+        problem = registry.parse(key)
+    except ProblemError:
+        return
+    yield spaces.fallback(problem, where)
+    for name in spaces.applicable(problem, where)[0]:
+        template = spaces.find(name, problem.operator)
+        if name in domain.tables:
+            yield template.candidate(template.default(problem, where))
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One simulated search.
+
+    Attributes
+    ----------
+    best
+        Seconds of the best point so far, after each trial; infinite while all have failed.
+    thought
+        Seconds that the strategy itself took.
+    """
+
+    space: str
+    strategy: str
+    seed: int
+    best: np.ndarray
+    thought: float
+
+
+def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: int = BATCH) -> Run:
+    """One search of `budget` trials. As in a tuning run the fallback and the defaults come first, and count."""
+    import numpy as np
+
+    draw = np.random.default_rng(seed)
+    # Of each point the round that this seed's searches are told of.
+    picks = draw.random(len(recorded.rounds))
+    told = [times[int(pick * len(times))] if times else None for times, pick in zip(recorded.rounds, picks, strict=True)]
+    index = recorded.domain.index
+    known: dict[Candidate, float | None] = {c: told[index[c]] for c in dict.fromkeys(recorded.start[:budget])}
+    order = list(known)
+    started = time.perf_counter()
+    if budget > len(order):
+        search = strategies.make(
+            strategy, recorded.domain, known=known, trials=budget - len(order), batch=batch, seed=seed
+        )
+        while len(order) < budget and (proposed := search.propose()[: budget - len(order)]):
+            search.report({point: told[index[point]] for point in proposed})
+            order += proposed
+    thought = time.perf_counter() - started
+    best = np.minimum.accumulate(recorded.seconds[[index[point] for point in order]])
+    best = np.concatenate([best, np.full(budget - len(best), best[-1])])  # a search that ended early found no more
+    return Run(recorded.name, strategy, seed, best, thought)
+
+
+def compare(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    *,
+    budget: int,
+    repeats: int,
+    batch: int = BATCH,
+    jobs: int = 1,
+    show: Callable[[int, int], None] = lambda done, all_of_them: None,
+) -> list[Run]:
+    """Search each space with each strategy `repeats` times, with the seeds from 0, in `jobs` processes.
+
+    `show` is called with the number of searches that are through and of all.
+    """
+    tasks = [
+        (path, name, range(first, min(first + CHUNK, repeats)), budget, batch)
+        for name in names
+        for path in paths
+        for first in range(0, repeats, CHUNK)
+    ]
+    runs: list[Run] = []
+    if jobs == 1:
+        for task in tasks:
+            runs += _chunk(*task)
+            show(len(runs), len(paths) * len(names) * repeats)
+        return runs
+    # Not forked: threads of libraries do not survive that.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, initializer=_alone) as pool:
+        for done in pool.map(_chunk, *zip(*tasks, strict=True)):
+            runs += done
+            show(len(runs), len(paths) * len(names) * repeats)
+    return runs
+
+
+def _alone() -> None:
+    """One thread a process: the processes share the cores."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+
+def _chunk(path: Path, name: str, seeds: range, budget: int, batch: int) -> list[Run]:
+    recorded = load(path)
+    return [simulate(recorded, name, budget, seed, batch) for seed in seeds]
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its bootstrap interval at `CONFIDENCE`."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interval(values: np.ndarray, statistic: Callable[..., np.ndarray], seed: int = 0) -> Interval:
+    """The percentile bootstrap of a statistic that takes `axis`."""
+    import numpy as np
+
+    draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(statistic(values[draws], axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(float(statistic(values, axis=0)), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the runs of one strategy on one space came to.
+
+    Attributes
+    ----------
+    excess
+        By number of trials, the mean over seeds of the best time over the optimum, less 1.
+    trials_to_near
+        The middle seed's number of trials until a point within `NEAR` of the optimum; None: not within the budget.
+    reached
+        Share of the seeds that came there within the budget.
+    against
+        Mean over seeds of the best time over the reference's with the same seed, geometric; below 1 is better.
+    wilcoxon
+        p of the signed-rank test of that; 1 where all are equal.
+    halved
+        As `against`, with half of the trials against all of the reference's.
+    thought
+        Seconds that the strategy took for a search, the middle seed's.
+    """
+
+    space: str
+    strategy: str
+    excess: Mapping[int, Interval]
+    trials_to_near: int | None
+    reached: float
+    against: Interval
+    wilcoxon: float
+    halved: Interval
+    thought: float
+
+
+def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], trials: Sequence[int]) -> Summary:
+    """The summary of one strategy's runs on one space, beside a reference's of the same seeds."""
+    import numpy as np
+    from scipy import stats
+
+    if [run.seed for run in runs] != [run.seed for run in reference]:
+        raise ValueError("runs and reference: expected the same seeds in the same order")
+    best, other = np.array([run.best for run in runs]), np.array([run.best for run in reference])
+    budget = best.shape[1]
+    near = best <= NEAR * optimum
+    to_near = np.where(near.any(axis=1), near.argmax(axis=1) + 1, np.inf)
+    middle = float(np.median(to_near))
+    ratios = np.log(best[:, -1] / other[:, -1])
+    halved = np.log(best[:, budget // 2 - 1] / other[:, -1])
+    return Summary(
+        runs[0].space,
+        runs[0].strategy,
+        {n: interval(best[:, n - 1] / optimum - 1, np.mean) for n in trials},
+        None if math.isinf(middle) else math.ceil(middle),
+        float(near.any(axis=1).mean()),
+        _exp(interval(ratios, np.mean)),
+        float(stats.wilcoxon(ratios).pvalue) if ratios.any() else 1.0,
+        _exp(interval(halved, np.mean)),
+        float(np.median([run.thought for run in runs])),
+    )
+
+
+def _exp(found: Interval) -> Interval:
+    return Interval(*map(math.exp, dataclasses.astuple(found)))
