@@ -19,7 +19,9 @@ from .list import list_operators
 from .measure_space import measure_space
 from .migrate import migrate
 from .quickstart import quickstart
+from .report import report
 from .space import space
+from .study import study
 from .tune import tune
 
 # A plain traceback goes into a bug report as it is; typer's boxes do not.
@@ -54,6 +56,8 @@ app.command("list")(list_operators)
 app.command("tune")(tune)
 app.command("measure-space")(measure_space)
 app.command("space")(space)
+app.command("study")(study)
+app.command("report")(report)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)

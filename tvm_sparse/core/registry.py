@@ -172,7 +172,8 @@ def add_plugin(path: str | Path) -> Operator | None:
     """Register what a package folder or a Python file that lies outside of this package brings.
 
     The module is imported by its own name, from the folder that holds it. It defines ``OPERATOR``, an `Operator`, or
-    ``TEMPLATES``, a sequence of templates for operators that are registered; or both. Adding it again changes nothing. Returns its operator, if it brings one.
+    ``TEMPLATES``, a sequence of templates for operators that are registered; or both. Adding it again changes nothing.
+    Returns its operator, if it brings one.
 
     Raises
     ------

@@ -141,7 +141,9 @@ def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: i
     draw = np.random.default_rng(seed)
     # Of each point the round that this seed's searches are told of.
     picks = draw.random(len(recorded.rounds))
-    told = [times[int(pick * len(times))] if times else None for times, pick in zip(recorded.rounds, picks, strict=True)]
+    told = [
+        times[int(pick * len(times))] if times else None for times, pick in zip(recorded.rounds, picks, strict=True)
+    ]
     index = recorded.domain.index
     known: dict[Candidate, float | None] = {c: told[index[c]] for c in dict.fromkeys(recorded.start[:budget])}
     order = list(known)

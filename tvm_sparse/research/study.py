@@ -1,17 +1,17 @@
 """Questions to recorded trials: which templates and decisions matter, how good cost models are, what transfers, and how
 many trials a space needs.
 
-Every function takes the table of `trials.trials` and returns a table. Figures are ratios of times over the best recorded
-time of the problem, averaged as logarithms; intervals have 95 % confidence and come from the bootstrap (Efron 1979) over
-problems, as trials of one problem resemble each other. Points that a search chose are no random sample of a space: what
-is said of logs holds for such points, what is said of a space that was measured in full holds for the space.
+Every function takes the table of `trials.trials` and returns a table. Figures are ratios of times over the best
+recorded time of the problem, averaged as logarithms; intervals have 95 % confidence and come from the bootstrap (Efron
+1979) over problems, as trials of one problem resemble each other. Points that a search chose are no random sample of a
+space: what is said of logs holds for such points, what is said of a space that was measured in full for the space.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .models import MODELS
@@ -47,7 +47,7 @@ def points(table: pandas.DataFrame) -> pandas.DataFrame:
     return first.assign(ratio=first["seconds"] / best)
 
 
-def mean_interval(logs: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+def mean_interval(logs: Sequence[float] | np.ndarray, seed: int = 0) -> tuple[float, float, float]:
     """exp of the mean of logarithms, and of the ends of its interval; NaN where one value leaves nothing to draw."""
     import numpy as np
 
@@ -251,7 +251,7 @@ def model_quality(
     models: Sequence[str] = tuple(MODELS),
     sizes: Sequence[int] = (8, 16, 32, 64),
     repeats: int = 3,
-    problems: int = 12,
+    problems: int = 8,
     seed: int = 0,
 ) -> pandas.DataFrame:
     """How well models that learnt some of a problem's points order the others: a learning curve.
@@ -402,18 +402,31 @@ def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
 # ----------------------------------------------------------------------------------------------------------- budget
 
 
-def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
-    """How many trials a problem needs to come `within` a factor of the best that is recorded of it.
+def searches(table: pandas.DataFrame) -> pandas.DataFrame:
+    """The points of each problem's longest session that were right, in the order in which they were measured, with
+    `ratio`: over the best of that session. A space that was measured in full is one.
 
-    A row a problem: `points` that were right, the share of `good` ones, `random`: how many draws without replacement
-    find a good one with a probability of 95 %, and `recorded`: how many of them the recorded searches had measured by then.
+    Other sessions of a problem began with what was known already, or had other templates.
+    """
+    right = table[table["outcome"] == "ok"].drop_duplicates(["arch", "problem", "session", "candidate"])
+    length = right.groupby(["arch", "problem", "session"])["order"].transform("size")
+    right = right[length == length.groupby([right["arch"], right["problem"]]).transform("max")]
+    first = right.groupby(["arch", "problem"])["session"].transform("first")
+    right = right[right["session"] == first].sort_values(["arch", "problem", "order"], kind="stable")
+    return right.assign(ratio=right["seconds"] / right.groupby(["arch", "problem"])["seconds"].transform("min"))
+
+
+def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
+    """How many trials of a problem's search came `within` a factor of its best.
+
+    A row a problem, of its `searches`: `points` that were right, the share of `good` ones, `random`: how many draws
+    without replacement find a good one with a probability of 95 %, and `recorded`: how many the search took.
     """
     import pandas
 
     lines = []
-    known = points(table)
-    for (operator, arch, problem), rows in known.groupby(["operator", "arch", "problem"], sort=True):
-        good = rows["ratio"] <= within
+    for (operator, arch, problem), rows in searches(table).groupby(["operator", "arch", "problem"], sort=True):
+        good = (rows["ratio"] <= within).to_numpy()
         lines.append(
             {
                 "operator": operator,
@@ -422,7 +435,7 @@ def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
                 "points": len(rows),
                 "good": float(good.mean()),
                 "random": draws_needed(len(rows), int(good.sum())),
-                "recorded": int(good[rows["number"].sort_values(kind="stable").index].to_numpy().argmax()) + 1,
+                "recorded": int(good.argmax()) + 1,
             }
         )
     return pandas.DataFrame(lines)
@@ -452,16 +465,15 @@ def budget_summary(table: pandas.DataFrame, within: float = WITHIN) -> pandas.Da
 
 
 def best_so_far(table: pandas.DataFrame) -> pandas.DataFrame:
-    """The best time after each trial of a problem, in the recorded order, over the best of all; and the time expected
-    of as many random draws of the same points.
+    """The best time after each trial of a problem's search (`searches`), over its best: as it was `reached`, and what
+    is expected of as many `random` draws of the same points.
     """
     import numpy as np
     import pandas
 
     lines = []
-    for (operator, arch, problem), rows in points(table).groupby(["operator", "arch", "problem"], sort=True):
-        ordered = rows.sort_values("number", kind="stable")
-        ratios = ordered["ratio"].to_numpy(dtype=float)
+    for (operator, arch, problem), rows in searches(table).groupby(["operator", "arch", "problem"], sort=True):
+        ratios = rows["ratio"].to_numpy(dtype=float)
         reached = np.minimum.accumulate(ratios)
         expected = expected_best(np.sort(ratios))
         for trial, (now, drawn) in enumerate(zip(reached, expected, strict=True), start=1):
@@ -497,8 +509,8 @@ PARTS: dict[str, Callable[[pandas.DataFrame], pandas.DataFrame]] = {
 """What `tvm-sparse study` prints, by the name of `--part`."""
 
 
-def sections(table: pandas.DataFrame, parts: Iterable[Hashable] | None = None) -> dict[str, pandas.DataFrame]:
+def sections(table: pandas.DataFrame, parts: Iterable[str] | None = None) -> dict[str, pandas.DataFrame]:
     """The tables of these parts, or of all; those that have no rows are left out."""
-    chosen = PARTS if parts is None else {name: PARTS[str(name)] for name in parts}
+    chosen = PARTS if parts is None else {name: PARTS[name] for name in parts}
     found = {name: part(table) for name, part in chosen.items()}
     return {name: rows for name, rows in found.items() if len(rows)}
