@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,10 @@ def space(
     compile: Annotated[
         int, typer.Option(min=0, help="Compile so many points of each template: which share fits the architecture?")
     ] = 0,
+    inputs: Annotated[
+        Path | None,
+        typer.Option("--t1", metavar="FILE.json", help="Write the space of --template NAME in the T1 format."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     builders: Builders = None,
     as_json: AsJson = False,
@@ -51,13 +56,21 @@ def space(
 ) -> None:
     """Show the templates of a problem, their decisions, how large their spaces are, and what restrictions remove.
 
+    In the place of an operator a FILE.json may be named that holds a space in the T1 format.
+
     Any architecture can be asked for on any machine; nothing is run. A restriction's count is that of the points which
     it is the first to refuse.
     """
     with errors():
         from ..research import space as spaces
 
+        if operator.endswith(".json"):
+            _print_inputs(Path(operator))
+            return
         problem, where = problem_of(operator, axes), machine.resolve(target)
+        if inputs is not None:
+            _write_inputs(problem, where, templates or (), inputs)
+            return
         points = [_candidate(text) for text in point or ()]
         if diff is not None:
             _compare(problem, where, templates or (), points, diff, emit, as_json)
@@ -85,6 +98,35 @@ def space(
             typer.echo(str(candidate))
             if emit:
                 typer.echo(spaces.emitted(problem, candidate, where, emit))
+
+
+def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: Path) -> None:
+    import json
+
+    from ..records.exchange import inputs_of
+    from ..research import space as spaces
+
+    if len(names) != 1 or where.kind != "cuda":
+        raise ProblemError("t1: a file holds the space of one template on a CUDA GPU; name it by --template and --arch")
+    [part] = spaces.parts(problem, where, names)
+    if part.reason:
+        raise ProblemError(f"{part.template.name} does not apply: {part.reason}")
+    path.write_text(json.dumps(inputs_of(problem, part.template.name, part.table, part.points), indent=1) + "\n")
+    typer.echo(f"{len(part.points)} points in {path}")
+
+
+def _print_inputs(path: Path) -> None:
+    from ..records.exchange import read_inputs
+
+    found = read_inputs(path)
+    refused = found.refused()
+    made = table("parameter", "values", title=path.stem)
+    for name, values in found.table.items():
+        made.add_row(name, ", ".join(map(str, values)))
+    console().print(made)
+    typer.echo(f"{found.product - sum(refused.values()):,} of {found.product:,} points")
+    for text, count in refused.items():
+        typer.echo(f"  - {count:,} points: {text[:200]}")
 
 
 def _candidate(text: str) -> Candidate:

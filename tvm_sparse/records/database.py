@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from typing import Any
 
 from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
-from . import space
+from . import exchange, space
 from .codec import encode
-from .log import Log
+from .log import Contents, Log
 from .values import FOLDER_NAME, Best, Session, Trial, operator_of
 
 
@@ -154,7 +155,8 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None,
 def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None = None) -> list[dict[str, Any]]:
     """All trials and rankings as flat rows with the same columns, in the order of their logs.
 
-    Of folders of logs, and of files that hold a measured space (`records.space`).
+    Of folders of logs, of files that hold a measured space (`records.space`), and of results in T4
+    (`records.exchange`), whose names end in .json.
 
     Columns
     -------
@@ -185,6 +187,13 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
     """
     found: list[dict[str, Any]] = []
     for root in roots:
+        if root.suffix == ".json":
+            document = exchange.read_results(root)
+            known, trials = exchange.records_of(document)
+            others = () if trials else exchange.foreign_rows(document, root.stem)
+            read = [row for name in _operators(trials) for row in _rows_of(name, known, _of(trials, name))]
+            found += [r for r in (*read, *others) if operator in (None, r["operator"]) and arch in (None, r["arch"])]
+            continue
         if root.is_file():
             measured = space.read(root)
             if operator in (None, operator_of(measured.problem)) and arch in (None, measured.arch):
@@ -201,6 +210,14 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
         first.setdefault(name.partition(".")[0] if "." in name else name, index)
     names.sort(key=lambda name: first[name.partition(".")[0] if "." in name else name])
     return [{name: row.get(name) for name in names} for row in found]
+
+
+def _operators(trials: Iterable[Trial]) -> list[str]:
+    return sorted({operator_of(trial.problem) for trial in trials})
+
+
+def _of(trials: Iterable[Trial], operator: str) -> list[Trial]:
+    return [trial for trial in trials if operator_of(trial.problem) == operator]
 
 
 def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | Best]) -> Iterator[dict[str, Any]]:
@@ -275,6 +292,44 @@ def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
         blocks = here.blocks_at_once(*(value or 0 for value in taken)) // cores
         found["occupancy"] = blocks * found["threads"] / here.threads_at_once or None
     return found
+
+
+def write_results(roots: Iterable[Path], path: Path, problem: str = "") -> int:
+    """Write trials as a T4 document, of problems whose keys begin so; returns how many."""
+    sessions: list[Session] = []
+    trials: list[Trial] = []
+    for root in roots:
+        logs = [space.read(root)] if root.is_file() else [log.read() for log in logs_of(root)]
+        for one in logs:
+            mine = [trial for trial in one.trials if trial.problem.startswith(problem)]
+            used = {trial.session for trial in mine}
+            trials += mine
+            sessions += [session for session in one.sessions if session.id in used]
+    path.write_text(json.dumps(exchange.results_of(sessions, trials), indent=1) + "\n")
+    return len(trials)
+
+
+def read_results(path: Path, target: Path) -> int:
+    """Append to `target` the trials of a T4 document of ours that it lacks; returns how many.
+
+    Raises
+    ------
+    ExchangeError
+        If the file holds none: results of others are for studies, they have no place in a log.
+    """
+    sessions, trials = exchange.records_of(exchange.read_results(path))
+    if not trials:
+        raise exchange.ExchangeError(f"{path}: no result has a provenance that tells its problem and candidate")
+    count = 0
+    places = sorted({(trial.arch, operator_of(trial.problem)) for trial in trials})
+    for arch, operator in places:
+        log = Log(target, arch, operator)
+        mine = [trial for trial in _of(trials, operator) if trial.arch == arch]
+        used = {trial.session for trial in mine}
+        new = _absent(Contents(tuple(mine), tuple(s for s in sessions if s.id in used)), log.read())
+        log.append(*new)
+        count += sum(isinstance(record, Trial) for record in new)
+    return count
 
 
 def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
