@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -67,9 +67,10 @@ def study(
         for name, rows in found.items():
             doc = (studies.PARTS[name].__doc__ or "").split("\n\n")[0]
             screen.print(f"[bold]{name}[/bold]: {' '.join(doc.split())}", soft_wrap=True)
-            made = table(*rows.columns, right=[c for c in rows if rows[c].dtype.kind in "fiu"])
-            for row in rows.itertuples(index=False):
-                made.add_row(*map(cell, row))
+            shown = studies.shown(rows)
+            made = table(*shown.columns, right=[c for c in shown if rows[c].dtype.kind in "fiu"])
+            for row in shown.itertuples(index=False):
+                made.add_row(*row)
             screen.print(made)
 
 
@@ -92,10 +93,3 @@ def recorded(
     if not len(found):
         raise ProblemError("no trial is recorded of what was asked for; see tvm-sparse db ls")
     return found
-
-
-def cell(value: Any) -> str:
-    """A figure with three digits behind the point, an empty cell for one that there is not."""
-    if isinstance(value, float):
-        return "" if value != value else f"{value:.3f}"
-    return str(value)

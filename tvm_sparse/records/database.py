@@ -190,7 +190,7 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
         if root.suffix == ".json":
             document = exchange.read_results(root)
             known, trials = exchange.records_of(document)
-            others = () if trials else exchange.foreign_rows(document, root.stem)
+            others = () if trials else exchange.foreign_rows(document, root.stem, RESOURCES)
             read = [row for name in _operators(trials) for row in _rows_of(name, known, _of(trials, name))]
             found += [r for r in (*read, *others) if operator in (None, r["operator"]) and arch in (None, r["arch"])]
             continue

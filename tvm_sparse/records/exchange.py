@@ -124,8 +124,10 @@ def read_results(path: Path) -> dict[str, Any]:
     return document
 
 
-def foreign_rows(document: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
+def foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Results of somebody else's, as rows; `name` stands for operator, problem and template.
+
+    Of what was measured beside the time the `resources` are kept, by their names.
 
     A result without run times has that of its objective, in milliseconds unless its unit is another.
     """
@@ -157,10 +159,14 @@ def foreign_rows(document: Mapping[str, Any], name: str) -> Iterator[dict[str, A
             "build_seconds": None if build is None else float(build) * scale,
             "seconds": statistics.median(seconds) if right else None,
             "seconds_all": seconds if right else (),
+            **{one: measured[one]["value"] if one in measured else None for one in resources},
+            "predicted": None,
             "order": number,
             "number": number,
             "session": name,
             "date": str(result.get("timestamp", "")),
+            "strategy": "",
+            "timer": "",
         }
 
 

@@ -231,7 +231,8 @@ def importance(found: pandas.DataFrame) -> Figure:
     """Bars of `study.importance`, with intervals."""
     found = found[::-1]
     figure, axes = _figure(height=0.8 + 0.22 * len(found))
-    low, high = found["importance"] - found["low"], found["high"] - found["importance"]
+    mean = found["importance"]
+    low, high = mean - found["importance_low"], found["importance_high"] - mean
     axes.barh(range(len(found)), found["importance"], color=COLOURS[0], alpha=0.8)
     axes.errorbar(found["importance"], range(len(found)), xerr=[low, high], fmt="none", ecolor="#333333", linewidth=1)
     axes.set_yticks(range(len(found)), [f"{row.template} {row.decision}" for row in found.itertuples()], fontsize=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core import registry
 from . import plots, study
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ figcaption { color: #555; font-size: .9rem; max-width: 46rem; }
 .scroll { overflow-x: auto; max-height: 30rem; overflow-y: auto; }
 table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
 th { position: sticky; top: 0; background: #f4f4f4; text-align: left; } th, td { padding: .15rem .6rem; }
-td.number { text-align: right; } tr:nth-child(even) td { background: #fafafa; }
+td { white-space: nowrap; } td.number { text-align: right; } tr:nth-child(even) td { background: #fafafa; }
 """
 # Heat maps are drawn of so many templates, those with the most points.
 HEAT_MAPS = 4
@@ -71,7 +73,7 @@ def make(table: pandas.DataFrame, heat_maps: Sequence[tuple[str, str]] = ()) -> 
             add(f"frontier-{operator}", plots.frontier, rows)
         if rows["problem"].nunique() > 1:
             add(f"transfer-{operator}", plots.transfer_matrix, rows)
-    if len(right):
+    if right["operator"].isin(list(registry.operators())).any():
         add("roofline", plots.roofline, right)
     if "importance" in tables:
         for operator, rows in tables["importance"].groupby("operator", sort=True):
@@ -150,22 +152,28 @@ def _shown(name: str, figure: Figure, caption: str, folder: Path) -> str:
     source = f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
     return (
         f'<figure id="{escape(name)}"><img alt="{escape(name)}" src="{source}">'
-        f"<figcaption><b>{escape(name)}</b>. {escape(caption)}</figcaption></figure>"
+        f"<figcaption><b>{escape(name)}</b>. {_marked(caption)}</figcaption></figure>"
     )
 
 
 def _section(name: str, rows: pandas.DataFrame) -> str:
     doc = (study.PARTS[name].__doc__ or "").split("\n\n")
-    head = "".join(f"<th>{escape(str(column))}</th>" for column in rows)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows.itertuples(index=False))
-    text = "".join(f"<p>{escape(' '.join(paragraph.split()))}</p>" for paragraph in doc)
+    text = "".join(f"<p>{_marked(' '.join(paragraph.split()))}</p>" for paragraph in doc)
+    shown = study.shown(rows)
+    figures = [rows[column].dtype.kind in "fiu" for column in shown]
+    head = "".join(f"<th>{escape(str(column))}</th>" for column in shown)
+    body = "".join(
+        "<tr>" + "".join((_cell(value, figure) for value, figure in zip(row, figures, strict=True))) + "</tr>"
+        for row in shown.itertuples(index=False)
+    )
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f'<h2 id="{name}">{name}</h2>{text}{table}'
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f'<td class="number">{"" if value != value else f"{value:.3f}"}</td>'
-    if isinstance(value, int):
-        return f'<td class="number">{value:,}</td>'
-    return f"<td>{escape(str(value))}</td>"
+def _marked(text: str) -> str:
+    """What stands between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def _cell(value: str, figure: bool) -> str:
+    return f'<td class="number">{escape(value)}</td>' if figure else f"<td>{escape(value)}</td>"

@@ -75,9 +75,9 @@ def _bootstrap(values: np.ndarray, seed: int) -> tuple[float, float]:
 def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
     """Of each template: how its trials ended, and how its times lie over the best of each problem.
 
-    Columns: `problems`, `trials`, `failed` (share), `wins` (problems whose best point is the template's), `best`, with
-    `best_low` and `best_high`, and `median`: geometric means over problems of the template's best and median time over
-    the problem's best; `quarter`: the share of its points that are within 1.25x.
+    Columns: `problems`, `trials`, `failed` (share), `wins` (problems whose best point is the template's), `best` and
+    `median`: geometric means over problems of the template's best and median time over the problem's best; `quarter`:
+    the share of its points that are within 1.25x.
     """
     import pandas
 
@@ -118,19 +118,22 @@ def failures(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def features(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """What a model of one template's times is given: decisions and axes that vary, as log2(value + 1)."""
+    """What a model of one template's times is given: decisions and axes that vary, as numbers."""
+    import pandas
+
+    names = [name for name in rows if name.startswith(("decision.", "axis.")) and rows[name].nunique() > 1]
+    return pandas.DataFrame({name: _numbers(rows[name]) for name in names}, index=rows.index)
+
+
+def _numbers(values: pandas.Series) -> np.ndarray:
+    """log2(value + 1), as decisions and extents are mostly powers of two, or a text's place; -1 where there is none."""
     import numpy as np
     import pandas
 
-    found = {}
-    for name in rows:
-        if name.startswith(("decision.", "axis.")) and rows[name].nunique() > 1:
-            values = rows[name]
-            if not pandas.api.types.is_numeric_dtype(values):
-                found[name] = pandas.Series(pandas.factorize(values)[0], index=rows.index, dtype=float)
-            else:
-                found[name] = np.log2(values.astype(float) + 1).fillna(-1.0)
-    return pandas.DataFrame(found, index=rows.index)
+    if not pandas.api.types.is_numeric_dtype(values):
+        return pandas.factorize(values)[0].astype(float)
+    found = values.astype(float)
+    return (np.log2(found + 1) if not (found < 0).any() else found).fillna(-1.0).to_numpy()
 
 
 def _groups(rows: pandas.DataFrame) -> np.ndarray:
@@ -199,8 +202,8 @@ def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
                     **dict(zip(("operator", "arch", "template"), key, strict=True)),
                     "decision": name.removeprefix("decision."),
                     "importance": float(by_group.mean()),
-                    "low": low,
-                    "high": high,
+                    "importance_low": low,
+                    "importance_high": high,
                     "explained": 1 - float(error.mean()) / variance,
                     "points": len(rows),
                     "problems": rows["problem"].nunique(),
@@ -214,7 +217,7 @@ def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
 def main_effects(table: pandas.DataFrame) -> pandas.DataFrame:
     """By what factor points with a decision's value are slower than the mean of their template's points of the problem.
 
-    `effect` with `low` and `high`: geometric means over problems. A search measures good values of one decision
+    `effect`: geometric mean over problems. A search measures good values of one decision
     together with good ones of others, so in logs effects are smaller than they would be one decision at a time.
     """
     import pandas
@@ -232,10 +235,10 @@ def main_effects(table: pandas.DataFrame) -> pandas.DataFrame:
                     {
                         **dict(zip(("operator", "arch", "template"), key, strict=True)),
                         "decision": name.removeprefix("decision."),
-                        "value": int(value) if float(value).is_integer() else value,
+                        "value": value,
                         "effect": effect,
-                        "low": low,
-                        "high": high,
+                        "effect_low": low,
+                        "effect_high": high,
                         "points": len(mine),
                     }
                 )
@@ -308,8 +311,7 @@ def _model_rows(rows: pandas.DataFrame) -> np.ndarray:
         columns[f"{template}"] = np.where(rows["template"] == template, 1.0, -1.0)
         for name in mine:
             if name.startswith("decision.") and mine[name].notna().any():
-                values = np.log2(mine[name].astype(float) + 1).reindex(rows.index)
-                columns[f"{template}.{name}"] = values.fillna(-1.0).to_numpy()
+                columns[f"{template}.{name}"] = np.where(rows["template"] == template, _numbers(rows[name]), -1.0)
     return np.column_stack(list(columns.values())).astype(np.float32)
 
 
@@ -334,7 +336,9 @@ def recorded_quality(table: pandas.DataFrame) -> pandas.DataFrame:
         if each:
             low, high = _bootstrap(np.array(each), 0)
             line = dict(zip(("operator", "arch", "strategy"), key, strict=True))
-            lines.append({**line, "sessions": len(each), "rank": float(np.mean(each)), "low": low, "high": high})
+            lines.append(
+                {**line, "sessions": len(each), "rank": float(np.mean(each)), "rank_low": low, "rank_high": high}
+            )
     return pandas.DataFrame(lines)
 
 
@@ -395,7 +399,7 @@ def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
         mean, low, high = mean_interval(there.map(math.log).tolist())
         line = dict(zip(("operator", "arch", "differs"), key, strict=True))
         line |= {"pairs": len(mine), "measured": float(mine["loss"].notna().mean())}
-        lines.append({**line, "loss": mean, "low": low, "high": high, "worst": there.max()})
+        lines.append({**line, "loss": mean, "loss_low": low, "loss_high": high, "worst": there.max()})
     return pandas.DataFrame(lines)
 
 
@@ -514,3 +518,23 @@ def sections(table: pandas.DataFrame, parts: Iterable[str] | None = None) -> dic
     chosen = PARTS if parts is None else {name: PARTS[name] for name in parts}
     found = {name: part(table) for name, part in chosen.items()}
     return {name: rows for name, rows in found.items() if len(rows)}
+
+
+def shown(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """A table of these as people read it: texts, figures with three digits behind the point, intervals in brackets."""
+    import pandas
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return "" if value != value else f"{value:.3f}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    found = {}
+    for name in rows:
+        if not name.endswith(("_low", "_high")):
+            texts = rows[name].map(text)
+            if f"{name}_low" in rows:
+                low, high = rows[f"{name}_low"].map(text), rows[f"{name}_high"].map(text)
+                texts = texts + (" [" + low + ", " + high + "]").where(low != "", "")
+            found[name] = texts
+    return pandas.DataFrame(found)
