@@ -162,10 +162,8 @@ def _section(name: str, rows: pandas.DataFrame) -> str:
     shown = study.shown(rows)
     figures = [rows[column].dtype.kind in "fiu" for column in shown]
     head = "".join(f"<th>{escape(str(column))}</th>" for column in shown)
-    body = "".join(
-        "<tr>" + "".join((_cell(value, figure) for value, figure in zip(row, figures, strict=True))) + "</tr>"
-        for row in shown.itertuples(index=False)
-    )
+    cells = (zip(row, figures, strict=True) for row in shown.itertuples(index=False))
+    body = "".join(f"<tr>{''.join(_cell(value, figure) for value, figure in row)}</tr>" for row in cells)
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f'<h2 id="{name}">{name}</h2>{text}{table}'
 
