@@ -20,6 +20,7 @@ from .measure_space import measure_space
 from .migrate import migrate
 from .quickstart import quickstart
 from .report import report
+from .simulate import simulate
 from .space import space
 from .study import study
 from .tune import tune
@@ -58,6 +59,7 @@ app.command("measure-space")(measure_space)
 app.command("space")(space)
 app.command("study")(study)
 app.command("report")(report)
+app.command("simulate")(simulate)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)

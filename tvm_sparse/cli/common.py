@@ -39,7 +39,7 @@ EXTRAS = {
     "cuda": ("cuda.bindings",),
     "torch": ("torch",),
     "plot": ("matplotlib",),
-    "lab": ("pandas", "pyarrow", "sklearn", "matplotlib", "scipy"),
+    "lab": ("pandas", "pyarrow", "sklearn", "matplotlib", "scipy", "optuna", "nevergrad"),
 }
 
 Operator = Annotated[

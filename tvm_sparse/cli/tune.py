@@ -13,6 +13,9 @@ import typer
 from ..core import machine, registry, shape_files
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
+from ..tuning.ask_tell import LIBRARIES
+from ..tuning.strategies import DEFAULT as STRATEGY
+from ..tuning.strategies import names as strategy_names
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -72,6 +75,9 @@ def tune(
         ),
     ] = None,
     fix: Fixed = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
+    ] = STRATEGY,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     plugin: Plugins = None,
@@ -85,12 +91,13 @@ def tune(
         problems = _as_called(_problems(operator, axes, shapes))
         where = machine_here(target, "tuning")
         _require_templates(templates or (), problems, where)
+        _require_strategy(strategy)
         from ..runtime import paths
 
         folder = logs if logs is not None else paths.user_logs()
         fixed = fixed_values(fix, _decisions(problems, where) if fix else ())
         builders_now = builders or machine.default_builders()
-        plans = make_plans(problems, where, trials, folder, builders_now, templates or (), fixed)
+        plans = make_plans(problems, where, trials, folder, builders_now, templates or (), fixed, strategy)
         console().print(plan_table(plans))
         left_out = left_out_lines(plans)
         if left_out:
@@ -99,7 +106,7 @@ def tune(
         if dry_run:
             return
         require("tune", *(["cuda"] if where.kind == "cuda" else []))
-        again = resume_command(operator, axes, shapes, target, trials, logs, builders, templates, fix, seed)
+        again = resume_command(operator, axes, shapes, target, trials, logs, builders, templates, fix, strategy, seed)
         outcome = run(plans, folder, seed, again)
         if outcome.bests:
             console().print(result_table(plans, outcome.bests))
@@ -144,6 +151,14 @@ def _require_templates(names: Sequence[str], problems: Sequence[Problem], where:
             raise ProblemError(f"template: got {name!r}; on {where.arch} expected one of {', '.join(valid)}")
 
 
+def _require_strategy(name: str) -> None:
+    """Raise unless there is such a strategy; end with what to install if its library is missing."""
+    if name not in strategy_names():
+        raise ProblemError(f"strategy: got {name!r}; expected one of {', '.join(strategy_names())}")
+    if name in LIBRARIES:
+        require("lab")
+
+
 def _decisions(problems: Sequence[Problem], where: Machine) -> list[str]:
     """The decisions of all templates that fit one of the problems."""
     from ..core import spaces
@@ -162,6 +177,7 @@ def resume_command(
     builders: int | None,
     templates: Sequence[str] | None,
     fix: Sequence[str] | None,
+    strategy: str,
     seed: int,
 ) -> str:
     """The command that does the same again; what was measured is not measured anew."""
@@ -172,6 +188,7 @@ def resume_command(
         ("trials", trials, None),
         ("logs", logs, None),
         ("builders", builders, None),
+        ("strategy", strategy, STRATEGY),
         ("seed", seed, 0),
     ):
         if value != default:
@@ -196,12 +213,14 @@ def make_plans(
     builders: int,
     templates: Sequence[str] = (),
     fixed: Mapping[str, tuple[int, ...]] | None = None,
+    strategy: str = STRATEGY,
 ) -> list[Plan]:
     from ..records import Log
     from ..tuning.session import make_plan
 
     return [
-        make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates, fixed) for p in problems
+        make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates, fixed, strategy)
+        for p in problems
     ]
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import machine as machines
 from ..core import registry, spaces
@@ -218,7 +218,7 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def interval(values: np.ndarray, statistic: Callable[..., np.ndarray], seed: int = 0) -> Interval:
@@ -292,3 +292,49 @@ def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], tri
 
 def _exp(found: Interval) -> Interval:
     return Interval(*map(math.exp, dataclasses.astuple(found)))
+
+
+def curves(runs: Sequence[Run], optima: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Rows of space, strategy, trials and mean excess with its interval: best-so-far curves, for a table or a plot."""
+    import numpy as np
+
+    rows = []
+    for space, strategy in dict.fromkeys((run.space, run.strategy) for run in runs):
+        best = np.array([run.best for run in runs if (run.space, run.strategy) == (space, strategy)])
+        for trials in range(1, best.shape[1] + 1):
+            found = interval(best[:, trials - 1] / optima[space] - 1, np.mean)
+            row = {"space": space, "strategy": strategy, "trials": trials}
+            rows.append(row | {"excess": found.value, "low": found.low, "high": found.high})
+    return rows
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw `curves`, a panel a space; the file's suffix says how."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tvm_sparse"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["space"] for row in rows))
+    columns = min(len(names), 2)
+    lines = -(-len(names) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(5.2 * columns, 3.4 * lines), squeeze=False, sharex=True)
+    for panel in axes.flat[len(names) :]:
+        panel.remove()
+    for name, panel in zip(names, axes.flat, strict=False):
+        for strategy in dict.fromkeys(row["strategy"] for row in rows):
+            curve = [row for row in rows if (row["space"], row["strategy"]) == (name, strategy)]
+            at = [row["trials"] for row in curve]
+            (line,) = panel.plot(at, [100 * row["excess"] for row in curve], label=strategy, linewidth=1.2)
+            band = [[100 * row[end] for row in curve] for end in ("low", "high")]
+            panel.fill_between(at, *band, color=line.get_color(), alpha=0.15, linewidth=0)
+        panel.set_title(name, fontsize=9)
+        panel.set_yscale("symlog", linthresh=1)
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("trials")
+        panel.set_ylabel("% over the optimum")
+    axes.flat[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

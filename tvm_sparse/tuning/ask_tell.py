@@ -1,15 +1,14 @@
-"""Optimisers of libraries as strategies: Optuna, scikit-optimize and Nevergrad, of the extra `lab`.
+"""Optimisers of libraries as strategies: Optuna's and Nevergrad's, of the extra `lab`.
 
-They know boxes, a space of one range a decision; ours have several templates, each with decisions of its own, and
-points that are not allowed. So a box has the template and the places of all decisions' values in their tables; what a
-template does not have is ignored. A point that is not allowed is told to the optimiser as a bad one, and one that is
-known as what it was; both cost no trial. An optimiser that names nothing new for long is helped by a random point.
+They know boxes, a range of numbers for each decision; ours are several templates, each with decisions of its own, and
+points that are not allowed. So the axes of a box are the template and the places of all decisions' values in their
+tables. What is measured is the nearest point to what an optimiser asks for: of the same template, allowed, and not
+known yet. The optimiser is told that time for the place it has asked for.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -17,20 +16,18 @@ from typing import Any, Protocol
 from ..core.candidate import Candidate
 from .domain import Domain
 
-# Asked so often for one trial, an optimiser has run dry.
-ATTEMPTS = 30
-# Above the worst ln(seconds) so far: what a failure, or a point that is not allowed, is worth.
+# What a failure is worth, above the worst ln(seconds) so far.
 PENALTY = math.log(2.0)
-Place = Mapping[str, int]  # of each axis of the box
 
 
 class Optimiser(Protocol):
-    """A library's, for the axes of a box: their sizes by name, the first of which is the template's."""
+    """A library's optimiser of a box with axes of these sizes, the first of which is the template's."""
 
-    def ask(self) -> tuple[Any, Place]: ...
+    def ask(self) -> tuple[Any, Sequence[int]]:
+        """A place, and the token by which it is told."""
 
-    def tell(self, token: Any, value: float | None) -> None:
-        """The value of what was asked for; None drops it."""
+    def tell(self, token: Any, value: float) -> None:
+        """The value of a place, the smaller the better."""
 
 
 class AskTell:
@@ -41,70 +38,57 @@ class AskTell:
     def __init__(
         self, name: str, domain: Domain, *, known: Mapping[Candidate, float | None], trials: int, batch: int, seed: int
     ) -> None:
+        import numpy as np
+
         self._domain, self._batch = domain, batch
-        self._known: dict[Candidate, float | None] = dict(known)
-        self._random = random.Random(seed)
-        self._names = list(domain.tables)
-        self._worst = max((math.log(s) for s in known.values() if s), default=0.0)
-        self._tokens: dict[Candidate, Any] = {}
-        axes = {"template": len(self._names)}
-        for table in domain.tables.values():
-            for decision, values in table.items():
-                axes[decision] = max(axes.get(decision, 1), len(values))
-        self._optimiser = LIBRARIES[name]({n: size for n, size in axes.items() if size > 1}, trials, batch, seed)
+        self._worst = max((math.log(s) for s in known.values() if s), default=-math.inf)
+        self._asked: dict[Candidate, Any] = {}
+        axes = list(dict.fromkeys(decision for table in domain.tables.values() for decision in table))
+        # Of each point its place in the box; -1 on axes that its template has not, which then count nothing.
+        self._places = np.full((len(domain.points), 1 + len(axes)), -1)
+        templates = list(domain.tables)
+        for number, point in enumerate(domain.points):
+            self._places[number, 0] = templates.index(point.template)
+            for decision, value in point.decisions:
+                table = domain.tables[point.template]
+                self._places[number, 1 + axes.index(decision)] = table[decision].index(value)
+        self._sizes = self._places.max(axis=0) + 1
+        self._left = np.array([point not in known for point in domain.points])
+        self._random = np.random.default_rng(seed)
+        self._optimiser = LIBRARIES[name]([int(size) for size in self._sizes], trials, batch, seed)
 
     def propose(self) -> list[Candidate]:
         """The next batch, each asked for without the others' times."""
-        self._tokens = {}
-        for _ in range(self._batch):
-            for _ in range(ATTEMPTS):
-                token, place = self._optimiser.ask()
-                candidate = self._at(place)
-                if candidate is None:
-                    self._optimiser.tell(token, self._worst + PENALTY)
-                elif candidate in self._known:
-                    self._optimiser.tell(token, self._value(self._known[candidate]))
-                elif candidate in self._tokens:
-                    self._optimiser.tell(token, None)
-                else:
-                    self._tokens[candidate] = token
-                    break
-            else:
-                left = [p for p in self._domain.points if p not in self._known and p not in self._tokens]
-                if not left:
-                    break
-                self._tokens[self._random.choice(left)] = None
-        return list(self._tokens)
+        self._asked = {}
+        while len(self._asked) < self._batch and self._left.any():
+            token, place = self._optimiser.ask()
+            number = self._nearest(place)
+            self._left[number] = False
+            self._asked[self._domain.points[number]] = token
+        return list(self._asked)
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Tell the optimiser what it asked for."""
-        self._known.update(results)
-        self._worst = max(
-            [self._worst if len(self._known) > len(results) else -math.inf]
-            + [math.log(s) for s in results.values() if s]
-        )
-        for candidate, token in self._tokens.items():
-            if token is not None:
-                self._optimiser.tell(token, self._value(results[candidate]) if candidate in results else None)
+        """Tell the optimiser what became of what it asked for."""
+        self._worst = max([self._worst, *(math.log(s) for s in results.values() if s)])
+        failed = (self._worst if math.isfinite(self._worst) else 0.0) + PENALTY
+        for candidate, seconds in results.items():
+            self._optimiser.tell(self._asked[candidate], math.log(seconds) if seconds else failed)
 
-    def _value(self, seconds: float | None) -> float:
-        return math.log(seconds) if seconds else self._worst + PENALTY
+    def _nearest(self, place: Sequence[int]) -> int:
+        """The point that is left and differs least: by shares of the axes' lengths, a template by more than all."""
+        import numpy as np
 
-    def _at(self, place: Place) -> Candidate | None:
-        name = self._names[place.get("template", 0)]
-        decisions = {}
-        for decision, values in self._domain.tables[name].items():
-            number = place.get(decision, 0)
-            if number >= len(values):
-                return None
-            decisions[decision] = values[number]
-        return self._domain.candidate(name, decisions)
+        away = np.abs(self._places - np.array(place)) / np.maximum(self._sizes - 1, 1)
+        away[self._places < 0] = 0.0
+        away[:, 0] = np.where(self._places[:, 0] == place[0], 0.0, len(self._sizes))
+        away = away.sum(axis=1) + self._random.random(len(away)) * 1e-6  # of several as near any
+        return int(np.where(self._left, away, np.inf).argmin())
 
 
 class Optuna:
     """A sampler of Optuna."""
 
-    def __init__(self, sampler: Callable[[Any, int, int], Any], axes: Mapping[str, int], batch: int, seed: int) -> None:
+    def __init__(self, sampler: Callable[[Any, int, int], Any], sizes: Sequence[int], batch: int, seed: int) -> None:
         import warnings
 
         import optuna
@@ -114,92 +98,47 @@ class Optuna:
             warnings.simplefilter("ignore")  # of what is experimental there
             self._study = optuna.create_study(sampler=sampler(optuna.samplers, batch, seed))
         # Templates have no order, values have one.
-        self._space: dict[str, Any] = {
-            name: optuna.distributions.CategoricalDistribution(list(range(size)))
-            if name == "template"
-            else optuna.distributions.IntDistribution(0, size - 1)
-            for name, size in axes.items()
-        }
+        made = optuna.distributions
+        self._space: dict[str, Any] = {"0": made.CategoricalDistribution(list(range(sizes[0])))}
+        self._space |= {str(axis): made.IntDistribution(0, size - 1) for axis, size in enumerate(sizes) if axis}
 
-    def ask(self) -> tuple[Any, Place]:
+    def ask(self) -> tuple[Any, Sequence[int]]:
         trial = self._study.ask(self._space)
-        return trial, trial.params
+        return trial, [trial.params[axis] for axis in self._space]
 
-    def tell(self, token: Any, value: float | None) -> None:
-        if value is None:
-            from optuna.trial import TrialState
-
-            self._study.tell(token, state=TrialState.FAIL)
-        else:
-            self._study.tell(token, value)
-
-
-class Skopt:
-    """A surrogate of scikit-optimize: it is fitted when a batch is through, and asked for a batch at once."""
-
-    def __init__(self, surrogate: str, axes: Mapping[str, int], batch: int, seed: int) -> None:
-        from skopt import Optimizer
-        from skopt.space import Categorical, Integer
-
-        self._axes = list(axes)
-        space = [
-            Categorical(range(size)) if name == "template" else Integer(0, size - 1) for name, size in axes.items()
-        ]
-        self._optimizer = Optimizer(
-            space, base_estimator=surrogate, n_initial_points=batch, acq_func="EI", random_state=seed
-        )
-        self._told: list[tuple[Sequence[int], float]] = []
-
-    def ask(self) -> tuple[Any, Place]:
-        if self._told:
-            places, values = zip(*self._told, strict=True)
-            self._told = []
-            self._optimizer.tell(list(places), list(values))
-        place = [int(number) for number in self._optimizer.ask()]
-        return place, dict(zip(self._axes, place, strict=True))
-
-    def tell(self, token: Any, value: float | None) -> None:
-        if value is not None:
-            self._told.append((token, value))
+    def tell(self, token: Any, value: float) -> None:
+        self._study.tell(token, value)
 
 
 class Nevergrad:
     """An optimiser of Nevergrad's registry."""
 
-    def __init__(self, name: str, axes: Mapping[str, int], trials: int, batch: int, seed: int) -> None:
-        import warnings
-
+    def __init__(self, name: str, sizes: Sequence[int], trials: int, batch: int, seed: int) -> None:
         import nevergrad
         import numpy as np
 
-        warnings.filterwarnings("ignore", module="nevergrad")
-        choices = {
-            axis: nevergrad.p.Choice(range(size)) if axis == "template" else nevergrad.p.TransitionChoice(range(size))
-            for axis, size in axes.items()
-        }
-        space = nevergrad.p.Dict(**choices)
+        axes = [
+            nevergrad.p.TransitionChoice(range(size)) if axis else nevergrad.p.Choice(range(size))
+            for axis, size in enumerate(sizes)
+        ]
+        space = nevergrad.p.Tuple(*axes)
         space.random_state = np.random.RandomState(seed)
         self._optimizer = nevergrad.optimizers.registry[name](space, budget=trials, num_workers=batch)
 
-    def ask(self) -> tuple[Any, Place]:
+    def ask(self) -> tuple[Any, Sequence[int]]:
         asked = self._optimizer.ask()
         return asked, asked.value
 
-    def tell(self, token: Any, value: float | None) -> None:
-        if value is not None:
-            self._optimizer.tell(token, value)
+    def tell(self, token: Any, value: float) -> None:
+        self._optimizer.tell(token, value)
 
 
 def _optuna(sampler: Callable[[Any, int, int], Any]) -> Callable[..., Optimiser]:
-    return lambda axes, trials, batch, seed: Optuna(sampler, axes, batch, seed)
-
-
-def _skopt(surrogate: str) -> Callable[..., Optimiser]:
-    return lambda axes, trials, batch, seed: Skopt(surrogate, axes, batch, seed)
+    return lambda sizes, trials, batch, seed: Optuna(sampler, sizes, batch, seed)
 
 
 def _nevergrad(name: str) -> Callable[..., Optimiser]:
-    return lambda axes, trials, batch, seed: Nevergrad(name, axes, trials, batch, seed)
+    return lambda sizes, trials, batch, seed: Nevergrad(name, sizes, trials, batch, seed)
 
 
 LIBRARIES: dict[str, Callable[..., Optimiser]] = {
@@ -210,8 +149,7 @@ LIBRARIES: dict[str, Callable[..., Optimiser]] = {
     ),
     "bayes": _optuna(lambda samplers, batch, seed: samplers.GPSampler(seed=seed, n_startup_trials=batch)),
     "qmc": _optuna(lambda samplers, batch, seed: samplers.QMCSampler(seed=seed, scramble=True)),
-    "forest": _skopt("ET"),
     "genetic": _nevergrad("DiscreteLenglerOnePlusOne"),
     "portfolio": _nevergrad("PortfolioDiscreteOnePlusOne"),
 }
-"""By the name of a strategy, what makes its optimiser of the axes, trials, batch and seed."""
+"""By the name of a strategy, what makes its optimiser of the sizes of the axes, trials, batch and seed."""

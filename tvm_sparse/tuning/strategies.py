@@ -6,6 +6,7 @@ points with XGBoost's trees. The others are optimisers of libraries for studies 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -143,11 +144,10 @@ class Boosting:
         self.predicted: Mapping[Candidate, float] = {}
 
     def propose(self) -> list[Candidate]:
-        """At first as random as the measurements are few; then what the models hope for."""
+        """At first points of all templates alike, drawn at random; then what the models hope for."""
         import numpy as np
 
-        left = [number for number, point in enumerate(self._domain.points) if point not in self._known]
-        self._random.shuffle(left)
+        left = self._left()
         taught = [(point, seconds) for point, seconds in self._known.items() if point in self._domain.index]
         chosen: list[int] = []
         said: dict[int, float] = {}
@@ -165,6 +165,17 @@ class Boosting:
     def report(self, results: Mapping[Candidate, float | None]) -> None:
         """Remember."""
         self._known.update(results)
+
+    def _left(self) -> list[int]:
+        """The points that are not known, in random order but one template after the other."""
+        decks: dict[str, list[int]] = {name: [] for name in self._domain.tables}
+        for number, point in enumerate(self._domain.points):
+            if point not in self._known:
+                decks[point.template].append(number)
+        for deck in decks.values():
+            self._random.shuffle(deck)
+        rounds = itertools.zip_longest(*decks.values())
+        return [number for dealt in rounds for number in dealt if number is not None]
 
     def _predictions(self, taught: list[tuple[Candidate, float | None]], rows: np.ndarray) -> np.ndarray:
         import numpy as np
