@@ -176,11 +176,23 @@ def errors() -> Iterator[None]:
         from ..artifacts.compile import CompileError
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
+        from ..records.exchange import ExchangeError
+        from ..records.space import SpaceError
         from ..runtime.loading import LoadError
         from ..tuning.session import NoValidRecord
         from ..workers.processes import StartError
 
-        known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, OSError)
+        known = (
+            CompileError,
+            ToolchainError,
+            ManifestError,
+            LoadError,
+            StartError,
+            NoValidRecord,
+            OSError,
+            ExchangeError,
+            SpaceError,
+        )
         if isinstance(error, known):
             fail(str(error))
         raise

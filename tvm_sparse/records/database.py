@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from typing import Any
 
 from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
+from . import exchange, space
 from .codec import encode
-from .log import Log
-from .values import FOLDER_NAME, Best, Session, Trial
+from .log import Contents, Log
+from .values import FOLDER_NAME, Best, Session, Trial, operator_of
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None,
 def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None = None) -> list[dict[str, Any]]:
     """All trials and rankings as flat rows with the same columns, in the order of their logs.
 
+    Of folders of logs, of files that hold a measured space (`records.space`), and of results in T4
+    (`records.exchange`), whose names end in .json.
+
     Columns
     -------
     kind, arch, operator, problem
@@ -176,15 +181,28 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
     predicted
         The score that the cost model gave the candidate before it was measured, the larger the better.
     order, number
-        Place within the session, and among the problem's trials of this log, from 0.
+        Place within the session, and among the problem's trials of this log or file, from 0.
     session, date, strategy, timer, machine.NAME, inputs.NAME, software.NAME
         Provenance. `strategy` proposed the session's candidates.
     """
     found: list[dict[str, Any]] = []
     for root in roots:
+        if root.suffix == ".json":
+            document = exchange.read_results(root)
+            known, trials = exchange.records_of(document)
+            others = () if trials else exchange.foreign_rows(document, root.stem, RESOURCES)
+            read = [row for name in _operators(trials) for row in _rows_of(name, known, _of(trials, name))]
+            found += [r for r in (*read, *others) if operator in (None, r["operator"]) and arch in (None, r["arch"])]
+            continue
+        if root.is_file():
+            measured = space.read(root)
+            if operator in (None, operator_of(measured.problem)) and arch in (None, measured.arch):
+                found += _rows_of(operator_of(measured.problem), measured.sessions, measured.trials)
+            continue
         for log in logs_of(root):
             if operator in (None, log.operator) and arch in (None, log.arch):
-                found += _rows_of(log)
+                contents = log.read()
+                found += _rows_of(log.operator, contents.sessions, [*contents.trials, *log.read_best().bests])
     # One table has one order of columns: groups (all axes, all decisions) where their first column stands.
     names = list(dict.fromkeys(name for row in found for name in row))
     first: dict[str, int] = {}
@@ -194,13 +212,19 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
     return [{name: row.get(name) for name in names} for row in found]
 
 
-def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
-    contents = log.read()
-    sessions = {session.id: session for session in contents.sessions}
-    present = _present(log.operator)
+def _operators(trials: Iterable[Trial]) -> list[str]:
+    return sorted({operator_of(trial.problem) for trial in trials})
+
+
+def _of(trials: Iterable[Trial], operator: str) -> list[Trial]:
+    return [trial for trial in trials if operator_of(trial.problem) == operator]
+
+
+def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | Best]) -> Iterator[dict[str, Any]]:
+    sessions = {session.id: session for session in known}
+    present = _present(operator)
     numbers: Counter[str] = Counter()
     axes = functools.cache(_axes)
-    records: list[Trial | Best] = [*contents.trials, *log.read_best().bests]
     for record in records:
         session = sessions.get(record.session)
         trial = record if isinstance(record, Trial) else None
@@ -210,7 +234,7 @@ def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {
             "kind": record.kind,
             "arch": record.arch,
-            "operator": log.operator,
+            "operator": operator,
             "problem": record.problem,
             **{f"axis.{name}": value for name, value in axes(record.problem).items()},
             "candidate": str(candidate),
@@ -236,9 +260,9 @@ def _rows_of(log: Log) -> Iterator[dict[str, Any]]:
         }
         numbers[record.problem] += trial is not None
         for group in ("machine", "inputs", "versions") if session else ():
-            known = getattr(session, group)
+            facts = getattr(session, group)
             prefix = "software" if group == "versions" else group
-            row |= {f"{prefix}.{name}": value for name, value in sorted(known.items()) if name != "arch"}
+            row |= {f"{prefix}.{name}": value for name, value in sorted(facts.items()) if name != "arch"}
         yield row
 
 
@@ -268,6 +292,44 @@ def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
         blocks = here.blocks_at_once(*(value or 0 for value in taken)) // cores
         found["occupancy"] = blocks * found["threads"] / here.threads_at_once or None
     return found
+
+
+def write_results(roots: Iterable[Path], path: Path, problem: str = "") -> int:
+    """Write trials as a T4 document, of problems whose keys begin so; returns how many."""
+    sessions: list[Session] = []
+    trials: list[Trial] = []
+    for root in roots:
+        logs = [space.read(root)] if root.is_file() else [log.read() for log in logs_of(root)]
+        for one in logs:
+            mine = [trial for trial in one.trials if trial.problem.startswith(problem)]
+            used = {trial.session for trial in mine}
+            trials += mine
+            sessions += [session for session in one.sessions if session.id in used]
+    path.write_text(json.dumps(exchange.results_of(sessions, trials), indent=1) + "\n")
+    return len(trials)
+
+
+def read_results(path: Path, target: Path) -> int:
+    """Append to `target` the trials of a T4 document of ours that it lacks; returns how many.
+
+    Raises
+    ------
+    ExchangeError
+        If the file holds none: results of others are for studies, they have no place in a log.
+    """
+    sessions, trials = exchange.records_of(exchange.read_results(path))
+    if not trials:
+        raise exchange.ExchangeError(f"{path}: no result has a provenance that tells its problem and candidate")
+    count = 0
+    places = sorted({(trial.arch, operator_of(trial.problem)) for trial in trials})
+    for arch, operator in places:
+        log = Log(target, arch, operator)
+        mine = [trial for trial in _of(trials, operator) if trial.arch == arch]
+        used = {trial.session for trial in mine}
+        new = _absent(Contents(tuple(mine), tuple(s for s in sessions if s.id in used)), log.read())
+        log.append(*new)
+        count += sum(isinstance(record, Trial) for record in new)
+    return count
 
 
 def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:

@@ -25,7 +25,7 @@ def trials(
     Parameters
     ----------
     logs
-        A folder of records, or several; by default the package's own and the user's.
+        A folder of records or a file with a measured space, or several; by default the package's and the user's logs.
     operator, arch
         Only these.
     """
