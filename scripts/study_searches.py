@@ -29,7 +29,7 @@ LOGS = ROOT / "tuning_logs"
 SPACES = RESULTS / "spaces"
 IMAGES = ROOT / "docs" / "images"
 REFERENCE = "evolutionary"
-STRATEGIES = ("evolutionary", "random", "replay", "boosting", "tpe", "bayes", "qmc", "genetic", "portfolio")
+STRATEGIES = ("evolutionary", "random", "replay", "boosting", "tpe", "qmc", "genetic", "portfolio")
 # What `tune` measures unless told otherwise.
 BUDGET = 64
 LONGEST = 100
@@ -135,7 +135,7 @@ def main(
     if not strategy:
         facts = {
             "spaces": "every point measured, scripts/measure_spaces.py; excess over the best of the space, mean",
-            "searches": f"{BUDGET} trials (plots: {LONGEST}), 16 at a time; told one round's time, judged by all rounds",
+            "searches": f"{BUDGET} trials (plots: {LONGEST}), 16 at a time; told one round, judged by all",
             "over_reference": f"best time over that of {REFERENCE} with the same seed, geometric mean; 95 % bootstrap",
             "half": f"the same after {BUDGET // 2} trials over the reference's after {BUDGET}",
             "seconds_to_5": f"builds by {simulation.BUILDERS} processes and typical measurements, estimated",
