@@ -26,10 +26,10 @@ def run(*words: str | Path, code: int = 0, **environment: str) -> str:
 
 
 def test_an_interrupted_run_names_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tvm_sparse.cli.tune import resume_command
+    from tvm_sparse.cli.tune import STRATEGY, resume_command
 
     monkeypatch.setattr(registry, "plugins", lambda: ("/a b/double",))
-    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, None, 0)
+    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, None, STRATEGY, 0)
     assert command == "tvm-sparse tune double n=1 --trials 8 --plugin '/a b/double'"
 
 

@@ -108,6 +108,11 @@ def test_failures_do_not_stop_a_search(fails: Callable[[Candidate], bool]) -> No
     assert len(measured) == 48 and set(measured) <= set(space(LARGE))
 
 
+def test_replayed_traces_are_new_points() -> None:
+    measured = run(start(LARGE, 40, strategy="replay"), 40, lambda c: 1e-5)
+    assert len(measured) == 40 and set(measured) <= set(space(LARGE))
+
+
 def test_search_learns_what_random_choice_does_not() -> None:
     trials, costs = 96, {candidate: separable(candidate) for candidate in space(LARGE)}
     assert len(costs) > 10 * trials

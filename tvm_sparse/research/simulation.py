@@ -3,6 +3,9 @@
 A space of which every point was measured (`records.space`) answers a search in the place of builds and measurements.
 The search is told what one round of the measurement gave, drawn anew for every seed and alike for all strategies; it is
 judged by all rounds together. As the best of what it measured counts what the final of a tuning run would find.
+
+A trial's seconds are those of its recorded build, shared by `BUILDERS` processes, and a typical measurement's; those
+that the strategy itself takes are measured.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,16 +27,18 @@ from ..core import registry, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import ProblemError
+from ..records import Log
 from ..records import space as files
 from ..tuning import strategies
 from ..tuning.domain import Domain
-from ..tuning.session import BATCH
+from ..tuning.session import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
 
 if TYPE_CHECKING:
     import numpy as np
 
 NEAR = 1.05
 """A point within this factor of the optimum is as good as the optimum, to most."""
+BUILDERS = 16
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 # Seeds that one process simulates in a row: starting it and loading the libraries take seconds.
@@ -54,9 +60,13 @@ class Recorded:
     seconds
         Of each point the time that it is judged by: the median of its rounds on a GPU, the least on a CPU, where other
         processes only ever add. Infinite for a failure.
+    cost
+        Of each point the seconds that its trial takes.
     start
-        What a tuning run measures before it searches: the fallback and the templates' defaults, as far as the space has
-        them.
+        What a tuning run measures before it searches, as far as the space has it: the fallback and the templates'
+        defaults.
+    proven
+        What won for similar problems, the most similar first: a run that has their log measures some of them, too.
     complete
         Whether every point of the space was measured.
     """
@@ -67,7 +77,9 @@ class Recorded:
     domain: Domain
     rounds: Sequence[tuple[float, ...]]
     seconds: np.ndarray
+    cost: np.ndarray
     start: Sequence[Candidate]
+    proven: Sequence[Candidate]
     complete: bool
 
     @property
@@ -75,8 +87,8 @@ class Recorded:
         return float(self.seconds.min())
 
 
-def load(path: Path) -> Recorded:
-    """The space of a file.
+def load(path: Path, logs: Path | None = None) -> Recorded:
+    """The space of a file; `logs` has the records of similar problems (those of the problem itself are not looked at).
 
     Raises
     ------
@@ -98,21 +110,31 @@ def load(path: Path) -> Recorded:
     judge: Callable[[Sequence[float]], float] = min if where.kind == "llvm" else lambda times: float(np.median(times))
     seconds = np.array([judge(times) if times else math.inf for times in rounds])
     name = path.name.removesuffix(".xz").removesuffix(".jsonl")
-    start = [point for point in _defaults(found.problem, where, domain) if point in domain.index]
-    return Recorded(name, found.problem, found.arch, domain, rounds, seconds, start, found.complete)
+    build, measure = TYPICAL[where.kind]
+    cost = np.array([(trials[point].build_seconds or build) / BUILDERS + measure for point in domain.points])
+    start, proven = _before(found.problem, where, domain, logs)
+    return Recorded(
+        name, found.problem, found.arch, domain, rounds, seconds, cost, start, proven, complete=found.complete
+    )
 
 
-def _defaults(key: str, where: Machine, domain: Domain) -> Iterator[Candidate]:
-    """The fallback and the defaults of templates that are still what they were when the space was measured."""
+def _before(
+    key: str, where: Machine, domain: Domain, logs: Path | None
+) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
+    """`Recorded.start` and `proven`: points of templates that are still what they were when the space was measured."""
     try:
         problem = registry.parse(key)
     except ProblemError:
-        return
-    yield spaces.fallback(problem, where)
+        return [], []
+    start = [spaces.fallback(problem, where)]
     for name in spaces.applicable(problem, where)[0]:
         template = spaces.find(name, problem.operator)
-        if name in domain.tables:
-            yield template.candidate(template.default(problem, where))
+        start.append(template.candidate(template.default(problem, where)))
+    proven: list[Candidate] = []
+    if logs is not None:
+        log = Log(logs, where.arch, problem.operator)
+        proven = winners_nearby(problem, where, domain.tables, log, itself=False)
+    return [p for p in dict.fromkeys(start) if p in domain.index], [p for p in proven if p in domain.index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +145,8 @@ class Run:
     ----------
     best
         Seconds of the best point so far, after each trial; infinite while all have failed.
+    clock
+        Seconds that the run would have lasted by then.
     thought
         Seconds that the strategy itself took.
     """
@@ -131,34 +155,43 @@ class Run:
     strategy: str
     seed: int
     best: np.ndarray
+    clock: np.ndarray
     thought: float
 
 
 def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: int = BATCH) -> Run:
-    """One search of `budget` trials. As in a tuning run the fallback and the defaults come first, and count."""
+    """One search of `budget` trials. As in a tuning run, what is tried before the search counts."""
     import numpy as np
 
     draw = np.random.default_rng(seed)
     # Of each point the round that this seed's searches are told of.
     picks = draw.random(len(recorded.rounds))
-    told = [
-        times[int(pick * len(times))] if times else None for times, pick in zip(recorded.rounds, picks, strict=True)
-    ]
+    rounds = zip(recorded.rounds, picks, strict=True)
+    told = [times[int(pick * len(times))] if times else None for times, pick in rounds]
     index = recorded.domain.index
-    known: dict[Candidate, float | None] = {c: told[index[c]] for c in dict.fromkeys(recorded.start[:budget])}
-    order = list(known)
-    started = time.perf_counter()
+    first = [*recorded.start, *recorded.proven[: budget // PROVEN_SHARE]]
+    known: dict[Candidate, float | None] = {c: told[index[c]] for c in dict.fromkeys(first[:budget])}
+    order, thought = list(known), [0.0] * len(known)
     if budget > len(order):
+        began = time.perf_counter()
         search = strategies.make(
             strategy, recorded.domain, known=known, trials=budget - len(order), batch=batch, seed=seed
         )
         while len(order) < budget and (proposed := search.propose()[: budget - len(order)]):
             search.report({point: told[index[point]] for point in proposed})
             order += proposed
-    thought = time.perf_counter() - started
-    best = np.minimum.accumulate(recorded.seconds[[index[point] for point in order]])
-    best = np.concatenate([best, np.full(budget - len(best), best[-1])])  # a search that ended early found no more
-    return Run(recorded.name, strategy, seed, best, thought)
+            now = time.perf_counter()
+            thought += [(now - began) / len(proposed)] * len(proposed)
+            began = now
+    places = [index[point] for point in order]
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        """As long as the budget: a search that ended early found no more, and took no longer."""
+        return np.concatenate([values, np.full(budget - len(values), values[-1])])
+
+    best = np.minimum.accumulate(recorded.seconds[places])
+    clock = np.cumsum(recorded.cost[places] + np.array(thought))
+    return Run(recorded.name, strategy, seed, padded(best), padded(clock), sum(thought))
 
 
 def compare(
@@ -169,14 +202,15 @@ def compare(
     repeats: int,
     batch: int = BATCH,
     jobs: int = 1,
+    logs: Path | None = None,
     show: Callable[[int, int], None] = lambda done, all_of_them: None,
 ) -> list[Run]:
     """Search each space with each strategy `repeats` times, with the seeds from 0, in `jobs` processes.
 
-    `show` is called with the number of searches that are through and of all.
+    `logs`: as of `load`. `show` is called with the number of searches that are through and of all.
     """
     tasks = [
-        (path, name, range(first, min(first + CHUNK, repeats)), budget, batch)
+        (path, logs, name, range(first, min(first + CHUNK, repeats)), budget, batch)
         for name in names
         for path in paths
         for first in range(0, repeats, CHUNK)
@@ -201,8 +235,8 @@ def _alone() -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 
-def _chunk(path: Path, name: str, seeds: range, budget: int, batch: int) -> list[Run]:
-    recorded = load(path)
+def _chunk(path: Path, logs: Path | None, name: str, seeds: range, budget: int, batch: int) -> list[Run]:
+    recorded = load(path, logs)
     return [simulate(recorded, name, budget, seed, batch) for seed in seeds]
 
 
@@ -240,6 +274,8 @@ class Summary:
         By number of trials, the mean over seeds of the best time over the optimum, less 1.
     trials_to_near
         The middle seed's number of trials until a point within `NEAR` of the optimum; None: not within the budget.
+    seconds_to_near
+        The same in seconds, of the run as it would have been.
     reached
         Share of the seeds that came there within the budget.
     against
@@ -256,11 +292,31 @@ class Summary:
     strategy: str
     excess: Mapping[int, Interval]
     trials_to_near: int | None
+    seconds_to_near: float | None
     reached: float
     against: Interval
     wilcoxon: float
     halved: Interval
     thought: float
+
+
+def until(runs: Sequence[Run], trials: int) -> list[Run]:
+    """The first trials of searches. What the strategy took is left as it was."""
+    return [dataclasses.replace(run, best=run.best[:trials], clock=run.clock[:trials]) for run in runs]
+
+
+def together(runs: Sequence[Run], optima: Mapping[str, float]) -> list[Run]:
+    """One run a seed in the place of those on several spaces: the geometric mean of their times over the optima."""
+    import numpy as np
+
+    made = []
+    for strategy, seed in dict.fromkeys((run.strategy, run.seed) for run in runs):
+        parts = [run for run in runs if (run.strategy, run.seed) == (strategy, seed)]
+        ratios = np.log([run.best / optima[run.space] for run in parts])
+        clock = np.mean([run.clock for run in parts], axis=0)
+        thought = statistics.fmean(run.thought for run in parts)
+        made.append(Run("all", strategy, seed, np.exp(ratios.mean(axis=0)), clock, thought))
+    return made
 
 
 def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], trials: Sequence[int]) -> Summary:
@@ -274,7 +330,9 @@ def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], tri
     budget = best.shape[1]
     near = best <= NEAR * optimum
     to_near = np.where(near.any(axis=1), near.argmax(axis=1) + 1, np.inf)
-    middle = float(np.median(to_near))
+    clock = np.array([run.clock for run in runs])
+    seconds = np.where(near.any(axis=1), clock[np.arange(len(runs)), near.argmax(axis=1)], np.inf)
+    middle, middle_seconds = float(np.median(to_near)), float(np.median(seconds))
     ratios = np.log(best[:, -1] / other[:, -1])
     halved = np.log(best[:, budget // 2 - 1] / other[:, -1])
     return Summary(
@@ -282,6 +340,7 @@ def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], tri
         runs[0].strategy,
         {n: interval(best[:, n - 1] / optimum - 1, np.mean) for n in trials},
         None if math.isinf(middle) else math.ceil(middle),
+        None if math.isinf(middle_seconds) else middle_seconds,
         float(near.any(axis=1).mean()),
         _exp(interval(ratios, np.mean)),
         float(stats.wilcoxon(ratios).pvalue) if ratios.any() else 1.0,

@@ -26,6 +26,7 @@ from ..core.template import Table
 from ..records import Session, Trial
 from ..records import space as files
 from ..records.space import POINTS, Space, SpaceError
+from ..workers.processes import Pool, Worker
 from .session import Bench, NoValidRecord, new_session, workers
 
 ROUNDS = 3
@@ -63,6 +64,7 @@ def measure_space(
     seed: int = 0,
     show: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
+    using: tuple[Pool, Worker] | None = None,
 ) -> Space:
     """Measure every point that `spaces.searched` allows, write them to `path`, and return them.
 
@@ -78,6 +80,8 @@ def measure_space(
         Called after every measurement.
     stop
         Asked after every measurement; True ends the run, and what was measured is written.
+    using
+        The processes of `session.workers`, for several runs in a row.
 
     Raises
     ------
@@ -119,7 +123,8 @@ def measure_space(
             save()
             saved = time.monotonic()
 
-    with scratch.folder() as folder, workers(builders) as (pool, runner):
+    with scratch.folder() as folder, contextlib.ExitStack() as stack:
+        pool, runner = using or stack.enter_context(workers(builders))
         fallback = spaces.fallback(problem, machine)
         bench = Bench(problem, machine, fallback, seed, folder, pool, runner, undisturbed=True)
 

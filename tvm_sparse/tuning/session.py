@@ -167,15 +167,19 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     return known
 
 
-def winners_nearby(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
+def winners_nearby(
+    problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, *, itself: bool = True
+) -> list[Candidate]:
     """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
 
-    Winners at an earlier version of a template count as well, those of the problem itself too: kernels change more
-    often than what suits a shape.
+    Winners at an earlier version of a template count as well, those of the problem itself too, unless not `itself`:
+    kernels change more often than what suits a shape.
     """
 
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
+        if key == problem.key and not itself:
+            continue
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
             template, values = spaces.find(best.candidate.template), best.candidate.values
             if template.name in tables and not template.point(problem, machine, values):

@@ -124,7 +124,7 @@ class Boosting:
     a batch holds what several plausible explanations hope for. One point in `EXPLORED` is drawn at random.
     """
 
-    MODELS, EXPLORED, FAILED, ROUNDS = 4, 8, 2.0, 60
+    MODELS, EXPLORED, FAILED, ROUNDS, LEAST = 4, 8, 2.0, 60, 8
     PARAMETERS = {
         "objective": "reg:squarederror",
         "max_depth": 5,
@@ -151,7 +151,7 @@ class Boosting:
         taught = [(point, seconds) for point, seconds in self._known.items() if point in self._domain.index]
         chosen: list[int] = []
         said: dict[int, float] = {}
-        if len(taught) >= self._batch:
+        if len(taught) >= max(self._batch, self.LEAST):
             rows = self._domain.rows[left]
             found = self._predictions(taught, rows)
             turns = [np.array(left)[order] for order in np.argsort(found, axis=1)]
