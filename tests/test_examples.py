@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tvm_sparse.core import machine
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PLUGIN = EXAMPLES / "row_norm"
 SHAPE = ("row_norm", "rows=5", "width=96")

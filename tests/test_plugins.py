@@ -55,8 +55,8 @@ def test_a_plugin_that_does_not_fit_is_named(tmp_path: Path, name: str, changed:
 TEMPLATE = """
 from tvm_sparse.core.template import Template
 
-TEMPLATES = [Template(name="{name}", version=1, operator="{operator}", kind="llvm", summary="mine",
-    space=lambda problem, machine: {{"threads": (1,)}}, default=lambda problem, machine: {{"threads": 1}}, program=None)]
+TEMPLATES = [Template(name="{name}", version=1, operator="{operator}", kind="llvm", summary="mine", program=None,
+    space=lambda problem, machine: {{"threads": (1,)}}, default=lambda problem, machine: {{"threads": 1}})]
 """
 
 
