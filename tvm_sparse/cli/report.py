@@ -9,7 +9,7 @@ import typer
 
 from ..core.problem import ProblemError
 from .common import Axes, Plugins, errors, require
-from .study import Arch, Recorded, Some, recorded
+from .study import Arch, Parts, Recorded, Some, checked_parts, recorded
 
 
 def report(
@@ -28,6 +28,7 @@ def report(
             " in each template]",
         ),
     ] = None,
+    parts: Parts = None,
     logs: Recorded = None,
     arch: Arch = None,
     plugin: Plugins = None,
@@ -43,7 +44,7 @@ def report(
             if not comma:
                 raise ProblemError(f"heat-map: expected ONE,OTHER, got {text!r}")
             pairs.append((one, other))
-        found = reports.make(recorded(operator, axes, logs, arch), pairs)
+        found = reports.make(recorded(operator, axes, logs, arch), pairs, checked_parts(parts))
         if images is not None:
             for path in reports.write_images(found, images):
                 typer.echo(str(path))

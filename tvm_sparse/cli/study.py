@@ -23,21 +23,23 @@ Recorded = Annotated[
 Some = Annotated[str | None, typer.Argument(metavar="OPERATOR", help="Only this operator.")]
 Arch = Annotated[str | None, typer.Option("--arch", "--target", help="Only records of this architecture.")]
 
+Parts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part",
+        metavar="NAME",
+        help="distribution, failures, importance, effects, models, recorded-models, transfer or budget; may be given"
+        " again.  \\[default: all]",
+    ),
+]
+
 
 def study(
     operator: Some = None,
     axes: Axes = None,
     logs: Recorded = None,
     arch: Arch = None,
-    parts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            metavar="NAME",
-            help="distribution, failures, importance, effects, models, recorded-models, transfer or budget; may be"
-            " given again.  \\[default: all]",
-        ),
-    ] = None,
+    parts: Parts = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write each table there as CSV, too.")
     ] = None,
@@ -52,10 +54,7 @@ def study(
         require("lab")
         from ..research import study as studies
 
-        unknown = [name for name in parts or () if name not in studies.PARTS]
-        if unknown:
-            raise ProblemError(f"part: got {unknown[0]!r}; expected one of {', '.join(studies.PARTS)}")
-        found = studies.sections(recorded(operator, axes, logs, arch), parts)
+        found = studies.sections(recorded(operator, axes, logs, arch), checked_parts(parts))
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
             for name, rows in found.items():
@@ -72,6 +71,16 @@ def study(
             for row in shown.itertuples(index=False):
                 made.add_row(*row)
             screen.print(made)
+
+
+def checked_parts(names: list[str] | None) -> list[str] | None:
+    """The names of `--part`, if they are some."""
+    from ..research.study import PARTS
+
+    unknown = [name for name in names or () if name not in PARTS]
+    if unknown:
+        raise ProblemError(f"part: got {unknown[0]!r}; expected one of {', '.join(PARTS)}")
+    return names
 
 
 def recorded(

@@ -11,6 +11,7 @@ is, not how to compile its points: they can search it on recorded results.
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import json
 import math
@@ -195,23 +196,22 @@ def inputs_of(
     conditions = []
     if len(allowed) < math.prod(map(len, table.values())):
         conditions = [{"Parameters": names, "Expression": f"({', '.join(names)},) in [{listed}]"}]
-    arguments = []
+    arguments: list[dict[str, Any]] = []
     for argument, access in [
         *((one, "ReadOnly") for one in problem.kernel_inputs),
         *((one, "WriteOnly") for one in problem.kernel_outputs),
     ]:
         dtype = str(problem.axes.get(argument.dtype, argument.dtype))
-        size = math.prod(problem.extent(name) for name in argument.shape)
-        arguments.append(
-            {
-                "Name": argument.name,
-                "Type": _TYPES.get(dtype, "custom"),
-                "MemoryType": "Vector" if argument.shape else "Scalar",
-                "AccessType": access,
-                "Size": size,
-                "FillType": "Random",
-            }
-        )
+        described: dict[str, Any] = {
+            "Name": argument.name,
+            "Type": _TYPES.get(dtype, "custom"),
+            "MemoryType": "Vector" if argument.shape else "Scalar",
+            "AccessType": access,
+            "FillType": "Random",
+        }
+        with contextlib.suppress(KeyError):  # of an extent that is known only with the data
+            described["Size"] = math.prod(problem.extent(name) for name in argument.shape)
+        arguments.append(described)
     kernel: dict[str, Any] = {
         "Language": "CUDA",
         "KernelName": "main_kernel",

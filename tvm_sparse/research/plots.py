@@ -82,7 +82,7 @@ def distribution(table: pandas.DataFrame) -> Figure:
     order = known.groupby("label")["ratio"].median().sort_values(ascending=False).index
     figure, axes = _figure(height=0.8 + 0.32 * len(order))
     values = [known.loc[known["label"] == label, "ratio"].clip(upper=CLIP * 4) for label in order]
-    boxes = axes.boxplot(values, vert=False, showfliers=False, widths=0.6, patch_artist=True)
+    boxes = axes.boxplot(values, orientation="horizontal", showfliers=False, widths=0.6, patch_artist=True)
     for box in boxes["boxes"]:
         box.set(facecolor="none", edgecolor="#333333")
     for place, points in enumerate(values, start=1):

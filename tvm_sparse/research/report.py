@@ -53,12 +53,14 @@ class Report:
     figures: Mapping[str, tuple[Figure, str]]
 
 
-def make(table: pandas.DataFrame, heat_maps: Sequence[tuple[str, str]] = ()) -> Report:
-    """The tables of `study` and the plots of `plots`, as far as the trials suffice for them.
+def make(
+    table: pandas.DataFrame, heat_maps: Sequence[tuple[str, str]] = (), parts: Sequence[str] | None = None
+) -> Report:
+    """The tables of `study`, or these parts of them, and the plots of `plots`, as far as the trials suffice for them.
 
     `heat_maps`: pairs of decisions; without them the two of most importance of each of the largest templates.
     """
-    tables = study.sections(table)
+    tables = study.sections(table, parts)
     figures: dict[str, tuple[Figure, str]] = {}
 
     def add(name: str, draw: Callable[[pandas.DataFrame], Figure], rows: pandas.DataFrame) -> None:
