@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import multiprocessing
 import os
@@ -27,9 +28,10 @@ from ..core import registry, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import ProblemError
-from ..records import Log
+from ..records import Log, operator_of
 from ..records import space as files
-from ..tuning import strategies
+from ..records.predictor import Trees
+from ..tuning import strategies, training
 from ..tuning.domain import Domain
 from ..tuning.session import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
 
@@ -88,7 +90,9 @@ class Recorded:
 
 
 def load(path: Path, logs: Path | None = None) -> Recorded:
-    """The space of a file; `logs` has the records of similar problems (those of the problem itself are not looked at).
+    """The space of a file; `logs` has the records of similar problems: their winners, and the prior that they teach.
+
+    Those of the problem itself are not looked at.
 
     Raises
     ------
@@ -103,6 +107,9 @@ def load(path: Path, logs: Path | None = None) -> Recorded:
         machines.resolve(found.arch), name=str(facts.get("name", "")), cores=int(facts.get("cores", 1))
     )
     domain = Domain.recorded(where, [trial.candidate for trial in found.trials])
+    trees = None if logs is None else _trees_without(found.problem, logs, found.arch)
+    if trees is not None:
+        domain = domain.with_prior(registry.parse(found.problem), trees)
     trials = {trial.candidate: trial for trial in found.trials}
     rounds = [trials[point].seconds for point in domain.points]
     if not any(rounds):
@@ -116,6 +123,14 @@ def load(path: Path, logs: Path | None = None) -> Recorded:
     return Recorded(
         name, found.problem, found.arch, domain, rounds, seconds, cost, start, proven, complete=found.complete
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _trees_without(key: str, logs: Path, arch: str) -> Trees | None:
+    """A model of the operator's other problems, fitted as that which ships; None if they are too few."""
+    log = Log(logs, arch, operator_of(key))
+    data = [one for one in training.measured(log) if one.problem.key != key]
+    return training.fit(data) if len(data) >= training.LEAST_PROBLEMS else None
 
 
 def _before(

@@ -6,6 +6,7 @@ recorded space as on a present one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.template import Table
+from ..records.predictor import Trees, features_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,16 +36,26 @@ class Domain:
         The decisions of each template, each with the values it takes.
     points
         The allowed points, in the tables' order. All of a template have its decisions in the same order.
+    prior
+        Of each point what a model of other problems' trials (`records.predictor`) says of it, if there is one:
+        ln(time / best time of the problem).
     """
 
     machine: Machine
     tables: Mapping[str, Table]
     points: tuple[Candidate, ...]
+    prior: np.ndarray | None = None
 
     @classmethod
-    def of(cls, problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> Domain:
-        """The allowed points of present templates."""
-        return cls(machine, tables, tuple(spaces.points(problem, machine, tables)))
+    def of(cls, problem: Problem, machine: Machine, tables: Mapping[str, Table], trees: Trees | None = None) -> Domain:
+        """The allowed points of present templates; `trees` make the prior."""
+        made = cls(machine, tables, tuple(spaces.points(problem, machine, tables)))
+        return made if trees is None else made.with_prior(problem, trees)
+
+    def with_prior(self, problem: Problem, trees: Trees) -> Domain:
+        """The same points, with what these trees say of them."""
+        rows = trees.matrix(features_of(problem, self.machine, point) for point in self.points)
+        return dataclasses.replace(self, prior=trees.predict(rows))
 
     @classmethod
     def recorded(cls, machine: Machine, points: Collection[Candidate]) -> Domain:
@@ -89,7 +101,8 @@ class Domain:
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """`row` of every point."""
+        """`row` of every point, and its prior in a last column if there is one."""
         import numpy as np
 
-        return np.array([self.row(point) for point in self.points], dtype=np.float32)
+        found = np.array([self.row(point) for point in self.points], dtype=np.float32)
+        return found if self.prior is None else np.column_stack([found, self.prior.astype(np.float32)])

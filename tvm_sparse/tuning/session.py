@@ -37,6 +37,7 @@ from ..core.registry import parse, plugins
 from ..core.spaces import points
 from ..core.template import Table
 from ..records import Best, Log, Session, Trial
+from ..records.predictor import Trees
 from ..records.queries import predictor
 from ..workers import building
 from ..workers.processes import Pool, Reply, StartError, Worker
@@ -198,6 +199,12 @@ def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], l
     return [found.candidate] if all(v in table.get(name, ()) for name, v in found.candidate.decisions) else []
 
 
+def _trees(log: Log) -> Trees | None:
+    """The log's model of its problems, which says beforehand how fast points may be."""
+    model = predictor((log.root,), log.arch, log.operator)
+    return model.trees if model else None
+
+
 def tune(
     plan: Plan,
     log: Log,
@@ -287,7 +294,7 @@ def tune(
         search = (
             strategies.make(
                 plan.strategy,
-                Domain.of(problem, machine, tables),
+                Domain.of(problem, machine, tables, trees=_trees(log)),
                 known=known,
                 trials=plan.trials - len(first),
                 batch=BATCH,

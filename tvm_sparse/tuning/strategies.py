@@ -119,6 +119,9 @@ class Random:
 class Boosting:
     """Ranks all points that are left with gradient-boosted trees, fitted to what was measured.
 
+    They see a point's decisions, and what the domain's prior says of it. Before there is something to fit, half of a
+    batch is what the prior says, and the others are of all templates alike, drawn at random.
+
     The trees predict ln(seconds); a failure counts as `FAILED` times the slowest. A batch is shared by `MODELS` models
     that were fitted to different draws of the measurements (the bootstrap), each of which names its fastest points: so
     a batch holds what several plausible explanations hope for. One point in `EXPLORED` is drawn at random.
@@ -144,7 +147,7 @@ class Boosting:
         self.predicted: Mapping[Candidate, float] = {}
 
     def propose(self) -> list[Candidate]:
-        """At first points of all templates alike, drawn at random; then what the models hope for."""
+        """What the prior hopes for, then what the models do."""
         import numpy as np
 
         left = self._left()
@@ -158,6 +161,10 @@ class Boosting:
             for slot in range(min(self._batch - self._batch // self.EXPLORED, len(left))):
                 chosen.append(next(int(n) for n in turns[slot % self.MODELS] if n not in chosen))
             said = dict(zip(left, map(float, -found.mean(axis=0)), strict=True))
+        elif self._domain.prior is not None:
+            hoped = [-float(value) for value in self._domain.prior[left]]
+            said = dict(zip(left, hoped, strict=True))
+            chosen = sorted(left, key=lambda number: -said[number])[: self._batch // 2]
         chosen += [n for n in left if n not in chosen][: self._batch - len(chosen)]
         self.predicted = {self._domain.points[n]: said[n] for n in chosen} if said else {}
         return [self._domain.points[number] for number in chosen]
