@@ -55,6 +55,11 @@ COLUMNS = (
     "half_high",
     "own_seconds",
 )
+# What is printed: a terminal has no room for all.
+SHOWN = [COLUMNS.index(name) for name in COLUMNS if name in (
+    "start", "space", "strategy", *(f"excess_{n}" for n in MARKS), "trials_to_5", "over_reference", "p", "half",
+    "own_seconds",
+)]  # fmt: skip
 
 
 def row(start: str, space: Recorded | None, found: Summary, searches: int) -> list[object]:
@@ -114,7 +119,7 @@ def main(
 ) -> None:
     names = list(dict.fromkeys([REFERENCE, *(strategy or STRATEGIES)]))
     paths = sorted(SPACES.glob("*.jsonl.xz"))
-    shown = table(*COLUMNS[:2], *COLUMNS[5:], right=COLUMNS[6:])
+    shown = table(*(COLUMNS[place] for place in SHOWN), right=[COLUMNS[place] for place in SHOWN[3:]])
     made: list[list[object]] = []
     for start, logs in (("cold", None), ("warm", LOGS)):
         spaces = {one.name: one for one in (simulation.load(path, logs) for path in paths)}
@@ -127,10 +132,10 @@ def main(
         found = lines(start, spaces, runs, names)
         made += found
         for line in found:
-            shown.add_row(*map(str, [*line[:2], *line[5:]]))
+            shown.add_row(*(str(line[place]) for place in SHOWN))
         if not strategy:
             curves = simulation.curves(runs, {name: one.optimum for name, one in spaces.items()})
-            simulation.draw(curves, IMAGES / f"searches-{start}.svg")
+            simulation.draw(curves, IMAGES / f"searches-{start}.png")
     console().print(shown)
     if not strategy:
         facts = {
