@@ -1026,6 +1026,128 @@ def commands() -> str:
     return table(["command", "what it does"], rows)
 
 
+# ----------------------------------------------------------------------------------------- what recorded trials tell
+
+TRIALS_GPU = "sm_90a"
+
+
+def _number(row: Row, name: str, digits: int = 2) -> str:
+    """A figure, with its interval where it has one; empty where there is none."""
+    if not row[name]:
+        return ""
+    text = f"{float(row[name]):.{digits}f}"
+    low, high = row.get(f"{name}_low", ""), row.get(f"{name}_high", "")
+    return f"{text} [{float(low):.{digits}f}, {float(high):.{digits}f}]" if low and high else text
+
+
+@part
+def trials_distribution() -> str:
+    rows = [
+        [code(r["operator"]), code(r["template"]), r["problems"], f"{int(r['trials']):,}", percent(float(r["failed"]))]
+        + [r["wins"], _number(r, "best"), _number(r, "median"), percent(float(r["quarter"] or 0))]
+        for r in results("trials-distribution").rows
+        if r["arch"] == TRIALS_GPU
+    ]
+    head = ["operator", "template", "problems", "trials", "failed", "wins", "its best", "its median", "within 1.25x"]
+    return table(head, rows)
+
+
+@part
+def trials_failures() -> str:
+    rows = [
+        [code(r["template"]), r["arch"], r["outcome"], r["reason"], r["trials"]]
+        for r in results("trials-failures").rows
+    ]
+    return table(["template", "arch", "outcome", "reason", "trials"], rows)
+
+
+@part
+def trials_importance() -> str:
+    """Of each template the decisions whose interval leaves 0 out, where the model explains something."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for name in ("trials-importance", "trials-spaces-importance"):
+        for r in results(name).rows if (RESULTS / f"{name}.csv").exists() else ():
+            kinds.setdefault((r["template"], r["arch"], "space" if "spaces" in name else "logs"), []).append(r)
+    rows = []
+    for (template, arch, data), found in kinds.items():
+        explained = float(found[0]["explained"])
+        matter = [r for r in found if r["importance_low"] and float(r["importance_low"]) > 0.01]
+        if explained < 0.2:
+            told, rest = "-", "-"
+        else:
+            told = ", ".join(f"{code(r['decision'])} {_number(r, 'importance')}" for r in matter)
+            rest = ", ".join(code(r["decision"]) for r in found if r not in matter)
+        rows.append([code(template), arch, data, found[0]["points"], f"{explained:.2f}", told, rest])
+    head = ["template", "arch", "data", "points", "explained", "matter", "not told apart from nothing"]
+    return table(head, rows)
+
+
+@part
+def trials_models() -> str:
+    rows = [
+        [
+            code(r["operator"]),
+            r["learnt"],
+            r["problems"],
+            r["model"],
+            *(_number(r, n) for n in ("rank", "top1", "top5")),
+        ]
+        for r in results("trials-models").rows
+        if r["arch"] == TRIALS_GPU and r["learnt"] in ("8", "16", "32")
+    ]
+    return table(["operator", "learnt", "problems", "model", "rank correlation", "top 1", "top 5"], rows)
+
+
+@part
+def trials_models_sentence() -> str:
+    """Which model's favourite is fastest, after how many points, and where intervals tell it from MetaSchedule's."""
+    rows = [r for r in results("trials-models").rows if r["arch"] == TRIALS_GPU and r["top5_low"]]
+    said = []
+    for learnt in ("8", "16", "32"):
+        mine = [r for r in rows if r["learnt"] == learnt]
+        models = list(dict.fromkeys(r["model"] for r in mine))
+        means = {m: statistics.geometric_mean(float(r["top5"]) for r in mine if r["model"] == m) for m in models}
+        ranked = sorted(means, key=lambda m: means[m])
+        listed_models = ", ".join(f"{m} {means[m]:.3f}" for m in ranked)
+        said.append(f"after {learnt} points {listed_models}")
+    apart = [
+        f"{r['model']} on {code(r['operator'])} after {r['learnt']}"
+        for r in rows
+        for base in rows
+        if base["model"] == "metaschedule"
+        and (base["operator"], base["learnt"]) == (r["operator"], r["learnt"])
+        and float(r["top5_high"]) < float(base["top5_low"])
+    ]
+    verdict = f"Better than MetaSchedule's beyond both intervals: {', '.join(apart)}." if apart else (
+        "No other model is better than MetaSchedule's by more than the intervals."
+    )  # fmt: skip
+    text = f"The best of the five favourites takes, over operators: {'; '.join(said)}. {verdict}"
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+@part
+def trials_transfer() -> str:
+    rows = [
+        [code(r["operator"]), r["differs"], r["pairs"], percent(float(r["measured"])), _number(r, "loss"),
+         f"{float(r['worst']):.2f}"]
+        for r in results("trials-transfer").rows
+        if r["loss"]
+    ]  # fmt: skip
+    return table(["operator", "the two differ in", "pairs", "measured", "loss", "worst"], rows)
+
+
+@part
+def trials_budget() -> str:
+    rows = []
+    for name in ("trials-budget", "trials-spaces-budget"):
+        for r in results(name).rows if (RESULTS / f"{name}.csv").exists() else ():
+            data = "space" if "spaces" in name else "logs"
+            cells = [code(r["operator"]), r["arch"], data, r["problems"], r["points"], percent(float(r["good"]))]
+            rows.append([*cells, r["random"], r["recorded"], r["recorded_90"]])
+    head = ["operator", "arch", "data", "problems", "points", "within 5 %", "random draws", "as recorded", "90 %"]
+    return table(head, rows)
+
+
 # ---------------------------------------------------------------------------------------------------------- charts
 
 INK, PALE, BAR, OURS = "#24292f", "#d0d7de", "#8250df", "#6e7781"

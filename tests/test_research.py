@@ -108,6 +108,18 @@ def test_trials_are_rows(table: Any, logs: Path) -> None:
     assert len(wrong) == 16 and wrong["seconds"].isna().all() and (wrong["axis.m"] == 1).all()
 
 
+def test_a_measured_space_is_a_table_too(table: Any, logs: Path, tmp_path: Path) -> None:
+    from tvm_sparse.records.space import Space, write
+    from tvm_sparse.research.trials import trials
+
+    whole = Log(logs, "sm_90a", "bsr_matmul").read()
+    of_one = tuple(trial for trial in whole.trials if trial.problem == KEY.format(2))
+    write(tmp_path / "space.jsonl.xz", Space(whole.sessions[1:2], of_one))
+    found = trials(tmp_path / "space.jsonl.xz")
+    wanted = table[table["problem"] == KEY.format(2)].reset_index(drop=True)
+    assert found.equals(wanted) and trials(tmp_path / "space.jsonl.xz", operator="softmax").empty
+
+
 def test_tables_are_written_and_read(table: Any, logs: Path, tmp_path: Path) -> None:
     import pandas
 

@@ -48,7 +48,7 @@ def points(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def mean_interval(logs: Sequence[float] | np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """exp of the mean of logarithms, and of the ends of its interval; NaN where one value leaves nothing to draw."""
+    """exp of the mean of logarithms, and of the ends of its interval; NaN where there are too few."""
     import numpy as np
 
     values = np.asarray(logs, dtype=float)
@@ -59,10 +59,10 @@ def mean_interval(logs: Sequence[float] | np.ndarray, seed: int = 0) -> tuple[fl
 
 
 def _bootstrap(values: np.ndarray, seed: int) -> tuple[float, float]:
-    """The interval of a mean."""
+    """The interval of a mean; none where there are too few values to draw from."""
     import numpy as np
 
-    if len(values) < 2:
+    if len(values) < LEAST_PROBLEMS:
         return math.nan, math.nan
     draws = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
     low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
