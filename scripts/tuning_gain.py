@@ -32,7 +32,7 @@ from tvm_sparse.cli.common import console, table
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.records import Best, Log, Trial
 from tvm_sparse.records.queries import recorded_archs
-from tvm_sparse.research.simulation import interval
+from tvm_sparse.research.bootstrap import interval
 from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import xml.etree.ElementTree as tree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,36 +129,43 @@ def test_tables_are_written_and_read(table: Any, logs: Path, tmp_path: Path) -> 
         found = read(tmp_path / f"all.{suffix}")
         assert found["seconds"].sum() == pytest.approx(table["seconds"].sum(), rel=1e-12)
         assert found["decision.vec"].sum() == table["decision.vec"].sum()
+    # Of problems that this version does not know, axes are what their keys say.
+    log = Log(tmp_path / "old", "sm_90a", "bsr_matmul")
+    trial = Log(logs, "sm_90a", "bsr_matmul").read().trials[0]
+    log.append(trial, *(replace(trial, problem=f"bsr_matmul/m=8,gone={gone}") for gone in (3, "no")))
+    call("db", "export", "-o", tmp_path / "old.parquet", "--logs", log.root)
+    found = pandas.read_parquet(tmp_path / "old.parquet")
+    assert list(found["axis.m"]) == [1, 8, 8] and list(found["axis.gone"])[1:] == ["3", "no"]
 
 
 # ---------------------------------------------------------------------------------------------------------- studies
 
 
 def test_importance_and_effects_are_those_of_the_times(table: Any) -> None:
-    from tvm_sparse.research import study
+    from tvm_sparse.research import decisions
 
-    found = study.importance(table).set_index("decision")
+    found = decisions.importance(table).set_index("decision")
     assert list(found.index) == ["vec", "depth", "threads"] and (found["explained"] > 0.9).all()
     # Shuffling doubles a decision's variance, which goes as the square of its slope.
     assert found["importance"]["vec"] / found["importance"]["depth"] == pytest.approx(4, rel=0.4)
     assert abs(found["importance"]["threads"]) < 0.02
     assert (found["importance_low"] <= found["importance"]).all()
-    effects = study.main_effects(table)
+    effects = decisions.main_effects(table)
     effects = effects[effects["decision"] == "vec"].set_index("value")["effect"]
     assert effects[8] / effects[1] == pytest.approx(math.exp(0.4 * 3))
 
 
 def test_models_learn_and_say_how_well(table: Any) -> None:
-    from tvm_sparse.research import study
+    from tvm_sparse.research import models
 
-    found = study.model_quality(table, sizes=(8, 40), repeats=2, problems=2).set_index(["model", "learnt"])
+    found = models.model_quality(table, sizes=(8, 40), repeats=2, problems=2).set_index(["model", "learnt"])
     # The times are a power law, which is what `linear` knows; all of them learn it from most of the points.
     assert (found["rank"].xs(40, level="learnt") > 0.85).all() and found["rank"]["linear", 40] > 0.98
     assert (found["top5"] <= found["top1"]).all() and found["top5"]["linear", 40] == 1
     trees = ["metaschedule", "log trees", "forest"]
     assert all(found["rank"][name, 40] > found["rank"][name, 8] for name in trees)
     # A larger prediction stood for a faster point.
-    [line] = study.recorded_quality(table).to_dict("records")
+    [line] = models.recorded_quality(table).to_dict("records")
     assert line["sessions"] == len(BATCHES) and line["rank"] == pytest.approx(-1)
 
 
@@ -180,11 +188,12 @@ def test_the_model_of_metaschedule_is_that_of_metaschedule() -> None:
 
 def test_transfer_and_budget_are_counted(table: Any) -> None:
     from tvm_sparse.research import study
+    from tvm_sparse.research.points import points
 
     pairs = study.transfer(table)
     assert len(pairs) == len(BATCHES) ** 2 and (pairs["loss"] == 1).all()
     # The best point of one problem was not measured for another: that loss is not known.
-    best = study.points(table[table["problem"] == KEY.format(2)]).query("ratio == 1")["candidate"]
+    best = points(table[table["problem"] == KEY.format(2)]).query("ratio == 1")["candidate"]
     less = table[~((table["problem"] == KEY.format(4)) & table["candidate"].isin(best))]
     pairs = study.transfer(less).set_index(["problem", "to_problem"])["loss"]
     assert math.isnan(pairs[KEY.format(2), KEY.format(4)])

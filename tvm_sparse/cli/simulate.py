@@ -46,6 +46,7 @@ def simulate(
     import time
 
     from ..research import simulation
+    from ..research.bootstrap import CONFIDENCE
     from ..tuning import strategies as known
 
     names = list(dict.fromkeys([reference, *(strategies or ("evolutionary", "random"))]))
@@ -73,7 +74,7 @@ def simulate(
             )
         typer.echo(
             f"{len(runs)} searches of {budget} trials, {batch} at a time, in {duration(time.monotonic() - started)}"
-            f" on {jobs} processes; in brackets: {simulation.CONFIDENCE:.0%} intervals over {repeats} seeds"
+            f" on {jobs} processes; in brackets: {CONFIDENCE:.0%} intervals over {repeats} seeds"
         )
         curves = simulation.curves(runs, {one.name: one.optimum for one in recorded.values()})
         if csv:

@@ -1,4 +1,4 @@
-"""Cost models that order a problem's points, all behind one signature.
+"""Cost models that order a problem's points, all behind one signature, and how well they do.
 
     model(rows, seconds, others) -> predictions of `others`, the smaller the faster
 
@@ -7,11 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from .bootstrap import mean_interval, ratio_interval
+from .points import numbers, points
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas
 
 Model = Callable[["np.ndarray", "np.ndarray", "np.ndarray"], "np.ndarray"]
 
@@ -105,3 +111,91 @@ MODELS: Mapping[str, Model] = {
     "gaussian": gaussian,
     "linear": linear,
 }
+
+
+def model_quality(
+    table: pandas.DataFrame,
+    *,
+    models: Sequence[str] = tuple(MODELS),
+    sizes: Sequence[int] = (8, 16, 32, 64),
+    repeats: int = 3,
+    problems: int = 8,
+    seed: int = 0,
+) -> pandas.DataFrame:
+    """How well models that learnt some of a problem's points order the others: a learning curve.
+
+    `problems` of those with the most points are taken, each split `repeats` times into `size` points to learn from and
+    the others. `rank` is Spearman's correlation of prediction and time among the others, `top1` and `top5` the best of
+    the one or five that the model favours over the best of the others (of which a search would measure so many); means
+    over problems, with intervals.
+    """
+    import numpy as np
+    import pandas
+    from scipy.stats import spearmanr
+
+    known = points(table)
+    lines = []
+    for (operator, arch), rows in known.groupby(["operator", "arch"], sort=True):
+        counts = rows.groupby("problem").size().sort_values(ascending=False, kind="stable")
+        scores: dict[tuple[str, int], dict[str, list[tuple[float, float, float]]]] = {}
+        for problem in counts[counts >= min(sizes) + 10].index[:problems]:
+            mine = rows[rows["problem"] == problem]
+            data = _model_rows(mine)
+            seconds = mine["seconds"].to_numpy(dtype=float)
+            for size, repeat in itertools.product(sizes, range(repeats)):
+                if size + 10 > len(mine):
+                    continue
+                order = np.random.default_rng([seed, repeat, size]).permutation(len(mine))
+                learnt, others = order[:size], order[size:]
+                best = seconds[others].min()
+                for name in models:
+                    said = MODELS[name](data[learnt], seconds[learnt], data[others])
+                    ranked = seconds[others][np.argsort(said, kind="stable")]
+                    flat = np.ptp(said) == 0 or np.ptp(seconds[others]) == 0
+                    rank = 0.0 if flat else float(spearmanr(said, seconds[others]).statistic)
+                    found = scores.setdefault((name, size), {}).setdefault(problem, [])
+                    found.append((rank, math.log(ranked[0] / best), math.log(ranked[:5].min() / best)))
+        for (name, size), by_problem in scores.items():
+            means = np.array([np.mean(one, axis=0) for one in by_problem.values()])
+            line: dict[str, Any] = {"operator": operator, "arch": arch, "model": name, "learnt": size}
+            line["problems"] = len(means)
+            line |= mean_interval(means[:, 0]).columns("rank")
+            line |= ratio_interval(means[:, 1]).columns("top1") | ratio_interval(means[:, 2]).columns("top5")
+            lines.append(line)
+    return pandas.DataFrame(lines)
+
+
+def _model_rows(rows: pandas.DataFrame) -> np.ndarray:
+    """Points of one problem as the tuner's models see them: a column a template, and one for each of its decisions."""
+    import numpy as np
+
+    columns: dict[str, Any] = {}
+    for template, mine in rows.groupby("template"):
+        columns[f"{template}"] = np.where(rows["template"] == template, 1.0, -1.0)
+        for name in mine:
+            if name.startswith("decision.") and mine[name].notna().any():
+                columns[f"{template}.{name}"] = np.where(rows["template"] == template, numbers(rows[name]), -1.0)
+    return np.column_stack(list(columns.values())).astype(np.float32)
+
+
+def recorded_quality(table: pandas.DataFrame) -> pandas.DataFrame:
+    """What searches' own models were worth: Spearman's correlation of recorded predictions with times.
+
+    Of each session with ten predictions or more, all of one batch or of several models: `rank`, the mean over sessions,
+    should be near -1, as a larger prediction means a faster point. Empty where no trial has a prediction.
+    """
+    import pandas
+    from scipy.stats import spearmanr
+
+    right = table[(table["outcome"] == "ok") & table["predicted"].notna()] if "predicted" in table else table[:0]
+    lines = []
+    for key, rows in right.groupby(["operator", "arch", "strategy"]) if len(right) else ():
+        each = [
+            float(spearmanr(mine["predicted"], mine["seconds"]).statistic)
+            for _, mine in rows.groupby(["problem", "session"])
+            if len(mine) >= 10 and mine["predicted"].nunique() > 1
+        ]
+        if each:
+            line = {**dict(zip(("operator", "arch", "strategy"), key, strict=True)), "sessions": len(each)}
+            lines.append(line | mean_interval(each).columns("rank"))
+    return pandas.DataFrame(lines)

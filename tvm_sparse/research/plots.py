@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import machine, registry
 from ..core.problem import ProblemError
 from . import study
+from .points import points
 
 if TYPE_CHECKING:
     import pandas
@@ -79,7 +80,7 @@ def best_so_far(table: pandas.DataFrame) -> Figure:
 
 def distribution(table: pandas.DataFrame) -> Figure:
     """The times of every template's points over their problem's best: each point, the quartiles and the median."""
-    known = study.points(table)
+    known = points(table)
     known = known.assign(label=known["template"] + " (" + known["arch"] + ")")
     order = known.groupby("label")["ratio"].median().sort_values(ascending=False).index
     figure, axes = _figure(height=0.8 + 0.32 * len(order))
@@ -87,9 +88,9 @@ def distribution(table: pandas.DataFrame) -> Figure:
     boxes = axes.boxplot(values, orientation="horizontal", showfliers=False, widths=0.6, patch_artist=True)
     for box in boxes["boxes"]:
         box.set(facecolor="none", edgecolor="#333333")
-    for place, points in enumerate(values, start=1):
-        spread = [place + 0.22 * math.sin(12.9898 * number) for number in range(len(points))]
-        axes.plot(points, spread, ".", color=COLOURS[0], alpha=0.25, markersize=3, rasterized=True, zorder=0)
+    for place, ratios in enumerate(values, start=1):
+        spread = [place + 0.22 * math.sin(12.9898 * number) for number in range(len(ratios))]
+        axes.plot(ratios, spread, ".", color=COLOURS[0], alpha=0.25, markersize=3, rasterized=True, zorder=0)
     axes.set_yticks(range(1, len(order) + 1), [f"{name} {len(v)}" for name, v in zip(order, values, strict=True)])
     axes.tick_params(axis="y", labelsize=8)
     _share(axes, "x")
@@ -101,7 +102,7 @@ def heat_map(table: pandas.DataFrame, one: str, other: str) -> Figure:
     """The mean time over the problem's best for each pair of two decisions' values, with the number of points."""
     import numpy as np
 
-    known = study.points(table)
+    known = points(table)
     rows, columns = f"decision.{one}", f"decision.{other}"
     missing = [name for name in (one, other) if f"decision.{name}" not in known or not known[f"decision.{name}"].any()]
     known = known[known[rows].notna() & known[columns].notna()] if not missing else known[:0]
@@ -148,7 +149,7 @@ def roofline(table: pandas.DataFrame) -> Figure:
     """
     import numpy as np
 
-    known = study.points(table)
+    known = points(table)
     costs = known["problem"].map(_cost)
     known, costs = known[costs.notna()], costs.dropna()
     moved, done = (np.array([cost[place] for cost in costs], dtype=float) for place in (0, 1))
@@ -184,7 +185,7 @@ def transfer_matrix(table: pandas.DataFrame, largest: int = 24) -> Figure:
     """
     import numpy as np
 
-    counts = study.points(table).groupby(["arch", "problem"]).size().sort_values(ascending=False, kind="stable")
+    counts = points(table).groupby(["arch", "problem"]).size().sort_values(ascending=False, kind="stable")
     nodes = sorted(counts.index[:largest])
     pairs = study.transfer(table)
     place = {node: number for number, node in enumerate(nodes)}
@@ -211,7 +212,7 @@ def frontier(table: pandas.DataFrame) -> Figure:
     """Registers of a thread against time over the problem's best, by template, and the frontier: the least median of
     points with so many registers, or fewer.
     """
-    known = study.points(table)
+    known = points(table)
     known = known[known["registers"].notna()]
     figure, axes = _figure()
     for number, (template, rows) in enumerate(known.groupby("template", sort=True)):

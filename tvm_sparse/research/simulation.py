@@ -34,6 +34,7 @@ from ..records.predictor import Trees
 from ..tuning import strategies, training
 from ..tuning.domain import Domain
 from ..tuning.session import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
+from .bootstrap import Interval, interval
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 NEAR = 1.05
 """A point within this factor of the optimum is as good as the optimum, to most."""
 BUILDERS = 16
-CONFIDENCE = 0.95
-RESAMPLES = 2000
 # Seeds that one process simulates in a row: starting it and loading the libraries take seconds.
 CHUNK = 5
 
@@ -256,27 +255,6 @@ def _chunk(path: Path, logs: Path | None, name: str, seeds: range, budget: int, 
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate and its bootstrap interval at `CONFIDENCE`."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def interval(values: np.ndarray, statistic: Callable[..., np.ndarray], seed: int = 0) -> Interval:
-    """The percentile bootstrap of a statistic that takes `axis`."""
-    import numpy as np
-
-    draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(statistic(values[draws], axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(float(statistic(values, axis=0)), float(low), float(high))
 
 
 @dataclass(frozen=True)

@@ -11,62 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from .models import MODELS
+from .bootstrap import ratio_interval
+from .decisions import importance, main_effects
+from .models import model_quality, recorded_quality
+from .points import points, searches
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-DRAWS = 1000
-# Of fewer problems the bootstrap is over points.
-LEAST_PROBLEMS = 5
-# Of fewer points of a template a forest learns nothing worth reporting.
-LEAST_POINTS = 40
-# Of fewer points of a template in a problem little can be said of what lies between them.
-LEAST_OF_PROBLEM = 4
-FOLDS = 5
-SHUFFLES = 3
-TREES = 50
 WITHIN = 1.05
-
-
-def points(table: pandas.DataFrame) -> pandas.DataFrame:
-    """A row for each point that was right, at its fastest trial, with `ratio`: its time over the problem's best.
-
-    Of several versions of a template the latest one counts: decisions of others mean other programs.
-    """
-    right = table[table["outcome"] == "ok"]
-    latest = right.groupby(["operator", "template"])["version"].transform("max")
-    right = right[right["version"] == latest]
-    first = right.sort_values("seconds", kind="stable").drop_duplicates(["arch", "problem", "candidate"])
-    first = first.sort_index()
-    best = first.groupby(["arch", "problem"])["seconds"].transform("min")
-    return first.assign(ratio=first["seconds"] / best)
-
-
-def mean_interval(logs: Sequence[float] | np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """exp of the mean of logarithms, and of the ends of its interval; NaN where there are too few."""
-    import numpy as np
-
-    values = np.asarray(logs, dtype=float)
-    if not len(values):
-        return math.nan, math.nan, math.nan
-    low, high = _bootstrap(values, seed)
-    return math.exp(values.mean()), math.exp(low), math.exp(high)
-
-
-def _bootstrap(values: np.ndarray, seed: int) -> tuple[float, float]:
-    """The interval of a mean; none where there are too few values to draw from."""
-    import numpy as np
-
-    if len(values) < LEAST_PROBLEMS:
-        return math.nan, math.nan
-    draws = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
-    return float(low), float(high)
 
 
 # ------------------------------------------------------------------------------------------------- distributions
@@ -86,8 +43,7 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
         own = known[(known["operator"] == key[0]) & (known["arch"] == key[1]) & (known["template"] == key[2])]
         tried = group[group["outcome"] != "environment"]
         by_problem = own.groupby("problem")["ratio"]
-        best, low, high = mean_interval(by_problem.min().map(math.log).tolist())
-        median, _, _ = mean_interval(by_problem.median().map(math.log).tolist())
+        best, median = (ratio_interval(x.map(math.log).tolist()) for x in (by_problem.min(), by_problem.median()))
         lines.append(
             {
                 **dict(zip(("operator", "arch", "template"), key, strict=True)),
@@ -95,10 +51,8 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
                 "trials": len(tried),
                 "failed": float((tried["outcome"] != "ok").mean()) if len(tried) else math.nan,
                 "wins": int((by_problem.min() == 1).sum()),
-                "best": best,
-                "best_low": low,
-                "best_high": high,
-                "median": median,
+                **best.columns("best"),
+                "median": median.value,
                 "quarter": float((own["ratio"] <= 1.25).mean()) if len(own) else math.nan,
             }
         )
@@ -112,234 +66,6 @@ def failures(table: pandas.DataFrame) -> pandas.DataFrame:
     keys = ["operator", "arch", "template", "outcome", "reason"]
     found = bad.assign(reason=reason).groupby(keys).size().reset_index(name="trials")
     return found.sort_values("trials", ascending=False, ignore_index=True)
-
-
-# ---------------------------------------------------------------------------------------------- importance of decisions
-
-
-def features(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """What a model of one template's times is given: decisions and axes that vary, as numbers."""
-    import pandas
-
-    names = [name for name in rows if name.startswith(("decision.", "axis.")) and rows[name].nunique() > 1]
-    return pandas.DataFrame({name: _numbers(rows[name]) for name in names}, index=rows.index)
-
-
-def _numbers(values: pandas.Series) -> np.ndarray:
-    """log2(value + 1), as decisions and extents are mostly powers of two, or a text's place; -1 where there is none."""
-    import numpy as np
-    import pandas
-
-    if not pandas.api.types.is_numeric_dtype(values):
-        return pandas.factorize(values)[0].astype(float)
-    found = values.astype(float)
-    return (np.log2(found + 1) if not (found < 0).any() else found).fillna(-1.0).to_numpy()
-
-
-def _groups(rows: pandas.DataFrame) -> np.ndarray:
-    """What the bootstrap draws and cross-validation leaves out: problems, or points where there are few problems."""
-    import numpy as np
-
-    keys = rows["arch"] + " " + rows["problem"]
-    return keys.to_numpy() if keys.nunique() >= LEAST_PROBLEMS else np.arange(len(rows))
-
-
-def _by_template(table: pandas.DataFrame) -> Iterable[tuple[tuple[Any, ...], pandas.DataFrame]]:
-    """Points of each template with enough of them, and `log`: ln(seconds) less its mean over the problem's points."""
-    import numpy as np
-
-    for key, rows in points(table).groupby(["operator", "arch", "template"], sort=True):
-        rows = rows[rows.groupby(["arch", "problem"])["seconds"].transform("size") >= LEAST_OF_PROBLEM]
-        if len(rows) >= LEAST_POINTS:
-            logs = np.log(rows["seconds"])
-            yield key, rows.assign(log=logs - logs.groupby(rows["problem"]).transform("mean"))
-
-
-def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
-    """Permutation importance of each decision (Breiman 2001, "Random Forests", section 10).
-
-    A forest is fitted to ln(time) less its mean over the problem, of a template's points of all problems but some, and
-    asked for those. There each decision is shuffled among the points of a problem. `importance` is by how much that
-    raises the mean squared error, as a share of the variance within problems: 0 if the decision does not matter, or if
-    another tells the same. `explained` is the share of that variance which the forest explains at all: where it is
-    small, or negative, the importances mean little.
-    """
-    import numpy as np
-    import pandas
-    from sklearn.ensemble import ExtraTreesRegressor
-    from sklearn.model_selection import GroupKFold
-
-    lines = []
-    for key, rows in _by_template(table):
-        data, target, groups = features(rows), rows["log"].to_numpy(dtype=float), _groups(rows)
-        problems, variance = pandas.factorize(rows["problem"])[0], float((target**2).mean())
-        decisions = [name for name in data if name.startswith("decision.")]
-        error = np.full(len(rows), math.nan)
-        raised = {name: np.zeros(len(rows)) for name in decisions}
-        generator = np.random.default_rng(seed)
-        for train, test in GroupKFold(FOLDS).split(data, target, groups):
-            forest = ExtraTreesRegressor(TREES, min_samples_leaf=2, random_state=seed, n_jobs=1)
-            forest.fit(data.iloc[train].to_numpy(), target[train])
-            kept = data.iloc[test].to_numpy()
-            error[test] = (forest.predict(kept) - target[test]) ** 2
-            # All shuffles of all decisions are asked for at once: a forest takes long to begin.
-            shuffled = []
-            for name, _ in itertools.product(decisions, range(SHUFFLES)):
-                other = kept.copy()
-                column = data.columns.get_loc(name)
-                for problem in np.unique(problems[test]):
-                    mine = np.flatnonzero(problems[test] == problem)
-                    other[mine, column] = kept[generator.permutation(mine), column]
-                shuffled.append(other)
-            said = forest.predict(np.concatenate(shuffled)).reshape(len(decisions), SHUFFLES, len(test))
-            for name, each in zip(decisions, said, strict=True):
-                raised[name][test] = ((each - target[test]) ** 2).mean(axis=0) - error[test]
-        for name in decisions:
-            by_group = pandas.Series(raised[name]).groupby(groups).mean().to_numpy() / variance
-            low, high = _bootstrap(by_group, seed)
-            lines.append(
-                {
-                    **dict(zip(("operator", "arch", "template"), key, strict=True)),
-                    "decision": name.removeprefix("decision."),
-                    "importance": float(by_group.mean()),
-                    "importance_low": low,
-                    "importance_high": high,
-                    "explained": 1 - float(error.mean()) / variance,
-                    "points": len(rows),
-                    "problems": rows["problem"].nunique(),
-                }
-            )
-    found = pandas.DataFrame(lines)
-    keys, rising = ["operator", "arch", "template", "importance"], [True, True, True, False]
-    return found.sort_values(keys, ascending=rising, ignore_index=True) if lines else found
-
-
-def main_effects(table: pandas.DataFrame) -> pandas.DataFrame:
-    """By what factor points with a decision's value are slower than the mean of their template's points of the problem.
-
-    `effect`: geometric mean over problems. A search measures good values of one decision
-    together with good ones of others, so in logs effects are smaller than they would be one decision at a time.
-    """
-    import pandas
-
-    lines = []
-    for key, rows in _by_template(table):
-        logs = rows["log"]
-        groups = pandas.Series(_groups(rows), index=rows.index)
-        for name in features(rows):
-            if not name.startswith("decision."):
-                continue
-            for value, mine in logs.groupby(rows[name]):
-                effect, low, high = mean_interval(mine.groupby(groups[mine.index]).mean().tolist())
-                lines.append(
-                    {
-                        **dict(zip(("operator", "arch", "template"), key, strict=True)),
-                        "decision": name.removeprefix("decision."),
-                        "value": value,
-                        "effect": effect,
-                        "effect_low": low,
-                        "effect_high": high,
-                        "points": len(mine),
-                    }
-                )
-    return pandas.DataFrame(lines)
-
-
-# ---------------------------------------------------------------------------------------------------- cost models
-
-
-def model_quality(
-    table: pandas.DataFrame,
-    *,
-    models: Sequence[str] = tuple(MODELS),
-    sizes: Sequence[int] = (8, 16, 32, 64),
-    repeats: int = 3,
-    problems: int = 8,
-    seed: int = 0,
-) -> pandas.DataFrame:
-    """How well models that learnt some of a problem's points order the others: a learning curve.
-
-    `problems` of those with the most points are taken, each split `repeats` times into `size` points to learn from and
-    the others. `rank` is Spearman's correlation of prediction and time among the others, `top1` and `top5` the best of
-    the one or five that the model favours over the best of the others (of which a search would measure so many); means
-    over problems, with intervals.
-    """
-    import numpy as np
-    import pandas
-    from scipy.stats import spearmanr
-
-    known = points(table)
-    lines = []
-    for (operator, arch), rows in known.groupby(["operator", "arch"], sort=True):
-        counts = rows.groupby("problem").size().sort_values(ascending=False, kind="stable")
-        scores: dict[tuple[str, int], dict[str, list[tuple[float, float, float]]]] = {}
-        for problem in counts[counts >= min(sizes) + 10].index[:problems]:
-            mine = rows[rows["problem"] == problem]
-            data = _model_rows(mine)
-            seconds = mine["seconds"].to_numpy(dtype=float)
-            for size, repeat in itertools.product(sizes, range(repeats)):
-                if size + 10 > len(mine):
-                    continue
-                order = np.random.default_rng([seed, repeat, size]).permutation(len(mine))
-                learnt, others = order[:size], order[size:]
-                best = seconds[others].min()
-                for name in models:
-                    said = MODELS[name](data[learnt], seconds[learnt], data[others])
-                    ranked = seconds[others][np.argsort(said, kind="stable")]
-                    flat = np.ptp(said) == 0 or np.ptp(seconds[others]) == 0
-                    rank = 0.0 if flat else float(spearmanr(said, seconds[others]).statistic)
-                    found = scores.setdefault((name, size), {}).setdefault(problem, [])
-                    found.append((rank, math.log(ranked[0] / best), math.log(ranked[:5].min() / best)))
-        for (name, size), by_problem in scores.items():
-            means = np.array([np.mean(one, axis=0) for one in by_problem.values()])
-            low, high = _bootstrap(means[:, 0], seed)
-            top1, top5 = mean_interval(means[:, 1], seed), mean_interval(means[:, 2], seed)
-            line = {"operator": operator, "arch": arch, "model": name, "learnt": size, "problems": len(means)}
-            line |= {"rank": float(means[:, 0].mean()), "rank_low": low, "rank_high": high}
-            line |= {"top1": top1[0], "top1_low": top1[1], "top1_high": top1[2]}
-            line |= {"top5": top5[0], "top5_low": top5[1], "top5_high": top5[2]}
-            lines.append(line)
-    return pandas.DataFrame(lines)
-
-
-def _model_rows(rows: pandas.DataFrame) -> np.ndarray:
-    """Points of one problem as the tuner's models see them: a column a template, and one for each of its decisions."""
-    import numpy as np
-
-    columns: dict[str, Any] = {}
-    for template, mine in rows.groupby("template"):
-        columns[f"{template}"] = np.where(rows["template"] == template, 1.0, -1.0)
-        for name in mine:
-            if name.startswith("decision.") and mine[name].notna().any():
-                columns[f"{template}.{name}"] = np.where(rows["template"] == template, _numbers(rows[name]), -1.0)
-    return np.column_stack(list(columns.values())).astype(np.float32)
-
-
-def recorded_quality(table: pandas.DataFrame) -> pandas.DataFrame:
-    """What searches' own models were worth: Spearman's correlation of recorded predictions with times.
-
-    Of each session with ten predictions or more, all of one batch or of several models: `rank`, the mean over sessions,
-    should be near -1, as a larger prediction means a faster point. Empty where no trial has a prediction.
-    """
-    import numpy as np
-    import pandas
-    from scipy.stats import spearmanr
-
-    right = table[(table["outcome"] == "ok") & table["predicted"].notna()] if "predicted" in table else table[:0]
-    lines = []
-    for key, rows in right.groupby(["operator", "arch", "strategy"]) if len(right) else ():
-        each = [
-            float(spearmanr(mine["predicted"], mine["seconds"]).statistic)
-            for _, mine in rows.groupby(["problem", "session"])
-            if len(mine) >= 10 and mine["predicted"].nunique() > 1
-        ]
-        if each:
-            low, high = _bootstrap(np.array(each), 0)
-            line = dict(zip(("operator", "arch", "strategy"), key, strict=True))
-            lines.append(
-                {**line, "sessions": len(each), "rank": float(np.mean(each)), "rank_low": low, "rank_high": high}
-            )
-    return pandas.DataFrame(lines)
 
 
 # --------------------------------------------------------------------------------------------------------- transfer
@@ -396,28 +122,14 @@ def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
     lines = []
     for key, mine in pairs.groupby([operator, "arch", differs]):
         there = mine["loss"].dropna()
-        mean, low, high = mean_interval(there.map(math.log).tolist())
         line = dict(zip(("operator", "arch", "differs"), key, strict=True))
         line |= {"pairs": len(mine), "measured": float(mine["loss"].notna().mean())}
-        lines.append({**line, "loss": mean, "loss_low": low, "loss_high": high, "worst": there.max()})
+        line |= ratio_interval(there.map(math.log).tolist()).columns("loss")
+        lines.append({**line, "worst": there.max()})
     return pandas.DataFrame(lines)
 
 
 # ----------------------------------------------------------------------------------------------------------- budget
-
-
-def searches(table: pandas.DataFrame) -> pandas.DataFrame:
-    """The points of each problem's longest session that were right, in the order in which they were measured, with
-    `ratio`: over the best of that session. A space that was measured in full is one.
-
-    Other sessions of a problem began with what was known already, or had other templates.
-    """
-    right = table[table["outcome"] == "ok"].drop_duplicates(["arch", "problem", "session", "candidate"])
-    length = right.groupby(["arch", "problem", "session"])["order"].transform("size")
-    right = right[length == length.groupby([right["arch"], right["problem"]]).transform("max")]
-    first = right.groupby(["arch", "problem"])["session"].transform("first")
-    right = right[right["session"] == first].sort_values(["arch", "problem", "order"], kind="stable")
-    return right.assign(ratio=right["seconds"] / right.groupby(["arch", "problem"])["seconds"].transform("min"))
 
 
 def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
