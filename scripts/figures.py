@@ -36,6 +36,7 @@ from tvm_sparse.core.template import NotApplicable, Template
 from tvm_sparse.records import Log
 from tvm_sparse.records.space import read as read_space
 from tvm_sparse.schedules.vocabulary import DECISIONS
+from tvm_sparse.tuning.strategies import DEFAULT
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -1393,7 +1394,7 @@ def searches_findings() -> str:
             f"After 64 trials what the evolutionary search with XGBoost has found takes {value:.3f} times"
             f" [{low:.3f}, {high:.3f}] as long as what random search has found (p = {blind['p']}): {verdict}."
         )
-        halves = [r for r in rows.values() if r["p"]]
+        halves = [r for r in rows.values() if r["p"] and r["strategy"] != "evolutionary"]
         enough = [r["strategy"] for r in halves if float(r["half_high"]) <= 1.02]
         point = [r["strategy"] for r in halves if float(r["half"]) <= 1.02 and r["strategy"] not in enough]
         said.append(
@@ -1402,7 +1403,16 @@ def searches_findings() -> str:
             + (f"; {listed(list(map(code, point)))} by the mean alone" if point else "")
             + "."
         )
+        each = [r for r in _search_rows(start) if r["p"] and r["space"] != "all"]
+        names = list(dict.fromkeys(r["strategy"] for r in each))
+        within = {n: sum(float(r["half"]) <= 1.02 for r in each if r["strategy"] == n) for n in names}
+        said.append(
+            f"Space by space, of {spaces_}, by the mean: "
+            + ", ".join(f"{code(name)} on {count}" for name, count in within.items())
+            + "."
+        )
         blocks.append(" ".join(said))
+    blocks.append(f"`tune` takes {code(DEFAULT)} unless `--strategy` names another.")
     return "\n\n".join(blocks)
 
 

@@ -32,7 +32,6 @@ REFERENCE = "evolutionary"
 STRATEGIES = ("evolutionary", "random", "replay", "boosting", "tpe", "qmc", "genetic", "portfolio")
 # What `tune` measures unless told otherwise.
 BUDGET = 64
-LONGEST = 100
 MARKS = (16, 32, 64)
 COLUMNS = (
     "start",
@@ -96,10 +95,9 @@ def recorded_best(start: str, space: Recorded) -> list[object] | None:
 
 def lines(start: str, spaces: Mapping[str, Recorded], runs: Sequence[Run], names: Sequence[str]) -> list[list[object]]:
     """A row for each space and strategy, and for each strategy on all spaces together."""
-    short = simulation.until(runs, BUDGET)
     optima = {name: one.optimum for name, one in spaces.items()}
-    groups = [(one, [run for run in short if run.space == one.name]) for one in spaces.values()]
-    groups.append((None, simulation.together(short, optima)))  # type: ignore[arg-type]
+    groups = [(one, [run for run in runs if run.space == one.name]) for one in spaces.values()]
+    groups.append((None, simulation.together(runs, optima)))  # type: ignore[arg-type]
     made = []
     for space, found in groups:
         by_name = {name: [run for run in found if run.strategy == name] for name in names}
@@ -114,7 +112,7 @@ def lines(start: str, spaces: Mapping[str, Recorded], runs: Sequence[Run], names
 
 def main(
     strategy: Annotated[list[str] | None, typer.Option(help="These beside the reference; writes nothing.")] = None,
-    repeats: Annotated[int, typer.Option(help="Searches of a space with a strategy.")] = 20,
+    repeats: Annotated[int, typer.Option(help="Searches of a space with a strategy.")] = 12,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
 ) -> None:
     names = list(dict.fromkeys([REFERENCE, *(strategy or STRATEGIES)]))
@@ -128,7 +126,7 @@ def main(
         spaces = {name: one for name, one in spaces.items() if start == "cold" or one.proven}
         if not spaces:
             continue
-        runs = simulation.compare(chosen, names, budget=LONGEST, repeats=repeats, jobs=jobs, logs=logs)
+        runs = simulation.compare(chosen, names, budget=BUDGET, repeats=repeats, jobs=jobs, logs=logs)
         found = lines(start, spaces, runs, names)
         made += found
         for line in found:
@@ -140,7 +138,7 @@ def main(
     if not strategy:
         facts = {
             "spaces": "every point measured, scripts/measure_spaces.py; excess over the best of the space, mean",
-            "searches": f"{BUDGET} trials (plots: {LONGEST}), 16 at a time; told one round, judged by all",
+            "searches": f"{BUDGET} trials, 16 at a time; told one round, judged by all",
             "over_reference": f"best time over that of {REFERENCE} with the same seed, geometric mean; 95 % bootstrap",
             "half": f"the same after {BUDGET // 2} trials over the reference's after {BUDGET}",
             "seconds_to_5": f"builds by {simulation.BUILDERS} processes and typical measurements, estimated",

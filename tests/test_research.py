@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import xml.etree.ElementTree as tree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,13 @@ def test_tables_are_written_and_read(table: Any, logs: Path, tmp_path: Path) -> 
         found = read(tmp_path / f"all.{suffix}")
         assert found["seconds"].sum() == pytest.approx(table["seconds"].sum(), rel=1e-12)
         assert found["decision.vec"].sum() == table["decision.vec"].sum()
+    # Of problems that this version does not know, axes are what their keys say.
+    log = Log(tmp_path / "old", "sm_90a", "bsr_matmul")
+    trial = Log(logs, "sm_90a", "bsr_matmul").read().trials[0]
+    log.append(trial, *(replace(trial, problem=f"bsr_matmul/m=8,gone={gone}") for gone in (3, "no")))
+    call("db", "export", "-o", tmp_path / "old.parquet", "--logs", log.root)
+    found = pandas.read_parquet(tmp_path / "old.parquet")
+    assert list(found["axis.m"]) == [1, 8, 8] and list(found["axis.gone"])[1:] == ["3", "no"]
 
 
 # ---------------------------------------------------------------------------------------------------------- studies

@@ -84,7 +84,7 @@ Plugins = Annotated[
         "--plugin",
         metavar="PATH",
         callback=_add_plugins,
-        help="Folder or file of an operator outside of the package; may be given again.",
+        help="Folder or file outside of the package with an operator, or templates; may be given again.",
     ),
 ]
 

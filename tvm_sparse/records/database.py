@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -275,7 +276,15 @@ def _axes(problem: str) -> dict[str, Any]:
         return registry.parse(problem).axes
     except ProblemError:
         pairs = (pair.partition("=") for pair in problem.partition("/")[2].split(","))
-        return {name: value for name, equals, value in pairs if equals}
+        return {name: _read(value) for name, equals, value in pairs if equals}
+
+
+def _read(text: str) -> int | float | str:
+    """What a text of a key stands for: a number, if it is one."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
@@ -292,6 +301,14 @@ def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
         blocks = here.blocks_at_once(*(value or 0 for value in taken)) // cores
         found["occupancy"] = blocks * found["threads"] / here.threads_at_once or None
     return found
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Values of one kind, as a column of Parquet has them: texts where some are numbers and some are not."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) < 2 or kinds == {int, float}:
+        return values
+    return [None if value is None else str(value) for value in values]
 
 
 def write_results(roots: Iterable[Path], path: Path, problem: str = "") -> int:
@@ -344,7 +361,8 @@ def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(found)), path)
+        columns = {name: _column([row[name] for row in found]) for name in (found[0] if found else ())}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
         return
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(found[0]) if found else ["kind"], lineterminator="\n")

@@ -293,11 +293,6 @@ class Summary:
     thought: float
 
 
-def until(runs: Sequence[Run], trials: int) -> list[Run]:
-    """The first trials of searches. What the strategy took is left as it was."""
-    return [dataclasses.replace(run, best=run.best[:trials], clock=run.clock[:trials]) for run in runs]
-
-
 def together(runs: Sequence[Run], optima: Mapping[str, float]) -> list[Run]:
     """One run a seed in the place of those on several spaces: the geometric mean of their times over the optima."""
     import numpy as np
