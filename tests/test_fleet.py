@@ -299,7 +299,7 @@ def test_parts_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the search's process -------------------------------------------------------------------------
 
 
-def test_a_search_whose_process_is_lost_learns_all_anew() -> None:
+def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path) -> None:
     first, second = [c for c in spaces.points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0])][:2]
     requests: list[Any] = []
 
@@ -308,7 +308,7 @@ def test_a_search_whose_process_is_lost_learns_all_anew() -> None:
             requests.append(request)
             if len(requests) in broken:
                 return Reply("crash", message="search was killed by SIGSEGV")
-            return Reply("ok", value=[str(second)])
+            return Reply("ok", value=[[str(second)], {str(second): 0.5}])
 
         def close(self) -> None:
             pass
@@ -317,8 +317,9 @@ def test_a_search_whose_process_is_lost_learns_all_anew() -> None:
         requests.clear()
         with searching.Searcher() as searcher:
             searcher._worker = Worker()  # type: ignore[assignment]
-            searcher.begin(PROBLEM, cpu(), (), {}, known={first: 1.0}, trials=9, batch=1, seed=0)
-            assert searcher.propose() == [second]
+            options = {"named": (), "fixed": {}, "known": {first: 1.0}, "trials": 9, "batch": 1, "seed": 0}
+            searcher.begin(PROBLEM, cpu(), "random", log_of(tmp_path), **options)
+            assert searcher.propose() == [second] and searcher.predicted == {second: 0.5}
             searcher.report({second: None})
             if len(broken) > 1:
                 with pytest.raises(searching.SearchError, match="SIGSEGV"):

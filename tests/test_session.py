@@ -216,7 +216,7 @@ def test_a_broken_environment_records_no_trial(fault: str, log: Log, monkeypatch
 
 def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of failures alone is suspicious: the fallback is asked again before it is written down."""
-    real = session._Bench.measure
+    real = session.Bench.measure
     asked = []
 
     def measure(bench, candidates, *rest):
@@ -228,7 +228,7 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
         return real(bench, candidates, *rest)
 
     broken = (sys.executable, str(TESTS / "faulty_build_worker.py"), '{"*": "compile"}')
-    monkeypatch.setattr(session._Bench, "measure", measure)
+    monkeypatch.setattr(session.Bench, "measure", measure)
     with pytest.raises(NoValidRecord, match="build-error"):
         run(log, 20)
     assert [t.outcome for t in log.read().trials] == ["ok"] * sum(map(len, asked[:2]))
@@ -242,7 +242,7 @@ def test_what_was_measured_is_recorded_where_nothing_can_go_on(log: Log, monkeyp
             trial = dataclasses.replace(record(candidate), session=session_id, order=i)
             yield dataclasses.replace(trial, outcome="crash", reason="?", seconds=()) if i == 1 else trial
 
-    monkeypatch.setattr(session._Bench, "measure", measure)
+    monkeypatch.setattr(session.Bench, "measure", measure)
     with pytest.raises(StartError, match="No space left"):
         run(log, 20)
     # What failed just before the machine did is not held against its candidate.

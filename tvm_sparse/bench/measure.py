@@ -19,7 +19,9 @@ from .verification import POISONS, Arguments, call, cases, check_again, verify, 
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
-    """Measure one library; `check_only` leaves the timing out.
+    """Measure one library, which is timed `undisturbed` or not (`time_kernel`).
+
+    `check_only` leaves the timing out, `again` what is not checked with the timed arguments.
 
     A message without a library makes the problem's references and loads the runtime, which is to no candidate's charge.
     One without a problem tries the device alone.
@@ -39,7 +41,8 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         device_of(kind)
         return {}
     function, workspaces = load(message["library"], kind), message["workspaces"]
-    verify(function, kind, small, workspaces)
+    if not message.get("again"):
+        verify(function, kind, small, workspaces)
 
     arguments = Arguments(kind, [whole], workspaces_on(kind, workspaces, problem), offset=False)
     given = arguments.load(whole, POISONS[0])
@@ -54,7 +57,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         if not message.get("check_only"):
             arguments.poison(POISONS[0])
             try:
-                seconds = time_kernel(kind, function, given)
+                seconds = time_kernel(kind, function, given, undisturbed=message.get("undisturbed", False))
             except Exception as error:
                 raise Fatal(str(error)) from error
             check_again(whole, first, arguments.outputs())  # what the last of the timed calls has written

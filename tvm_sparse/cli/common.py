@@ -40,6 +40,7 @@ EXTRAS = {
     "torch": ("torch",),
     "ray": ("ray",),
     "plot": ("matplotlib",),
+    "lab": ("pandas", "pyarrow", "sklearn", "matplotlib", "scipy", "optuna", "nevergrad"),
 }
 
 Operator = Annotated[
@@ -83,7 +84,7 @@ Plugins = Annotated[
         "--plugin",
         metavar="PATH",
         callback=_add_plugins,
-        help="Folder or file of an operator outside of the package; may be given again.",
+        help="Folder or file outside of the package with an operator, or templates; may be given again.",
     ),
 ]
 
@@ -176,13 +177,26 @@ def errors() -> Iterator[None]:
         from ..artifacts.compile import CompileError
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
+        from ..records.exchange import ExchangeError
+        from ..records.space import SpaceError
         from ..runtime.loading import LoadError
         from ..tuning.cluster import ClusterError
         from ..tuning.session import NoValidRecord
         from ..workers.processes import StartError
 
-        known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, ClusterError)
-        if isinstance(error, (*known, OSError)):
+        known = (
+            CompileError,
+            ToolchainError,
+            ManifestError,
+            LoadError,
+            StartError,
+            NoValidRecord,
+            ClusterError,
+            OSError,
+            ExchangeError,
+            SpaceError,
+        )
+        if isinstance(error, known):
             fail(str(error))
         raise
 

@@ -142,18 +142,43 @@ def verify(logs: Logs = None) -> None:
 
 @db.command("export")
 def export(
-    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.csv, or FILE.parquet (needs pyarrow).")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="FILE.csv, FILE.parquet (needs pyarrow), or FILE.json for results in T4."),
+    ],
+    problem: Wanted = "",
     logs: Logs = None,
 ) -> None:
-    """Write all trials and rankings into one table, as CSV or Parquet."""
+    """Write trials into one table, with all rankings, as CSV or Parquet; or as results in the T4 format."""
     with errors():
-        from ..records.database import rows, write_rows
+        from ..records.database import rows, write_results, write_rows
 
-        if output.suffix not in (".csv", ".parquet"):
-            raise ProblemError(f"output: expected FILE.csv or FILE.parquet, got {output}")
-        found = rows(default_roots(logs))
+        if output.suffix not in (".csv", ".parquet", ".json"):
+            raise ProblemError(f"output: expected FILE.csv, FILE.parquet or FILE.json, got {output}")
+        if output.suffix == ".json":
+            typer.echo(f"{write_results(default_roots(logs), output, problem)} results in {output}")
+            return
+        found = [row for row in rows(default_roots(logs)) if row["problem"].startswith(problem)]
         try:
             write_rows(found, output)
         except ModuleNotFoundError:
             fail("pyarrow is missing, which writes Parquet: pip install pyarrow, or export to FILE.csv")
         typer.echo(f"{len(found)} records in {output}")
+
+
+@db.command("import")
+def import_results(
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="Results in T4 that `db export` wrote.")],
+    logs: Own = None,
+) -> None:
+    """Append to a folder of records the trials of a T4 file that it lacks.
+
+    Results of other tools have no problem and no template of ours: study and report read them where they are, by
+    --logs FILE.json.
+    """
+    with errors():
+        from ..records.database import read_results
+        from ..runtime import paths
+
+        target = logs or paths.user_logs()
+        typer.echo(f"{read_results(file, target)} trials appended in {target}")

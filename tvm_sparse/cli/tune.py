@@ -15,6 +15,9 @@ import typer
 from ..core import machine, registry, shape_files
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
+from ..tuning.ask_tell import LIBRARIES
+from ..tuning.strategies import DEFAULT as STRATEGY
+from ..tuning.strategies import names as strategy_names
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -95,6 +98,9 @@ def tune(
         ),
     ] = None,
     fix: Fixed = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
+    ] = STRATEGY,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     plugin: Plugins = None,
@@ -110,12 +116,13 @@ def tune(
         with _devices(target, builders, **asked) as fleet:
             machines = list(fleet.machines)
             _require_templates(templates or (), problems, machines)
+            _require_strategy(strategy)
             from ..runtime import paths
 
             folder = logs if logs is not None else paths.user_logs()
             fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
             builders_now = builders or machine.default_builders(len(fleet.devices))
-            plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed)
+            plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed, strategy)
             console().print(plan_table(plans, len(fleet.devices)))
             left_out = left_out_lines(plans)
             if left_out:
@@ -130,7 +137,7 @@ def tune(
             here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled
             require("tune", *(["cuda"] if here else []))
             again = resume_command(
-                operator, axes, shapes, target, trials, logs, builders, templates, fix, seed, **asked
+                operator, axes, shapes, target, trials, logs, builders, templates, fix, strategy, seed, **asked
             )
             outcome = run(plans, folder, seed, again, fleet)
         if outcome.bests:
@@ -231,6 +238,14 @@ def _require_templates(names: Sequence[str], problems: Sequence[Problem], machin
             raise ProblemError(f"template: got {name!r}; on {archs} expected one of {', '.join(valid)}")
 
 
+def _require_strategy(name: str) -> None:
+    """Raise unless there is such a strategy; end with what to install if its library is missing."""
+    if name not in strategy_names():
+        raise ProblemError(f"strategy: got {name!r}; expected one of {', '.join(strategy_names())}")
+    if name in LIBRARIES:
+        require("lab")
+
+
 def _decisions(problems: Sequence[Problem], machines: Sequence[Machine]) -> list[str]:
     """The decisions of all templates that fit one of the problems."""
     from ..core import spaces
@@ -250,6 +265,7 @@ def resume_command(
     builders: int | None,
     templates: Sequence[str] | None,
     fix: Sequence[str] | None,
+    strategy: str,
     seed: int,
     *,
     devices: str | None = None,
@@ -269,6 +285,7 @@ def resume_command(
         ("workers", workers, None),
         ("ray", ray, None),
         ("model", model, None),
+        ("strategy", strategy, STRATEGY),
         ("seed", seed, 0),
     ):
         if value != default:
@@ -293,12 +310,15 @@ def make_plans(
     builders: int,
     templates: Sequence[str] = (),
     fixed: Mapping[str, tuple[int, ...]] | None = None,
+    strategy: str = STRATEGY,
 ) -> list[Plan]:
     from ..records import Log
     from ..tuning.session import make_plan
 
     return [
-        make_plan(problem, where, trials, Log(folder, where.arch, problem.operator), builders, templates, fixed)
+        make_plan(
+            problem, where, trials, Log(folder, where.arch, problem.operator), builders, templates, fixed, strategy
+        )
         for problem, where in itertools.product(problems, machines)
     ]
 

@@ -65,7 +65,7 @@ class Machine:
 
         `threads` and `shared_bytes`, static and dynamic, are a block's, `registers` a thread's.
         """
-        most = next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
+        most = self._limits
         warps = -(-threads // 32)
         # Registers are allocated by eight for a warp, which has one of four register files.
         held = 4 * (REGISTER_FILE // 4 // (32 * (max(1, -(-registers // 8)) * 8)))
@@ -76,6 +76,15 @@ class Machine:
             most.shared_bytes // (-(-shared_bytes // 128) * 128 + most.reserved_bytes),
         )
         return self.cores * each
+
+    @property
+    def _limits(self) -> _Limits:
+        return next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
+
+    @property
+    def threads_at_once(self) -> int:
+        """Threads that a GPU's multiprocessor runs at the same time, at most."""
+        return self._limits.threads
 
     @property
     def device(self) -> str:

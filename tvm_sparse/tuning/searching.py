@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ..core import spaces
@@ -17,8 +18,11 @@ from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import add_plugins, parse, plugins
 from ..core.template import Table
+from ..records import Log
+from ..records.queries import predictor
 from ..workers.processes import Reply, Worker, serve
-from .search import Search
+from . import strategies
+from .domain import Domain
 
 SEARCH_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.searching")
 # Far beyond the seconds that a proposal takes, also where other processes take the cores.
@@ -44,6 +48,7 @@ class Searcher:
         self._begin: dict[str, Any] = {}
         self._known: dict[Candidate, float | None] = {}
         self._results: Mapping[Candidate, float | None] = {}
+        self.predicted: Mapping[Candidate, float] = {}
 
     def __enter__(self) -> Searcher:
         return self
@@ -55,21 +60,29 @@ class Searcher:
         self,
         problem: Problem,
         machine: Machine,
+        strategy: str,
+        log: Log,
+        *,
         named: tuple[str, ...],
         fixed: Table,
-        *,
         known: Mapping[Candidate, float | None],
         trials: int,
         batch: int,
         seed: int,
     ) -> None:
-        """Make a `Search` of the space that `spaces.searched` gives; what it did before is forgotten."""
+        """Make a strategy (`strategies.make`) of the space that `spaces.searched` gives, with the log's model.
+
+        What this searched before is forgotten.
+        """
         self._known, self._results = dict(known), {}
+        self.predicted = {}
         self._begin = {
             "problem": problem.key,
             "machine": asdict(machine),
             "named": named,
             "fixed": dict(fixed),
+            "strategy": strategy,
+            "root": str(log.root),
             "plugins": plugins(),
             "trials": trials,
             "batch": batch,
@@ -78,7 +91,7 @@ class Searcher:
         self._call(self._begin | {"known": _texts(self._known)})  # a failure shows at the first proposal
 
     def propose(self) -> list[Candidate]:
-        """As `Search.propose`, after `Search.report` of what was measured of the last proposal.
+        """As `Strategy.propose`, after `Strategy.report` of what was measured of the last proposal.
 
         Raises
         ------
@@ -90,10 +103,12 @@ class Searcher:
             reply = self._call({"results": {}})
         if not reply.ok:
             raise SearchError(f"the search failed: {reply.message}")
-        return [Candidate.parse(text) for text in reply.value]
+        candidates, predicted = reply.value
+        self.predicted = {Candidate.parse(text): score for text, score in predicted.items()}
+        return [Candidate.parse(text) for text in candidates]
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """As `Search.report`."""
+        """As `Strategy.report`."""
         self._results = results
         self._known.update(results)
 
@@ -109,17 +124,21 @@ def _candidates(texts: Mapping[str, float | None]) -> dict[Candidate, float | No
     return {Candidate.parse(text): seconds for text, seconds in texts.items()}
 
 
-def handle(message: dict[str, Any]) -> list[str]:
-    """Begin a search, or go on with it: report the results of the last proposal, and propose."""
+def handle(message: dict[str, Any]) -> Any:
+    """Begin a search, or go on with it: report the results of the last proposal, and propose.
+
+    The reply holds the candidates, and what the strategy predicts of them.
+    """
     global _search
     if "problem" in message:
         add_plugins(message["plugins"])
         problem, machine = parse(message["problem"]), Machine(**message["machine"])
         fixed = {name: tuple(values) for name, values in message["fixed"].items()}
-        _search = Search(
-            problem,
-            machine,
-            spaces.searched(problem, machine, message["named"], fixed)[0],
+        tables, _ = spaces.searched(problem, machine, message["named"], fixed)
+        model = predictor((Path(message["root"]),), machine.arch, problem.operator)
+        _search = strategies.make(
+            message["strategy"],
+            Domain.of(problem, machine, tables, trees=model.trees if model else None),
             known=_candidates(message["known"]),
             trials=message["trials"],
             batch=message["batch"],
@@ -130,10 +149,11 @@ def handle(message: dict[str, Any]) -> list[str]:
         raise RuntimeError("this process has begun no search")
     if message["results"]:
         _search.report(_candidates(message["results"]))
-    return [str(candidate) for candidate in _search.propose()]
+    candidates = [str(candidate) for candidate in _search.propose()]
+    return candidates, {str(candidate): float(score) for candidate, score in _search.predicted.items()}
 
 
-_search: Search | None = None
+_search: strategies.Strategy | None = None
 
 if __name__ == "__main__":
     # The search needs no PyTorch, which tvm_ffi imports where it is installed. SciPy looks for it here.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import itertools
 import math
@@ -26,7 +25,7 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +42,10 @@ from ..records import Best, Log, Session, Trial
 from ..records.queries import predictor
 from ..workers import building
 from ..workers.processes import Reply, StartError
-from . import fleet
+from . import fleet, strategies
+from .domain import Domain
 from .fleet import Device, Fleet, Lease
 from .measuring import Lost, PrepareError
-from .search import Search, rest
 from .searching import Searcher, SearchError
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
@@ -81,6 +80,7 @@ class Plan:
     seconds: float  # estimate
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
+    strategy: str = strategies.DEFAULT
 
     @property
     def size(self) -> int:
@@ -142,6 +142,7 @@ def make_plan(
     builders: int,
     named: Collection[str] = (),
     fixed: Table | None = None,
+    strategy: str = strategies.DEFAULT,
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for."""
     tables, reasons = spaces.searched(problem, machine, named, fixed)
@@ -153,7 +154,7 @@ def make_plan(
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {})
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
@@ -168,15 +169,19 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     return known
 
 
-def winners_nearby(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
+def winners_nearby(
+    problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, *, itself: bool = True
+) -> list[Candidate]:
     """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
 
-    Winners at an earlier version of a template count as well, those of the problem itself too: kernels change more
-    often than what suits a shape.
+    Winners at an earlier version of a template count as well, those of the problem itself too, unless not `itself`:
+    kernels change more often than what suits a shape.
     """
 
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
+        if key == problem.key and not itself:
+            continue
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
             template, values = spaces.find(best.candidate.template), best.candidate.values
             if template.name in tables and not template.point(problem, machine, values):
@@ -193,6 +198,18 @@ def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], l
         return []
     table = tables.get(found.candidate.template, {})
     return [found.candidate] if all(v in table.get(name, ()) for name, v in found.candidate.decisions) else []
+
+
+def _covered(
+    problem: Problem,
+    machine: Machine,
+    tables: Mapping[str, Table],
+    known: Mapping[Candidate, float | None],
+    trials: int,
+) -> bool:
+    """Whether the trials suffice for all points that are left: then no search is asked."""
+    most = itertools.islice(points(problem, machine, tables), trials + len(known) + 1)
+    return sum(candidate not in known for candidate in most) <= trials
 
 
 def tune(
@@ -236,9 +253,9 @@ def tune(
     with scratch.folder() as folder, contextlib.ExitStack() as stack:
         devices = using or stack.enter_context(fleet.local(machine, plan.builders))
         lease = stack.enter_context(devices.lease(machine))
-        session = new_session(lease.device(), seed, problem)
+        session = new_session(lease.device(), seed, problem, plan.strategy)
         log.append(session)
-        bench = _Bench(problem, machine, fallback, seed, folder, lease)
+        bench = Bench(problem, machine, fallback, seed, folder, lease)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -250,11 +267,13 @@ def tune(
                     f" this batch is not recorded: {trial.reason}"
                 )
 
-        def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
+        def run(batch: Sequence[Candidate], scores: Mapping[Candidate, float]) -> dict[Candidate, float | None]:
+            """`scores`: what the search's cost model said of candidates."""
             results: dict[Candidate, float | None] = {}
             trials = []
             try:
-                for trial in bench.measure(batch, session.id, progress.measured):
+                for measured in bench.measure(batch, session.id, progress.measured):
+                    trial = dataclasses.replace(measured, predicted=scores.get(measured.candidate))
                     trials.append(trial)
                     results[trial.candidate] = trial.median if trial.outcome == "ok" else None
                     progress.measured += 1
@@ -286,14 +305,26 @@ def tune(
         if fallback in known and plan.trials:
             require_fallback()
         for batch in (first[:1], first[1:]):
-            known.update(run(batch))
+            known.update(run(batch, {}))
         trials = plan.trials - len(first)
-        search: Search | Searcher | None = None
-        if trials > 0 and rest(problem, machine, tables, known, trials) is not None:
-            search = Search(problem, machine, tables, known=known, trials=trials, batch=BATCH, seed=seed)
+        search: strategies.Strategy | None = None
+        if trials > 0 and _covered(problem, machine, tables, known, trials):
+            everything = Domain.of(problem, machine, tables)
+            search = strategies.make(plan.strategy, everything, known=known, trials=trials, batch=BATCH, seed=seed)
         elif trials > 0:
-            search = searcher or stack.enter_context(Searcher(lambda: devices.closed))
-            search.begin(problem, machine, plan.named, plan.fixed, known=known, trials=trials, batch=BATCH, seed=seed)
+            search = searcher = searcher or stack.enter_context(Searcher(lambda: devices.closed))
+            searcher.begin(
+                problem,
+                machine,
+                plan.strategy,
+                log,
+                named=plan.named,
+                fixed=plan.fixed,
+                known=known,
+                trials=trials,
+                batch=BATCH,
+                seed=seed,
+            )
         while search and progress.measured < plan.trials and not stop():
             began = time.monotonic()
             try:
@@ -303,7 +334,7 @@ def tune(
             progress.search_seconds += time.monotonic() - began
             if not batch:
                 break
-            results = run(batch)
+            results = run(batch, search.predicted)
             known.update(results)
             search.report(results)
 
@@ -388,7 +419,7 @@ def tune_all(
 
 
 def _final(
-    bench: _Bench,
+    bench: Bench,
     progress: Progress,
     known: Mapping[Candidate, float | None],
     fallback: Candidate,
@@ -432,7 +463,7 @@ def _final(
 
 
 def _rounds(
-    bench: _Bench, progress: Progress, finalists: Sequence[Candidate], session: str, show: Callable[[Progress], None]
+    bench: Bench, progress: Progress, finalists: Sequence[Candidate], session: str, show: Callable[[Progress], None]
 ) -> tuple[dict[Candidate, list[float]], Trial | None]:
     """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""
     device = bench.device()
@@ -451,7 +482,7 @@ def _rounds(
     return times, spoilt
 
 
-class _Bench:
+class Bench:
     """Builds and measures candidates of one problem; keeps the libraries it has built."""
 
     def __init__(
@@ -462,7 +493,10 @@ class _Bench:
         seed: int,
         folder: Path,
         lease: Lease,
+        *,
+        undisturbed: bool = False,
     ) -> None:
+        self._undisturbed = undisturbed
         self._problem, self._machine, self._fallback = problem, machine, fallback
         self._lease, self._folder = lease, folder
         self._built: dict[Candidate, Future[Reply]] = {}
@@ -477,36 +511,65 @@ class _Bench:
         """Have it built anew when it is measured next."""
         self._built.pop(candidate, None)
 
+    def build(self, candidates: Sequence[Candidate]) -> Generator[Candidate]:
+        """Yield each candidate once it is built; the builds of those that follow go on meanwhile."""
+        new = self._submit(candidates)
+        try:
+            for candidate in candidates:
+                wait([self._built[candidate]])
+                yield candidate
+        finally:
+            for candidate in new:
+                if self._built[candidate].cancel():
+                    self.forget(candidate)
+
+    def _submit(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Have built what is not; returns that."""
+        new = [c for c in dict.fromkeys(candidates) if c not in self._built]
+        requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
+        self._built.update(zip(new, self._lease.build(requests, BUILD_TIMEOUT), strict=True))
+        return new
+
     def measure(
         self, candidates: Sequence[Candidate], session: str, order: int, device: Device | None = None
     ) -> Iterator[Trial]:
         """One trial a candidate, in order; on one device if it is given, which may raise `Lost`."""
-        new = [c for c in candidates if c not in self._built]
-        requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
-        self._built.update(zip(new, self._lease.build(requests, BUILD_TIMEOUT), strict=True))
+        new = self._submit(candidates)
         if self._machine.kind == "llvm":
             wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
-        measured = [
-            self._lease.measure(
-                self._built[c], self._request, functools.partial(self._library, c), MEASURE_TIMEOUT, device
-            )
-            for c in candidates
-        ]
+        measured = [self._measured(candidate, device=device) for candidate in candidates]
         for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
-            trial = self._trial(candidate, self._built[candidate].result(), reply, session, order + i)
-            if trial.outcome == "environment":
-                self.forget(candidate)
-            yield trial
+            yield self._finished(candidate, reply, session, order + i)
+
+    def trial(self, candidate: Candidate, session: str, order: int, *, again: bool = False) -> Trial:
+        """The trial of a candidate that is built.
+
+        `again`: it was right before, and is checked only with the arguments that it is timed with.
+        """
+        return self._finished(candidate, self._measured(candidate, again=again), session, order)
+
+    def _measured(
+        self, candidate: Candidate, *, again: bool = False, device: Device | None = None
+    ) -> Future[Reply | None]:
+        """What comes of it once it is built; None for what is not worth its share of a device."""
+
+        def library(built: Reply) -> Mapping[str, Any] | None:
+            if not built.ok or self._spills(candidate, built):
+                return None
+            found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+            return found | {"again": again, "undisturbed": self._undisturbed}
+
+        return self._lease.measure(self._built[candidate], self._request, library, MEASURE_TIMEOUT, device)
 
     def _spills(self, candidate: Candidate, built: Reply) -> int:
         """Of registers, in instructions. The fallback's are not asked for."""
         return (built.value["resources"] or {}).get("spill_instructions", 0) if candidate != self._fallback else 0
 
-    def _library(self, candidate: Candidate, built: Reply) -> Mapping[str, Any] | None:
-        """What to measure of a build; nothing if there is nothing, or if it is not worth its share of a device."""
-        if not built.ok or self._spills(candidate, built):
-            return None
-        return {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+    def _finished(self, candidate: Candidate, measured: Future[Reply | None], session: str, order: int) -> Trial:
+        found = self._trial(candidate, self._built[candidate].result(), measured, session, order)
+        if found.outcome == "environment":
+            self.forget(candidate)
+        return found
 
     def _trial(
         self, candidate: Candidate, built: Reply, measured: Future[Reply | None], session: str, order: int
@@ -548,7 +611,7 @@ class _Bench:
         return trial(outcome, reply.message)
 
 
-def new_session(device: Device, seed: int, problem: Problem) -> Session:
+def new_session(device: Device, seed: int, problem: Problem, strategy: str) -> Session:
     """The provenance of a run that starts now, on this device and others of the same kind."""
     machine = device.machine
     versions = {
@@ -569,6 +632,7 @@ def new_session(device: Device, seed: int, problem: Problem) -> Session:
         versions=versions,
         timer=timer,
         inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
+        strategy=strategy,
     )
 
 

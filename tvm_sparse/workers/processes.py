@@ -40,7 +40,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -468,7 +468,7 @@ class Pool:
         """
         return self._threads.submit(self._run, request, timeout, abandoned)
 
-    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Iterator[Reply]:
+    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Generator[Reply]:
         """Yield a reply for each request, in the order of the requests; leaving it early ends what is under way.
 
         Raises
