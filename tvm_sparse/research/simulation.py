@@ -381,7 +381,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.set_xlabel("trials")
         panel.set_ylabel("% over the optimum")
-    axes.flat[0].legend(fontsize=8)
+    axes.flat[0].legend(fontsize=7, ncols=2, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
