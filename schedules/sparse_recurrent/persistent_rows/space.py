@@ -35,6 +35,9 @@ SHARED = (0, 4, 8, 16, 32, 64)
 # Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates): with
 # fewer the compiler spilled.
 BESIDES = 8
+# As few suffice for entries apart, which are used at once: to take them out of fewer registers costs more time, in each
+# step, than the few words that may be spilled.
+LEAST_BESIDES = 4
 ADDRESSES = 2  # registers of such a load beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
@@ -222,8 +225,12 @@ class Extents:
     def form(self) -> str:
         """How entries are in registers: "apart", place and value in a word each, as they are used, where there is room;
         else "joined", column and value in one word, or of float32 "paired", two columns in one."""
-        small = "joined" if self.words == 1 else "paired" if self.hidden >> 16 == 0 else "apart"
-        return "apart" if self.held_in("apart") + BESIDES <= self.register_limit else small
+        return "apart" if self.held_in("apart") + LEAST_BESIDES <= self.register_limit else self.small_form
+
+    @property
+    def small_form(self) -> str:
+        """The `form` of the fewest registers."""
+        return "joined" if self.words == 1 else "paired" if self.hidden >> 16 == 0 else "apart"
 
     @property
     def row_words(self) -> int:
@@ -237,11 +244,11 @@ class Extents:
 
     @property
     def held(self) -> int:
-        """Registers for weights, sums, what is in flight, and inputs of this step and the next."""
-        return self.held_in(self.form)
+        """Registers at least for weights, sums, what is in flight, and inputs of this step and the next."""
+        return self.held_in(self.small_form)
 
     def held_in(self, form: str) -> int:
-        """`held`, if entries in registers have this form."""
+        """Those registers, if entries in registers have this form."""
         spare = 16 if self.shared else 0  # what is read again goes through more registers
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
         return spare + self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
