@@ -180,6 +180,8 @@ def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], 
         name = "out" if name == "out" else f"out ({name})"
         theirs = arrays.facts(name, array)
         refuse_gradient(name, array)
+        if arrays.is_jax(array):
+            raise TypeError(f"{name}: arrays of JAX are immutable; call it without")
         if arrays.is_torch(array) != arrays.is_torch(like):
             wanted_kind = "a torch tensor" if arrays.is_torch(like) else "an array that is no torch tensor"
             raise ValueError(f"{name}: expected {wanted_kind}, as the input is, got {type(array).__name__}")
