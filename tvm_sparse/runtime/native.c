@@ -185,8 +185,8 @@ static int count_is(Py_ssize_t given, Py_ssize_t wanted) {
 static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
   if (!count_is(nargs, 6)) return NULL;
-  const Exchange *table = PyCapsule_GetPointer(args[5], "dlpack_exchange_api");
-  if (table == NULL) return NULL;
+  static const char *const name = "dlpack_exchange_api";
+  const Exchange *table = PyCapsule_IsValid(args[5], name) ? PyCapsule_GetPointer(args[5], name) : NULL;
   while (table != NULL && table->version.major != MAJOR) table = table->before;
   if (table == NULL || table->tensor_from_object == NULL) return Py_NewRef(Py_False);
   PyObject **kept[] = {&tensor_type, &is_negated, &empty_like, &count_modes, &forward_ad};
