@@ -56,6 +56,7 @@ DECISIONS: Mapping[str, str] = {
     # Which way is taken.
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
+    "kept": "1: exponentials are kept, and scaled in the end; 0: they are taken again.",
     # CPU.
     "chunk": "Elements of a row that a CPU thread works on at a time.",
     "simd": "Elements of one SIMD vector of the CPU.",

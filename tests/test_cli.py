@@ -478,6 +478,13 @@ def test_a_peer_that_is_wrong_has_no_time() -> None:
     assert "division by zero" in lines[1][0].note and "absent" in lines[2][0].note
 
 
+def test_peers_of_words_are_compared_in_the_form_of_the_operator() -> None:
+    """Lists of numbers of any length, and masks: no output is a number with a tolerance."""
+    for key in ("compaction/lists=2,vocab=100,capacity=40", "lsh_lookup/lists=2,beam=2,vocab=70,bands=9,bits=3"):
+        result = compare(parse(key), machine.cpu(), host=False, rounds=1)
+        assert [line.correct for line in result.timings] == [True] * len(result.timings), result.timings
+
+
 # ------------------------------------------------------------------------------------------- doctor, quickstart
 
 

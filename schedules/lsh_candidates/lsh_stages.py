@@ -105,7 +105,7 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
 
 lsh_stages = Template(
     name="lsh_stages",
-    version=1,
+    version=2,
     operator="lsh_candidates",
     kind="llvm",
     summary="hash, look-up and compaction one after the other, threads sharing each",

@@ -52,6 +52,8 @@ from .searching import Searcher, SearchError
 BATCH = 16
 # One in this many trials goes to what won for similar problems, before the search begins.
 PROVEN_SHARE = 4
+# One in this many goes to what the log's model takes for the fastest, but no more than so many of a long run.
+PREDICTED_SHARE, MOST_PREDICTED = 2, 6
 FINALISTS = 4
 FINAL_ROUNDS = 5
 BUILD_TIMEOUT = 120.0
@@ -190,14 +192,20 @@ def winners_nearby(
     return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
 
 
-def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
-    """What the log's model takes for the fastest, if these spaces have it; its trial tells how far off the model is."""
+def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, count: int) -> list[Candidate]:
+    """What the log's model takes for the fastest, of what these spaces have; trials tell how far off the model is."""
     model = predictor((log.root,), machine.arch, problem.operator)
-    found = model.choose(problem, machine) if model else None
-    if found is None or spaces.refusal(found.candidate, problem, machine) is not None:
+    if model is None:
         return []
-    table = tables.get(found.candidate.template, {})
-    return [found.candidate] if all(v in table.get(name, ()) for name, v in found.candidate.decisions) else []
+    chosen = model.choose(problem, machine)  # what look-up takes, which ranks for a larger batch
+    found = dict.fromkeys([*([chosen.candidate] if chosen else []), *model.fastest(problem, machine, count)])
+
+    def there(candidate: Candidate) -> bool:
+        table = tables.get(candidate.template)
+        inside = table is not None and all(v in table.get(name, ()) for name, v in candidate.decisions)
+        return inside and spaces.refusal(candidate, problem, machine) is None
+
+    return [candidate for candidate in found if there(candidate)][:count]
 
 
 def _covered(
@@ -299,7 +307,8 @@ def tune(
 
         show(progress)
         defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
-        model = predicted(problem, machine, tables, log)
+        count = max(1, min(plan.trials // PREDICTED_SHARE, MOST_PREDICTED))
+        model = predicted(problem, machine, tables, log, count)
         proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
         first = [c for c in dict.fromkeys([fallback, *defaults, *model, *proven]) if c not in known]
         if fallback in known and plan.trials:
