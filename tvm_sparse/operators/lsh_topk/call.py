@@ -8,16 +8,14 @@ from tvm_sparse.core.problem import FLOATS, ProblemError
 from tvm_sparse.formats import wta
 from tvm_sparse.operators.head_topk.call import WHERE, whole_number
 from tvm_sparse.operators.lsh_lookup.arguments import checked_tables
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
     facts_beside,
     inverse_temperature,
     machine_of,
     outputs_for,
     passed,
-    put_down,
     refuse_gradient,
-    repeated,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -95,17 +93,17 @@ def lsh_topk(
     """
     scale = inverse_temperature(temperature)
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given = (hidden, embedding, permutations, words, table, multipliers, always, ids, bias, *outputs)
+    given = (hidden, embedding, permutations, words, table, multipliers, always, ids, bias)
     what, launchers = ("lsh_topk", threshold, n), dispatcher.launchers
-    found = None if validate else repeated(launchers, what, given)
-    if found is not None:
-        function, like = found
-        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
-        hashed = (words, table) if multipliers is None else (words, table, multipliers)
-        extras = () if bias is None else (bias,)
-        how = (scale, 1 if log else 0)
-        function(hidden, embedding, permutations, *hashed, always, threshold, ids, *how, *extras, *results)
-        return results
+    if not validate:
+        tables_given = (words, table) if multipliers is None else (words, table, multipliers)
+        before = (
+            hidden, embedding, permutations, *tables_given, always, threshold, ids, scale, 1 if log else 0,
+            *(() if bias is None else (bias,)),
+        )  # fmt: skip
+        found = repeat.again(launchers, what, given, before, None if out is None else outputs)
+        if found is not None:
+            return found
 
     known = arrays.facts("hidden", hidden)
     if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
@@ -165,5 +163,5 @@ def lsh_topk(
             *map(arrays.argument, results),
         )
         if arrays.is_torch(results[0]):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
     return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)  # type: ignore[return-value]
