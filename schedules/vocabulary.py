@@ -21,6 +21,7 @@ DECISIONS: Mapping[str, str] = {
     "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
+    "hash_warps": "Warps of a thread block that hash and look words up while the others multiply.",
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
@@ -55,6 +56,7 @@ DECISIONS: Mapping[str, str] = {
     # Which way is taken.
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
+    "kept": "1: exponentials are kept, and scaled in the end; 0: they are taken again.",
     # CPU.
     "chunk": "Elements of a row that a CPU thread works on at a time.",
     "simd": "Elements of one SIMD vector of the CPU.",

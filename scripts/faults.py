@@ -57,7 +57,7 @@ from tvm_sparse.records import Best, Log, Session, Trial, codec, database, utc_n
 from tvm_sparse.records.queries import best_records  # noqa: E402
 from tvm_sparse.runtime import loading  # noqa: E402
 from tvm_sparse.runtime.loading import LoadError  # noqa: E402
-from tvm_sparse.tuning import session  # noqa: E402
+from tvm_sparse.tuning import fleet, measuring, session  # noqa: E402
 from tvm_sparse.workers import building  # noqa: E402
 from tvm_sparse.workers.processes import Pool, Worker  # noqa: E402
 
@@ -161,7 +161,7 @@ def faulty_builds(faults: dict[Candidate, str]) -> Iterator[tuple[str, ...]]:
     """Tuning runs build with these faults."""
     script = str(ROOT / "tests" / "faulty_build_worker.py")
     argv = (sys.executable, script, json.dumps({str(c): fault for c, fault in faults.items()}))
-    with mock.patch.object(session, "BUILD_WORKER", argv):
+    with mock.patch.object(fleet, "BUILD_WORKER", argv):
         yield argv
 
 
@@ -171,14 +171,14 @@ def hung(count: int, where: Machine, folder: Path) -> Count:
     problem, found, late = parse(PRODUCT), Count(), 0.0
     candidate = spaces.fallback(problem, where)
     message = {"problem": problem.key, "kind": where.kind, "seed": 0}
-    with Worker(session.MEASURE_WORKER, name="measure") as worker:
+    with Worker(measuring.MEASURE_WORKER, name="measure") as worker:
         for number, fault in enumerate(HANGS[where.kind]):
             with faulty_builds({candidate: fault}) as argv, Pool(1, argv, name="build") as pool:
                 request = building.request(problem, candidate, where, folder / f"{number}.so")
                 [built] = pool.map([request], timeout=120)
             library = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
             for _ in range(max(1, count // len(HANGS[where.kind]))):
-                if not worker.call(message, timeout=session.PREPARE_TIMEOUT).ok:
+                if not worker.call(message, timeout=measuring.PREPARE_TIMEOUT).ok:
                     raise RuntimeError("the measuring process does not start")
                 started = time.monotonic()
                 reply = worker.call(message | library, timeout=LIMIT)

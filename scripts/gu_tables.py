@@ -39,8 +39,8 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.records import Log
 from tvm_sparse.runtime import paths
 from tvm_sparse.runtime.loading import load_function, with_workspaces
-from tvm_sparse.tuning import session
 from tvm_sparse.workers import building
+from tvm_sparse.workers.processes import Pool
 
 SHAPES = ((1, 128, 768), (8, 128, 768), (1, 1024, 1024), (8, 1024, 1024))  # m, k, n
 BLOCKS = (8, 16, 32)
@@ -217,7 +217,7 @@ def built_peers(
         building.request(problem, candidate, where, folder / f"{number}.so")
         for number, (problem, candidate) in enumerate(wanted)
     ]
-    with session.workers(builders) as (pool, _):
+    with Pool(builders, building.BUILD_WORKER, name="build") as pool:
         replies = pool.map(requests, timeout=BUILD_TIMEOUT)
         for (problem, candidate), reply in zip(wanted, replies, strict=True):
             if not reply.ok:

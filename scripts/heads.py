@@ -26,6 +26,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Mismatch, Problem
 from tvm_sparse.core.registry import make
 from tvm_sparse.formats import wta
+from tvm_sparse.formats.bitmap import pack_bits
 from tvm_sparse.operators.head_topk.call import FUSED_ROWS
 
 Call = Callable[[], Any]
@@ -33,8 +34,8 @@ Check = Callable[[Any], None]
 # Of the largest probability: float32 sums in another order, and logits that were rounded to 16 bits on the way.
 OURS, ROUNDED = 2e-3, 0.1
 CPU_ROUNDS = 3
-LSH, EXACT, CHAIN, TORCH, TORCH_GATHERED = (
-    "LSH head", "exact head", "product + softmax_topk", "torch product + softmax + topk",
+LSH, LISTS, EXACT, CHAIN, TORCH, TORCH_GATHERED = (
+    "LSH head", "LSH by lists", "exact head", "product + softmax_topk", "torch product + softmax + topk",
     "torch gather + product + softmax + topk",
 )  # fmt: skip
 # Words whose embeddings a state is a mean of: it is as near to each as a model's are to words that are likely.
@@ -112,9 +113,11 @@ def problems_of(head: Any, rows: int, n: int) -> list[Problem]:
     """What a step of the head runs, and the exact head beside it."""
     own, dtype = head.settings, str(head.embedding.dtype).removeprefix("torch.")
     lists = {"lists": 1, "beam": rows, "vocab": own.vocab, "hidden": own.hidden, "dtype": dtype}
-    hashed = {"k": own.k, "units": own.units, "bands": own.bands, "table": own.table, "capacity": own.capacity}
+    hashed = {"k": own.k, "units": own.units, "bands": own.bands, "table": own.table}
+    fused = [make("lsh_topk", {**lists, **hashed, "frequent": own.frequent, "n": n})] if own.frequent else []
     return [
-        make("lsh_candidates", {**lists, **hashed}),
+        *fused,
+        make("lsh_candidates", {**lists, **hashed, "capacity": own.capacity}),
         make("candidate_topk", {**lists, "m": own.capacity, "k": n}),
         make("head_topk", {"batch": rows, "vocab": own.vocab, "hidden": own.hidden, "k": n, "dtype": dtype}),
     ]
@@ -197,6 +200,22 @@ def bounds(states: torch.Tensor) -> tuple[float, float]:
     return (OURS if len(states) <= FUSED_ROWS else peers), peers
 
 
+def by_lists(head: Any, hidden: torch.Tensor, n: int) -> Call:
+    """A step in two programs, as a head goes it where `lsh_topk` does not fit."""
+    hashing, own = head.hashing, head.settings
+    frequent = pack_bits(np.isin(np.arange(own.vocab), head.frequent))
+    always = torch.from_numpy(frequent).to(hidden.device)
+
+    def call() -> Any:
+        candidates, counts = tvm_sparse.lsh_candidates(
+            hidden[None], hashing.permutations, hashing.words, hashing.table, always, own.threshold, own.capacity,
+            multipliers=hashing.multipliers,
+        )  # fmt: skip
+        return tvm_sparse.candidate_topk(hidden, head.embedding, candidates, n, counts=counts)
+
+    return call
+
+
 def step_contenders(
     head: Any, states: torch.Tensor, n: int, words: torch.Tensor
 ) -> tuple[dict[str, Call], dict[str, Check]]:
@@ -205,6 +224,7 @@ def step_contenders(
     embedding = head.embedding
     calls: dict[str, Call] = {
         LSH: lambda: head.topk(states, n, path="lsh"),
+        LISTS: by_lists(head, states, n),
         EXACT: lambda: tvm_sparse.head_topk(states, embedding, n),
         CHAIN: product_topk(states, embedding, n),
         TORCH: torch_full(states, embedding, n),
@@ -214,7 +234,7 @@ def step_contenders(
     of_all, of_list = (top_check(states, embedding, n, some) for some in (None, words))
     exact, rounded = bounds(states)
     return calls, {
-        LSH: of_list(OURS), EXACT: of_all(exact), CHAIN: of_all(rounded), TORCH: of_all(rounded),
+        LSH: of_list(OURS), LISTS: of_list(OURS), EXACT: of_all(exact), CHAIN: of_all(rounded), TORCH: of_all(rounded),
         TORCH_GATHERED: of_list(rounded),
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ import typer
 from heads import (
     CHAIN,
     EXACT,
+    LISTS,
     LSH,
     TORCH,
     TORCH_GATHERED,
@@ -103,8 +104,8 @@ def main(
                 gains = [over(found[name], found[LSH]) for name in (TORCH, CHAIN, EXACT, TORCH_GATHERED)]
                 named = f"{len(states)}, {own.vocab}, {own.hidden}, {len(words)}, {dtype}"
                 rows.append([named, *found.values(), path, *gains])
-        names = ("beam, vocab, hidden, candidates", LSH, EXACT, "+ softmax_topk", "torch", "gathered", "auto", "path",
-                 "torch / LSH", "+ softmax_topk / LSH", "exact / LSH", "gathered / LSH")  # fmt: skip
+        names = ("beam, vocab, hidden, candidates", LSH, LISTS, EXACT, "+ softmax_topk", "torch", "gathered", "auto",
+                 "path", "torch / LSH", "+ softmax_topk / LSH", "exact / LSH", "gathered / LSH")  # fmt: skip
         show("microseconds a step", names, rows)
         report.close()
 

@@ -101,7 +101,7 @@ class Step(NamedTuple):
         shape = {"beam": beam, "vocab": own.vocab, "bands": own.bands}
         hashed = {"batch": beam, "hidden": own.hidden, "k": own.k, "units": own.units, "bands": own.bands}
         lists = {"lists": 1, "beam": beam, "vocab": own.vocab, "hidden": own.hidden, "m": count, "dtype": dtype}
-        fused, _, exact = problems_of(self.head, beam, self.n)
+        *_, fused, _, exact = problems_of(self.head, beam, self.n)
         return {
             HASH: make("wta_hash", {**hashed, "dtype": dtype}),
             LOOKUP: make(
@@ -246,7 +246,7 @@ def main(
         shapes = [
             (p, [one for _, other, _, named in naive if other == p for one in named], ()) for p in problems.values()
         ]
-        shapes.append((problems_of(head, beam, step.n)[1], (), ()))
+        shapes += [(p, (), ()) for p in problems_of(head, beam, step.n) if p not in problems.values()]
         with built(shapes, where) as libraries:
             extra, extra_checks, labels = naive_calls(step, where, libraries, naive)
             found = timed({**step.calls(), **extra}, {**step.checks(), **extra_checks}, where.device)

@@ -36,7 +36,7 @@ from tvm_sparse.operators.bsr_matmul import weight as weight_module
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.dispatch import Dispatcher
 from tvm_sparse.workers.building import build
 
@@ -532,9 +532,8 @@ def test_softmax_topk_names_what_is_wrong(case: str, dispatcher: Dispatcher, mon
     """Each before a kernel is looked for, and whether or not a call of the same shape was right before."""
     make, error, message = BAD_SOFTMAX[case]
     tvm_sparse.softmax_topk(logits_of(), 5)  # from now on calls like this one take the short way
-    for k in (1, 5):
-        shape = (torch.Size((4, 61)), torch.float32, torch.device("cpu"), k)
-        dispatcher.launchers.setdefault(shape, dispatcher.launchers[*shape[:3], 5])
+    keys = [repeat.key_of(("softmax_topk", k), (logits_of(), None, None)) for k in (1, 5)]
+    dispatcher.launchers.setdefault(keys[0], dispatcher.launchers[keys[1]])
     monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked for"))
     logits, k, *out = make()
     with pytest.raises(error, match=message):
@@ -579,6 +578,65 @@ def test_the_short_way_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     again = tvm_sparse.softmax_topk(logits, 5)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
+
+
+@pytest.fixture
+def in_python(dispatcher: Dispatcher) -> Iterator[None]:
+    """The short way without its extension."""
+    native = repeat.again is getattr(repeat.native, "again", None)
+    dispatcher.launchers = {}
+    repeat.use_native(False)
+    yield
+    repeat.use_native(native)
+    dispatcher.launchers = {}
+
+
+def test_the_short_way_without_its_extension(in_python: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_the_short_way_asks_nobody(monkeypatch)
+
+
+def test_the_extension_says_what_python_does() -> None:
+    if repeat.again is not getattr(repeat.native, "again", None):
+        pytest.skip("the extension was not built, or PyTorch is older than 2.10")
+    base = torch.randn(4, 64)
+    tensors = {
+        "plain": (base, True),
+        "one row of a column": (base[:, :1][:1], True),
+        "row of extent 1": (torch.empty_strided((1, 64), (999, 1)), True),
+        "offset by 4 bytes": (base.view(-1)[1:], False),
+        "transposed": (base.t(), False),
+        "negated": (torch._neg_view(base), False),
+        "with a gradient": (torch.randn(4, requires_grad=True), False),
+        "parameter": (torch.nn.Parameter(base, requires_grad=False), False),
+        "empty": (torch.empty(0, 64), False),
+        "meta": (torch.empty(4, device="meta"), False),
+        "sparse": (base.to_sparse(), False),
+        "number": (1.0, False),
+    }
+    found = {name: repeat.is_plain(one) for name, (one, _) in tensors.items()}
+    assert found == {name: wanted for name, (_, wanted) in tensors.items()}
+    with torch.autograd.forward_ad.dual_level():
+        assert not repeat.is_plain(base) and not repeat.are_plain((base,))
+    assert repeat.are_plain((base, None, 1, 2.0, True, "")) and not repeat.are_plain((base, base.t()))
+    launchers: dict = {}
+    calls = []
+    repeat.put_down(launchers, "sum", (base, None), repeat.launcher(lambda *a: calls.append(a), (base.clone(),)))
+
+    def again(what: object = "sum", given: tuple = (base, None), out: object = None) -> object:
+        return repeat.again(launchers, what, given, (base, 1.0), out)
+
+    made = again()
+    assert type(made) is tuple and made[0].shape == base.shape and made[0].data_ptr() not in (0, base.data_ptr())
+    assert again(out=made) is made and [len(a) for a in calls] == [3, 3] and calls[1][2] is made[0]
+    assert again("product") is None and again(given=(base, base)) is None and again(given=(base.half(), None)) is None
+    for out in (list(made), made[0], (base,), (base.half(),), (made[0][:2],), made * 2, (made[0].t(),)):
+        assert again(out=out) is None
+    with pytest.raises(TypeError, match="unhashable"):
+        again([])
+    repeat.put_down(launchers, "fails", (base,), repeat.launcher(lambda *a: 1 / 0, (base,), single=True))
+    with pytest.raises(ZeroDivisionError):
+        again("fails", (base,))
+    assert len(calls) == 2
 
 
 def test_threads_call_at_once() -> None:

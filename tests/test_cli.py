@@ -370,6 +370,55 @@ def test_explain_takes_axes_or_a_key() -> None:
     assert "did you mean vocab" in call("explain", "softmax_topk", "batch=3", "vocb=77", "k=2", code=2)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--target", "cpu", "--devices", "0"), "devices: these are GPUs, and the target is the CPU"),
+        (("--target", "cpu", "--model", "H200"), "model: none of the devices has 'H200' in its name"),
+        (("--ray", "local", "--devices", "all"), "ray: the cluster has all its GPUs measure"),
+    ],
+)
+def test_devices_that_cannot_be(words: tuple[str, ...], said: str) -> None:
+    assert said in " ".join(call("tune", *TINY, "--dry-run", *words, code=2).split())
+
+
+def test_parts_of_a_cpu_are_in_the_plan(tmp_path: Path) -> None:
+    words = ("tune", *TINY, "--target", "cpu", "--trials", "4", "--logs", tmp_path, "--workers", "3", "--dry-run")
+    assert f"On 3 x {HERE.name} ({HERE.arch})" in call(*words)
+
+
+def test_gpus_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200, a100 = machine.Machine("cuda", "sm_90a", "H200", 132), machine.Machine("cuda", "sm_80", "A100", 108)
+    monkeypatch.setattr(machine, "gpus", lambda: (h200, a100, h200))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-8a2")
+    monkeypatch.setattr("tvm_sparse.tuning.fleet.device_state", lambda where, number: {"number": number})
+    found: list[str] = []
+
+    def noted(problems: object, machines: list[machine.Machine], *_: object) -> list[object]:
+        found[:] = [one.arch for one in machines]
+        return []
+
+    monkeypatch.setattr("tvm_sparse.cli.tune.make_plans", noted)
+    for words, archs, on in (
+        ((), ["sm_90a"], "On H200 (sm_90a)"),
+        (("--devices", "all"), ["sm_90a", "sm_80"], "On 2 x H200 (sm_90a), A100 (sm_80)"),
+        (("--devices", "all", "--model", "a100"), ["sm_80"], "On A100"),
+        (("--devices", "0,2", "--target", "sm_90a"), ["sm_90a"], "On 2 x H200"),
+        (("--target", "sm_80"), ["sm_80"], "On A100"),
+    ):
+        assert on in call("tune", *TINY, "--dry-run", *words) and found == archs
+    for wrong in ("3", "0,0", "-1", "one"):
+        said = call("tune", *TINY, "--dry-run", "--devices", wrong, code=2)
+        assert "expected all, or different numbers from 0 to 2" in " ".join(said.split())
+    assert "workers: these are parts of a CPU" in call("tune", *TINY, "--dry-run", "--workers", "2", code=2)
+
+    from tvm_sparse.tuning import fleet
+
+    with fleet.local(h200, 1, gpus=(0, 2)) as devices:
+        seen = [device.measurer._worker.env["CUDA_VISIBLE_DEVICES"] for device in devices.devices]
+    assert seen == ["4", "GPU-8a2"]
+
+
 def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(tmp_path: Path) -> None:
     tiny = ("softmax_topk", "batch=2", "vocab=100", "k=3", "--target", "cpu")
     process = started("tune", *tiny, "--trials", "20", "--builders", "1", "--logs", tmp_path)
@@ -438,6 +487,13 @@ def test_a_peer_that_is_wrong_has_no_time() -> None:
     assert [call for _, call in lines] == [None] * 3
     assert lines[0][0].correct is False and "largest" in lines[0][0].note
     assert "division by zero" in lines[1][0].note and "absent" in lines[2][0].note
+
+
+def test_peers_of_words_are_compared_in_the_form_of_the_operator() -> None:
+    """Lists of numbers of any length, and masks: no output is a number with a tolerance."""
+    for key in ("compaction/lists=2,vocab=100,capacity=40", "lsh_lookup/lists=2,beam=2,vocab=70,bands=9,bits=3"):
+        result = compare(parse(key), machine.cpu(), host=False, rounds=1)
+        assert [line.correct for line in result.timings] == [True] * len(result.timings), result.timings
 
 
 # ------------------------------------------------------------------------------------------- doctor, quickstart

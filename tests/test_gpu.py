@@ -18,7 +18,10 @@ from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Template
-from tvm_sparse.tuning.session import MEASURE_WORKER
+from tvm_sparse.records import Log
+from tvm_sparse.tuning import fleet
+from tvm_sparse.tuning.measuring import MEASURE_WORKER
+from tvm_sparse.tuning.session import make_plan, tune_all
 from tvm_sparse.workers.processes import Worker
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +111,19 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
             assert worker.call(request, timeout=60).ok
             processes.append(worker.pid)
         assert processes[0] is not None and len(set(processes)) == 1
+
+
+@pytest.mark.skipif(len(machine.gpus()) < 2, reason="needs two GPUs")
+def test_two_gpus_tune_at_the_same_time(tmp_path: Path) -> None:
+    gpus = machine.gpus()[:2]
+    problems = [parse(f"softmax_topk/batch={batch},vocab=3000,k=5") for batch in (3, 4)]
+    plans = [make_plan(p, gpus[0], 4, Log(tmp_path, gpus[0].arch, p.operator), 4) for p in problems]
+    ends: dict[Any, Any] = {}
+    with fleet.local(gpus[0], 4, gpus=(0, 1)) as devices:
+        assert len({device.state.get("driver_version") for device in devices.devices}) == 1
+        tune_all(plans, tmp_path, devices, end=ends.__setitem__)
+        assert all(device.busy for device in devices.devices)
+    assert {best.problem for best in ends.values()} == {p.key for p in problems}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

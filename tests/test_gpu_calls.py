@@ -635,6 +635,16 @@ def test_lengths_on_the_gpu_are_checked_without_being_asked() -> None:
         tvm_sparse.bsr_matmul(x, (data, indices, indptr[:0]))
 
 
+def test_cupy_arrays_go_in_and_come_back() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed (pip install cupy-cuda13x)")
+    problem = parse(TOPK)
+    inputs = problem.generate(next(numbers))
+    outputs = tvm_sparse.softmax_topk(cupy.asarray(inputs[0]), 5)
+    cupy.cuda.get_current_stream().synchronize()
+    assert all(isinstance(one, cupy.ndarray) for one in outputs)
+    problem.check([inputs[0], 1.0, 0], problem.reference([inputs[0], 1.0, 0]), [cupy.asnumpy(one) for one in outputs])
+
+
 # ---- host time -----------------------------------------------------------------------------------
 
 

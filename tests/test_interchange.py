@@ -56,7 +56,8 @@ def test_what_is_exported_metaschedule_reads_and_an_import_gives_back(tmp_path: 
         record.trace.apply_to_schedule(schedule, remove_postproc=False)
         notes = dict(schedule.mod["main"].attrs)
         place = str(notes[interchange.PROBLEM]), str(notes[interchange.ARCH])
-        found[*place, search.candidate_of(schedule.mod)] = tuple(map(float, record.run_secs))
+        template, values = search.decisions_of(schedule.mod)
+        found[*place, spaces.find(template).candidate(values)] = tuple(map(float, record.run_secs))
     assert found == {(t.problem, t.arch, t.candidate): t.seconds or (interchange.FAILED,) for t in trials}
     # A query gives the best of that very problem on that architecture.
     module = search.placeholder(**{interchange.PROBLEM: PRODUCT.key, interchange.ARCH: "sm_90a"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,10 +26,10 @@ def run(*words: str | Path, code: int = 0, **environment: str) -> str:
 
 
 def test_an_interrupted_run_names_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tvm_sparse.cli.tune import resume_command
+    from tvm_sparse.cli.tune import STRATEGY, resume_command
 
     monkeypatch.setattr(registry, "plugins", lambda: ("/a b/double",))
-    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, None, 0)
+    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, None, STRATEGY, 0)
     assert command == "tvm-sparse tune double n=1 --trials 8 --plugin '/a b/double'"
 
 
@@ -49,6 +50,34 @@ def test_a_plugin_that_does_not_fit_is_named(tmp_path: Path, name: str, changed:
     error = run("list", "--plugin", path, code=2)
     assert said in error and str(path) in error or "name is taken" in error
     assert "Traceback" not in error
+
+
+TEMPLATE = """
+from tvm_sparse.core.template import Template
+
+TEMPLATES = [Template(name="{name}", version=1, operator="{operator}", kind="llvm", summary="mine", program=None,
+    space=lambda problem, machine: {{"threads": (1,)}}, default=lambda problem, machine: {{"threads": 1}})]
+"""
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (TEMPLATE.format(name="block_rows", operator="bsr_matmul"), "block_rows has the name of one of bsr_matmul's"),
+        (TEMPLATE.format(name="new", operator="bsr_matmull"), "no operator; did you mean bsr_matmul?"),
+        ("TEMPLATES = [3]", "TEMPLATES holds 3, which is no template"),
+    ],
+)
+def test_templates_that_do_not_fit_are_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    assert said in run("list", "--plugin", tmp_path / "mine.py", code=2)
+
+
+def test_templates_from_one_file_are_listed_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TEMPLATE.format(name="new", operator="bsr_matmul"))
+    words = ("space", "bsr_matmul", "m=8", "k=64", "n=64", "block=16", "sparsity=0.5", "--arch", "cpu", "--json")
+    found = json.loads(run(*words, "--plugin", tmp_path / "mine.py"))
+    assert [(part["template"], part["points"]) for part in found][1:] == [("new", 1)]
 
 
 def test_a_plugin_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -546,7 +546,7 @@ def test_records_as_a_table(log: Log, tmp_path: Path):
     database.write_rows(rows, tmp_path / "a.csv")
     with (tmp_path / "a.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
-    assert [(row["kind"], row["outcome"], row["seconds"], row["machine"]) for row in read] == [
+    assert [(row["kind"], row["outcome"], row["seconds"], row["machine.name"]) for row in read] == [
         ("trial", "ok", "2e-06", "H100"), ("trial", "crash", "", "H100"), ("best", "ok", "1e-06", "H100")
     ]  # fmt: skip
 

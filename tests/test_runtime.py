@@ -481,7 +481,7 @@ def test_a_folder_loaded_after_a_product(tmp_path: Path, builds: list[Any], monk
     kernels.add(tmp_path / "folder")
     y = tvm_sparse.bsr_matmul(x, weight)
     problem.check(inputs, problem.reference(inputs), [y.numpy()])
-    [(function, *_)] = weight.kernels.values()
+    [(function, *_)] = weight.launchers.of(kernels.launchers).values()
     assert function is kernels.kernel(problem, CPU).function
     assert kernels.kernel(problem, CPU).entry.candidate == candidate
 

@@ -15,7 +15,9 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
-from tvm_sparse.tuning.search import Search
+from tvm_sparse.tuning import strategies
+from tvm_sparse.tuning.domain import Domain
+from tvm_sparse.tuning.strategies import Strategy
 
 LARGE = parse("bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9")
 SMALL = parse("softmax_topk/batch=10,vocab=25000,k=5")
@@ -45,7 +47,10 @@ def separable(candidate: Candidate) -> float:
 
 
 def run(
-    search: Search, trials: int, cost: Callable[[Candidate], float | None], known: Mapping[Candidate, float | None] = {}
+    search: Strategy,
+    trials: int,
+    cost: Callable[[Candidate], float | None],
+    known: Mapping[Candidate, float | None] = {},
 ) -> dict[Candidate, float | None]:
     """What a tuning run does with a search; checks every batch. Fewer than `trials` if the search has no more."""
     measured: dict[Candidate, float | None] = {}
@@ -59,9 +64,16 @@ def run(
 
 
 def start(
-    problem, trials: int, *, known: Mapping[Candidate, float | None] = {}, seed: int = 0, batch: int = BATCH
-) -> Search:
-    return Search(problem, SM90, tables(problem), known=known, trials=trials, batch=batch, seed=seed)
+    problem,
+    trials: int,
+    *,
+    known: Mapping[Candidate, float | None] = {},
+    seed: int = 0,
+    batch: int = BATCH,
+    strategy: str = "evolutionary",
+) -> Strategy:
+    domain = Domain.of(problem, SM90, tables(problem))
+    return strategies.make(strategy, domain, known=known, trials=trials, batch=batch, seed=seed)
 
 
 @pytest.mark.parametrize("known", [0, 1, 7])
@@ -96,6 +108,11 @@ def test_failures_do_not_stop_a_search(fails: Callable[[Candidate], bool]) -> No
     assert len(measured) == 48 and set(measured) <= set(space(LARGE))
 
 
+def test_replayed_traces_are_new_points() -> None:
+    measured = run(start(LARGE, 40, strategy="replay"), 40, lambda c: 1e-5)
+    assert len(measured) == 40 and set(measured) <= set(space(LARGE))
+
+
 def test_search_learns_what_random_choice_does_not() -> None:
     trials, costs = 96, {candidate: separable(candidate) for candidate in space(LARGE)}
     assert len(costs) > 10 * trials
@@ -121,10 +138,16 @@ def test_a_resumed_search_is_taught_and_proposes_nothing_known() -> None:
     known: dict[Candidate, float | None] = {c: separable(c) for c in random.Random(2).sample(space(LARGE), 120)}
     known |= dict.fromkeys(random.Random(3).sample(ranked, 10))  # failures
     known |= {c: separable(c) for c in ranked[:5]}  # the best of all: a taught search would choose them
-    measured = run(start(LARGE, 32, known=known, seed=4), 32, separable, known)
+    search = start(LARGE, 32, known=known, seed=4)
+    measured = run(search, 32, separable, known)
     assert len(measured) == 32
+    # What the model said of the last batch before it was measured is there; of an untaught search there is nothing.
+    assert len(search.predicted) > 1 and set(list(measured)[-2:]) <= set(search.predicted)
+    assert len(set(search.predicted.values())) > 1
     # Taught, so that the first batch is better than a first batch that knows nothing.
-    untaught = run(start(LARGE, 32, seed=4), BATCH, separable)
+    search = start(LARGE, 32, seed=4)
+    untaught = run(search, BATCH, separable)
+    assert search.predicted == {}
     assert statistics.median(list(measured.values())[:BATCH]) < 0.7 * statistics.median(untaught.values())
 
 

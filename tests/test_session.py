@@ -23,9 +23,9 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
 from tvm_sparse.records import Best, Log, Trial
-from tvm_sparse.tuning import session
+from tvm_sparse.tuning import fleet, session
 from tvm_sparse.tuning.session import NoValidRecord, Progress, make_plan, tune
-from tvm_sparse.workers.processes import StartError
+from tvm_sparse.workers.processes import Pool, StartError
 
 TESTS = Path(__file__).parent
 PROBLEM = tuning_child.PROBLEM  # 20 points of one template
@@ -52,7 +52,7 @@ def run(log: Log, trials: int, problem: Problem = PROBLEM, **options) -> tuple[B
 
 def spoil(monkeypatch: pytest.MonkeyPatch, faults: dict[Candidate | str, str]) -> None:
     argv = (sys.executable, str(TESTS / "faulty_build_worker.py"), json.dumps({str(c): f for c, f in faults.items()}))
-    monkeypatch.setattr(session, "BUILD_WORKER", argv)
+    monkeypatch.setattr(fleet, "BUILD_WORKER", argv)
 
 
 def record(candidate: Candidate, problem: Problem = PROBLEM) -> Trial:
@@ -216,17 +216,19 @@ def test_a_broken_environment_records_no_trial(fault: str, log: Log, monkeypatch
 
 def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of failures alone is suspicious: the fallback is asked again before it is written down."""
-    real = session._Bench.measure
+    real = session.Bench.measure
     asked = []
 
     def measure(bench, candidates, *rest):
         if len(asked) == 2:  # after the fallback and a batch
-            bench._pool, bench._built = session.Pool(1, broken, name="broken"), {}
+            device, bench._built = bench.device(), {}
+            device.builders.close()
+            device.builders = Pool(1, broken, name="broken")
         asked.append(candidates)
         return real(bench, candidates, *rest)
 
     broken = (sys.executable, str(TESTS / "faulty_build_worker.py"), '{"*": "compile"}')
-    monkeypatch.setattr(session._Bench, "measure", measure)
+    monkeypatch.setattr(session.Bench, "measure", measure)
     with pytest.raises(NoValidRecord, match="build-error"):
         run(log, 20)
     assert [t.outcome for t in log.read().trials] == ["ok"] * sum(map(len, asked[:2]))
@@ -240,7 +242,7 @@ def test_what_was_measured_is_recorded_where_nothing_can_go_on(log: Log, monkeyp
             trial = dataclasses.replace(record(candidate), session=session_id, order=i)
             yield dataclasses.replace(trial, outcome="crash", reason="?", seconds=()) if i == 1 else trial
 
-    monkeypatch.setattr(session._Bench, "measure", measure)
+    monkeypatch.setattr(session.Bench, "measure", measure)
     with pytest.raises(StartError, match="No space left"):
         run(log, 20)
     # What failed just before the machine did is not held against its candidate.

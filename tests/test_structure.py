@@ -22,6 +22,7 @@ FLOORS = (
     ("bench",),
     ("operators", "shipping", "tuning"),
     ("schedules", "layers"),
+    ("research",),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -135,7 +135,7 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             },
             32 * (2 + 4),  # for one entry a row, at most two at once; ids are read ahead only where they are guessed
         ),
-        ("hash_rows", "wta_hash/batch=2,hidden=9,bands=100,k=4", {"chunk": (16, 32, 64)}, 3),
+        ("hash_rows", "wta_hash/batch=2,hidden=9,bands=100,k=4", {"chunk": (64, 128), "simd": (8, 16, 32)}, 6),
         ("hash_elements", "wta_hash/batch=2,hidden=9,bands=100,k=4", {"threads": (32, 64, 128, 256, 512)}, 5),
         (
             "staged_hash",

@@ -17,6 +17,8 @@ TILE_M = powers(1, 16)
 TILE_N = powers(1, 16)
 # Their product is the number of vectors of partial sums. AVX-512 has 32 vector registers: beyond them the sums spill.
 MAX_ACCUMULATORS = 32
+# What the default takes of them, in vectors of half a register: more spill, and with fewer the loads bound.
+SUMS = 16
 # Elements of a vector: up to four registers of AVX-512 in float32.
 SIMD = powers(1, 64)
 # Float32 elements of a vector register of AVX-512.
@@ -40,10 +42,11 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     table = space(problem, machine)
+    tile_m = max(tile for tile in table["tile_m"] if tile <= 4)
     return {
-        "tile_m": max(tile for tile in table["tile_m"] if tile <= 8),
-        "tile_n": max(tile for tile in table["tile_n"] if tile <= 2),
-        "simd": max(simd for simd in table["simd"] if simd <= REGISTER),
+        "tile_m": tile_m,
+        "tile_n": max(tile for tile in table["tile_n"] if tile <= min(8, SUMS // tile_m)),
+        "simd": max(simd for simd in table["simd"] if simd <= REGISTER // 2),
     }
 
 

@@ -19,7 +19,7 @@ def build(problem: Compaction, decisions: Decisions) -> Program:
 
 compact_slices = Template(
     name="compact_slices",
-    version=1,
+    version=2,
     operator="compaction",
     kind="llvm",
     summary="threads take slices of lists",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -113,6 +114,16 @@ class HashExtents:
     def held(self) -> int:
         """Columns that a thread holds at a time."""
         return self.column_loads * self.column_bytes // 2
+
+
+class TableExtents(Protocol):
+    """What finding buckets asks for."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def cuckoo(self) -> bool: ...
 
 
 @dataclass(frozen=True)

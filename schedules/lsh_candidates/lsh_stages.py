@@ -5,6 +5,9 @@ Threads take bands of rows to hash, and then slices of the lists' vocabularies t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tvm_sparse.core.template import Decisions, Program, Template, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
@@ -12,17 +15,15 @@ from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 from ..lsh.extents import cpu_chunk_each, cpu_chunks
 
 
-def build(problem: LshCandidates, decisions: Decisions) -> Program:
-    import tvm
+def stages(problem: LshCandidates, chunk: int) -> Callable[..., Any]:
+    """The stages, called with the arguments by name, and `codes` and `chosen` among them."""
     from tvm.script import tirx as T
 
-    from tvm_sparse.core.arguments import beside, matched
-    from tvm_sparse.core.template import Workspace
     from tvm_sparse.operators.compaction.definition import compact
     from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
     from tvm_sparse.operators.wta_hash.definition import hash_code
 
-    chunk, hidden_size, vocab = decisions["chunk"], problem.hidden, problem.vocab
+    hidden_size, vocab = problem.hidden, problem.vocab
     slices, words = ceildiv(vocab, chunk), bitmap_words(vocab)
 
     @T.inline
@@ -58,7 +59,21 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
                 T.writes(io.candidates[part // slices, 0:io.capacity], io.counts[part // slices])
                 s = T.meta_var(alloc_scratch(1))
                 write(io, io.chosen, part // slices, part // slices, part % slices * chunk, s)
+    # fmt: on
+    return body
 
+
+def build(problem: LshCandidates, decisions: Decisions) -> Program:
+    import tvm
+    from tvm.script import tirx as T
+
+    from tvm_sparse.core.arguments import beside, matched
+    from tvm_sparse.core.template import Workspace
+
+    body = stages(problem, decisions["chunk"])
+    words = bitmap_words(problem.vocab)
+
+    # fmt: off
     @T.prim_func(s_tir=True)
     def main(
         hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
@@ -90,7 +105,7 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
 
 lsh_stages = Template(
     name="lsh_stages",
-    version=1,
+    version=2,
     operator="lsh_candidates",
     kind="llvm",
     summary="hash, look-up and compaction one after the other, threads sharing each",

@@ -7,24 +7,26 @@ where `row_clusters` does not fit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 THREADS = powers(32, 512)
 
 
-def build(problem: LshCandidates, decisions: Decisions) -> Program:
+def steps(problem: LshCandidates, threads: int) -> Callable[..., Any]:
+    """The kernels, called with the arguments by name, and the workspaces `codes`, `hits`, `chosen` and `places`."""
     from tvm.script import tirx as T
 
     from tvm_sparse.core.arguments import beside
-    from tvm_sparse.core.template import Workspace
-    from tvm_sparse.formats.bitmap import bitmap_words
 
     from ..device.region import device_region
     from ..lsh import naive
-    from .interface import gpu_program
 
-    threads, vocab, words = decisions["threads"], problem.vocab, bitmap_words(problem.vocab)
+    vocab = problem.vocab
     hashed = naive.hash_elements(
         problem.k, problem.units, threads, lambda io, row, column: io.hidden[row // io.beam, row % io.beam, column]
     )
@@ -47,9 +49,18 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
         with device_region():
             copy(io)
     # fmt: on
+    return body
+
+
+def build(problem: LshCandidates, decisions: Decisions) -> Program:
+    from tvm_sparse.core.template import Workspace
+
+    from .interface import gpu_program
+
+    vocab, words = problem.vocab, bitmap_words(problem.vocab)
     return gpu_program(
         problem,
-        body,
+        steps(problem, decisions["threads"]),
         (
             Workspace("codes", ("rows", "bands"), "int32"),
             Workspace("hits", ("rows", vocab), "int32"),

@@ -19,6 +19,8 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 CHUNK = powers(16, 256)
 # Entries ahead whose table rows are asked for, and bytes of a cache line.
 AHEAD, LINE = 12, 64
+# Bytes of a table whose rows come from a processor's last cache soon enough without being asked for.
+CACHED = 32 << 20
 # Bytes of table rows that one thread goes through while others would wake up.
 FEW_BYTES = 128 * 1024
 
@@ -28,7 +30,8 @@ def space(problem: NhotLookup, machine: Machine) -> Table:
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    return {"chunk": max(c for c in space(problem, machine)["chunk"] if c <= 128), "prefetch": 1}
+    table = problem.vocab * problem.width * numpy_dtype(problem.dtype).itemsize
+    return {"chunk": max(c for c in space(problem, machine)["chunk"] if c <= 64), "prefetch": int(table > CACHED)}
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:

@@ -213,6 +213,8 @@ def _resources(library: Path, machine: Machine) -> dict[str, dict[str, int]] | N
         for kernel, taken in cuda.resource_usage(cubin).items():
             names = ("registers", "shared_bytes", "local_bytes", "spill_instructions")
             usage[kernel] = {name: getattr(taken, name) for name in names}
+            if taken.max_threads is not None:
+                usage[kernel]["threads"] = taken.max_threads
     return usage
 
 
@@ -220,4 +222,4 @@ def _most(usage: dict[str, dict[str, int]], symbol: str) -> dict[str, int]:
     """The most of each that the device functions of one host function take: they are called after it."""
     own = [taken for kernel, taken in usage.items() if re.fullmatch(rf"{symbol}_kernel(_\d+)?", kernel)]
     own = own or list(usage.values())
-    return {name: max(taken[name] for taken in own) for name in own[0]}
+    return {name: max(taken.get(name, 0) for taken in own) for name in own[0]}

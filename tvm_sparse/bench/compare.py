@@ -203,7 +203,7 @@ def admit(
         return Timing(peer.name, note=f"absent: {peer.needs} is not installed"), None
     try:
         call = peer.prepare(problem, inputs, device)
-        outputs = as_numpy(call())
+        outputs = peer.formed(problem, as_numpy(call()))
     except Exception as error:  # whatever another library does not support
         reason = str(error).strip().partition("\n")[0] or repr(error)
         return Timing(peer.name, note=f"not available: {reason[:120]}"), None
@@ -232,6 +232,9 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
     """Raise `Mismatch` unless a peer computed the same, within what its dtype allows; ties may go either way."""
     import numpy as np
 
+    if problem.admits(inputs, outputs) is None and all(one.dtype.kind == "i" for one in expected):
+        problem.check(inputs, expected, outputs)
+        return
     tolerance = PEER_TOLERANCE[problem.axes["dtype"]]
     if (admitted := problem.admits(inputs, outputs)) is not None:
         if not admitted:

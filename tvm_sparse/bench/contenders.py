@@ -15,13 +15,15 @@ class Peer:
     """Another library's way to compute an operator.
 
     `prepare(problem, inputs, device)` does what is done once (copies, conversions to its sparse format) and returns
-    the call to be timed. It may raise: the message becomes the peer's line.
+    the call to be timed. It may raise: the message becomes the peer's line. `formed(problem, outputs)` makes NumPy
+    arrays of its result the operator's outputs, where it has another form; that is not timed.
     """
 
     name: str
     needs: str  # the module that has to be importable
     devices: tuple[str, ...]
     prepare: Callable[[Any, Sequence[Any], str], Call]
+    formed: Callable[[Any, list[Any]], list[Any]] = lambda problem, outputs: outputs
 
 
 def torch_tensor(array: Any, device: str) -> Any:

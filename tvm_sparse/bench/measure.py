@@ -19,19 +19,30 @@ from .verification import POISONS, Arguments, call, cases, check_again, verify, 
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
-    """Measure one library; `check_only` leaves the timing out.
+    """Measure one library, which is timed `undisturbed` or not (`time_kernel`).
+
+    `check_only` leaves the timing out, `again` what is not checked with the timed arguments.
 
     A message without a library makes the problem's references and loads the runtime, which is to no candidate's charge.
+    One without a problem tries the device alone.
     """
     add_plugins(message.get("plugins", ()))
-    problem, kind = parse(message["problem"]), message["kind"]
+    kind = message["kind"]
+    if "problem" not in message:
+        import tvm
+
+        prepare(kind)
+        tvm.runtime.empty((1,), "uint8", device_of(kind)).numpy()
+        return {}
+    problem = parse(message["problem"])
     small, whole = cases(problem, message["seed"])
     if "library" not in message:
         prepare(kind)
         device_of(kind)
         return {}
     function, workspaces = load(message["library"], kind), message["workspaces"]
-    verify(function, kind, small, workspaces)
+    if not message.get("again"):
+        verify(function, kind, small, workspaces)
 
     arguments = Arguments(kind, [whole], workspaces_on(kind, workspaces, problem), offset=False)
     given = arguments.load(whole, POISONS[0])
@@ -46,7 +57,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         if not message.get("check_only"):
             arguments.poison(POISONS[0])
             try:
-                seconds = time_kernel(kind, function, given)
+                seconds = time_kernel(kind, function, given, undisturbed=message.get("undisturbed", False))
             except Exception as error:
                 raise Fatal(str(error)) from error
             check_again(whole, first, arguments.outputs())  # what the last of the timed calls has written

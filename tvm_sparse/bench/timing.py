@@ -41,8 +41,12 @@ def clock(call: Call, calls: int) -> float:
     return time.perf_counter() - started
 
 
-def time_kernel(kind: str, function: Any, arguments: Sequence[Any]) -> list[float]:
-    """Seconds a call of a kernel alone, one figure a round."""
+def time_kernel(kind: str, function: Any, arguments: Sequence[Any], *, undisturbed: bool = False) -> list[float]:
+    """Seconds a call of a kernel alone, one figure a round.
+
+    `undisturbed`: on a CPU the least part of a round, a twentieth, instead of its mean: on a shared machine most rounds
+    hold a time in which the core was another's.
+    """
     call = functools.partial(function, *arguments)
     if kind == "cuda":
         replay, calls = _graph(_driver_recorder(call), ALONE_GRAPH_SECONDS, 1, ALONE_MOST_CALLS)
@@ -54,17 +58,17 @@ def time_kernel(kind: str, function: Any, arguments: Sequence[Any]) -> list[floa
     part = 1
     while clock(call, part) < ROUND_SECONDS / 20 and part < 1 << 16:
         part *= 2
+    reduce = min if undisturbed else statistics.fmean
     _round(call, part)  # warms up
-    return [_round(call, part) for _ in range(ALONE_ROUNDS[kind])]
+    return [reduce(_round(call, part)) for _ in range(ALONE_ROUNDS[kind])]
 
 
-def _round(call: Call, part: int) -> float:
-    """Seconds a call, over as many parts as fill a round."""
-    parts, spent = 0, 0.0
-    while spent < ROUND_SECONDS:
-        spent += clock(call, part)
-        parts += 1
-    return spent / (parts * part)
+def _round(call: Call, part: int) -> list[float]:
+    """Seconds a call in each of as many parts as fill a round."""
+    parts: list[float] = []
+    while sum(parts) < ROUND_SECONDS:
+        parts.append(clock(call, part))
+    return [seconds / part for seconds in parts]
 
 
 def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Times:

@@ -16,8 +16,13 @@ from .doctor import doctor
 from .explain import explain
 from .export import export
 from .list import list_operators
+from .measure_space import measure_space
 from .migrate import migrate
 from .quickstart import quickstart
+from .report import report
+from .simulate import simulate
+from .space import space
+from .study import study
 from .tune import tune
 
 # A plain traceback goes into a bug report as it is; typer's boxes do not.
@@ -50,6 +55,11 @@ app.command("quickstart")(quickstart)
 app.command("doctor")(doctor)
 app.command("list")(list_operators)
 app.command("tune")(tune)
+app.command("measure-space")(measure_space)
+app.command("space")(space)
+app.command("study")(study)
+app.command("report")(report)
+app.command("simulate")(simulate)
 app.command("export")(export)
 app.command("explain")(explain)
 app.command("bench")(bench)

@@ -38,8 +38,10 @@ EXTRAS = {
     "tune": ("xgboost", "psutil", "cloudpickle", "scipy"),
     "cuda": ("cuda.bindings",),
     "torch": ("torch",),
+    "ray": ("ray",),
     "plot": ("matplotlib",),
     "sign": ("cryptography",),
+    "lab": ("pandas", "pyarrow", "sklearn", "matplotlib", "scipy", "optuna", "nevergrad"),
 }
 
 Operator = Annotated[
@@ -83,7 +85,7 @@ Plugins = Annotated[
         "--plugin",
         metavar="PATH",
         callback=_add_plugins,
-        help="Folder or file of an operator outside of the package; may be given again.",
+        help="Folder or file outside of the package with an operator, or templates; may be given again.",
     ),
 ]
 
@@ -121,9 +123,9 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
 def machine_here(target: str, doing: str) -> Machine:
     """The machine of a target, which has to be this one; `doing` says what for."""
     wanted = machine.resolve(target)
-    present = [found for found in (machine.gpu(), machine.cpu()) if found is not None]
+    present = [*machine.gpus(), machine.cpu()]
     if wanted not in present:
-        names = " and ".join(f"{found.arch} ({found.name})" for found in present)
+        names = " and ".join(dict.fromkeys(f"{found.arch} ({found.name})" for found in present))
         raise UnknownArch(
             f"target: {wanted.arch} is not here, and {doing} runs kernels; this machine has {names}."
             " Other architectures can be exported for (tvm-sparse export), not measured"
@@ -176,11 +178,25 @@ def errors() -> Iterator[None]:
         from ..artifacts.compile import CompileError
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
+        from ..records.exchange import ExchangeError
+        from ..records.space import SpaceError
         from ..runtime.loading import LoadError
+        from ..tuning.cluster import ClusterError
         from ..tuning.session import NoValidRecord
         from ..workers.processes import StartError
 
-        known = (CompileError, ToolchainError, ManifestError, LoadError, StartError, NoValidRecord, OSError)
+        known = (
+            CompileError,
+            ToolchainError,
+            ManifestError,
+            LoadError,
+            StartError,
+            NoValidRecord,
+            ClusterError,
+            OSError,
+            ExchangeError,
+            SpaceError,
+        )
         if isinstance(error, known):
             fail(str(error))
         raise

@@ -152,17 +152,21 @@ def verify(logs: Logs = None) -> None:
 def export(
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="FILE.csv, or FILE.parquet (needs pyarrow); a folder for metaschedule."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="FILE.csv, FILE.parquet (needs pyarrow), FILE.json (results in T4); or a folder.",
+        ),
     ],
+    problem: Wanted = "",
     logs: Logs = None,
     format: Annotated[Format, typer.Option(help="metaschedule: trials as a database of TVM's MetaSchedule.")] = (
         Format.table
     ),
-    problem: Annotated[str, typer.Option(metavar="PROBLEM", help="For metaschedule: only keys that begin so.")] = "",
 ) -> None:
-    """Write all trials and rankings into one table, as CSV or Parquet; or trials as a MetaSchedule database."""
+    """Write trials into one table, with all rankings, as CSV or Parquet; as results in T4; or for MetaSchedule."""
     with errors():
-        from ..records.database import rows, write_rows
+        from ..records.database import rows, write_results, write_rows
 
         if format is Format.metaschedule:
             from ..tuning import interchange
@@ -171,9 +175,12 @@ def export(
             count, left_out = interchange.export(default_roots(logs), output, problem)
             typer.echo(f"{count} trials in {output}; {left_out} of other versions or spaces were left out")
             return
-        if output.suffix not in (".csv", ".parquet"):
-            raise ProblemError(f"output: expected FILE.csv or FILE.parquet, got {output}")
-        found = rows(default_roots(logs))
+        if output.suffix not in (".csv", ".parquet", ".json"):
+            raise ProblemError(f"output: expected FILE.csv, FILE.parquet or FILE.json, got {output}")
+        if output.suffix == ".json":
+            typer.echo(f"{write_results(default_roots(logs), output, problem)} results in {output}")
+            return
+        found = [row for row in rows(default_roots(logs)) if row["problem"].startswith(problem)]
         try:
             write_rows(found, output)
         except ModuleNotFoundError:
@@ -182,22 +189,26 @@ def export(
 
 
 @db.command("import")
-def import_(
-    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder with database_tuning_record.json.")],
+def import_results(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="What `db export` wrote: FILE.json, or a database's folder."),
+    ],
     logs: Own = None,
-    format: Annotated[Format, typer.Option(help="What the folder holds; metaschedule alone is read.")] = (
-        Format.metaschedule
-    ),
 ) -> None:
-    """Append the trials of a MetaSchedule database that db export wrote; one line that is anything else refuses it."""
+    """Append to a folder of records the trials of a T4 file, or of a MetaSchedule database, that it lacks.
+
+    Results of other tools have no problem and no template of ours: study and report read them where they are, by
+    --logs FILE.json. Of a MetaSchedule database one line that decides anything else than parameters refuses all.
+    """
     with errors():
+        from ..records.database import read_results
         from ..runtime import paths
         from ..tuning import interchange
 
-        if format is not Format.metaschedule:
-            raise ProblemError(f"format: expected metaschedule, got {format.value}; db merge takes folders of records")
         target = logs or paths.user_logs()
-        appended, known = interchange.import_(source, target)
-        typer.echo(
-            f"{appended} trials appended in {target}, {known} were there; the next tuning run times the best again"
-        )
+        if source.is_dir() or source.name == interchange.RECORDS:
+            appended, known = interchange.import_(source, target)
+            typer.echo(f"{appended} trials appended in {target}, {known} were there; a tuning run times the best again")
+            return
+        typer.echo(f"{read_results(source, target)} trials appended in {target}")

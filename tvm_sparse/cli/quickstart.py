@@ -86,14 +86,14 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs: Path) -> dict[Problem, Best]:
     from .tune import make_plans, run
 
-    plans = make_plans(problems, where, trials, logs, machine.default_builders())
+    plans = make_plans(problems, [where], trials, logs, machine.default_builders())
     outcome = run(plans, logs, seed=0, again=f"{program()} quickstart")
     if outcome.interrupted:
         typer.echo(f"Interrupted; start again with: {program()} quickstart", err=True)
         raise typer.Exit(INTERRUPTED)
     if outcome.failures:
         raise typer.Exit(FAILED)
-    return outcome.bests
+    return {plan.problem: best for plan, best in outcome.bests.items()}
 
 
 def _export(where: machine.Machine, folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shlex
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +15,9 @@ import typer
 from ..core import machine, registry, shape_files
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
+from ..tuning.ask_tell import LIBRARIES
+from ..tuning.strategies import DEFAULT as STRATEGY
+from ..tuning.strategies import names as strategy_names
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..records import Best
+    from ..tuning.fleet import Fleet
     from ..tuning.session import Plan, Progress
 
 # Rows of the live table around the problem that is running: it must fit a terminal of 24 lines.
@@ -63,6 +69,26 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="Candidates a problem, counting those measured before.")] = 64,
     logs: Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: your data folder]")] = None,
     builders: Builders = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|0,1,...", help="GPUs of this machine that measure at the same time.  \\[default: the first]"
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of the CPU that measure at the same time, each on its share of the cores."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Build and measure on a Ray cluster; local starts one on this machine.  See docs/many-gpus.md.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only devices with this in their names, as H200.")
+    ] = None,
     templates: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,38 +98,51 @@ def tune(
         ),
     ] = None,
     fix: Fixed = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
+    ] = STRATEGY,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Tune problems on this machine: every candidate is checked against the reference before its time counts.
+    """Tune problems here or on a cluster: every candidate is checked against the reference before its time counts.
 
     Everything measured is recorded at once. Ctrl-C ends after the batch in hand and prints the command that resumes;
     the same command with more trials goes on from what is recorded.
     """
     with errors():
         problems = _as_called(_problems(operator, axes, shapes))
-        where = machine_here(target, "tuning")
-        _require_templates(templates or (), problems, where)
-        from ..runtime import paths
+        asked: dict[str, Any] = {"devices": devices, "workers": workers, "ray": ray, "model": model}
+        with _devices(target, builders, **asked) as fleet:
+            machines = list(fleet.machines)
+            _require_templates(templates or (), problems, machines)
+            _require_strategy(strategy)
+            from ..runtime import paths
 
-        folder = logs if logs is not None else paths.user_logs()
-        fixed = fixed_values(fix, _decisions(problems, where) if fix else ())
-        builders_now = builders or machine.default_builders()
-        plans = make_plans(problems, where, trials, folder, builders_now, templates or (), fixed)
-        console().print(plan_table(plans))
-        left_out = left_out_lines(plans)
-        if left_out:
-            typer.echo("\n".join(left_out) + "\n")
-        typer.echo(f"On {where.name} ({where.arch}); records: {folder}")
-        if dry_run:
-            return
-        require("tune", *(["cuda"] if where.kind == "cuda" else []))
-        again = resume_command(operator, axes, shapes, target, trials, logs, builders, templates, fix, seed)
-        outcome = run(plans, folder, seed, again)
+            folder = logs if logs is not None else paths.user_logs()
+            fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
+            builders_now = builders or machine.default_builders(len(fleet.devices))
+            plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed, strategy)
+            console().print(plan_table(plans, len(fleet.devices)))
+            left_out = left_out_lines(plans)
+            if left_out:
+                typer.echo("\n".join(left_out) + "\n")
+            on = ", ".join(
+                f"{f'{count} x ' if count > 1 else ''}{where.name} ({where.arch})"
+                for where, count in fleet.machines.items()
+            )
+            typer.echo(f"On {on}; records: {folder}")
+            if dry_run:
+                return
+            here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled
+            require("tune", *(["cuda"] if here else []))
+            again = resume_command(
+                operator, axes, shapes, target, trials, logs, builders, templates, fix, strategy, seed, **asked
+            )
+            outcome = run(plans, folder, seed, again, fleet)
         if outcome.bests:
             console().print(result_table(plans, outcome.bests))
-            typer.echo(f"Recorded in {folder / where.arch}")
+            typer.echo(f"Recorded in {', '.join(str(folder / where.arch) for where in machines)}")
         if outcome.interrupted:
             left = len(plans) - len(outcome.bests) - outcome.failures
             state = f", {left} of {len(plans)} problems not begun" if left else ""
@@ -133,22 +172,86 @@ def _as_called(problems: Sequence[Problem]) -> list[Problem]:
     return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 
-def _require_templates(names: Sequence[str], problems: Sequence[Problem], where: Machine) -> None:
-    """Raise unless each name is a template of one of the problems' operators for this machine."""
+@contextlib.contextmanager
+def _devices(
+    target: str, builders: int | None, *, devices: str | None, workers: int | None, ray: str | None, model: str | None
+) -> Iterator[Fleet]:
+    """What measures and builds, as the options say."""
+    from ..tuning import cluster, fleet
+
+    if ray is not None:
+        if devices is not None or builders is not None:
+            raise ProblemError("ray: the cluster has all its GPUs measure and all its cores build; leave out --devices")
+        require("ray")
+        with cluster.connected(ray, target, model=model, workers=workers, show=_say) as found:
+            yield found
+        return
+    where = machine_here(target, "tuning")
+    if where.kind == "llvm":
+        if devices is not None:
+            raise ProblemError("devices: these are GPUs, and the target is the CPU, which --workers divides")
+        fleet.of_one_model([where], model)
+        parts = workers or 1
+        with fleet.local(where, builders or machine.default_builders(), workers=parts) as found:
+            yield found
+        return
+    if workers is not None:
+        raise ProblemError(
+            "workers: these are parts of a CPU, and the target is the GPU, of which --devices names many"
+        )
+    present = machine.gpus()
+    numbers = _numbers(devices, len(present)) if devices is not None else [present.index(where)]
+    if target not in ("auto", "cuda"):
+        numbers = [number for number in numbers if present[number].arch == where.arch]
+    chosen = fleet.of_one_model((present[number] for number in numbers), model)
+    numbers = [number for number in numbers if present[number] in chosen]
+    with fleet.local(where, builders or machine.default_builders(len(numbers)), gpus=numbers) as found:
+        yield found
+
+
+def _numbers(text: str, count: int) -> list[int]:
+    """The GPUs that `--devices` names, of so many."""
+    if text == "all":
+        return list(range(count))
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = [-1]
+    if not all(0 <= number < count for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ProblemError(f"devices: expected all, or different numbers from 0 to {count - 1}, got {text!r}")
+    return numbers
+
+
+def _say(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
+
+
+def _require_templates(names: Sequence[str], problems: Sequence[Problem], machines: Sequence[Machine]) -> None:
+    """Raise unless each name is a template of one of the problems' operators for one of these machines."""
     from ..core import spaces
 
-    operators = {problem.operator for problem in problems}
-    valid = [t.name for t in spaces.templates() if t.operator in operators and t.kind == where.kind]
+    operators, kinds = {problem.operator for problem in problems}, {where.kind for where in machines}
+    valid = [t.name for t in spaces.templates() if t.operator in operators and t.kind in kinds]
     for name in names:
         if name not in valid:
-            raise ProblemError(f"template: got {name!r}; on {where.arch} expected one of {', '.join(valid)}")
+            archs = " and ".join(where.arch for where in machines)
+            raise ProblemError(f"template: got {name!r}; on {archs} expected one of {', '.join(valid)}")
 
 
-def _decisions(problems: Sequence[Problem], where: Machine) -> list[str]:
+def _require_strategy(name: str) -> None:
+    """Raise unless there is such a strategy; end with what to install if its library is missing."""
+    if name not in strategy_names():
+        raise ProblemError(f"strategy: got {name!r}; expected one of {', '.join(strategy_names())}")
+    if name in LIBRARIES:
+        require("lab")
+
+
+def _decisions(problems: Sequence[Problem], machines: Sequence[Machine]) -> list[str]:
     """The decisions of all templates that fit one of the problems."""
     from ..core import spaces
 
-    tables = [table for problem in problems for table in spaces.applicable(problem, where)[0].values()]
+    pairs = itertools.product(problems, machines)
+    tables = [table for problem, where in pairs for table in spaces.applicable(problem, where)[0].values()]
     return sorted({name for table in tables for name in table})
 
 
@@ -162,7 +265,13 @@ def resume_command(
     builders: int | None,
     templates: Sequence[str] | None,
     fix: Sequence[str] | None,
+    strategy: str,
     seed: int,
+    *,
+    devices: str | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
+    model: str | None = None,
 ) -> str:
     """The command that does the same again; what was measured is not measured anew."""
     words = ["tune", *([operator] if operator else []), *(axes or ())]
@@ -172,6 +281,11 @@ def resume_command(
         ("trials", trials, None),
         ("logs", logs, None),
         ("builders", builders, None),
+        ("devices", devices, None),
+        ("workers", workers, None),
+        ("ray", ray, None),
+        ("model", model, None),
+        ("strategy", strategy, STRATEGY),
         ("seed", seed, 0),
     ):
         if value != default:
@@ -190,27 +304,37 @@ def resume_command(
 
 def make_plans(
     problems: Sequence[Problem],
-    where: Machine,
+    machines: Sequence[Machine],
     trials: int,
     folder: Path,
     builders: int,
     templates: Sequence[str] = (),
     fixed: Mapping[str, tuple[int, ...]] | None = None,
+    strategy: str = STRATEGY,
 ) -> list[Plan]:
     from ..records import Log
     from ..tuning.session import make_plan
 
     return [
-        make_plan(p, where, trials, Log(folder, where.arch, p.operator), builders, templates, fixed) for p in problems
+        make_plan(
+            problem, where, trials, Log(folder, where.arch, problem.operator), builders, templates, fixed, strategy
+        )
+        for problem, where in itertools.product(problems, machines)
     ]
 
 
-def plan_table(plans: Sequence[Plan]) -> Table:
+def _named(plan: Plan, plans: Sequence[Plan]) -> str:
+    """The problem, and the architecture where it is tuned on several."""
+    several = len({one.machine for one in plans}) > 1
+    return f"{plan.problem.typed}{f' on {plan.machine.arch}' if several else ''}"
+
+
+def plan_table(plans: Sequence[Plan], devices: int = 1) -> Table:
     right = ("points", "trials now", "paid", "about")
     made = table("problem", "templates", *right, right=right)
     for plan in plans:
         made.add_row(
-            plan.problem.typed,
+            _named(plan, plans),
             "\n".join(plan.templates),
             "\n".join(f"{size:,}" for size in plan.templates.values()),
             str(plan.trials),
@@ -220,7 +344,8 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     if len(plans) > 1:
         total = [sum(plan.trials for plan in plans), sum(plan.paid for plan in plans)]
         made.add_section()
-        made.add_row(f"{len(plans)} problems", "", "", *map(str, total), duration(sum(plan.seconds for plan in plans)))
+        seconds = sum(plan.seconds for plan in plans) / min(devices, len(plans))
+        made.add_row(f"{len(plans)} problems", "", "", *map(str, total), duration(seconds))
     return made
 
 
@@ -245,33 +370,34 @@ class Outcome:
     """What a run of several plans came to."""
 
     def __init__(self) -> None:
-        self.bests: dict[Problem, Best] = {}
+        self.bests: dict[Plan, Best] = {}
         self.failures = 0
         self.interrupted = False
 
 
-def run(plans: Sequence[Plan], folder: Path, seed: int, again: str) -> Outcome:
-    """Run plans one after another; one that fails does not keep the others from their turn."""
-    from ..records import Log
-    from ..tuning import session
+def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet | None = None) -> Outcome:
+    """Run plans on these devices, or on the first of this machine, and show how they get on."""
+    from ..tuning import fleet, session
 
     outcome = Outcome()
+    if not plans:
+        return outcome
+
+    def end(plan: Plan, found: Best | session.NoValidRecord) -> None:
+        if isinstance(found, session.NoValidRecord):
+            outcome.failures += 1
+            view.end(plan, None)
+            typer.echo(f"error: {found}", err=True)
+        else:
+            outcome.bests[plan] = found
+            view.end(plan, found)
+
     try:
-        with session.stop_on_interrupt() as stop, _view(plans, stop) as view, _workers(plans) as workers:
-            for plan in plans:
-                if stop():
-                    break
-                log = Log(folder, plan.machine.arch, plan.problem.operator)
-                view.begin(plan)
-                try:
-                    best = session.tune(plan, log, seed=seed, show=view.show, stop=stop, **workers)
-                except session.NoValidRecord as error:
-                    outcome.failures += 1
-                    view.end(plan, None)
-                    typer.echo(f"error: {error}", err=True)
-                else:
-                    outcome.bests[plan.problem] = best
-                    view.end(plan, best)
+        with contextlib.ExitStack() as stack:
+            devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
+            stop = stack.enter_context(session.stop_on_interrupt())
+            view = stack.enter_context(_view(plans, stop, len(devices.devices)))
+            session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=view.show, end=end, stop=stop)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
         typer.echo(f"\nEnded at once; the batch in hand is lost. Resume with:\n  {again}", err=True)
@@ -280,26 +406,14 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str) -> Outcome:
 
 
 @contextlib.contextmanager
-def _workers(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
-    """The processes that build and measure, shared by all plans: each takes seconds to start."""
-    from ..tuning import session
-
-    if not plans:
-        yield {}
-        return
-    with session.workers(plans[0].builders) as pair:
-        yield {"using": pair}
-
-
-@contextlib.contextmanager
-def _view(plans: Sequence[Plan], stop: Callable[[], bool]) -> Iterator[Lines | Live]:
+def _view(plans: Sequence[Plan], stop: Callable[[], bool], devices: int) -> Iterator[Lines | Live]:
     screen = console()
     if not screen.is_terminal:
         yield Lines(plans, stop)
         return
     from rich.live import Live as RichLive
 
-    view = Live(plans, stop)
+    view = Live(plans, stop, devices)
     # transient: the table of results takes its place.
     with RichLive(get_renderable=view.render, console=screen, refresh_per_second=4, transient=True):
         yield view
@@ -313,14 +427,14 @@ class Lines:
     """Progress for a file or a pipe: a line a batch."""
 
     def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool]) -> None:
-        self._count, self._number, self._stop = len(plans), 0, stop
+        self._plans, self._stop = plans, stop
         self._said_stop = False
-        self._next = 0
+        self._names: dict[Plan, str] = {}
+        self._next: dict[Plan, int] = {}  # trials at which the next line is due
 
     def begin(self, plan: Plan) -> None:
-        self._number += 1
-        self._next = 0
-        self._name = f"[{self._number}/{self._count}] {plan.problem.typed}"
+        self._names[plan] = f"[{len(self._names) + 1}/{len(self._plans)}] {_named(plan, self._plans)}"
+        self._next[plan] = 0
 
     def show(self, progress: Progress) -> None:
         from ..tuning.session import BATCH
@@ -328,30 +442,31 @@ class Lines:
         if self._stop() and not self._said_stop:
             self._said_stop = True
             typer.echo("stopping after this batch (once more: at once)")
-        final = progress.phase == "final"
-        if not final and progress.measured < min(self._next, progress.plan.trials):
+        plan, final = progress.plan, progress.phase == "final"
+        name = self._names[plan]
+        if not final and progress.measured < min(self._next[plan], plan.trials):
             return
-        self._next = progress.measured + BATCH
+        self._next[plan] = progress.measured + BATCH
         if final and not progress.final_share:
-            typer.echo(f"{self._name}: {progress.measured} measured, final between the best")
+            typer.echo(f"{name}: {progress.measured} measured, final between the best")
         elif final:
             pass
         elif progress.measured:
-            bytes_ = progress.plan.problem.cost().bytes
+            bytes_ = plan.problem.cost().bytes
             typer.echo(
-                f"{self._name}: {progress.measured}/{progress.plan.trials} ({_counts(progress)}),"
+                f"{name}: {progress.measured}/{plan.trials} ({_counts(progress)}),"
                 f" best {us(progress.best_seconds)} us, {rate(bytes_, progress.best_seconds)} GB/s,"
                 f" {duration(progress.seconds_left)} left"
             )
         else:
-            typer.echo(f"{self._name}: {progress.plan.trials} trials, {progress.plan.paid} paid for")
+            typer.echo(f"{name}: {plan.trials} trials, {plan.paid} paid for")
 
     def end(self, plan: Plan, best: Best | None) -> None:
         if best is None:
-            typer.echo(f"{self._name}: no valid record")
+            typer.echo(f"{self._names[plan]}: no valid record")
         else:
             typer.echo(
-                f"{self._name}: {us(best.seconds)} us, {ratio(best.fallback_seconds, best.seconds)} fallback,"
+                f"{self._names[plan]}: {us(best.seconds)} us, {ratio(best.fallback_seconds, best.seconds)} fallback,"
                 f" {best.candidate}"
             )
 
@@ -359,15 +474,14 @@ class Lines:
 class Live:
     """Progress for a terminal: one table, drawn anew."""
 
-    def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool]) -> None:
+    def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool], devices: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        self._plans, self._stop = plans, stop
+        self._plans, self._stop, self._devices = plans, stop, devices
         self._limit = any(plan.machine.bandwidth for plan in plans)
-        self._states: dict[Problem, Progress] = {}
-        self._bests: dict[Problem, Best | None] = {}
-        self._now = 0
+        self._states: dict[Plan, Progress] = {}
+        self._bests: dict[Plan, Best | None] = {}
         self._bar = Bar(
             TextColumn("trials"),
             BarColumn(),
@@ -378,29 +492,32 @@ class Live:
         self._task = self._bar.add_task("", total=sum(plan.trials for plan in plans), left="")
 
     def begin(self, plan: Plan) -> None:
-        self._now = self._plans.index(plan)
+        pass
 
     def show(self, progress: Progress) -> None:
-        self._states[progress.plan.problem] = progress
+        self._states[progress.plan] = progress
 
     def end(self, plan: Plan, best: Best | None) -> None:
-        self._bests[plan.problem] = best
+        self._bests[plan] = best
 
     def render(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        measured = sum(state.measured for state in self._states.values())
+        states = tuple(self._states.values())  # those of the moment: other threads add to them
+        measured = sum(state.measured for state in states)
         self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left())} left")
         right = ("us", "GB/s", *(("of limit",) if self._limit else ()), "x fallback", "trials")
         made = table("problem", *right, "outcomes", right=right)
         rest = [""] * (len(right) + 1)
-        first = max(0, self._now - ROWS_BEFORE)
-        shown = self._plans[first : self._now + ROWS_AFTER + 1]
+        # Up to what was begun last: of several that run at the same time the others are above it.
+        last = max((self._plans.index(state.plan) for state in states), default=0)
+        first = max(0, last - ROWS_BEFORE)
+        shown = self._plans[first : last + ROWS_AFTER + 1]
         if first:
             made.add_row(f"... {first} before", *rest, style="dim")
         for plan in shown:
-            made.add_row(*self._row(plan), style="dim" if plan.problem not in self._states else None)
+            made.add_row(*self._row(plan), style="dim" if plan not in self._states else None)
         after = len(self._plans) - first - len(shown)
         if after:
             made.add_row(f"... {after} more", *rest, style="dim")
@@ -411,14 +528,14 @@ class Live:
         return Group(made, self._bar, Text(note, style="yellow" if stopping else "dim"))
 
     def _row(self, plan: Plan) -> list[str]:
-        state, best = self._states.get(plan.problem), self._bests.get(plan.problem)
+        state, best = self._states.get(plan), self._bests.get(plan)
         if state is None:
-            return [plan.problem.typed, *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
+            return [_named(plan, self._plans), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
         # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
         gain = ratio(best.fallback_seconds, best.seconds) if best else ""
         bytes_ = plan.problem.cost().bytes
-        if plan.problem in self._bests:
+        if plan in self._bests:
             what = "done: " + _counts(state) if best else "no valid record"
         else:
             what = "final" if state.phase == "final" else _counts(state)
@@ -426,7 +543,7 @@ class Live:
         if self._limit:
             figures.append(share(bytes_, seconds, plan.machine))
         return [
-            plan.problem.typed,
+            _named(plan, self._plans),
             *figures,
             gain,
             f"{state.measured}/{plan.trials}",
@@ -434,21 +551,22 @@ class Live:
         ]
 
     def _seconds_left(self) -> float:
-        """Of the problem that is running and of those that wait, by the pace of the first."""
-        running = self._states.get(self._plans[self._now].problem)
-        waiting = [plan.seconds for plan in self._plans if plan.problem not in (*self._states, *self._bests)]
-        if running is None:
-            return sum(waiting)
-        left = 0.0 if running.plan.problem in self._bests else running.seconds_left
-        return left + running.slowness * sum(waiting)
+        """Of the problems that are running and of those that wait, by the pace of the first."""
+        states = tuple(self._states.values())
+        running = [state for state in states if state.plan not in self._bests]
+        waiting = sum(plan.seconds for plan in self._plans if plan not in self._states)
+        pace = statistics.fmean(state.slowness for state in running) if running else 1.0
+        longest = max((state.seconds_left for state in running), default=0.0)
+        everything = sum(state.seconds_left for state in running) + pace * waiting
+        return max(longest, everything / self._devices)
 
 
-def result_table(plans: Sequence[Plan], bests: dict[Problem, Best]) -> Table:
+def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:
     limit = any(plan.machine.bandwidth for plan in plans)
     right = ("us", "fallback us", "gain", "GB/s", *(("of limit",) if limit else ()))
     made = table("problem", "best candidate", *right, right=right)
     for plan in plans:
-        best = bests.get(plan.problem)
+        best = bests.get(plan)
         if best is None:
             continue
         bytes_ = plan.problem.cost().bytes
@@ -456,5 +574,5 @@ def result_table(plans: Sequence[Plan], bests: dict[Problem, Best]) -> Table:
         cells.append(rate(bytes_, best.seconds))
         if limit:
             cells.append(share(bytes_, best.seconds, plan.machine))
-        made.add_row(plan.problem.typed, str(best.candidate), *cells)
+        made.add_row(_named(plan, plans), str(best.candidate), *cells)
     return made

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # psABI levels of x86-64, highest first, with the /proc/cpuinfo flags that distinguish each from the one below.
 X86_LEVELS = (
@@ -65,7 +65,7 @@ class Machine:
 
         `threads` and `shared_bytes`, static and dynamic, are a block's, `registers` a thread's.
         """
-        most = next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
+        most = self._limits
         warps = -(-threads // 32)
         # Registers are allocated by eight for a warp, which has one of four register files.
         held = 4 * (REGISTER_FILE // 4 // (32 * (max(1, -(-registers // 8)) * 8)))
@@ -76,6 +76,15 @@ class Machine:
             most.shared_bytes // (-(-shared_bytes // 128) * 128 + most.reserved_bytes),
         )
         return self.cores * each
+
+    @property
+    def _limits(self) -> _Limits:
+        return next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
+
+    @property
+    def threads_at_once(self) -> int:
+        """Threads that a GPU's multiprocessor runs at the same time, at most."""
+        return self._limits.threads
 
     @property
     def device(self) -> str:
@@ -127,9 +136,12 @@ def cpu() -> Machine:
     )
 
 
-def default_builders() -> int:
-    """How many processes compile at once unless told otherwise: one a core, 16 at most."""
-    return min(cpu().cores, 16)
+def default_builders(gpus: int = 0) -> int:
+    """How many processes compile at once unless told otherwise: one a core, 16 at most, or 16 a GPU.
+
+    Each GPU leaves a core to the process that measures on it meanwhile.
+    """
+    return min(max(1, cpu().cores - gpus), 16 * max(1, gpus))
 
 
 @functools.cache
@@ -163,8 +175,8 @@ def cuda_arch(major: int, minor: int) -> str:
 
 
 @functools.cache
-def gpu() -> Machine | None:
-    """The first CUDA GPU, read from the driver alone; None where there is no usable GPU."""
+def _driver() -> Any:
+    """The CUDA driver, initialised; None where there is none."""
     import ctypes
 
     try:
@@ -173,20 +185,57 @@ def gpu() -> Machine | None:
         return None
     if not hasattr(driver, "cuInit"):  # the stub that a process which builds CUDA code has loaded in its place
         return None
-    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    driver.cuDeviceGetName(name, len(name), device)
+    return None if driver.cuInit(0) else driver
 
-    def attribute(number: int) -> int:
-        value = ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-        return value.value
 
-    # CU_DEVICE_ATTRIBUTE_: COMPUTE_CAPABILITY_MAJOR 75, _MINOR 76, MULTIPROCESSOR_COUNT 16, MAX_THREADS_PER_BLOCK 1
-    arch = cuda_arch(attribute(75), attribute(76))
-    cores = min(attribute(16), limit())
-    return Machine("cuda", arch, name.value.decode(), cores=cores, max_threads=attribute(1))
+@functools.cache
+def gpus() -> tuple[Machine, ...]:
+    """The CUDA GPUs that this process may use, in CUDA's order, read from the driver alone."""
+    import ctypes
+
+    driver, count = _driver(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+
+    def describe(number: int) -> Machine:
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        driver.cuDeviceGetName(name, len(name), device)
+
+        def attribute(which: int) -> int:
+            value = ctypes.c_int()
+            driver.cuDeviceGetAttribute(ctypes.byref(value), which, device)
+            return value.value
+
+        # CU_DEVICE_ATTRIBUTE_: COMPUTE_CAPABILITY_MAJOR 75, _MINOR 76, MULTIPROCESSOR_COUNT 16, MAX_THREADS_PER_BLOCK 1
+        arch = cuda_arch(attribute(75), attribute(76))
+        cores = min(attribute(16), limit())
+        return Machine("cuda", arch, name.value.decode(), cores=cores, max_threads=attribute(1))
+
+    return tuple(describe(number) for number in range(count.value))
+
+
+def gpu() -> Machine | None:
+    """The first CUDA GPU; None where there is no usable GPU."""
+    return next(iter(gpus()), None)
+
+
+def gpu_bus(number: int) -> str:
+    """The PCI address of a GPU, by which other tools know it: their numbers differ from CUDA's."""
+    import ctypes
+
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+    driver = _driver()
+    driver.cuDeviceGet(ctypes.byref(device), number)
+    driver.cuDeviceGetPCIBusId(text, len(text), device)
+    return text.value.decode()
+
+
+def visible_gpus() -> list[str]:
+    """For each of `gpus`, what a child's `CUDA_VISIBLE_DEVICES` has to be for it to see that one alone."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(len(gpus()))] if chosen is None else chosen.split(",")
+    return [name.strip() for name in names[: len(gpus())]]
 
 
 def limit() -> int:
@@ -222,8 +271,8 @@ def resolve(target: str) -> Machine:
                 "target: got 'cuda', but no CUDA GPU was found; name an architecture (sm_90a) to compile for one"
             )
         return found
-    for present in (gpu(), cpu()):
-        if present is not None and present.arch == target:
+    for present in (*gpus(), cpu()):
+        if present.arch == target:
             return present
     if (named := _CUDA.fullmatch(target)) and not (named["code"] == "compute" and named["specific"]):
         return Machine("cuda", target, target, cores=MULTIPROCESSORS.get(int(named["number"]), 108))

@@ -16,7 +16,8 @@ the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine           
 
 An operator of somebody else's package is found as those are: by the entry point group ``tvm_sparse.operators``, or by
 `add_plugin` (on the command line ``--plugin``) with the path of a folder or file that holds an `Operator` named
-``OPERATOR``. Child processes are told which plugins their parent has.
+``OPERATOR``. A plugin may also bring templates for operators that there are, as ``TEMPLATES``. Child processes are told
+which plugins their parent has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -96,7 +97,9 @@ class Operator:
 
     @property
     def templates(self) -> tuple[Template, ...]:
-        return importlib.import_module(self.schedules).TEMPLATES
+        """Its own, and those that plugins have brought for it."""
+        added = (template for template in _TEMPLATES if template.operator == self.name)
+        return (*importlib.import_module(self.schedules).TEMPLATES, *added)
 
     @property
     def fallbacks(self) -> Mapping[str, tuple[Template, ...]]:
@@ -118,6 +121,7 @@ BUILTIN = (
     Operator("lsh_lookup", public=("lsh_lookup",)),
     Operator("compaction", public=("compaction",)),
     Operator("lsh_candidates", public=("lsh_candidates",)),
+    Operator("lsh_topk", public=("lsh_topk",)),
     Operator("head_topk", public=("head_topk",)),
     Operator("candidate_topk", public=("candidate_topk",)),
     Operator("candidate_logits", public=("candidate_logits",)),
@@ -143,6 +147,8 @@ def _registered() -> dict[str, Operator]:
 
 # Paths of plugins, in the order in which they were added: child processes add them again.
 _PLUGINS: list[str] = []
+# Templates that plugins brought for operators of others.
+_TEMPLATES: list[Template] = []
 
 
 def operators() -> Mapping[str, Operator]:
@@ -163,22 +169,23 @@ def add(operator: Operator) -> None:
         raise PluginError(f"operator {operator.name}: the name is taken by {known.home}")
 
 
-def add_plugin(path: str | Path) -> Operator:
-    """Register the operator of a package folder or a Python file that lies outside of this package.
+def add_plugin(path: str | Path) -> Operator | None:
+    """Register what a package folder or a Python file that lies outside of this package brings.
 
-    The module is imported by its own name, from the folder that holds it, and defines ``OPERATOR``. Adding it again
-    changes nothing.
+    The module is imported by its own name, from the folder that holds it. It defines ``OPERATOR``, an `Operator`, or
+    ``TEMPLATES``, a sequence of templates for operators that are registered; or both. Adding it again changes nothing.
+    Returns its operator, if it brings one.
 
     Raises
     ------
     PluginError
-        If there is no such module, it or its schedules do not import, it defines no operator, or the name of the
-        operator or of one of its templates is taken.
+        If there is no such module, it or its schedules do not import, it defines neither, the name of the operator or
+        of one of the templates is taken, or a template is for no operator that there is.
     """
     place = Path(path).resolve()
     name = place.stem if place.suffix == ".py" else place.name
     if str(place) in _PLUGINS:
-        return sys.modules[name].OPERATOR
+        return getattr(sys.modules[name], "OPERATOR", None)
     if not place.exists():
         raise PluginError(f"plugin: {place} does not exist")
     # Last: a folder full of modules must not hide what is installed.
@@ -188,20 +195,42 @@ def add_plugin(path: str | Path) -> Operator:
     try:
         module = importlib.import_module(name)
         operator = getattr(module, "OPERATOR", None)
-        names = {template.name for template in operator.templates} if isinstance(operator, Operator) else set()
+        own = operator.templates if isinstance(operator, Operator) else ()
     except Exception as error:  # somebody else's module may raise anything
         raise PluginError(f"plugin: {place} does not import: {_said(error)}") from error
     found = Path(module.__file__ or "").resolve()
     if found not in (place, place / "__init__.py"):
         raise PluginError(f"plugin: {place}: another module is imported as {name}: {found}; rename the plugin")
-    if not isinstance(operator, Operator):
-        raise PluginError(f"plugin: {place} defines no OPERATOR of type tvm_sparse.core.registry.Operator")
-    for other in operators().values():
-        if other.name != operator.name and (taken := names & {template.name for template in other.templates}):
-            raise PluginError(f"plugin: {place}: the template {min(taken)} has the name of one of {other.name}'s")
-    add(operator)
+    # A plugin's operator may have its schedules in the same module: then `TEMPLATES` are those.
+    given = () if isinstance(operator, Operator) and operator.schedules == name else getattr(module, "TEMPLATES", ())
+    _require_plugin(place, operator, own, given)
+    if operator is not None:
+        add(operator)
+    _TEMPLATES.extend(given)
     _PLUGINS.append(str(place))
     return operator
+
+
+def _require_plugin(place: Path, operator: object, own: Sequence[Template], given: Sequence[Template]) -> None:
+    """Raise unless a plugin defines something, under names that are not taken."""
+    from .template import Template
+
+    if not isinstance(operator, Operator) and (operator is not None or not given):
+        raise PluginError(
+            f"plugin: {place} defines no OPERATOR of type tvm_sparse.core.registry.Operator, and no TEMPLATES"
+        )
+    for template in given:
+        if not isinstance(template, Template):
+            raise PluginError(f"plugin: {place}: TEMPLATES holds {template!r}, which is no template")
+        if template.operator not in operators():
+            raise PluginError(
+                f"plugin: {place}: the template {template.name} is for {template.operator!r}, which is no"
+                f" operator; {nearest(template.operator, operators())}"
+            )
+    names = {template.name for template in (*own, *given)}
+    for other in operators().values():
+        if operator != other and (taken := names & {template.name for template in other.templates}):
+            raise PluginError(f"plugin: {place}: the template {min(taken)} has the name of one of {other.name}'s")
 
 
 def _said(error: Exception) -> str:

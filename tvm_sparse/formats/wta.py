@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import bitmap
+
 KINDS = ("direct", "cuckoo")
 # Bits of a code: it is an int32, and equation 7's paper asks for fewer than 31.
 MOST_BITS = 30
@@ -159,6 +161,18 @@ def check_permutations(permutations: np.ndarray, hidden: int) -> None:
     if len(outside):
         at = tuple(map(int, outside[0]))
         raise ValueError(f"permutations: permutations{list(at)}={permutations[at]} is outside [0, {hidden}) (hidden)")
+
+
+def check_frequent(ids: np.ndarray, always: np.ndarray, vocab: int) -> None:
+    """Raise `ValueError` unless these are the words whose bits are set in the bitmap `always`, each once."""
+    if len(outside := np.flatnonzero((ids < 0) | (ids >= vocab))):
+        raise ValueError(f"ids: ids[{outside[0]}]={ids[outside[0]]} is outside [0, {vocab}) (vocab)")
+    times = np.bincount(ids, minlength=vocab)
+    wrong = np.flatnonzero(times != bitmap.unpack_bits(always, vocab))
+    if len(wrong):
+        raise ValueError(
+            f"ids: expected each word of `always` once and no other; word {wrong[0]} stands {times[wrong[0]]} times"
+        )
 
 
 def tables(codes: np.ndarray, vocab: int, kind: str = "direct", *, bits: int | None = None, seed: int = 0) -> Tables:

@@ -1,8 +1,9 @@
 """An output head that multiplies with candidate words only, found by locality sensitive hashing.
 
-A step is two programs: `lsh_candidates` hashes the hidden states, looks their codes up, counts hits and compacts the
-words that reach the threshold into a list; `candidate_topk` multiplies with the embeddings of these alone and keeps the
-most probable. The length of the list stays on the device. Where the exact head, `head_topk`, is faster, it runs.
+On a GPU a step is one program, `lsh_topk`: it hashes the hidden states, looks their codes up, and multiplies with the
+embeddings of words that have hits enough and of frequent ones. Elsewhere, and where the candidates themselves are
+asked for, it is two: `lsh_candidates` compacts these words into a list, whose length stays on the device, and
+`candidate_topk` multiplies with their embeddings. Where the exact head, `head_topk`, is faster, it runs.
 
 Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU".
 """
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core import spaces
+from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import make
 from ..formats import wta
@@ -26,6 +29,7 @@ from ..operators.candidate_topk.call import candidate_topk
 from ..operators.head_topk.call import head_topk
 from ..operators.logsumexp.call import logsumexp
 from ..operators.lsh_candidates.call import lsh_candidates
+from ..operators.lsh_topk.call import lsh_topk
 from ..operators.softmax.call import log_softmax
 from ..runtime import arrays, dispatch
 from ..runtime.arrays import Facts
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from .frontier import Frontier
 
 FORMAT = 1  # of what `save` writes
+FUSED = "fused_step"  # the template of `lsh_topk` that makes no lists
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,11 @@ class HeadExplanation:
     lsh: float | None
     exact: float | None
     kernels: tuple[Explanation, ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether the path is LSH without lists, in one program."""
+        return self.kernels[0].problem.startswith("lsh_topk/")
 
     def __str__(self) -> str:
         known = [f"{name} {1e6 * s:.1f} us" for name, s in (("lsh", self.lsh), ("exact", self.exact)) if s is not None]
@@ -269,11 +279,16 @@ class LshHead:
         n = integer("n", n)
         if not 1 <= n <= self.settings.vocab:
             raise ValueError(f"n: expected 1 <= n <= vocab ({self.settings.vocab}), got {n}")
-        if self._path(rows, n, sentences, path) == "exact":
+        self._wanted(n, path)
+        # No rows: the exact head knows nothing to do.
+        way = self.explain(rows, n, sentences=sentences, path=path) if rows else None
+        if way is None or way.path == "exact":
             values, indices, normaliser = head_topk(
                 hidden, self.embedding, n, log=log, temperature=temperature, bias=self.bias, normaliser=True
             )
             return values, indices, HeadInfo(self._everything(sentences), normaliser, self.settings.vocab)
+        if way.fused:
+            return self._fused(hidden, n, sentences, log, temperature)
         candidates, counts = self._candidates(hidden, sentences)
         values, indices, normaliser = candidate_topk(
             hidden,
@@ -556,6 +571,29 @@ class LshHead:
             raise ValueError(f"n: expected at most the capacity ({self.settings.capacity}), got {n}")
         return path
 
+    def _fused(self, hidden: Any, n: int, sentences: int, log: bool, temperature: float) -> tuple[Any, Any, HeadInfo]:
+        """A step without lists, which have no capacity then."""
+        hashing, shape = self.hashing, tuple(hidden.shape)
+        assert hashing is not None  # the threshold is not 0
+        ids = self._constant("ids", 1, lambda: self._library.from_host(self.frequent.astype(np.int32), self.embedding))
+        values, indices, normaliser, counts = lsh_topk(
+            hidden.reshape(sentences, -1, shape[1]),
+            self.embedding,
+            hashing.permutations,
+            hashing.words,
+            hashing.table,
+            self._always,
+            ids,
+            self.settings.threshold,
+            n,
+            multipliers=hashing.multipliers,
+            log=log,
+            temperature=temperature,
+            bias=self.bias,
+        )
+        found = HeadInfo(counts, normaliser.reshape(-1), self.settings.vocab)
+        return values.reshape(shape[0], n), indices.reshape(shape[0], n), found
+
     def _path(self, rows: int, n: int, sentences: int, path: str | None) -> str:
         wanted = self._wanted(n, path)
         if not rows:
@@ -601,17 +639,23 @@ class LshHead:
     def _explain(self, rows: int, n: int, sentences: int, path: str) -> HeadExplanation:
         own = self.settings
         machine = machine_of("embedding", self._known)
-        exact, lsh = _problems(own, self._known.dtype, self.bias is not None, rows, n, sentences)
+        problems = _problems(own, self._known.dtype, self.bias is not None, rows, n, sentences)
+        if not _fits(problems["fused"], machine):
+            problems["fused"] = []
         kernels = {
-            name: tuple(dispatch.dispatcher.explain(problem, machine) for problem in problems)
-            for name, problems in (("lsh", lsh), ("exact", exact))
+            name: tuple(dispatch.dispatcher.explain(problem, machine) for problem in which)
+            for name, which in problems.items()
         }
+        # Fused, unless records say that lists are faster.
+        fused, listed = (_recorded(kernels[name]) for name in ("fused", "lsh"))
+        if kernels["fused"] and (fused is None or listed is None or fused <= listed):
+            kernels["lsh"] = kernels["fused"]
         found = self.measured.get((rows, sentences))
         if found is not None and found.arch == machine.arch:
             times: dict[str, float | None] = {"lsh": found.lsh, "exact": found.exact}
             source = f"measured by fit for {rows} rows"
         else:
-            times = {name: _recorded(which) for name, which in kernels.items()}
+            times = {name: _recorded(kernels[name]) for name in ("lsh", "exact")}
             source = "by the records of their kernels"
         if path != "auto":
             taken, why = path, "it was asked for"
@@ -636,29 +680,37 @@ def _embedding_facts(embedding: Any) -> Facts:
     return known
 
 
-def _problems(
-    chosen: Settings, dtype: str, bias: bool, rows: int, n: int, sentences: int
-) -> tuple[list[Problem], list[Problem]]:
-    """The problems that a step runs on the exact path, and with candidates as far as it can.
+def _problems(chosen: Settings, dtype: str, bias: bool, rows: int, n: int, sentences: int) -> dict[str, list[Problem]]:
+    """The problems that a step runs: `exact`; `lsh`, with lists of candidates; and `fused`, without. None where it
+    cannot go this way.
 
     Raises
     ------
     ProblemError
         If one of them cannot be, with the numbers.
     """
+    found: dict[str, list[Problem]] = {"exact": [], "lsh": [], "fused": []}
     if not rows:
-        return [], []
+        return found
     added = {"bias": 1} if bias else {}
     shape = {"vocab": chosen.vocab, "hidden": chosen.hidden, "dtype": dtype}
-    exact = [make("head_topk", {"batch": rows, "k": n, **shape, **added})]
+    found["exact"] = [make("head_topk", {"batch": rows, "k": n, **shape, **added})]
     if chosen.threshold == 0 or n > chosen.capacity:
-        return exact, []
+        return found
     lists = {"lists": sentences, "beam": rows // sentences, **shape}
-    hashed = {name: getattr(chosen, name) for name in ("k", "units", "bands", "table", "capacity")}
-    return exact, [
-        make("lsh_candidates", {**lists, **hashed}),
+    hashed = {name: getattr(chosen, name) for name in ("k", "units", "bands", "table")}
+    found["lsh"] = [
+        make("lsh_candidates", {**lists, **hashed, "capacity": chosen.capacity}),
         make("candidate_topk", {**lists, "m": chosen.capacity, "k": n, **added}),
     ]
+    if chosen.frequent:
+        found["fused"] = [make("lsh_topk", {**lists, **hashed, "frequent": chosen.frequent, "n": n, **added})]
+    return found
+
+
+def _fits(fused: Sequence[Problem], machine: Machine) -> bool:
+    """Whether there are kernels that make no lists. Those of `lsh_topk` that do gain nothing."""
+    return any(spaces.fallback(problem, machine).template == FUSED for problem in fused)
 
 
 def _recorded(kernels: Sequence[Explanation]) -> float | None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import dataclasses
+import functools
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import registry, spaces
+from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
+from . import exchange, space
 from .codec import encode
-from .log import Log
-from .values import FOLDER_NAME, Best, Session, Trial
+from .log import Contents, Log
+from .values import FOLDER_NAME, Best, Session, Trial, operator_of
 
 
 @dataclass(frozen=True)
@@ -148,42 +153,204 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None,
                 yield arch, problem, mine.get(problem), theirs.get(problem)
 
 
-def rows(roots: Iterable[Path]) -> list[dict[str, Any]]:
-    """All trials and rankings as flat rows with the same columns."""
-    found = []
+def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None = None) -> list[dict[str, Any]]:
+    """All trials and rankings as flat rows with the same columns, in the order of their logs.
+
+    Of folders of logs, of files that hold a measured space (`records.space`), and of results in T4
+    (`records.exchange`), whose names end in .json.
+
+    Columns
+    -------
+    kind, arch, operator, problem
+        "trial" or "best", and where it belongs.
+    axis.NAME
+        The problem's axes, under `operator`'s names; None where the operator has no such axis.
+    candidate, template, version, current
+        What was tried; `current`: whether this version of the package has the template at that version.
+    decision.NAME
+        The decisions; None where the template has no such.
+    outcome, reason, build_seconds, seconds, seconds_all
+        How the trial ended; `seconds` is the median of the repeats `seconds_all`, of a ranking that of its rounds.
+    fallback_seconds
+        Of a ranking: what would run without tuning.
+    registers, shared_bytes, local_bytes, spill_instructions, threads
+        What a CUDA kernel takes: a thread's registers, static shared memory and threads of a block, ...
+    occupancy
+        Share of a multiprocessor's threads that are resident, by threads, registers and static shared memory. Kernels
+        that ask for dynamic shared memory have less. Of several kernels in one library the most of each is taken; None
+        where such a kernel could not run.
+    predicted
+        The score that the cost model gave the candidate before it was measured, the larger the better.
+    order, number
+        Place within the session, and among the problem's trials of this log or file, from 0.
+    session, date, strategy, timer, machine.NAME, inputs.NAME, software.NAME
+        Provenance. `strategy` proposed the session's candidates.
+    """
+    found: list[dict[str, Any]] = []
     for root in roots:
+        if root.suffix == ".json":
+            document = exchange.read_results(root)
+            known, trials = exchange.records_of(document)
+            others = () if trials else exchange.foreign_rows(document, root.stem, RESOURCES)
+            read = [row for name in _operators(trials) for row in _rows_of(name, known, _of(trials, name))]
+            found += [r for r in (*read, *others) if operator in (None, r["operator"]) and arch in (None, r["arch"])]
+            continue
+        if root.is_file():
+            measured = space.read(root)
+            if operator in (None, operator_of(measured.problem)) and arch in (None, measured.arch):
+                found += _rows_of(operator_of(measured.problem), measured.sessions, measured.trials)
+            continue
         for log in logs_of(root):
-            contents = log.read()
-            sessions = {session.id: session for session in contents.sessions}
-            records: list[Trial | Best] = [*contents.trials, *log.read_best().bests]
-            for record in records:
-                session = sessions.get(record.session)
-                trial = record if isinstance(record, Trial) else None
-                ranked = record if isinstance(record, Best) else None
-                seconds = ranked.seconds if ranked else trial.median if trial and trial.seconds else None
-                found.append(
-                    {
-                        "kind": record.kind,
-                        "arch": record.arch,
-                        "operator": log.operator,
-                        "problem": record.problem,
-                        "candidate": str(record.candidate),
-                        "outcome": trial.outcome if trial else "ok",
-                        "reason": trial.reason if trial else "",
-                        "seconds": seconds,
-                        "fallback_seconds": ranked.fallback_seconds if ranked else None,
-                        "build_seconds": trial.build_seconds if trial else None,
-                        "session": record.session,
-                        "order": trial.order if trial else None,
-                        "date": session.date if session else "",
-                        "machine": str(session.machine.get("name", "")) if session else "",
-                    }
-                )
+            if operator in (None, log.operator) and arch in (None, log.arch):
+                contents = log.read()
+                found += _rows_of(log.operator, contents.sessions, [*contents.trials, *log.read_best().bests])
+    # One table has one order of columns: groups (all axes, all decisions) where their first column stands.
+    names = list(dict.fromkeys(name for row in found for name in row))
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        first.setdefault(name.partition(".")[0] if "." in name else name, index)
+    names.sort(key=lambda name: first[name.partition(".")[0] if "." in name else name])
+    return [{name: row.get(name) for name in names} for row in found]
+
+
+def _operators(trials: Iterable[Trial]) -> list[str]:
+    return sorted({operator_of(trial.problem) for trial in trials})
+
+
+def _of(trials: Iterable[Trial], operator: str) -> list[Trial]:
+    return [trial for trial in trials if operator_of(trial.problem) == operator]
+
+
+def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | Best]) -> Iterator[dict[str, Any]]:
+    sessions = {session.id: session for session in known}
+    present = _present(operator)
+    numbers: Counter[str] = Counter()
+    axes = functools.cache(_axes)
+    for record in records:
+        session = sessions.get(record.session)
+        trial = record if isinstance(record, Trial) else None
+        ranked = record if isinstance(record, Best) else None
+        seconds = ranked.seconds if ranked else trial.median if trial and trial.seconds else None
+        candidate = record.candidate
+        row: dict[str, Any] = {
+            "kind": record.kind,
+            "arch": record.arch,
+            "operator": operator,
+            "problem": record.problem,
+            **{f"axis.{name}": value for name, value in axes(record.problem).items()},
+            "candidate": str(candidate),
+            "template": candidate.template,
+            "version": candidate.version,
+            "current": present.get(candidate.template) == candidate.version,
+            **{f"decision.{name}": value for name, value in candidate.decisions},
+            "outcome": trial.outcome if trial else "ok",
+            "reason": trial.reason if trial else "",
+            "build_seconds": trial.build_seconds if trial else None,
+            "seconds": seconds,
+            "seconds_all": trial.seconds if trial else (),
+            "fallback_seconds": ranked.fallback_seconds if ranked else None,
+            **dict.fromkeys(RESOURCES),
+            **_resources(trial, session),
+            "predicted": trial.predicted if trial else None,
+            "order": trial.order if trial else None,
+            "number": numbers[record.problem] if trial else None,
+            "session": record.session,
+            "date": session.date if session else "",
+            "strategy": session.strategy if session else "",
+            "timer": session.timer if session else "",
+        }
+        numbers[record.problem] += trial is not None
+        for group in ("machine", "inputs", "versions") if session else ():
+            facts = getattr(session, group)
+            prefix = "software" if group == "versions" else group
+            row |= {f"{prefix}.{name}": value for name, value in sorted(facts.items()) if name != "arch"}
+        yield row
+
+
+RESOURCES = ("registers", "shared_bytes", "local_bytes", "spill_instructions", "threads", "occupancy")
+
+
+def _axes(problem: str) -> dict[str, Any]:
+    """The axes of a problem's key; as they stand there if no operator of this version has such a problem."""
+    try:
+        return registry.parse(problem).axes
+    except ProblemError:
+        pairs = (pair.partition("=") for pair in problem.partition("/")[2].split(","))
+        return {name: _read(value) for name, equals, value in pairs if equals}
+
+
+def _read(text: str) -> int | float | str:
+    """What a text of a key stands for: a number, if it is one."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
+    """What a trial's kernel takes of a GPU; empty of others."""
+    if trial is None or not trial.resources:
+        return {}
+    found: dict[str, Any] = {name: trial.resources.get(name) for name in RESOURCES[:-1]}
+    # Earlier records do not hold the threads of a block, which is a decision of many templates.
+    found["threads"] = found["threads"] or trial.candidate.values.get("threads")
+    if found["threads"]:
+        cores = int(session.machine.get("cores", 1)) if session else 1
+        here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
+        taken = found["threads"], found["registers"], found["shared_bytes"]
+        blocks = here.blocks_at_once(*(value or 0 for value in taken)) // cores
+        found["occupancy"] = blocks * found["threads"] / here.threads_at_once or None
     return found
 
 
+def _column(values: list[Any]) -> list[Any]:
+    """Values of one kind, as a column of Parquet has them: texts where some are numbers and some are not."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) < 2 or kinds == {int, float}:
+        return values
+    return [None if value is None else str(value) for value in values]
+
+
+def write_results(roots: Iterable[Path], path: Path, problem: str = "") -> int:
+    """Write trials as a T4 document, of problems whose keys begin so; returns how many."""
+    sessions: list[Session] = []
+    trials: list[Trial] = []
+    for root in roots:
+        logs = [space.read(root)] if root.is_file() else [log.read() for log in logs_of(root)]
+        for one in logs:
+            mine = [trial for trial in one.trials if trial.problem.startswith(problem)]
+            used = {trial.session for trial in mine}
+            trials += mine
+            sessions += [session for session in one.sessions if session.id in used]
+    path.write_text(json.dumps(exchange.results_of(sessions, trials), indent=1) + "\n")
+    return len(trials)
+
+
+def read_results(path: Path, target: Path) -> int:
+    """Append to `target` the trials of a T4 document of ours that it lacks; returns how many.
+
+    Raises
+    ------
+    ExchangeError
+        If the file holds none: results of others are for studies, they have no place in a log.
+    """
+    sessions, trials = exchange.records_of(exchange.read_results(path))
+    if not trials:
+        raise exchange.ExchangeError(f"{path}: no result has a provenance that tells its problem and candidate")
+    count = 0
+    places = sorted({(trial.arch, operator_of(trial.problem)) for trial in trials})
+    for arch, operator in places:
+        log = Log(target, arch, operator)
+        mine = [trial for trial in _of(trials, operator) if trial.arch == arch]
+        used = {trial.session for trial in mine}
+        new = _absent(Contents(tuple(mine), tuple(s for s in sessions if s.id in used)), log.read())
+        log.append(*new)
+        count += sum(isinstance(record, Trial) for record in new)
+    return count
+
+
 def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows as CSV, or as Parquet where the name ends so.
+    """Write rows as CSV, or as Parquet where the name ends so. Lists are numbers separated by spaces in CSV.
 
     Raises
     ------
@@ -194,12 +361,14 @@ def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(found)), path)
+        columns = {name: _column([row[name] for row in found]) for name in (found[0] if found else ())}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
         return
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(found[0]) if found else ["kind"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        for row in found:
+            writer.writerow({k: " ".join(map(str, v)) if isinstance(v, tuple) else v for k, v in row.items()})
 
 
 def readable(problem: str) -> bool:

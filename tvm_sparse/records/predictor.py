@@ -13,6 +13,7 @@ nearly all of its choices among neighbours of these points were such as nobody h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,6 +170,23 @@ class Predictor:
         Ranked is for the batch rounded up to a power of two, so that one library serves all in between.
         """
         problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
+        ranked = self.ranked(problem, machine)
+        return Prediction(problem, self.fastest(problem, machine, 1, ranked)[0], len(ranked)) if ranked else None
+
+    def fastest(
+        self, problem: Problem, machine: Machine, count: int, ranked: Sequence[Candidate] | None = None
+    ) -> list[Candidate]:
+        """The points that take least time by the model, of those that are `ranked`, the fastest first."""
+        ranked = self.ranked(problem, machine) if ranked is None else ranked
+        if not ranked:
+            return []
+        seconds = self.trees.predict(self.trees.matrix(features_of(problem, machine, c) for c in ranked))
+        # In this order, because the model is quicker than the restrictions are. Defaults are allowed: there is one.
+        order = (ranked[index] for index in seconds.argsort(kind="stable"))
+        return list(itertools.islice((c for c in order if spaces.refusal(c, problem, machine) is None), count))
+
+    def ranked(self, problem: Problem, machine: Machine) -> list[Candidate]:
+        """The points that the model is asked about."""
         tables: dict[str, Table] = {}
         for name in self.templates:
             template = spaces.find(name, self.operator)
@@ -179,14 +197,7 @@ class Predictor:
                     continue
         defaults = [spaces.find(name, self.operator) for name in tables]
         wanted = [*self.known, *(t.candidate(t.default(problem, machine)) for t in defaults)]
-        ranked = [c for c in dict.fromkeys(wanted) if c.template in tables and _in_table(c, tables[c.template])]
-        if not ranked:
-            return None
-        seconds = self.trees.predict(self.trees.matrix(features_of(problem, machine, c) for c in ranked))
-        # In this order, because the model is quicker than the restrictions are. Defaults are allowed: there is one.
-        order = (ranked[index] for index in seconds.argsort(kind="stable"))
-        best = next(c for c in order if spaces.refusal(c, problem, machine) is None)
-        return Prediction(problem, best, len(ranked))
+        return [c for c in dict.fromkeys(wanted) if c.template in tables and _in_table(c, tables[c.template])]
 
     def write(self, root: Path) -> Path:
         """Write the file of this predictor under a folder of logs."""

@@ -58,6 +58,8 @@ class Trial:
         Place within the session, from 0.
     resources : mapping of str to int, optional
         Registers, bytes of shared memory and so on, where known.
+    predicted : float, optional
+        What the search's cost model said before the trial, where it had one: the larger, the faster.
 
     Raises
     ------
@@ -79,6 +81,7 @@ class Trial:
     order: int
     # Left out of the hash, not of the comparison: a dict has no hash.
     resources: Mapping[str, int] | None = field(default=None, hash=False)
+    predicted: float | None = None
 
     def __post_init__(self) -> None:
         _check_texts(self, "problem", "arch", "outcome", "session")
@@ -101,6 +104,8 @@ class Trial:
         if self.resources is not None:
             resources = {name: index(value) for name, value in dict(self.resources).items()}
             object.__setattr__(self, "resources", resources)
+        if self.predicted is not None:
+            object.__setattr__(self, "predicted", float(self.predicted))
 
     @property
     def median(self) -> float:
@@ -185,6 +190,8 @@ class Session:
         How times were taken.
     inputs : mapping
         Seed, structure and settings of the inputs.
+    strategy : str, optional
+        What proposed the candidates. Sessions of before there was a choice do not say.
     """
 
     kind: ClassVar[str] = "session"
@@ -195,9 +202,10 @@ class Session:
     versions: Mapping[str, Any] = field(hash=False)
     timer: str
     inputs: Mapping[str, Any] = field(hash=False)
+    strategy: str = "evolutionary"
 
     def __post_init__(self) -> None:
-        _check_texts(self, "id", "date", "timer")
+        _check_texts(self, "id", "date", "timer", "strategy")
         # Python 3.10 does not read the Z.
         date = datetime.fromisoformat(re.sub("Z$", "+00:00", self.date))
         if date.utcoffset() != timedelta(0):

@@ -56,6 +56,17 @@ def is_numpy(array: Any) -> bool:
     return numpy is not None and isinstance(array, numpy.ndarray)
 
 
+def is_jax(array: Any) -> bool:
+    """Whether this is an array of JAX's, or what stands for one while JAX traces a function. They are immutable."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.Array)
+
+
+def _is_cupy(array: Any) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
 def dtype_name(given: Any) -> str:
     """The name of a dtype of torch or NumPy, or of what it is called."""
     import numpy as np
@@ -107,6 +118,11 @@ def facts(name: str, array: Any) -> Facts:
             array.flags.c_contiguous and array.flags.writeable,
             array.flags.aligned,
         )
+    if is_jax(array) and isinstance(array, sys.modules["jax"].core.Tracer):
+        raise TypeError(
+            f"{name}: got a tracer of JAX, which has no data. Within jax.jit call this function by jax.pure_callback;"
+            " there is no derivative (jax.grad) and no rule of jax.vmap"
+        )
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}"
@@ -116,6 +132,11 @@ def facts(name: str, array: Any) -> Facts:
     kind, index = (int(part) for part in array.__dlpack_device__())
     if kind not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise TypeError(f"{name}: expected an array on cpu or cuda, got DLPack device type {kind}")
+    if kind != CPU and is_jax(array):
+        raise TypeError(
+            f"{name}: got a JAX array on a GPU, whose streams do not wait for the kernel's; pass"
+            " torch.from_dlpack(array), and take results by jax.dlpack.from_dlpack"
+        )
     try:
         tensor = tvm_ffi.from_dlpack(array)
     except BufferError as error:
@@ -232,6 +253,9 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
 
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
     if known.device == "cuda":
+        if _is_cupy(like):  # has no namespace of the standard
+            with like.device:
+                return sys.modules["cupy"].empty(shape, numpy_dtype(dtype))
         if namespace is None:
             raise TypeError(
                 f"out: {type(like).__name__} offers no way to make arrays on a GPU; pass the outputs as `out`"
@@ -245,7 +269,7 @@ def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts
     array = empty(shape, dtype, like, known)
     if is_torch(array):
         return array.fill_(value)
-    if is_numpy(array):
+    if is_numpy(array) or _is_cupy(array):
         array[...] = value
         return array
     namespace = array.__array_namespace__()

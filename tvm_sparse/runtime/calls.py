@@ -21,8 +21,6 @@ from .arrays import Facts
 # Factors that float32 holds as normal numbers.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 
-_MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
-
 
 def machine_of(name: str, known: Facts) -> Machine:
     if known.device == "cpu":
@@ -132,37 +130,6 @@ def passed(beside: tuple[str, Facts, Any], shape: tuple[int, ...] | None = None)
     return arrays.argument(ready if shape is None else arrays.reshaped(ready, shape))
 
 
-def repeated(launchers: Any, what: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
-    """What was put down in `launchers` for a call like this one, or None: `what` was asked for, of these arrays.
-
-    Also None if an array is no torch tensor that a kernel takes as it is; of arrays that are absent None stands there.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    like = layouts(given, torch)
-    return None if None in like else launchers.get((what, like))
-
-
-def put_down(launchers: Any, what: tuple[Any, ...], given: tuple[Any, ...], found: Any) -> None:
-    """Put down what `repeated` is to find the next time, if all arrays are torch tensors that a kernel takes."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        like = layouts(given, torch)
-        if None not in like:
-            launchers[what, like] = found
-
-
-def layouts(given: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
-    """What a launcher depends on of arrays beside the first; None for one that has to be looked at every time."""
-    return tuple(
-        [
-            False if a is None else (a.shape, a.dtype, a.device) if type(a) is torch.Tensor and is_plain(a) else None
-            for a in given
-        ]
-    )
-
-
 # Of functions with a backward pass, which custom operators have.
 TORCH_ALONE = "there is one where all arrays are torch tensors; call it under torch.no_grad()"
 
@@ -200,50 +167,6 @@ def without_gradient(array: Any) -> Any:
     return array
 
 
-def _find_modes() -> int:
-    """How many modes of PyTorch watch calls; from now on by PyTorch's own function, in a third of the time."""
-    global _modes, _forward_ad
-    import torch
-    import torch.autograd.forward_ad
-
-    _forward_ad = torch.autograd.forward_ad  # first: another thread may be here
-    _modes = torch._C._len_torch_dispatch_stack
-    return _modes()
-
-
-# What `is_plain` asks at every call. Only within a level of forward mode do tensors have tangents.
-_modes: Callable[[], int] = _find_modes
-_forward_ad: Any = None
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether a kernel takes a torch tensor as it is."""
-    try:
-        address = tensor.data_ptr()  # 0: of nothing, or of a tensor that stands for another
-        return (
-            address != 0
-            and not address & _MISALIGNED
-            and tensor.is_contiguous()
-            and not tensor.requires_grad
-            and not tensor.is_neg()
-            and not _modes()
-            and _forward_ad._current_level < 0
-        )
-    except RuntimeError:  # sparse layouts know neither contiguity nor an address
-        return False
-
-
-def fits(tensor: Any, like: Any, torch: Any) -> bool:
-    """Whether a kernel can write into a torch tensor in the place of `like`."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is like.dtype
-        and tensor.shape == like.shape
-        and tensor.device == like.device
-        and is_plain(tensor)
-    )
-
-
 def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], like: Any, known: Facts) -> list[Any]:
     """The arrays to write into: new ones, or those of `out`, checked."""
     if out is None:
@@ -257,6 +180,8 @@ def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], 
         name = "out" if name == "out" else f"out ({name})"
         theirs = arrays.facts(name, array)
         refuse_gradient(name, array)
+        if arrays.is_jax(array):
+            raise TypeError(f"{name}: arrays of JAX are immutable; call it without")
         if arrays.is_torch(array) != arrays.is_torch(like):
             wanted_kind = "a torch tensor" if arrays.is_torch(like) else "an array that is no torch tensor"
             raise ValueError(f"{name}: expected {wanted_kind}, as the input is, got {type(array).__name__}")

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ..core import registry
-from . import arrays
+from . import arrays, repeat
 from .calls import no_gradient
 
 NAMESPACE = "tvm_sparse"
@@ -89,9 +89,17 @@ def define(
         library.impl(name, run, key)
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, run, lib=library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
     torch.library.register_vmap(qualified, batched, lib=library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    # What torch.library.register_autograd registers.
+    differentiated = torch._library.autograd.make_autograd_impl(overload, torch._library.autograd.Info(backward, setup))
+
+    def front(keyset: Any, *args: Any) -> Any:
+        """Plain tensors need nothing of what lies between here and `run`, which takes three times as long as a call."""
+        return call(*args) if repeat.are_plain(args) else differentiated(keyset, *args)
+
+    library.impl(name, front, "Autograd", with_keyset=True)
+    return overload
 
 
 def without_backward(name: str, instead: str = "") -> Callable[..., Any]:

@@ -10,8 +10,6 @@ nothing of restrictions between decisions (`RejectRestricted`).
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 import sys
 import types
@@ -19,23 +17,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.candidate import Candidate
-from ..core.machine import Machine
-from ..core.problem import Problem
-from ..core.spaces import find, points
 from ..core.template import Table
+from .domain import Domain
 
 # The stock population of 512 is for spaces of billions of points; ours have hundreds to tens of thousands.
 POPULATION = 128
+# Replayed traces that were drawn before count for MetaSchedule: it may draw so many for each trial.
+REPLAY_DRAWS = 100
 MARK = "tvm_sparse."
 
 
-def candidate_of(module: Any) -> Candidate:
-    """The candidate that a placeholder's annotations stand for."""
+def decisions_of(module: Any) -> tuple[str, dict[str, int]]:
+    """The template and the decisions that a placeholder's annotations stand for."""
     notes = {
         str(k)[len(MARK) :]: v for k, v in module["main"].body.block.annotations.items() if str(k).startswith(MARK)
     }
-    template = find(str(notes.pop("template")))
-    return template.candidate({name: int(value) for name, value in notes.items()})
+    return str(notes.pop("template")), {name: int(value) for name, value in notes.items()}
 
 
 def prepare() -> None:
@@ -77,48 +74,43 @@ def drawn(module: Any, template: str, table: Table, values: Mapping[str, int] | 
 
 
 class Search:
-    """Proposes batches of candidates, and learns from what is reported.
+    """MetaSchedule's searches: proposes batches of points, and learns from what is reported.
 
     Parameters
     ----------
     known
         Candidates measured before, with their median seconds (None: failed). They are never proposed again, and
         teach the cost model before the first proposal.
+    replay
+        Draw traces at random (`ReplayTrace`) in the place of the evolutionary search with its cost model.
+
+    Attributes
+    ----------
+    predicted
+        What the cost model says of the candidates that were proposed last, once it has been trained.
     """
 
     def __init__(
         self,
-        problem: Problem,
-        machine: Machine,
-        tables: Mapping[str, Table],
+        domain: Domain,
         *,
         known: Mapping[Candidate, float | None],
         trials: int,
         batch: int,
         seed: int,
+        replay: bool = False,
     ) -> None:
         self._known = dict(known)
-        # A search of a space that the budget covers would only miss points.
-        everything = [
-            c for c in itertools.islice(points(problem, machine, tables), trials + len(known) + 1) if c not in known
-        ]
-        self._rest: list[Candidate] | None = None
-        self._batch = batch
-        if len(everything) <= trials:
-            random.Random(seed).shuffle(everything)
-            self._rest = everything
-            return
+        self.predicted: Mapping[Candidate, float] = {}
         self._mapped: dict[Candidate, Any] = {}
-        self._meta = _MetaSchedule(problem, machine, tables, trials + len(known), batch, seed)
+        draws = REPLAY_DRAWS * trials if replay else trials + len(known)
+        self._meta = _MetaSchedule(domain, draws, batch, seed, replay)
         for candidate, seconds in known.items():
-            if candidate.template in tables:
+            if candidate in domain.index:
                 self._meta.teach(candidate, seconds)
 
     def propose(self) -> list[Candidate]:
         """The next candidates, none of them known; empty when the search has nothing left."""
-        if self._rest is not None:
-            batch, self._rest = self._rest[: self._batch], self._rest[self._batch :]
-            return batch
         while True:
             proposals = self._meta.generate()
             if not proposals:
@@ -128,23 +120,20 @@ class Search:
             if stale:
                 self._meta.notify(stale, [self._known[c] for c in stale])
             if fresh:
-                self._mapped = fresh
+                self._mapped, self.predicted = fresh, self._meta.predict(fresh)
                 return list(fresh)
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
         """Median seconds of each candidate that was proposed last, None for a failure."""
         self._known.update(results)
-        if self._rest is None:
-            asked = {c: m for c, m in self._mapped.items() if c in results}
-            self._meta.notify(asked, [results[c] for c in asked])
+        asked = {c: m for c, m in self._mapped.items() if c in results}
+        self._meta.notify(asked, [results[c] for c in asked])
 
 
 class _MetaSchedule:
     """The search strategy, cost model and in-memory database of one run."""
 
-    def __init__(
-        self, problem: Problem, machine: Machine, tables: Mapping[str, Table], trials: int, batch: int, seed: int
-    ) -> None:
+    def __init__(self, domain: Domain, trials: int, batch: int, seed: int, replay: bool) -> None:
         prepare()
         import logging
 
@@ -154,24 +143,29 @@ class _MetaSchedule:
 
         logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.WARNING)
         self._module = placeholder()
-        self._tables = tables
+        self._domain = domain
         self._ms = ms
 
         def spaces(schedule: Any) -> list[Any]:
-            return [drawn(self._module, name, table) for name, table in tables.items()]
+            return [drawn(self._module, name, table) for name, table in domain.tables.items()]
 
+        strategy = (
+            ms.search_strategy.ReplayTrace(max_fail_count=REPLAY_DRAWS * batch)
+            if replay
+            else ms.search_strategy.EvolutionarySearch(
+                population_size=POPULATION, init_min_unmeasured=batch, genetic_max_fail_count=20
+            )
+        )
         self._context = ms.TuneContext(
             mod=self._module,
-            target=target_of(machine),
+            target=target_of(domain.machine),
             space_generator=ms.space_generator.ScheduleFn(
                 spaces,
                 sch_rules=[],
-                postprocs=[reject_restricted(problem, machine)],
+                postprocs=[reject_restricted(domain)],
                 mutator_probs={mutate_decision(seed): 1.0},
             ),
-            search_strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=POPULATION, init_min_unmeasured=batch, genetic_max_fail_count=20
-            ),
+            search_strategy=strategy,
             num_threads=1,
             rand_state=seed + 1,
             logger=logging.getLogger("tvm.s_tir.meta_schedule.tvm_sparse"),
@@ -180,21 +174,27 @@ class _MetaSchedule:
         self._workload = self._database.commit_workload(self._module)
         # A few hundred rows of a few numbers: on several threads training takes ten times as long as on one.
         self._model = ms.cost_model.XGBModel(
-            extractor=decision_features(tables), num_warmup_samples=batch, num_tuning_cores=1
+            extractor=decision_features(domain), num_warmup_samples=batch, num_tuning_cores=1
         )
         self._context.pre_tuning(trials, batch, database=self._database, cost_model=self._model)
 
     def teach(self, candidate: Candidate, seconds: float | None) -> None:
         """Enter a candidate of an earlier run, as if it had been measured in this one."""
-        table, values = self._tables[candidate.template], candidate.values
-        if list(values) != list(table) or any(values[d] not in table[d] for d in table):
-            return  # another version's decisions
-        schedule = drawn(self._module, candidate.template, table, values)
+        table = self._domain.tables[candidate.template]
+        schedule = drawn(self._module, candidate.template, table, candidate.values)
         self.notify({candidate: self._ms.MeasureCandidate(schedule, [])}, [seconds], tell_strategy=False)
 
     def generate(self) -> dict[Candidate, Any]:
         proposals = self._context.generate_measure_candidates() or []
-        return {candidate_of(p.sch.mod): p for p in proposals}
+        named = {self._domain.candidate(*decisions_of(p.sch.mod)): p for p in proposals}
+        return {candidate: p for candidate, p in named.items() if candidate is not None}
+
+    def predict(self, asked: Mapping[Candidate, Any]) -> dict[Candidate, float]:
+        """The model's scores, the larger the better; empty before it has been trained, when they are random numbers."""
+        if self._model.booster is None or self._model.data_size < self._model.num_warmup_samples:
+            return {}
+        scores = self._model.predict(self._context, list(asked.values()))
+        return dict(zip(asked, map(float, scores), strict=True))
 
     def notify(
         self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None], tell_strategy: bool = True
@@ -239,7 +239,7 @@ def mutate_decision(seed: int) -> Any:
     return MutateDecision()
 
 
-def reject_restricted(problem: Problem, machine: Machine) -> Any:
+def reject_restricted(domain: Domain) -> Any:
     """A post-processor that refuses points which their template does not allow."""
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
@@ -250,8 +250,7 @@ def reject_restricted(problem: Problem, machine: Machine) -> Any:
             pass
 
         def apply(self, sch: Any) -> bool:
-            candidate = candidate_of(sch.mod)
-            return find(candidate.template).allowed(problem, machine, candidate.values) is None
+            return domain.candidate(*decisions_of(sch.mod)) is not None
 
         def clone(self) -> Any:
             return RejectRestricted()
@@ -259,28 +258,21 @@ def reject_restricted(problem: Problem, machine: Machine) -> Any:
     return RejectRestricted()
 
 
-def decision_features(tables: Mapping[str, Table]) -> Any:
-    """Features of a candidate: which template it is, and log2 of each of its decisions in a column of its own."""
+def decision_features(domain: Domain) -> Any:
+    """Features of a candidate: its row in the domain."""
     import numpy as np
     import tvm
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
-
-    columns = {
-        (name, decision): i for i, (name, decision) in enumerate((n, d) for n, t in tables.items() for d in (None, *t))
-    }
 
     @derived_object
     class DecisionFeatures(ms.feature_extractor.PyFeatureExtractor):
         def extract_from(self, context: Any, candidates: list[Any]) -> list[Any]:
             rows = []
             for one in candidates:
-                candidate = candidate_of(one.sch.mod)
-                row = np.full((1, len(columns)), -1.0)
-                row[0, columns[candidate.template, None]] = 1.0
-                for decision, value in candidate.decisions:
-                    row[0, columns[candidate.template, decision]] = math.log2(value + 1)
-                rows.append(tvm.runtime.tensor(row))
+                candidate = domain.candidate(*decisions_of(one.sch.mod))
+                assert candidate is not None
+                rows.append(tvm.runtime.tensor(np.array([domain.row(candidate)])))
             return rows
 
     return DecisionFeatures()

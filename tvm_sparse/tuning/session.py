@@ -1,6 +1,6 @@
 """A tuning run: plan, trials in batches, a final between the best, and everything written down as it happens.
 
-    plan ──► first candidates ──► batches: propose, build in parallel, measure one by one, append ──► final
+    plan ──► first candidates ──► batches: propose, build in parallel, measure, append ──► final
 
 The first candidates are the fallback, every template's default, what the log's model predicts, and what won for similar
 problems in the same log.
@@ -18,13 +18,15 @@ import importlib.metadata
 import itertools
 import math
 import platform
+import queue
 import shutil
 import signal
 import statistics
-import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,21 +41,23 @@ from ..core.template import Table
 from ..records import Best, Log, Session, Trial
 from ..records.queries import predictor
 from ..workers import building
-from ..workers.processes import Pool, Reply, StartError, Worker
-from .search import Search
+from ..workers.processes import Reply, StartError
+from . import fleet, strategies
+from .domain import Domain
+from .fleet import Device, Fleet, Lease
+from .measuring import Lost, PrepareError
+from .searching import Searcher, SearchError
 
 # Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
 # One in this many trials goes to what won for similar problems, before the search begins.
 PROVEN_SHARE = 4
+# One in this many goes to what the log's model takes for the fastest, but no more than so many of a long run.
+PREDICTED_SHARE, MOST_PREDICTED = 2, 6
 FINALISTS = 4
 FINAL_ROUNDS = 5
-BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.workers.building")
-MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.bench.measure")
 BUILD_TIMEOUT = 120.0
 MEASURE_TIMEOUT = 30.0
-# To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
-PREPARE_TIMEOUT = 600.0
 # Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
 LEAST_DISK = 1 << 20
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
@@ -64,7 +68,7 @@ class NoValidRecord(RuntimeError):
     """The run ended without a candidate that was right."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What a run will do, before it does it."""
 
@@ -78,6 +82,7 @@ class Plan:
     seconds: float  # estimate
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
+    strategy: str = strategies.DEFAULT
 
     @property
     def size(self) -> int:
@@ -109,6 +114,7 @@ class Progress:
     last: Trial | None = None
     phase: str = "search"
     final_share: float = 0.0  # of the final that is through
+    search_seconds: float = 0.0  # spent on proposals
 
     @property
     def slowness(self) -> float:
@@ -138,6 +144,7 @@ def make_plan(
     builders: int,
     named: Collection[str] = (),
     fixed: Table | None = None,
+    strategy: str = strategies.DEFAULT,
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for."""
     tables, reasons = spaces.searched(problem, machine, named, fixed)
@@ -149,7 +156,7 @@ def make_plan(
     size = sum(sizes.values()) + (fallback.template not in sizes)
     paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {})
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
@@ -164,15 +171,19 @@ def _known(problem: Problem, log: Log) -> dict[Candidate, float | None]:
     return known
 
 
-def winners_nearby(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
+def winners_nearby(
+    problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, *, itself: bool = True
+) -> list[Candidate]:
     """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
 
-    Winners at an earlier version of a template count as well, those of the problem itself too: kernels change more
-    often than what suits a shape.
+    Winners at an earlier version of a template count as well, those of the problem itself too, unless not `itself`:
+    kernels change more often than what suits a shape.
     """
 
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
+        if key == problem.key and not itself:
+            continue
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
             template, values = spaces.find(best.candidate.template), best.candidate.values
             if template.name in tables and not template.point(problem, machine, values):
@@ -181,14 +192,32 @@ def winners_nearby(problem: Problem, machine: Machine, tables: Mapping[str, Tabl
     return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
 
 
-def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log) -> list[Candidate]:
-    """What the log's model takes for the fastest, if these spaces have it; its trial tells how far off the model is."""
+def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, count: int) -> list[Candidate]:
+    """What the log's model takes for the fastest, of what these spaces have; trials tell how far off the model is."""
     model = predictor((log.root,), machine.arch, problem.operator)
-    found = model.choose(problem, machine) if model else None
-    if found is None or spaces.refusal(found.candidate, problem, machine) is not None:
+    if model is None:
         return []
-    table = tables.get(found.candidate.template, {})
-    return [found.candidate] if all(v in table.get(name, ()) for name, v in found.candidate.decisions) else []
+    chosen = model.choose(problem, machine)  # what look-up takes, which ranks for a larger batch
+    found = dict.fromkeys([*([chosen.candidate] if chosen else []), *model.fastest(problem, machine, count)])
+
+    def there(candidate: Candidate) -> bool:
+        table = tables.get(candidate.template)
+        inside = table is not None and all(v in table.get(name, ()) for name, v in candidate.decisions)
+        return inside and spaces.refusal(candidate, problem, machine) is None
+
+    return [candidate for candidate in found if there(candidate)][:count]
+
+
+def _covered(
+    problem: Problem,
+    machine: Machine,
+    tables: Mapping[str, Table],
+    known: Mapping[Candidate, float | None],
+    trials: int,
+) -> bool:
+    """Whether the trials suffice for all points that are left: then no search is asked."""
+    most = itertools.islice(points(problem, machine, tables), trials + len(known) + 1)
+    return sum(candidate not in known for candidate in most) <= trials
 
 
 def tune(
@@ -198,7 +227,8 @@ def tune(
     seed: int = 0,
     show: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
-    using: tuple[Pool, Worker] | None = None,
+    using: Fleet | None = None,
+    searcher: Searcher | None = None,
 ) -> Best:
     """Run the plan and return the record of its best candidate, which is appended to the log.
 
@@ -209,7 +239,9 @@ def tune(
     stop
         Asked between batches; True ends the search there, and the final is still held.
     using
-        The processes of `workers`, for several runs in a row; without it the run starts and ends its own.
+        The devices, for several runs in a row or at the same time; without it the run has one of this machine.
+    searcher
+        For several runs in a row; without it the run starts its own.
 
     Raises
     ------
@@ -220,8 +252,6 @@ def tune(
     progress = Progress(plan)
     tables, _ = spaces.searched(problem, machine, plan.named, plan.fixed)
     fallback = spaces.fallback(problem, machine)
-    session = new_session(machine, seed, problem)
-    log.append(session)
     known = _known(problem, log)
     for candidate, seconds in known.items():
         if seconds and seconds < progress.best_seconds:
@@ -229,8 +259,11 @@ def tune(
     progress.fallback_seconds = known.get(fallback)
 
     with scratch.folder() as folder, contextlib.ExitStack() as stack:
-        pool, runner = using or stack.enter_context(workers(plan.builders))
-        bench = _Bench(problem, machine, fallback, seed, folder, pool, runner)
+        devices = using or stack.enter_context(fleet.local(machine, plan.builders))
+        lease = stack.enter_context(devices.lease(machine))
+        session = new_session(lease.device(), seed, problem, plan.strategy)
+        log.append(session)
+        bench = Bench(problem, machine, fallback, seed, folder, lease)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -242,11 +275,13 @@ def tune(
                     f" this batch is not recorded: {trial.reason}"
                 )
 
-        def run(batch: Sequence[Candidate]) -> dict[Candidate, float | None]:
+        def run(batch: Sequence[Candidate], scores: Mapping[Candidate, float]) -> dict[Candidate, float | None]:
+            """`scores`: what the search's cost model said of candidates."""
             results: dict[Candidate, float | None] = {}
             trials = []
             try:
-                for trial in bench.measure(batch, session.id, progress.measured):
+                for measured in bench.measure(batch, session.id, progress.measured):
+                    trial = dataclasses.replace(measured, predicted=scores.get(measured.candidate))
                     trials.append(trial)
                     results[trial.candidate] = trial.median if trial.outcome == "ok" else None
                     progress.measured += 1
@@ -258,7 +293,11 @@ def tune(
                     if trial.candidate == fallback:
                         progress.fallback_seconds = results[fallback]
                     show(progress)
-            except (StartError, OSError):  # nothing can go on; what was right is not to be measured again, all else is
+            except (
+                StartError,
+                OSError,
+                CancelledError,
+            ):  # nothing can go on; what was right is not to be measured again, all else is
                 log.append(*(t if t.outcome == "ok" else dataclasses.replace(t, outcome="environment") for t in trials))
                 raise
             if trials and all(trial.outcome != "ok" for trial in trials):
@@ -268,23 +307,43 @@ def tune(
 
         show(progress)
         defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
-        model = predicted(problem, machine, tables, log)
+        count = max(1, min(plan.trials // PREDICTED_SHARE, MOST_PREDICTED))
+        model = predicted(problem, machine, tables, log, count)
         proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
         first = [c for c in dict.fromkeys([fallback, *defaults, *model, *proven]) if c not in known]
         if fallback in known and plan.trials:
             require_fallback()
         for batch in (first[:1], first[1:]):
-            known.update(run(batch))
-        search = (
-            Search(problem, machine, tables, known=known, trials=plan.trials - len(first), batch=BATCH, seed=seed)
-            if plan.trials > len(first)
-            else None
-        )
+            known.update(run(batch, {}))
+        trials = plan.trials - len(first)
+        search: strategies.Strategy | None = None
+        if trials > 0 and _covered(problem, machine, tables, known, trials):
+            everything = Domain.of(problem, machine, tables)
+            search = strategies.make(plan.strategy, everything, known=known, trials=trials, batch=BATCH, seed=seed)
+        elif trials > 0:
+            search = searcher = searcher or stack.enter_context(Searcher(lambda: devices.closed))
+            searcher.begin(
+                problem,
+                machine,
+                plan.strategy,
+                log,
+                named=plan.named,
+                fixed=plan.fixed,
+                known=known,
+                trials=trials,
+                batch=BATCH,
+                seed=seed,
+            )
         while search and progress.measured < plan.trials and not stop():
-            batch = search.propose()[: plan.trials - progress.measured]
+            began = time.monotonic()
+            try:
+                batch = search.propose()[: plan.trials - progress.measured]
+            except SearchError as error:
+                raise NoValidRecord(f"{problem}: {error}") from None
+            progress.search_seconds += time.monotonic() - began
             if not batch:
                 break
-            results = run(batch)
+            results = run(batch, search.predicted)
             known.update(results)
             search.report(results)
 
@@ -293,8 +352,83 @@ def tune(
         return _final(bench, progress, known, fallback, session.id, log, show)
 
 
+def tune_all(
+    plans: Sequence[Plan],
+    root: Path,
+    devices: Fleet,
+    *,
+    seed: int = 0,
+    begin: Callable[[Plan], None] = lambda plan: None,
+    show: Callable[[Progress], None] = lambda progress: None,
+    end: Callable[[Plan, Best | NoValidRecord], None] = lambda plan, found: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run plans, as many at the same time as there are devices; one that fails does not keep the others from theirs.
+
+    Parameters
+    ----------
+    root
+        Of the logs.
+    begin, show, end
+        Called at a plan's begin, as `tune` says, and at its end; never two of them at the same time.
+    stop
+        As in `tune`; no plan is begun once it is true.
+
+    Raises
+    ------
+    StartError, OSError
+        Where nothing can go on. All plans end then, and `devices` are closed, as they are after `KeyboardInterrupt`.
+    """
+    saying, failed = threading.Lock(), threading.Event()
+    searchers: queue.LifoQueue[Searcher] = queue.LifoQueue()
+
+    def said(what: Callable[..., None], *arguments: Any) -> None:
+        with saying:
+            what(*arguments)
+
+    def run(plan: Plan) -> None:
+        if stop() or failed.is_set():
+            return
+        said(begin, plan)
+        log = Log(root, plan.machine.arch, plan.problem.operator)
+        found: Best | NoValidRecord
+        searcher = searchers.get_nowait()
+        try:
+            found = tune(
+                plan,
+                log,
+                seed=seed,
+                show=lambda progress: said(show, progress),
+                stop=stop,
+                using=devices,
+                searcher=searcher,
+            )
+        except NoValidRecord as error:
+            found = error
+        finally:
+            searchers.put(searcher)
+        said(end, plan, found)
+
+    with contextlib.ExitStack() as stack:
+        running = []
+        for machine in dict.fromkeys(plan.machine for plan in plans):
+            count = devices.count(machine)
+            for _ in range(count):
+                searchers.put(stack.enter_context(Searcher(lambda: devices.closed)))
+            # Left first: a searcher's process ends with the thread that started it.
+            lanes = stack.enter_context(ThreadPoolExecutor(count, f"tune-{machine.arch}"))
+            running += [lanes.submit(run, plan) for plan in plans if plan.machine == machine]
+        try:
+            for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except BaseException:
+            failed.set()
+            devices.close()  # what waits for one ends now
+            raise
+
+
 def _final(
-    bench: _Bench,
+    bench: Bench,
     progress: Progress,
     known: Mapping[Candidate, float | None],
     fallback: Candidate,
@@ -302,26 +436,18 @@ def _final(
     log: Log,
     show: Callable[[Progress], None],
 ) -> Best:
-    """Measure the best few and the fallback again, in turn, and record the winner by its median.
+    """Measure the best few and the fallback again, in turn on one device, and record the winner by its median.
 
     One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
-    tuned result cannot lose to not tuning.
+    tuned result cannot lose to not tuning. Devices differ: where this one is lost, all begins anew on another.
     """
     problem, machine = progress.plan.problem, progress.plan.machine
     ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
     finalists = list(dict.fromkeys([*ranked[:FINALISTS], fallback]))
-    times: dict[Candidate, list[float]] = {}
-    spoilt: Trial | None = None
-    for number in range(FINAL_ROUNDS):
-        for trial in bench.measure(finalists, session, 0):
-            if trial.outcome == "ok":
-                times.setdefault(trial.candidate, []).append(trial.median)
-            elif trial.outcome == "environment":
-                spoilt = trial
-        # One that fails once is no finalist.
-        finalists = [c for c in finalists if c in times]
-        progress.final_share = (number + 1) / FINAL_ROUNDS
-        show(progress)
+    while True:
+        with contextlib.suppress(Lost):
+            times, spoilt = _rounds(bench, progress, finalists, session, show)
+            break
     medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == FINAL_ROUNDS}
     if not medians and spoilt:
         raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
@@ -345,15 +471,27 @@ def _final(
     return best
 
 
-@contextlib.contextmanager
-def workers(builders: int) -> Iterator[tuple[Pool, Worker]]:
-    """The processes that build, and the one that measures. They start when first used, which takes them seconds."""
-    pool, runner = Pool(builders, BUILD_WORKER, name="build"), Worker(MEASURE_WORKER, name="measure")
-    with pool, runner:
-        yield pool, runner
+def _rounds(
+    bench: Bench, progress: Progress, finalists: Sequence[Candidate], session: str, show: Callable[[Progress], None]
+) -> tuple[dict[Candidate, list[float]], Trial | None]:
+    """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""
+    device = bench.device()
+    times: dict[Candidate, list[float]] = {}
+    spoilt: Trial | None = None
+    for number in range(FINAL_ROUNDS):
+        for trial in bench.measure(finalists, session, 0, device):
+            if trial.outcome == "ok":
+                times.setdefault(trial.candidate, []).append(trial.median)
+            elif trial.outcome == "environment":
+                spoilt = trial
+        # One that fails once is no finalist.
+        finalists = [c for c in finalists if c in times]
+        progress.final_share = (number + 1) / FINAL_ROUNDS
+        show(progress)
+    return times, spoilt
 
 
-class _Bench:
+class Bench:
     """Builds and measures candidates of one problem; keeps the libraries it has built."""
 
     def __init__(
@@ -363,31 +501,88 @@ class _Bench:
         fallback: Candidate,
         seed: int,
         folder: Path,
-        pool: Pool,
-        runner: Worker,
+        lease: Lease,
+        *,
+        undisturbed: bool = False,
     ) -> None:
-        self._problem, self._machine, self._fallback, self._seed = problem, machine, fallback, seed
-        self._pool, self._runner, self._folder = pool, runner, folder
-        self._built: dict[Candidate, Reply] = {}
-        self._prepared: int | None = None  # the process that has this problem's references
+        self._undisturbed = undisturbed
+        self._problem, self._machine, self._fallback = problem, machine, fallback
+        self._lease, self._folder = lease, folder
+        self._built: dict[Candidate, Future[Reply]] = {}
+        self._request = {"problem": problem.key, "kind": machine.kind, "seed": seed, "plugins": plugins()}
         self._names = (folder / f"{number}.so" for number in itertools.count())
+
+    def device(self) -> Device:
+        """One to measure on alone."""
+        return self._lease.device()
 
     def forget(self, candidate: Candidate) -> None:
         """Have it built anew when it is measured next."""
         self._built.pop(candidate, None)
 
-    def measure(self, candidates: Sequence[Candidate], session: str, order: int) -> Iterator[Trial]:
-        """One trial a candidate, in order."""
-        new = [c for c in candidates if c not in self._built]
-        requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
-        self._built.update(zip(new, self._pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
-        for i, candidate in enumerate(candidates):
-            trial = self._trial(candidate, self._built[candidate], session, order + i)
-            if trial.outcome == "environment":
-                self.forget(candidate)
-            yield trial
+    def build(self, candidates: Sequence[Candidate]) -> Generator[Candidate]:
+        """Yield each candidate once it is built; the builds of those that follow go on meanwhile."""
+        new = self._submit(candidates)
+        try:
+            for candidate in candidates:
+                wait([self._built[candidate]])
+                yield candidate
+        finally:
+            for candidate in new:
+                if self._built[candidate].cancel():
+                    self.forget(candidate)
 
-    def _trial(self, candidate: Candidate, built: Reply, session: str, order: int) -> Trial:
+    def _submit(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Have built what is not; returns that."""
+        new = [c for c in dict.fromkeys(candidates) if c not in self._built]
+        requests = [building.request(self._problem, c, self._machine, next(self._names)) for c in new]
+        self._built.update(zip(new, self._lease.build(requests, BUILD_TIMEOUT), strict=True))
+        return new
+
+    def measure(
+        self, candidates: Sequence[Candidate], session: str, order: int, device: Device | None = None
+    ) -> Iterator[Trial]:
+        """One trial a candidate, in order; on one device if it is given, which may raise `Lost`."""
+        new = self._submit(candidates)
+        if self._machine.kind == "llvm":
+            wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
+        measured = [self._measured(candidate, device=device) for candidate in candidates]
+        for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
+            yield self._finished(candidate, reply, session, order + i)
+
+    def trial(self, candidate: Candidate, session: str, order: int, *, again: bool = False) -> Trial:
+        """The trial of a candidate that is built.
+
+        `again`: it was right before, and is checked only with the arguments that it is timed with.
+        """
+        return self._finished(candidate, self._measured(candidate, again=again), session, order)
+
+    def _measured(
+        self, candidate: Candidate, *, again: bool = False, device: Device | None = None
+    ) -> Future[Reply | None]:
+        """What comes of it once it is built; None for what is not worth its share of a device."""
+
+        def library(built: Reply) -> Mapping[str, Any] | None:
+            if not built.ok or self._spills(candidate, built):
+                return None
+            found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+            return found | {"again": again, "undisturbed": self._undisturbed}
+
+        return self._lease.measure(self._built[candidate], self._request, library, MEASURE_TIMEOUT, device)
+
+    def _spills(self, candidate: Candidate, built: Reply) -> int:
+        """Of registers, in instructions. The fallback's are not asked for."""
+        return (built.value["resources"] or {}).get("spill_instructions", 0) if candidate != self._fallback else 0
+
+    def _finished(self, candidate: Candidate, measured: Future[Reply | None], session: str, order: int) -> Trial:
+        found = self._trial(candidate, self._built[candidate].result(), measured, session, order)
+        if found.outcome == "environment":
+            self.forget(candidate)
+        return found
+
+    def _trial(
+        self, candidate: Candidate, built: Reply, measured: Future[Reply | None], session: str, order: int
+    ) -> Trial:
         def trial(outcome: str, reason: str = "", seconds: Sequence[float] = ()) -> Trial:
             return Trial(
                 problem=self._problem.key,
@@ -408,24 +603,13 @@ class _Bench:
             if built.environment or shutil.disk_usage(self._folder).free < LEAST_DISK:
                 return trial("environment", reason)
             return trial("timeout" if built.kind == "timeout" else "build-error", reason)
-        spills = (built.value["resources"] or {}).get("spill_instructions", 0)
-        if spills and candidate != self._fallback:
-            # Another point holds the same work in registers; this one is not worth its share of the device's time.
-            return trial("rejected", f"spills registers: {spills} instructions")
-        message = {
-            "problem": self._problem.key,
-            "kind": self._machine.kind,
-            "seed": self._seed,
-            "plugins": plugins(),
-        }
-        self._runner.start()
-        if self._runner.pid != self._prepared:
-            reply = self._runner.call(message, timeout=PREPARE_TIMEOUT)
-            if not reply.ok:
-                raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {reply.message}")
-            self._prepared = self._runner.pid
-        message |= {"library": built.value["path"], "workspaces": built.value["workspaces"]}
-        reply = self._runner.call(message, timeout=MEASURE_TIMEOUT)
+        try:
+            reply = measured.result()
+        except PrepareError as error:
+            raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {error}") from None
+        if reply is None:
+            # Another point holds the same work in registers.
+            return trial("rejected", f"spills registers: {self._spills(candidate, built)} instructions")
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
         outcome = {"crash": "crash", "timeout": "timeout"}.get(reply.kind, "run-error")
@@ -436,8 +620,9 @@ class _Bench:
         return trial(outcome, reply.message)
 
 
-def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
-    """The provenance of a run that starts now."""
+def new_session(device: Device, seed: int, problem: Problem, strategy: str) -> Session:
+    """The provenance of a run that starts now, on this device and others of the same kind."""
+    machine = device.machine
     versions = {
         name: importlib.metadata.version(name)
         for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
@@ -452,10 +637,11 @@ def new_session(machine: Machine, seed: int, problem: Problem) -> Session:
     return Session(
         id=uuid.uuid4().hex[:12],
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **_device_state(machine)},
+        machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **device.state},
         versions=versions,
         timer=timer,
         inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
+        strategy=strategy,
     )
 
 
@@ -465,26 +651,6 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _device_state(machine: Machine) -> dict[str, Any]:
-    """Driver and clocks of a GPU, as far as the driver's own tool tells them."""
-    if machine.kind != "cuda":
-        return {}
-    import subprocess
-
-    fields = "driver_version,clocks.sm,clocks.mem,power.limit"
-    try:
-        text = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(fields.split(","), (value.strip() for value in text.split(",")), strict=False))
 
 
 @contextlib.contextmanager

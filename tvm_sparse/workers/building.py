@@ -166,7 +166,6 @@ class Kept:
     def __init__(self, seconds: float = KEEP_SECONDS) -> None:
         self._seconds = seconds
         self._pool: Pool | None = None
-        self._owner = 0  # the thread that started the worker: the worker ends when that does
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()
         self._watches_forks = False
@@ -180,9 +179,8 @@ class Kept:
             if not self._watches_forks:
                 os.register_at_fork(after_in_child=self._forget)
                 self._watches_forks = True
-            if self._pool is None or self._owner != threading.get_ident():
-                self.close()
-                self._pool, self._owner = Pool(1, BUILD_WORKER, name="build"), threading.get_ident()
+            if self._pool is None:
+                self._pool = Pool(1, BUILD_WORKER, name="build")
             try:
                 yield self._pool
             except BaseException:

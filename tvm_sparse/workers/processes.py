@@ -37,10 +37,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
@@ -216,26 +217,37 @@ class Worker:
         self._ensure_child()
         try:
             while self._child and not self._child.ready:
-                _wait([self])
+                self._wait()
                 self._advance()
         except BaseException:
             self.close()
             raise
 
-    def call(self, request: Mapping[str, Any], *, timeout: float) -> Reply:
+    def call(
+        self, request: Mapping[str, Any], *, timeout: float, abandoned: Callable[[], bool] = lambda: False
+    ) -> Reply:
         """Send a request and wait for its reply, at most `timeout` seconds.
+
+        Parameters
+        ----------
+        abandoned
+            Asked a few times a second: True ends the child and the call.
 
         Raises
         ------
         StartError
             As in `start`. Anything that the request does is a `Reply`.
+        concurrent.futures.CancelledError
+            If the call was abandoned.
         TypeError, ValueError
             If the request is not JSON, or one is under way.
         """
         self._submit(request, timeout)
         try:
             while (reply := self._advance()) is None:
-                _wait([self])
+                if abandoned():
+                    raise CancelledError(f"{self.name}: the request was abandoned")
+                self._wait()
         except BaseException:  # Ctrl-C: what the child is at now is nobody's
             self.close()
             raise
@@ -390,15 +402,25 @@ class Worker:
             raise StartError(f"{message}\n(command: {' '.join(self.argv)})")
         return Reply(kind, message=message, environment=environment)
 
-    def _postpone(self, seconds: float) -> None:
-        if self._child:
-            self._child.ready_by += seconds
-        if self._job:
-            self._job.deadline += seconds
+    def _wait(self) -> None:
+        """Wait until the child can go on, its deadline has come, or it is time to look."""
+        child, job = self._child, self._job
+        assert child is not None
+        until = time.monotonic() + _LOOK_SECONDS
+        poller = select.poll()
+        poller.register(child.replies, select.POLLIN)
+        if child.ready and job and job.unsent:
+            poller.register(child.requests, select.POLLOUT)
+        until = min(until, child.ready_by if not child.ready else math.inf)
+        until = min(until, job.deadline if job else math.inf)
+        poller.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
 
 
 class Pool:
-    """Several workers, for requests that do not depend on each other.
+    """Several workers, for requests that do not depend on each other. Thread-safe.
+
+    A thread waits for each worker that is at work, so that requests get on whether or not anybody asks for replies.
+    The threads live as long as the pool: children end with the thread that started them.
 
     Parameters
     ----------
@@ -406,6 +428,8 @@ class Pool:
         How many children run at the same time.
     argv, env, name, start_timeout
         As in `Worker`.
+    cores : collection of int, optional
+        The processors that the children may use. Default: those of this process.
     """
 
     def __init__(
@@ -416,12 +440,17 @@ class Pool:
         env: Mapping[str, str] | None = None,
         name: str,
         start_timeout: float = _START_SECONDS,
+        cores: Collection[int] = (),
     ) -> None:
         if size < 1:
             raise ValueError(f"a pool has at least one worker, not {size}")
         self.workers = tuple(
             Worker(argv, env=env, name=f"{name}-{number}", start_timeout=start_timeout) for number in range(size)
         )
+        self._idle = list(self.workers)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads = ThreadPoolExecutor(size, f"{name}-pool", initializer=pin, initargs=(cores,))
 
     def __enter__(self) -> Pool:
         return self
@@ -429,52 +458,60 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Iterator[Reply]:
-        """Yield a reply for each request, in the order of the requests.
+    def submit(
+        self, request: Mapping[str, Any], *, timeout: float, abandoned: threading.Event | None = None
+    ) -> Future[Reply]:
+        """Hand a request to the next worker that is free; `timeout` counts from then on.
 
-        A request that ends its worker costs only itself. `timeout` is for each request, from
-        where a worker takes it. The work is done while the iterator is being advanced; leaving it
-        early ends what is under way.
+        The future's exceptions are those of `Worker.call`. A request that ends its worker costs only itself. Setting
+        `abandoned` ends it, and so does closing the pool.
+        """
+        return self._threads.submit(self._run, request, timeout, abandoned)
+
+    def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Generator[Reply]:
+        """Yield a reply for each request, in the order of the requests; leaving it early ends what is under way.
 
         Raises
         ------
         StartError
             As in `Worker.start`.
         """
-        # One thread and one poll for all: children started by a helper thread would die with it.
-        waiting = deque(enumerate(requests))
-        busy: dict[Worker, int] = {}
-        done: dict[int, Reply] = {}
-        following = 0
+        abandoned = threading.Event()
+        futures = [self.submit(request, timeout=timeout, abandoned=abandoned) for request in requests]
         try:
-            while waiting or busy or done:
-                # The workers that run already first, so that few requests start few children.
-                for worker in sorted(self.workers, key=lambda w: w.pid is None):
-                    if waiting and worker not in busy:
-                        number, request = waiting.popleft()
-                        worker._submit(request, timeout)
-                        busy[worker] = number
-                for worker in tuple(busy):
-                    if (reply := worker._advance()) is not None:
-                        done[busy.pop(worker)] = reply
-                if following not in done:
-                    if len(busy) == len(self.workers) or not waiting:
-                        _wait(busy)
-                    continue
-                paused = time.monotonic()
-                yield done.pop(following)
-                following += 1
-                # Nobody read while the caller held the reply; that is not the children's time.
-                for worker in busy:
-                    worker._postpone(time.monotonic() - paused)
+            for future in futures:
+                yield future.result()
         finally:
-            for worker in busy:
-                worker.close()
+            abandoned.set()
+            wait([future for future in futures if not future.cancel()])
+
+    def _run(self, request: Mapping[str, Any], timeout: float, abandoned: threading.Event | None) -> Reply:
+        with self._lock:
+            # The workers that run already first, so that few requests start few children.
+            worker = max(self._idle, key=lambda worker: worker.pid is not None)
+            self._idle.remove(worker)
+        try:
+            return worker.call(
+                request,
+                timeout=timeout,
+                abandoned=lambda: self._closed.is_set() or (abandoned is not None and abandoned.is_set()),
+            )
+        finally:
+            with self._lock:
+                self._idle.append(worker)
 
     def close(self) -> None:
-        """Close every worker."""
+        """End every worker and what is under way; no request is taken any more. May be called again."""
+        self._closed.set()
+        self._threads.shutdown(cancel_futures=True)
         for worker in self.workers:
             worker.close()
+
+
+def pin(cores: Collection[int]) -> None:
+    """Bind the calling thread, and the processes that it starts, to these processors; to none where there are none."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: float) -> _Child:
@@ -517,21 +554,6 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
     os.set_blocking(request_writer, False)
     os.set_blocking(reply_reader, False)
     return _Child(process, request_writer, reply_reader, output, scratch, time.monotonic() + timeout)
-
-
-def _wait(workers: Iterable[Worker]) -> None:
-    """Wait until one of the workers can go on, its deadline has come, or it is time to look."""
-    until = time.monotonic() + _LOOK_SECONDS
-    poller = select.poll()
-    for worker in workers:
-        child, job = worker._child, worker._job
-        assert child is not None
-        poller.register(child.replies, select.POLLIN)
-        if child.ready and job and job.unsent:
-            poller.register(child.requests, select.POLLOUT)
-        until = min(until, child.ready_by if not child.ready else math.inf)
-        until = min(until, job.deadline if job else math.inf)
-    poller.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -27,25 +27,24 @@ WARP = 32
 
 def program(problem: OutputLayer, threads: int) -> Program:
     """The program of one point of the space."""
-    multiply = score_words(problem)
-    if isinstance(problem, CandidateLogits):
-        # fmt: off
-        @T.inline
-        def alone(io):
-            multiply(io, io.logits)
-        # fmt: on
+    alone = isinstance(problem, CandidateLogits)
+    own = () if alone else (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),)
+    return gpu_program(problem, body(problem, threads), own)
 
-        return gpu_program(problem, alone)
 
-    find = select_words(problem, threads)
+def body(problem: OutputLayer, threads: int) -> Callable[..., Any]:
+    """The kernels, called with the `Arguments`."""
+    alone = isinstance(problem, CandidateLogits)
+    multiply, find = score_words(problem), None if alone else select_words(problem, threads)
 
     # fmt: off
     @T.inline
-    def body(io):
-        multiply(io, io.workspaces["scores"])
-        find(io)
+    def kernels(io):
+        multiply(io, io.logits if alone else io.workspaces["scores"])
+        if not alone:
+            find(io)
     # fmt: on
-    return gpu_program(problem, body, (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),))
+    return kernels
 
 
 def count_words(io: Arguments, index: Any) -> Any:

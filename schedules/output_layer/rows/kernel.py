@@ -28,17 +28,23 @@ def program(problem: OutputLayer, decisions: Decisions) -> Program:
     alone = isinstance(problem, CandidateLogits)
     words = most_words(problem)
     own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
-    product, best = multiply(problem, decisions), None if alone else select(problem, words)
+    return cpu_program(problem, body(problem, decisions), own)
+
+
+def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
+    """Both phases, called with the `Arguments`."""
+    alone = isinstance(problem, CandidateLogits)
+    product, best = multiply(problem, decisions), None if alone else select(problem, most_words(problem))
 
     # fmt: off
     @T.inline
-    def body(io):
+    def phases(io):
         target = T.meta_var(io.logits if alone else io.workspaces["scores"])
         product(io, target)
         if not alone:
             best(io)
     # fmt: on
-    return cpu_program(problem, body, own)
+    return phases
 
 
 def words_of(io: Arguments, index: Any) -> tirx.PrimExpr:

@@ -387,22 +387,25 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
     return of_halves if kind else multiply_floats(e)
 
 
+@T.inline
+def split(word, high, low, finite, i):
+    """A float32 word as two of tf32, whose sum it is but for its last three bits: the `i`-th of `high` and of `low`.
+    `finite` is the higher one, or 0 of an infinity or NaN."""
+    high[i] = word & T.uint32(0xFFFFE000)
+    low[i] = T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high[i]))
+    finite[i] = high[i]
+    if (word & T.uint32(0x7F800000)) == T.uint32(0x7F800000):
+        high[i] = word
+        low[i] = T.uint32(0)
+        finite[i] = T.uint32(0)
+
+
 def multiply_floats(e: Extents) -> Callable[..., Any]:
     """`multiply_step` for float32: three products of tf32.
 
     An infinity or NaN has no lower part, and must not meet the lower part of its partner, which may be 0.
     """
     mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
-
-    @T.inline
-    def split(word, high, low, finite, i):
-        high[i] = word & T.uint32(0xFFFFE000)
-        low[i] = T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high[i]))
-        finite[i] = high[i]
-        if (word & T.uint32(0x7F800000)) == T.uint32(0x7F800000):
-            high[i] = word
-            low[i] = T.uint32(0)
-            finite[i] = T.uint32(0)
 
     @T.inline
     def phase(s, step):

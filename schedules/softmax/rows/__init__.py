@@ -1,8 +1,12 @@
 """Softmax and logsumexp on a CPU: a thread a row, in vector loops over chunks of the row that stay in L1.
 
 Algorithm 3 of Milakov & Gimelshein, with one rescaling a chunk instead of one an element: the chunk's maximum, then,
-from L1, the sum of its exponentials. The second pass over the row finds it in L2 unless it is longer than that.
+from L1, the sum of its exponentials. Those of softmax may be `kept`, relative to the maximum of then, in the output or,
+if that is of half precision, in a float32 row of the thread's own: the second pass then multiplies, by a factor a
+chunk, and takes no exponential, which is most of the work. It finds the row in L2 unless it is longer than that.
 Algorithms 1 and 2 are here too, in whole passes, as the paper compares them.
+
+Few elements are gone through by the calling thread: to wake the others takes longer than the work.
 
 This module holds the decisions and `extents` a point's numbers; neither loads the compiler. `kernel` does, and is
 imported when a program is built.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Template
+from tvm_sparse.operators.softmax.problem import Softmax
 
 from ..problems import RowProblem, algorithm
 
@@ -19,14 +24,20 @@ from ..problems import RowProblem, algorithm
 CHUNK = (64, 256, 1024, 4096)
 # Elements that a vector loop steps by; those beyond the register width are independent accumulators.
 SIMD = (8, 16, 32, 64)
+# Elements that one thread goes through while others would wake up.
+FEW = 16 * 1024
 
 
 def space(problem: RowProblem, machine: Machine) -> Table:
-    return {"chunk": CHUNK, "simd": SIMD} if algorithm(problem) == "online" else {"simd": SIMD}
+    if algorithm(problem) != "online":
+        return {"simd": SIMD}
+    return {"chunk": CHUNK, "simd": SIMD, **({"kept": (0, 1)} if isinstance(problem, Softmax) else {})}
 
 
 def default(problem: RowProblem, machine: Machine) -> Decisions:
-    return {"chunk": 1024, "simd": 32} if algorithm(problem) == "online" else {"simd": 32}
+    if algorithm(problem) != "online":
+        return {"simd": 32}
+    return {"chunk": 1024, "simd": 32, **({"kept": 1} if isinstance(problem, Softmax) else {})}
 
 
 def build(problem: RowProblem, decisions: Decisions) -> Program:
@@ -38,7 +49,7 @@ def build(problem: RowProblem, decisions: Decisions) -> Program:
 softmax_rows, logsumexp_rows = (
     Template(
         name=f"{operator}_rows",
-        version=1,
+        version=2,
         operator=operator,
         kind="llvm",
         summary=f"a thread a row, vector loops, {passes}",

@@ -26,6 +26,8 @@ class Extents:
         Elements of a vector.
     chunk
         Vectors between two rescalings.
+    kept
+        Whether probabilities are made of the exponentials of the sum.
     """
 
     softmax: bool
@@ -34,12 +36,14 @@ class Extents:
     vocab: int
     simd: int
     chunk: int
+    kept: bool
 
     @classmethod
     def of(cls, problem: RowProblem, decisions: Decisions) -> Extents:
         simd, vocab = decisions["simd"], problem.vocab
         chunk = max(decisions.get("chunk", vocab) // simd, 1)
-        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, vocab, simd, chunk)
+        kept = decisions.get("kept", 0) == 1
+        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, vocab, simd, chunk, kept)
 
     @property
     def vectors(self) -> int:
@@ -60,6 +64,11 @@ class Extents:
     def halvings(self) -> int:
         """Steps in which the elements of a vector are reduced to one."""
         return self.simd.bit_length() - 1
+
+    @property
+    def scratch(self) -> int:
+        """Elements of the row in which exponentials are kept that the output has no room for."""
+        return self.tail if self.kept and self.dtype != "float32" else 0
 
     @property
     def exceeds(self) -> bool:

@@ -16,6 +16,7 @@ from tvm_sparse.core.template import Decisions, Program
 from ...device.arithmetic import exp_any, exp_nonpositive
 from ..interface import cpu_program
 from ..problems import RowProblem
+from . import FEW
 from .extents import Extents
 
 Phase = Callable[..., Any]
@@ -42,6 +43,10 @@ class RowState:
         Per place in a vector: the maxima of the vectors gone through, and the steps of their reduction to `fold[0]`.
     part
         Per place in a vector: the sum of exponentials relative to m.
+    base
+        Of each chunk the maximum that its kept exponentials are relative to; then what they are multiplied with.
+    kept
+        Exponentials of the row, where the output cannot hold them.
     """
 
     def __init__(self, ext: Extents, row: Any) -> None:
@@ -51,6 +56,8 @@ class RowState:
         self.top = T.sblock_alloc_buffer((ext.simd,), "float32")
         self.part = T.sblock_alloc_buffer((ext.simd,), "float32")
         self.fold = T.sblock_alloc_buffer((ext.simd,), "float32")
+        self.base = T.sblock_alloc_buffer((ext.chunks if ext.kept else 1,), "float32")
+        self.kept = T.sblock_alloc_buffer((max(ext.scratch, 1),), "float32")
 
 
 # fmt: off
@@ -100,12 +107,37 @@ def add_exponentials(ext: Extents) -> Phase:
     return phase
 
 
-def accumulate(ext: Extents) -> Phase:
-    """Reads: the row. Writes: `m`, `part`, `top`, `fold`. After: `m` is the row's, `part` covers all vectors."""
-    of_vectors, of_tail, added = vector_maximum(ext), tail_maximum(ext), add_exponentials(ext)
+def keep_exponentials(ext: Extents) -> Phase:
+    """Reads: the row, `m`. Writes: `part`; the output, or `kept`. After: both cover vectors first to first + count."""
+    exp, simd, scratch = exponential(ext), ext.simd, ext.scratch > 0
 
     @T.inline
-    def phase(s, X):
+    def phase(s, X, Y, first, count):
+        for u in range(count):
+            for lane in T.vectorized(simd):
+                s.top[lane] = exp(T.Cast("float32", X[s.row, (first + u) * simd + lane]) - s.m[0])
+            for lane in T.vectorized(simd):
+                s.part[lane] = s.part[lane] + s.top[lane]
+            if scratch:
+                for lane in T.vectorized(simd):
+                    s.kept[(first + u) * simd + lane] = s.top[lane]
+            else:
+                for lane in T.vectorized(simd):
+                    Y[s.row, (first + u) * simd + lane] = s.top[lane]
+
+    return phase
+
+
+def accumulate(ext: Extents) -> Phase:
+    """Reads: the row. Writes: `m`, `part`, `top`, `fold`. After: `m` is the row's, `part` covers all vectors.
+
+    If exponentials are `kept`, and no logarithms are asked for, also `base`, and what `keep_exponentials` writes.
+    """
+    of_vectors, of_tail, added = vector_maximum(ext), tail_maximum(ext), add_exponentials(ext)
+    kept = keep_exponentials(ext)
+
+    @T.inline
+    def phase(s, X, log, Y):
         for lane in T.vectorized(ext.simd):
             s.part[lane] = T.float32(0)
         if ext.algorithm == "naive":
@@ -131,7 +163,14 @@ def accumulate(ext: Extents) -> Phase:
                     for lane in T.vectorized(ext.simd):
                         s.part[lane] = s.part[lane] * T.exp(s.m[0] - s.fold[0])
                     s.m[0] = s.fold[0]
-                added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+                if ext.kept:
+                    if log == 0:
+                        s.base[c] = s.m[0]
+                        kept(s, X, Y, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+                    else:
+                        added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+                else:
+                    added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
 
     return phase
 
@@ -150,9 +189,29 @@ def join_lanes(ext: Extents) -> Phase:
     return phase
 
 
+def scale_kept(ext: Extents) -> Phase:
+    """Reads: what `keep_exponentials` wrote, `base`, `m`, `d`. Writes: `base`; the probabilities of all vectors."""
+    simd, dtype, scratch = ext.simd, ext.dtype, ext.scratch > 0
+
+    @T.inline
+    def phase(s, Y):
+        for c in range(ext.chunks):
+            s.base[c] = T.exp(s.base[c] - s.m[0]) * s.d[0]
+            for u in range(T.min(ext.chunk, ext.vectors - c * ext.chunk)):
+                for lane in T.vectorized(simd):
+                    if scratch:
+                        Y[s.row, (c * ext.chunk + u) * simd + lane] = T.Cast(
+                            dtype, s.kept[(c * ext.chunk + u) * simd + lane] * s.base[c])
+                    else:
+                        Y[s.row, (c * ext.chunk + u) * simd + lane] = (
+                            Y[s.row, (c * ext.chunk + u) * simd + lane] * s.base[c])
+
+    return phase
+
+
 def write(ext: Extents) -> Phase:
     """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
-    simd, tail, dtype, exp = ext.simd, ext.tail, ext.dtype, exponential(ext)
+    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.dtype, exponential(ext), scale_kept(ext)
 
     @T.inline
     def phase(s, X, log, Y):
@@ -166,10 +225,13 @@ def write(ext: Extents) -> Phase:
                 Y[s.row, tail + i] = T.Cast(dtype, T.Cast("float32", X[s.row, tail + i]) - s.m[0] - s.d[0])
         else:
             s.d[0] = T.float32(1) / s.d[0]
-            for u in range(ext.vectors):
-                for lane in T.vectorized(simd):
-                    Y[s.row, u * simd + lane] = T.Cast(
-                        dtype, exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
+            if ext.kept:
+                scaled(s, Y)
+            else:
+                for u in range(ext.vectors):
+                    for lane in T.vectorized(simd):
+                        Y[s.row, u * simd + lane] = T.Cast(
+                            dtype, exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
             for i in range(ext.vocab - tail):
                 Y[s.row, tail + i] = T.Cast(
                     dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])
@@ -181,23 +243,33 @@ def build(problem: RowProblem, decisions: Decisions) -> Program:
     ext = Extents.of(problem, decisions)
     accumulated, joined, written = accumulate(ext), join_lanes(ext), write(ext)
 
+    few = max(1, FEW // ext.vocab)
+
+    @T.inline
+    def of_row(io, b):
+        with T.sblock("row"):
+            row = T.axis.spatial(io.batch, b)
+            T.reads(io.logits[row, 0:ext.vocab])
+            if ext.softmax:
+                T.writes(io.out[row, 0:ext.vocab])
+            else:
+                T.writes(io.out[row])
+            s = RowState(ext, row)
+            accumulated(s, io.logits, io.log, io.out)
+            joined(s, io.logits)
+            if ext.softmax:
+                written(s, io.logits, io.log, io.out)
+            else:
+                io.out[row] = s.m[0] + T.log(s.d[0])
+
     @T.inline
     def body(io):
-        for b in T.parallel(io.batch):
-            with T.sblock("row"):
-                row = T.axis.spatial(io.batch, b)
-                T.reads(io.logits[row, 0:ext.vocab])
-                if ext.softmax:
-                    T.writes(io.out[row, 0:ext.vocab])
-                else:
-                    T.writes(io.out[row])
-                s = RowState(ext, row)
-                accumulated(s, io.logits)
-                joined(s, io.logits)
-                if ext.softmax:
-                    written(s, io.logits, io.log, io.out)
-                else:
-                    io.out[row] = s.m[0] + T.log(s.d[0])
+        if io.batch <= few:
+            for b in range(io.batch):
+                of_row(io, b)
+        else:
+            for b in T.parallel(io.batch):
+                of_row(io, b)
 
     return cpu_program(problem, body)
 # fmt: on

@@ -18,7 +18,7 @@ from ...device.state import named
 from ..elements import element, write_given, write_value
 from ..ending import Ending
 from .keys import heap_key, index_of, value_of
-from .space import Extents
+from .space import FEW, Extents
 
 
 @dataclass(frozen=True)
@@ -63,32 +63,42 @@ def function(extents: Extents, ending: Ending | None = None) -> Callable[..., An
     offer_chunk, add_chunk, finish = offer_from_chunk(extents), add_exponentials(extents), finish_row(extents)
     start_over, sort, write = refill_heap(extents), sort_heap(extents), write_outputs(extents)
 
+    few = max(1, FEW // extents.vocab)
+
     # fmt: off
     @T.inline
+    def take(io, b):
+        with T.sblock("row"):
+            row = T.axis.spatial(io.batch, b)
+            T.reads(io.logits[row, 0:extents.vocab])
+            T.writes(io.values[row, 0:extents.k], io.indices[row, 0:extents.k])
+            s = T.meta_var(State.alloc(extents))
+            of_row = T.meta_var(own(io, row))
+            begin(of_row, row, s)
+            for c in range(extents.chunks):
+                take_maxima(of_row, row, s, c)
+                if s.fold[0] > s.m[0]:
+                    rescale(of_row, row, s)
+                if s.fold[0] > s.tau[0]:
+                    offer_chunk(of_row, row, s, c)
+                add_chunk(of_row, row, s, c)
+            finish(of_row, row, s)
+            # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
+            if is_nan(s.d[0]):
+                start_over(of_row, row, s)
+            sort(of_row, row, s)
+            write(of_row, row, s)
+            if ending is not None:
+                ending.finish(of_row, row, 0, None)
+
+    @T.inline
     def body(io):
-        for b in T.parallel(io.batch):
-            with T.sblock("row"):
-                row = T.axis.spatial(io.batch, b)
-                T.reads(io.logits[row, 0:extents.vocab])
-                T.writes(io.values[row, 0:extents.k], io.indices[row, 0:extents.k])
-                s = T.meta_var(State.alloc(extents))
-                of_row = T.meta_var(own(io, row))
-                begin(of_row, row, s)
-                for c in range(extents.chunks):
-                    take_maxima(of_row, row, s, c)
-                    if s.fold[0] > s.m[0]:
-                        rescale(of_row, row, s)
-                    if s.fold[0] > s.tau[0]:
-                        offer_chunk(of_row, row, s, c)
-                    add_chunk(of_row, row, s, c)
-                finish(of_row, row, s)
-                # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
-                if is_nan(s.d[0]):
-                    start_over(of_row, row, s)
-                sort(of_row, row, s)
-                write(of_row, row, s)
-                if ending is not None:
-                    ending.finish(of_row, row, 0, None)
+        if io.batch <= few:
+            for b in range(io.batch):
+                take(io, b)
+        else:
+            for b in T.parallel(io.batch):
+                take(io, b)
     # fmt: on
 
     return body

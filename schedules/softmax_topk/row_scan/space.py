@@ -12,6 +12,8 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 CHUNK = (64, 128, 256, 512, 1024)
 # Elements a vector loop steps by; beyond the register width they are independent accumulators.
 LANES = (8, 16, 32, 64)
+# Elements that one thread goes through while others would wake up.
+FEW = 16 * 1024
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """CUDA without a toolkit: compiler and runtime library from packages (`toolchain`), and what they made (`cubin`)."""
 
-from .cubin import KernelResources, code_sections, cubin_arch, cubins, resource_usage
-from .toolchain import Runtime, Toolchain, ToolchainError, activate, as_ptx, load_runtime
+from .cubin import KernelResources, code_sections, cubin_arch, cubins, ptx_texts, resource_usage
+from .toolchain import Runtime, Toolchain, ToolchainError, activate, as_ptx, disassembled, load_runtime
 
 __all__ = [
     "KernelResources",
@@ -13,6 +13,8 @@ __all__ = [
     "code_sections",
     "cubin_arch",
     "cubins",
+    "disassembled",
     "load_runtime",
+    "ptx_texts",
     "resource_usage",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,6 +101,13 @@ def cubins(library: Path) -> list[bytes]:
             pass
         at = data.find(_ELF64_LITTLE, at + step)
     return found
+
+
+def ptx_texts(library: Path) -> list[str]:
+    """Find the PTX in a library that TVM exported for an architecture such as ``compute_90``."""
+    data = Path(library).read_bytes()
+    found = re.findall(rb"\.version \d+\.\d+\s+\.target [^\0]*", data)
+    return [text.decode() for text in found]
 
 
 def cubin_arch(cubin: bytes) -> int:

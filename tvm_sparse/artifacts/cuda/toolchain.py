@@ -182,6 +182,28 @@ def _toolkit_roots() -> list[Path]:
     return list(dict.fromkeys(root for root in found if root.is_dir()))
 
 
+def disassembled(cubin: bytes) -> str:
+    """Machine code in NVIDIA's notation, by `nvdisasm`: on the path, of a CUDA toolkit, or pip's.
+
+    Raises
+    ------
+    ToolchainError
+        If it is not installed.
+    """
+    roots = [*_pip_roots(), *_toolkit_roots()]
+    places = [str(root / "bin" / "nvdisasm") for root in roots]
+    tool = next(filter(None, map(shutil.which, ("nvdisasm", *places))), None)
+    if tool is None:
+        raise ToolchainError("nvdisasm, which disassembles machine code, is missing: pip install nvidia-cuda-nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise ToolchainError(f"{tool}: {done.stderr.strip()}")
+    return done.stdout
+
+
 def _load(soname: str) -> str | None:
     """Load a CUDA library, pip's before the system's; return its path."""
     # One that is already in the process (torch's, say) comes first: two copies of one library

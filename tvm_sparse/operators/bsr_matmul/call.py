@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     by_rows,
     check_floats,
     facts_beside,
     fill,
-    fits,
-    is_plain,
-    layouts,
     machine_of,
     outputs_for,
     refuse_gradient,
@@ -100,21 +97,11 @@ def bsr_matmul(
     elif validate:
         weight.validate()
     torch = sys.modules.get("torch")
-    plain = bias is None and activation is None
-    if torch is not None and type(x) is torch.Tensor:
-        key = (x.shape, x.dtype, x.device)
-        found = weight.kernels.get(key if plain else (*key, activation, *layouts((bias,), torch)))
-        # Other launchers: other kernels have been loaded since.
-        if found is not None and found[2] is dispatcher.launchers and is_plain(x):
-            function, like, _ = found
-            if out is None or fits(out, like, torch):
-                refuse_overlap(out, (("x", x), ("weight", weight.data), ("bias", bias)))
-                y = torch.empty_like(like) if out is None else out
-                if bias is None:
-                    function(x, *weight.arguments, y)
-                else:
-                    function(x, *weight.arguments, bias, y)
-                return y
+    given, launchers = (x, bias), weight.launchers.of(dispatcher.launchers)
+    before = (x, *weight.arguments) if bias is None else (x, *weight.arguments, bias)
+    found = repeat.again(launchers, activation, given, before, out)
+    if found is not None:
+        return found
 
     if custom.transformed(x, bias, weight.data, differentiable=True):
         return _operator(x, weight, bias, activation, out, validate)
@@ -167,16 +154,12 @@ def bsr_matmul(
                 _fill_rows(y, bias, activation or "")
         else:
             prepared = arrays.ready("x", x, known)
-            launchers = dispatcher.launchers
             problem = weight.problem(m, int(bias is not None), activation or "")
             function = dispatcher.kernel(problem, machine_of("x", known)).function
             beside = (arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras)
             function(arrays.argument(prepared), *weight.arguments, *beside, arrays.argument(y))
-            if type(x) is getattr(torch, "Tensor", None) and arrays.is_torch(weight.data):
-                key = (x.shape, x.dtype, x.device)
-                theirs = () if plain else (activation, *layouts((bias,), torch))
-                if None not in theirs[1:]:
-                    weight.kernels[*key, *theirs] = (function, arrays.prototype(y), launchers)
+            if arrays.is_torch(x) and arrays.is_torch(weight.data):
+                repeat.put_down(launchers, activation, given, repeat.launcher(function, (y,), single=True))
     return out if out is not None else arrays.returned(y, x)
 
 

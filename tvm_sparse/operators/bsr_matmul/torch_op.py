@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.runtime import arrays, custom
-from tvm_sparse.runtime.calls import layouts, refuse_gradient
+from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime.calls import refuse_gradient
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from . import call
@@ -87,21 +87,16 @@ def _call(
         weight = BsrWeight(parts, columns=columns, validate=validate, balance=False)
         return call.bsr_matmul(x, weight, **options)
     # As of a BsrWeight, but for all weights of these shapes.
-    given = (x, *parts, order, bias)
-    beside = layouts(given, torch)
-    key = ("bsr_matmul", activation, pattern, *beside)
-    found = dispatcher.launchers.get(key)
-    if found is not None and None not in beside:
-        function, like = found
-        y = torch.empty_like(like)
-        function(x, *parts, order, long, int(constant), *(() if bias is None else (bias,)), y)
-        return y
+    given, what = (x, *parts, order, bias), ("bsr_matmul", activation, pattern)
+    before = (x, *parts, order, long, int(constant), *(() if bias is None else (bias,)))
+    found = repeat.again(dispatcher.launchers, what, given, before, None)
+    if found is not None:
+        return found
     weight = BsrWeight.assembled(parts, columns, order, long, pattern, constant)
     y = call.bsr_matmul(x, weight, validate=validate, **options)
-    if None not in beside:
-        for function, like, launchers in weight.kernels.values():
-            if like.shape == y.shape:  # of x under other dimensions there is one of its rows alone
-                launchers[key] = (function, like)
+    kept = repeat.repeated(weight.launchers.of(dispatcher.launchers), activation or None, (x, bias))
+    if kept is not None:  # of x under other dimensions there is one of its rows alone
+        repeat.put_down(dispatcher.launchers, what, given, kept)
     return y
 
 

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import refuse_gradient
 
 from .problem import BsrMatmul
@@ -153,8 +153,7 @@ class BsrWeight:
         self.order, self.long, self.pattern, self.constant = order, long, pattern, constant
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long, int(constant))
-        # Launchers of calls that were made before, by what they depend on; see `bsr_matmul`.
-        self.kernels: dict[tuple, Any] = {}
+        self.launchers = repeat.Own()
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
         # Of tensors, the structure of the transposed weight, once a gradient of x was asked for; see `torch_op`.
         self.turned: Any = None

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.operators.head_topk.call import WHERE, pair_facts, whole_number
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     facts_beside,
     inverse_temperature,
-    is_plain,
-    layouts,
     machine_of,
     outputs_for,
     without_gradient,
@@ -98,21 +96,16 @@ def candidate_topk(
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2 and figure 2.
     """
     scale = inverse_temperature(temperature)
-    torch = sys.modules.get("torch")
-    key: tuple[Any, ...] | None = None
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(n) is int:
-        beside = layouts((candidates, counts, bias), torch)
-        if None not in beside and hidden.is_cuda:
-            shapes = (hidden.shape, hidden.dtype, hidden.device, embedding.shape, embedding.dtype)
-            key = ("candidates", *shapes, n, block, *beside)
-        found = dispatcher.launchers.get(key) if key else None
-        if found is not None and out is None and not validate and is_plain(hidden) and is_plain(embedding):
+    what, tensors = ("candidate_topk", n, block), (hidden, embedding, candidates, counts, bias)
+    if type(n) is int and out is None and not validate:
+        found = repeat.repeated(dispatcher.launchers, what, tensors)
+        if found is not None:
             function, beam, given, *likes = found
             lists = candidates if candidates.dim() == 2 else candidates[None]
             states = hidden.view(lists.shape[0], beam, hidden.shape[1])
-            results = [torch.empty_like(like) for like in likes]
+            results = [sys.modules["torch"].empty_like(like) for like in likes]
             extras = [] if bias is None else [bias]
             many = given if counts is None else counts
             function(states, embedding, lists, many, scale, 1 if log else 0, *extras, *results)
@@ -156,8 +149,13 @@ def candidate_topk(
             *(arrays.argument(arrays.ready(name, array, facts)) for name, facts, array in extras),
             *map(arrays.argument, parts),
         )
-        if key is not None:
-            launchers[key] = (function, given.beam, many, *map(arrays.prototype, parts))
+        if arrays.is_torch(hidden) and known.device != "cpu":  # candidates on the host are looked at every time
+            repeat.put_down(
+                launchers,
+                ("candidate_topk", n, block),
+                tensors,
+                (function, given.beam, many, *map(arrays.prototype, parts)),
+            )
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.runtime import arrays
-from tvm_sparse.runtime.calls import machine_of, outputs_for, passed, put_down, repeated
+from tvm_sparse.runtime import arrays, repeat
+from tvm_sparse.runtime.calls import machine_of, outputs_for, passed
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import Compaction
@@ -46,13 +46,10 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     Source: Shi, Xu & Knight 2018, section 4.2.3.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given, what, launchers = (chosen, *outputs), ("compaction", vocab, capacity), dispatcher.launchers
-    found = repeated(launchers, what, given)
+    given, what, launchers = (chosen,), ("compaction", vocab, capacity), dispatcher.launchers
+    found = repeat.again(launchers, what, given, given, None if out is None else outputs)
     if found is not None:
-        function, like = found
-        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
-        function(chosen, *results)
-        return results
+        return found
 
     known = arrays.facts("chosen", chosen)
     for name, value in (("vocab", vocab), ("capacity", capacity)):
@@ -75,5 +72,5 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
         function = dispatcher.kernel(problem, machine_of("chosen", known)).function
         function(passed(("chosen", known, chosen)), *map(arrays.argument, results))
         if arrays.is_torch(results[0]):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
     return outputs if out is not None else tuple(arrays.returned(one, chosen) for one in results)

@@ -7,7 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.formats.bitmap import BITS
+from tvm_sparse.formats.bitmap import BITS, bitmap_words
+from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 
 def compact(vocab: int, counted: int) -> Callable[..., Any]:
@@ -15,8 +16,9 @@ def compact(vocab: int, counted: int) -> Callable[..., Any]:
     list `row`, and the range has `counted` words from `first` on, both multiples of 32.
 
     Reads: the bitmap's bits below `vocab`. Writes: these words at their places in the list's `candidates`, and after
-    the last range `counts` and -1 behind the words; as scratch `count`.
+    the last range `counts` and -1 behind the words; as scratch `count` and `bits`.
     """
+    words = bitmap_words(vocab)
 
     # fmt: off
     @T.inline
@@ -24,17 +26,18 @@ def compact(vocab: int, counted: int) -> Callable[..., Any]:
         s.count[0] = 0
         for w in range(first // BITS):
             s.count[0] = s.count[0] + T.Cast("int32", T.popcount(T.reinterpret("uint32", bitmap[at, w])))
-        for j in range(counted):
-            if first + j < vocab:
-                if (T.reinterpret("uint32", bitmap[at, (first + j) // BITS]) >> T.Cast("uint32", j % BITS)) & T.uint32(
-                        1) != 0:
-                    if s.count[0] < io.capacity:
-                        io.candidates[row, s.count[0]] = first + j
-                    s.count[0] = s.count[0] + 1
+        for w in range(T.min(counted // BITS, words - first // BITS)):
+            s.bits[0] = T.reinterpret("uint32", bitmap[at, first // BITS + w]) & valid_bits(vocab, first // BITS + w)
+            while s.bits[0] != T.uint32(0):
+                # The lowest bit and those below it are one more than its place.
+                if s.count[0] < io.capacity:
+                    io.candidates[row, s.count[0]] = first + w * BITS - 1 + T.Cast(
+                        "int32", T.popcount(s.bits[0] ^ (s.bits[0] - T.uint32(1))))
+                s.count[0] = s.count[0] + 1
+                s.bits[0] = s.bits[0] & (s.bits[0] - T.uint32(1))
         if first + counted >= vocab:
             io.counts[row] = s.count[0]
-            for j in range(io.capacity):
-                if j >= s.count[0]:
-                    io.candidates[row, j] = -1
+            for j in range(T.max(io.capacity - s.count[0], 0)):
+                io.candidates[row, s.count[0] + j] = -1
     # fmt: on
     return phase

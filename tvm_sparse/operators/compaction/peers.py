@@ -10,7 +10,7 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.formats import bitmap
 
 from .call import compaction
-from .problem import Compaction
+from .problem import Compaction, compacted
 
 
 def torch_scan(capacity: int) -> Callable[[Any], Any]:
@@ -57,9 +57,19 @@ def ours(problem: Compaction, inputs: Sequence[Any], convert: Callable[[Any], An
     return lambda: compaction(chosen, problem.vocab, problem.capacity), problem
 
 
+def _as_lists(problem: Compaction, rows: Sequence[Any]) -> list[Any]:
+    """Candidates and counts of the words of each list."""
+    import numpy as np
+
+    mask = np.zeros((len(rows), problem.vocab), bool)
+    for chosen, words in zip(mask, rows, strict=True):
+        chosen[words.reshape(-1)] = True
+    return compacted(mask, problem.capacity)
+
+
 # Theirs begin with booleans, ours with a bitmap.
 PEERS = (
     Peer("torch cumsum + scatter", "torch", BOTH, _torch_scan),
-    Peer("torch nonzero", "torch", BOTH, _torch_nonzero),
-    Peer("NumPy flatnonzero", "numpy", CPU, _numpy_flatnonzero),
+    Peer("torch nonzero", "torch", BOTH, _torch_nonzero, _as_lists),
+    Peer("NumPy flatnonzero", "numpy", CPU, _numpy_flatnonzero, _as_lists),
 )

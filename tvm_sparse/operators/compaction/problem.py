@@ -99,7 +99,8 @@ class Compaction(Problem):
                     part = T.axis.spatial(lists * slices, n)
                     T.reads(io.chosen[part // slices, 0:words])
                     T.writes(io.candidates[part // slices, 0:capacity], io.counts[part // slices])
-                    s = T.meta_var(SimpleNamespace(count=T.sblock_alloc_buffer((1,), "int32")))
+                    s = T.meta_var(SimpleNamespace(
+                        count=T.sblock_alloc_buffer((1,), "int32"), bits=T.sblock_alloc_buffer((1,), "uint32")))
                     write(io, io.chosen, part // slices, part // slices, part % slices * counted, s)
         # fmt: on
         return main

@@ -7,14 +7,12 @@ import sys
 from typing import Any
 
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     check_floats,
     facts_beside,
     inverse_temperature,
-    is_plain,
-    layouts,
     machine_of,
     outputs_for,
     refuse_gradient,
@@ -92,21 +90,14 @@ def head_topk(
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     scale = inverse_temperature(temperature)
-    torch = sys.modules.get("torch")
-    key: tuple[Any, ...] | None = None
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if torch is not None and type(hidden) is torch.Tensor and type(embedding) is torch.Tensor and type(k) is int:
-        beside = () if bias is None and ids is None else layouts((bias, ids), torch)
-        if None not in beside:
-            key = ("head", hidden.shape, hidden.dtype, hidden.device, embedding.shape, embedding.dtype, k, *beside)
-        found = dispatcher.launchers.get(key) if key else None
-        if found is not None and out is None and is_plain(hidden) and is_plain(embedding):
-            function, *likes = found
-            results = [torch.empty_like(like) for like in likes]
-            extras = [a for a in (bias, ids) if a is not None]
-            function(hidden, embedding, scale, 1 if log else 0, *extras, *results)
-            return _shown(results, normaliser)
+    what, tensors = ("head_topk", k), (hidden, embedding, bias, ids)
+    if type(k) is int and out is None:
+        before = (hidden, embedding, scale, 1 if log else 0, *[one for one in (bias, ids) if one is not None])
+        found = repeat.again(dispatcher.launchers, what, tensors, before, None)
+        if found is not None:
+            return _shown(found, normaliser)
 
     if custom.transformed(hidden, embedding, bias, ids):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
@@ -135,9 +126,10 @@ def head_topk(
         outputs[2:2] = outputs_for(None, (sums,), hidden, known)
     if arrays.is_fake(hidden):
         return tuple(shown)
-    tensors = torch is not None and arrays.is_torch(hidden) and arrays.is_torch(embedding)
-    if batch > FUSED_ROWS and width and tensors and hidden.is_cuda:
-        logits = sys.modules["torch"].nn.functional.linear(hidden.detach(), embedding.detach())
+    of_torch = arrays.is_torch(hidden) and arrays.is_torch(embedding)
+    if batch > FUSED_ROWS and width and of_torch and hidden.is_cuda:
+        torch = sys.modules["torch"]
+        logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
         of_softmax = (*outputs[:2], *outputs[3:])
         softmax_topk(logits, k, log=log or normaliser, temperature=temperature, bias=bias, ids=ids, out=of_softmax)
         if normaliser:
@@ -155,8 +147,8 @@ def head_topk(
             *(arrays.argument(arrays.ready(name, a, facts)) for name, facts, a in given if facts.shape[-1]),
             *map(arrays.argument, passed),
         )
-        if key is not None and len(passed) == len(outputs):
-            launchers[key] = (function, *map(arrays.prototype, outputs))
+        if arrays.is_torch(hidden) and len(passed) == len(outputs):
+            repeat.put_down(launchers, ("head_topk", k), tensors, repeat.launcher(function, tuple(outputs)))
     elif batch:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
@@ -177,8 +169,8 @@ def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, b
             array.exp_()
 
 
-def _shown(results: list[Any], normaliser: bool) -> tuple[Any, ...]:
-    return tuple(results) if normaliser else (*results[:2], *results[3:])
+def _shown(results: tuple[Any, ...], normaliser: bool) -> tuple[Any, ...]:
+    return results if normaliser else (*results[:2], *results[3:])
 
 
 def whole_number(name: str, value: Any) -> int:

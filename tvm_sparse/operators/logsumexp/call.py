@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
-from tvm_sparse.runtime.calls import by_rows, fill, fits, is_plain, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime.calls import by_rows, fill, logits_facts, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import LogSumExp
@@ -43,15 +42,10 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and type(logits) is torch.Tensor:
-        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, None))
-        if found is not None and is_plain(logits):
-            function, like = found
-            if out is None or fits(out, like, torch):
-                result = torch.empty_like(like) if out is None else out
-                function(logits, result)
-                return result
+    given = (logits,)
+    found = repeat.again(dispatcher.launchers, "logsumexp", given, given, out)
+    if found is not None:
+        return found
 
     if custom.transformed(logits, differentiable=True):
         return custom.module_of("logsumexp").logsumexp(logits, out)
@@ -74,6 +68,6 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
         launchers = dispatcher.launchers
         function = dispatcher.kernel(LogSumExp(batch, vocab, known.dtype), machine_of("logits", known)).function
         function(arrays.argument(prepared), arrays.argument(result))
-        if type(logits) is getattr(torch, "Tensor", None):
-            launchers[logits.shape, logits.dtype, logits.device, None] = (function, arrays.prototype(result))
+        if arrays.is_torch(logits):
+            repeat.put_down(launchers, "logsumexp", given, repeat.launcher(function, (result,), single=True))
     return out if out is not None else arrays.returned(result, logits)

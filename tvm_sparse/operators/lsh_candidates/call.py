@@ -7,15 +7,13 @@ from typing import Any
 from tvm_sparse.core.problem import FLOATS, ProblemError
 from tvm_sparse.formats import wta
 from tvm_sparse.operators.lsh_lookup.arguments import checked_tables
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
     facts_beside,
     machine_of,
     outputs_for,
     passed,
-    put_down,
     refuse_gradient,
-    repeated,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -75,15 +73,13 @@ def lsh_candidates(
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given = (hidden, permutations, words, table, multipliers, always, *outputs)
+    given = (hidden, permutations, words, table, multipliers, always)
     what, launchers = ("lsh_candidates", threshold, capacity), dispatcher.launchers
-    found = None if validate else repeated(launchers, what, given)
-    if found is not None:
-        function, like = found
-        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
-        hashed = (words, table) if multipliers is None else (words, table, multipliers)
-        function(hidden, permutations, *hashed, always, threshold, *results)
-        return results
+    if not validate:
+        before = (*[one for one in given if one is not None], threshold)
+        found = repeat.again(launchers, what, given, before, None if out is None else outputs)
+        if found is not None:
+            return found
 
     known = arrays.facts("hidden", hidden)
     if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
@@ -117,5 +113,5 @@ def lsh_candidates(
         function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         function(passed(("hidden", known, hidden)), passed(where), *tables.arguments, *map(arrays.argument, results))
         if arrays.is_torch(results[0]):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results))))
+            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
     return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)

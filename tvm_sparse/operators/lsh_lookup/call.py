@@ -6,8 +6,8 @@ from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.runtime import arrays
-from tvm_sparse.runtime.calls import machine_of, outputs_for, passed, put_down, repeated
+from tvm_sparse.runtime import arrays, repeat
+from tvm_sparse.runtime.calls import machine_of, outputs_for, passed
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .arguments import checked_tables
@@ -67,15 +67,13 @@ def lsh_lookup(
 
     Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.
     """
-    given = (codes, words, table, multipliers, always, out)
+    given = (codes, words, table, multipliers, always)
     what, launchers = ("lsh_lookup", threshold), dispatcher.launchers
-    found = None if validate else repeated(launchers, what, given)
-    if found is not None:
-        function, like = found
-        result = like.new_empty(like.shape) if out is None else out
-        hashed = (words, table) if multipliers is None else (words, table, multipliers)
-        function(codes, *hashed, always, threshold, result)
-        return result
+    if not validate:
+        before = (*[one for one in given if one is not None], threshold)
+        found = repeat.again(launchers, what, given, before, out)
+        if found is not None:
+            return found
 
     known = arrays.facts("codes", codes)
     if len(known.shape) != 3 or known.dtype != "int32" or 0 in known.shape[1:]:
@@ -93,5 +91,5 @@ def lsh_lookup(
         function = dispatcher.kernel(problem, machine_of("codes", known)).function
         function(passed(("codes", known, codes)), *tables.arguments, arrays.argument(result))
         if arrays.is_torch(result):
-            put_down(launchers, what, given, (function, arrays.prototype(result)))
+            repeat.put_down(launchers, what, given, repeat.launcher(function, (result,), single=True))
     return out if out is not None else arrays.returned(result, codes)

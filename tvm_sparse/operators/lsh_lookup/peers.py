@@ -87,7 +87,11 @@ def ours(problem: LshLookup, inputs: Sequence[Any], convert: Callable[[Any], Any
     return lambda: lsh_lookup(codes, words, table, always, threshold, multipliers=hashed), problem
 
 
+def _as_bitmaps(problem: LshLookup, masks: Sequence[Any]) -> list[Any]:
+    return [bitmap.pack_bits(mask) for mask in masks]
+
+
 PEERS = (
-    Peer("torch scatter_add", "torch", BOTH, _torch_scatter),
-    Peer("torch comparison of all codes", "torch", BOTH, _torch_dense),
+    Peer("torch scatter_add", "torch", BOTH, _torch_scatter, _as_bitmaps),
+    Peer("torch comparison of all codes", "torch", BOTH, _torch_dense, _as_bitmaps),
 )

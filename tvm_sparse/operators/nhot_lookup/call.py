@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     check_floats,
     fill,
-    fits,
-    is_plain,
     machine_of,
     outputs_for,
     refuse_gradient,
@@ -78,17 +76,9 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
-        found = repeated_lookup(csr, table, torch)
-        if found is not None and is_plain(table):
-            function, like, arguments = found
-            if out is None:
-                result = torch.empty_like(like)
-                function(*arguments, table, result)
-                return result
-            if fits(out, like, torch):
-                refuse_overlap(out, _read(csr, table))
-                function(*arguments, table, out)
-                return out
+        found = repeated_lookup(csr, table, torch, out)
+        if found is not None:
+            return found
 
     if custom.transformed(table, *_arrays_of(csr), differentiable=True):
         return custom.module_of("nhot_lookup").nhot_lookup(csr, table, out=out, validate=validate)
@@ -127,11 +117,11 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
             function = dispatcher.kernel(csr.problem(width, known.dtype), machine_of("table", known)).function
             function(*csr.arguments, arrays.argument(prepared), arrays.argument(result))
             if type(table) is getattr(torch, "Tensor", None) and arrays.is_torch(csr.indptr):
-                like = arrays.prototype(result)
+                found = repeat.launcher(function, (result,), single=True)
                 if given is csr:
-                    csr.kernels[table.shape, table.dtype, table.device] = (function, like, launchers)
+                    repeat.put_down(csr.launchers.of(launchers), None, (table,), found)
                 elif known.device == "cuda" and (parts := _csr_tensors(given, table, torch)) is not None:
-                    launchers[lookup_key(parts, table)] = (function, like)
+                    repeat.put_down(launchers, lookup_key(parts), (table,), found)
     return out if out is not None else arrays.returned(result, table)
 
 
@@ -151,18 +141,16 @@ def _arrays_of(csr: Any) -> tuple[Any, ...]:
     return tuple(csr) if isinstance(csr, (tuple, list)) else (csr,)
 
 
-def repeated_lookup(csr: Any, table: Any, torch: Any, checked: bool = False) -> tuple[Any, Any, tuple[Any, ...]] | None:
-    """Of a look-up like one before: the kernel, a prototype of its output, and the arguments in front of the table."""
+def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: bool = False) -> Any:
+    """The result of a look-up like one before, or None."""
+    launchers = dispatcher.launchers
     if type(csr) is CsrRows:
-        found = csr.kernels.get((table.shape, table.dtype, table.device))
-        # Other launchers: other kernels have been loaded since.
-        return (*found[:2], csr.arguments) if found is not None and found[2] is dispatcher.launchers else None
+        return repeat.again(csr.launchers.of(launchers), None, (table,), (*csr.arguments, table), out)
     # Structures on the host are checked at every call, but those of which somebody knows that they are `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
-    if parts is None:
+    if parts is None or not all(map(repeat.is_plain, parts)):
         return None
-    found = dispatcher.launchers.get(lookup_key(parts, table))
-    return (*found, parts) if found is not None and all(map(is_plain, parts)) else None
+    return repeat.again(launchers, lookup_key(parts), (table,), (*parts, table), out)
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -182,9 +170,9 @@ def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
     return parts if rows > 0 and entries[0] and parts[-1].shape == entries else None
 
 
-def lookup_key(parts: tuple[Any, ...], table: Any) -> tuple[Any, ...]:
-    """What the choice of a kernel for a look-up depends on."""
+def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the choice of a kernel for a look-up depends on beside the table."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
     dtypes = indptr.dtype, indices.dtype, values[0].dtype if values else None
-    return (indptr.shape, nonzeros, dtypes, table.shape, table.dtype, table.device)
+    return ("nhot_lookup", indptr.shape, nonzeros, dtypes)

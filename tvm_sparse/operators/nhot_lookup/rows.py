@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from tvm_sparse.core.problem import FLOATS
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import refuse_gradient
 
 from .problem import INDEX, NhotLookup, typical
@@ -92,8 +92,7 @@ class CsrRows:
         self.values = None if values is None else arrays.ready("values", values, others[-1][2])
         given = (self.indptr, self.indices) if values is None else (self.indptr, self.indices, self.values)
         self.arguments = tuple(map(arrays.argument, given))
-        # Launchers of calls that were made before, by what they depend on; see `nhot_lookup`.
-        self.kernels: dict[tuple, Any] = {}
+        self.launchers = repeat.Own()
 
     def validate(self) -> None:
         """Check indptr and indices again, wherever they lie, which on a GPU costs a synchronisation.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tvm_sparse.runtime import arrays, custom
-from tvm_sparse.runtime.calls import is_plain, refuse_gradient
+from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime.calls import refuse_gradient
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from . import call
@@ -21,17 +21,14 @@ def _call(indptr: Any, indices: Any, values: Any, table: Any, checked: bool, val
     if not checked or arrays.is_fake(table):
         return call.nhot_lookup(csr, table, validate=validate)
     found = call.repeated_lookup(csr, table, torch, checked=True)
-    if found is not None and is_plain(table):
-        function, like, arguments = found
-        result = torch.empty_like(like)
-        function(*arguments, table, result)
-        return result
+    if found is not None:
+        return found
     rows = CsrRows(csr, columns=table.shape[0], checked=True)
     result = call.nhot_lookup(rows, table)
-    kept = rows.kernels.get((table.shape, table.dtype, table.device))
+    kept = repeat.repeated(rows.launchers.of(dispatcher.launchers), None, (table,))
     if kept is not None:
         parts = csr if values is not None else csr[:2]
-        dispatcher.launchers[call.lookup_key(parts, table)] = kept[:2]
+        repeat.put_down(dispatcher.launchers, call.lookup_key(parts), (table,), kept)
     return result
 
 

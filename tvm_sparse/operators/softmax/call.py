@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
-from tvm_sparse.runtime.calls import by_rows, fits, is_plain, logits_facts, machine_of, outputs_for, refuse_overlap
+from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime.calls import by_rows, logits_facts, machine_of, outputs_for, refuse_overlap
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from .problem import ALGORITHMS, Softmax
@@ -66,17 +65,11 @@ def log_softmax(logits: Any, out: Any = None) -> Any:
 
 def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
     """`softmax`, or with `log` `log_softmax`."""
-    torch = sys.modules.get("torch")
-    if torch is not None and type(logits) is torch.Tensor and type(algorithm) is str:
-        # As in softmax_topk, where a number stands for the algorithm, and in logsumexp, where None does.
-        found = dispatcher.launchers.get((logits.shape, logits.dtype, logits.device, algorithm))
-        if found is not None and is_plain(logits):
-            function, like = found
-            if out is None or fits(out, like, torch):
-                refuse_overlap(out, (("logits", logits),))
-                result = torch.empty_like(like) if out is None else out
-                function(logits, 1 if log else 0, result)
-                return result
+    what, given = ("softmax", algorithm), (logits,)
+    if type(algorithm) is str:
+        found = repeat.again(dispatcher.launchers, what, given, (logits, 1 if log else 0), out)
+        if found is not None:
+            return found
 
     if custom.transformed(logits, differentiable=True):
         operator = custom.module_of("softmax")
@@ -102,6 +95,6 @@ def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
         problem = Softmax(batch, vocab, algorithm, known.dtype)
         function = dispatcher.kernel(problem, machine_of("logits", known)).function
         function(arrays.argument(prepared), 1 if log else 0, arrays.argument(result))
-        if type(logits) is getattr(torch, "Tensor", None):
-            launchers[logits.shape, logits.dtype, logits.device, algorithm] = (function, arrays.prototype(result))
+        if arrays.is_torch(logits):
+            repeat.put_down(launchers, what, given, repeat.launcher(function, (result,), single=True))
     return out if out is not None else arrays.returned(result, logits)

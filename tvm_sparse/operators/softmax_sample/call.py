@@ -7,7 +7,7 @@ import operator
 import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     facts_beside,
@@ -15,8 +15,6 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     passed,
-    put_down,
-    repeated,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -138,12 +136,9 @@ def softmax_sample(
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, uniforms is None)
     if out is None and any(own) is all(own) and (uniforms is None or seed is None):
         given = (logits, *(filters if own[0] else ()), bias, drawn)
-        found = repeated(dispatcher.launchers, what, given)
-        if found is not None:
-            function, *likes = found
-            torch = sys.modules["torch"]
-            results = [torch.empty_like(like) for like in likes]
-            function(logits, *filters, *(() if bias is None else (bias,)), drawn, *results)
+        before = (logits, *filters, drawn) if bias is None else (logits, *filters, bias, drawn)
+        results = repeat.again(dispatcher.launchers, what, given, before, None)
+        if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
@@ -198,7 +193,7 @@ def softmax_sample(
         function(arrays.argument(ready), *passed_filters, *extras, numbers, *map(arrays.argument, flat))
         if arrays.is_torch(logits) and len(rows) == 1 and any(own) is all(own) and drawn is not None:
             given = (logits, *(filters if own[0] else ()), bias, drawn)
-            put_down(dispatcher.launchers, what, given, (function, *map(arrays.prototype, outputs)))
+            repeat.put_down(dispatcher.launchers, what, given, repeat.launcher(function, tuple(outputs)))
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])
 

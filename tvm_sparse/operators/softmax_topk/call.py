@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     by_rows,
     facts_beside,
-    fits,
     inverse_temperature,
-    is_plain,
-    layouts,
     logits_facts,
     machine_of,
     outputs_for,
@@ -96,29 +92,14 @@ def softmax_topk(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     scale = inverse_temperature(temperature)
-    plain = bias is None and ids is None
-    torch = sys.modules.get("torch")
-    if torch is not None and type(logits) is torch.Tensor and type(k) is int:
-        # The common case, in as few steps as it takes: what was checked for this key holds again, but layout, alignment
-        # and gradients, which are properties of the tensor.
-        key = (logits.shape, logits.dtype, logits.device, k)
-        found = dispatcher.launchers.get(key if plain else (*key, *layouts((bias, ids), torch)))
-        if found is not None and is_plain(logits):
-            function, *likes = found
-            if out is None:
-                out = tuple([torch.empty_like(like) for like in likes])
-            elif (
-                type(out) is not tuple
-                or len(out) != len(likes)
-                or not all([fits(given, like, torch) for given, like in zip(out, likes, strict=True)])
-            ):
-                found = None
-            if found is not None:
-                if plain:
-                    function(logits, scale, 1 if log else 0, *out)
-                else:
-                    function(logits, scale, 1 if log else 0, *[a for a in (bias, ids) if a is not None], *out)
-                return out
+    what, given = ("softmax_topk", k), (logits, bias, ids)
+    if type(k) is int:
+        before: tuple[Any, ...] = (logits, scale, 1 if log else 0)
+        if bias is not None or ids is not None:
+            before += tuple([one for one in (bias, ids) if one is not None])
+        found = repeat.again(dispatcher.launchers, what, given, before, out)
+        if found is not None:
+            return found
 
     if custom.transformed(logits, bias, ids):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids}
@@ -160,11 +141,8 @@ def softmax_topk(
             *(arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras if theirs.shape[-1]),
             *map(arrays.argument, passed),
         )
-        if type(logits) is getattr(torch, "Tensor", None) and len(passed) == len(outputs):
-            key = (logits.shape, logits.dtype, logits.device, k)
-            theirs = () if plain else layouts((bias, ids), torch)
-            if None not in theirs:
-                launchers[*key, *theirs] = (function, *map(arrays.prototype, outputs))
+        if arrays.is_torch(logits) and len(passed) == len(outputs):
+            repeat.put_down(launchers, ("softmax_topk", k), given, repeat.launcher(function, tuple(outputs)))
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     check_floats,
@@ -16,9 +16,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     passed,
-    put_down,
     refuse_gradient,
-    repeated,
 )
 from tvm_sparse.runtime.dispatch import Dispatcher, dispatcher
 
@@ -157,7 +155,7 @@ def run_layer(
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     given = (x_projected, h0, c0, hidden_bias, lengths, resets, *outputs)
     launchers = dispatcher.launchers
-    found = None if validate else repeated(launchers, what, given)
+    found = None if validate else repeat.repeated(launchers, what, given)
     if found is not None:
         function, like, batch = found
         arranged = weights.laid_out_for(batch)
@@ -195,7 +193,7 @@ def run_layer(
         # Lengths on the host are looked at every time, and what had to be converted is converted every time.
         as_given = all(any(one is theirs for theirs in given) for _, _, one in (*bias, *extras))
         if arrays.is_torch(results[0]) and as_given and (lengths is None or known.device != "cpu"):
-            put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), batch))
+            repeat.put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), batch))
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 

@@ -6,16 +6,14 @@ from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats import wta
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
     check_floats,
     facts_beside,
     machine_of,
     outputs_for,
     passed,
-    put_down,
     refuse_gradient,
-    repeated,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
@@ -59,13 +57,10 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
 
     Source: Yagnik et al. 2011, "The power of comparative reasoning"; Shi, Xu & Knight 2018, equations 4 to 8.
     """
-    given, launchers = (hidden, permutations, out), dispatcher.launchers
-    found = None if validate else repeated(launchers, ("wta_hash",), given)
-    if found is not None and hidden.is_cuda:
-        function, like = found
-        result = like.new_empty(like.shape) if out is None else out
-        function(hidden, permutations, result)
-        return result
+    given, launchers = (hidden, permutations), dispatcher.launchers
+    found = None if validate else repeat.again(launchers, "wta_hash", given, given, out)
+    if found is not None:
+        return found
 
     known = arrays.facts("hidden", hidden)
     check_floats("hidden", known, rank=2)
@@ -83,6 +78,6 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
             raise ValueError(f"permutations: {error}") from None
         function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         function(passed(("hidden", known, hidden)), passed(where), arrays.argument(result))
-        if arrays.is_torch(result):
-            put_down(launchers, ("wta_hash",), given, (function, arrays.prototype(result)))
+        if arrays.is_torch(result) and known.device != "cpu":  # permutations on the host are looked at every time
+            repeat.put_down(launchers, "wta_hash", given, repeat.launcher(function, (result,), single=True))
     return out if out is not None else arrays.returned(result, hidden)

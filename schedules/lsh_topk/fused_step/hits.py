@@ -1,0 +1,275 @@
+"""Hash and look-up of `fused_step`, by warps each on its own.
+
+find_buckets_of   the places, codes and buckets of some bands of a row
+look_up           their words, counted; those with hits enough
+keep_winners      on the thread block's list, or multiplied at once where that is full
+multiply_alone    a word, by one warp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.selection import FULL_WARP, below, make_key, scan_lanes
+from ...device.words import load_element
+from ...lsh.buckets import find_buckets
+from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
+from .space import LISTED, SLOTS, WARP, Extents
+from .state import alloc_hash_state, wait_late
+
+Phase = Callable[..., Any]
+SET_BIT = """
+__device__ __forceinline__ unsigned int set_bit(void* p, unsigned int bit) { return atomicOr((unsigned int*)p, bit); }
+"""
+BRING = """
+__device__ __forceinline__ void bring_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+"""
+LINE = 128  # bytes of a cache line
+
+
+def from_lane(value: Any, lane: Any) -> tirx.PrimExpr:
+    """A value of another lane."""
+    return T.tvm_warp_shuffle(T.uint32(FULL_WARP), value, lane, 32, 32)
+
+
+def ballot(what: Any) -> tirx.PrimExpr:
+    return T.cuda.ballot_sync(T.uint32(FULL_WARP), what)
+
+
+# fmt: off
+def take_unit(e: Extents) -> Phase:
+    """The `at`-th unit of the group's, if there is one: some bands of a row; the phase is (s, io, pieces), `pieces` of
+    a row.
+
+    Warps of a thread block have rows of their own, so that no block has all words of one.
+
+    Reads: permutations. Writes: where the unit is, `columns`. Barriers: none.
+    """
+    load = load_first_columns(e.hashing)
+
+    @T.inline
+    def phase(s, io, pieces):
+        columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
+        s.member_row = s.at // pieces
+        s.list = s.first_list + s.member_row // e.beam
+        s.from_band = s.at % pieces * e.unit_bands
+        s.many = T.Select(s.at < s.rows * pieces, T.min(io.bands - s.from_band, e.unit_bands), 0)
+        load(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
+
+    return phase
+
+
+def find_buckets_of(e: Extents) -> Phase:
+    """Where the words of `many` bands from `from_band` on are, a lane a band; the phase is (s, io).
+
+    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
+    """
+    h = e.hashing
+    stage, find_all, find = stage_row(h), find_places(h), find_buckets(e)
+
+    @T.inline
+    def phase(s, io):
+        columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        stage(s, rows, (s.first_row + s.member_row) * e.hidden, s.lane)
+        T.cuda.warp_sync()
+        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
+        T.cuda.warp_sync()
+        s.band[0] = T.Select(s.lane < s.many, s.from_band + s.lane, -1)
+        s.code[0] = 0
+        if s.lane < s.many:
+            s.code[0] = code_of_places(h, s, s.lane)
+        find(s, io, 1)
+        s.upto[0] = s.last[0] - s.first[0]
+        scan_lanes(s.lane, s.upto, s.other)
+        s.offset = s.last[0] - s.upto[0]
+        s.total = from_lane(s.upto[0], WARP - 1)
+
+    return phase
+
+
+def multiply_alone(e: Extents) -> Phase:
+    """The keys of a word that the thread block's list has no room for; the phase is (s, io, word, place).
+
+    Reads: hidden states, the word's embedding. Writes: keys. Barriers: of the warp.
+    """
+
+    @T.inline
+    def phase(s, io, word, place):
+        for i in T.serial(e.beam):
+            total = T.alloc_local([1], "float32")
+            total[0] = T.float32(0)
+            for c in T.serial((e.hidden - s.lane + (WARP - 1)) // WARP):
+                total[0] = total[0] + load_element(
+                    e.dtype, io.hidden.ptr_to([s.list, i, c * WARP + s.lane])
+                ) * load_element(e.dtype, io.embedding.ptr_to([word, c * WARP + s.lane]))
+            for b in T.unroll(5):
+                total[0] = total[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total[0], 1 << b, 32, 32)
+            if e.bias:
+                total[0] = total[0] + io.bias[word]
+            if s.lane == 0:
+                io.others[s.list * e.beam + i, place] = make_key(total[0], word)
+
+    return phase
+
+
+def prefetch_winners(e: Extents) -> Phase:
+    """Bring the embeddings of the `j`-th words that were won into the L2 cache; the phase is (s, io, j).
+
+    Reads: `winners`, `word`. Barriers: of the warp.
+    """
+    elements = LINE // e.itemsize
+
+    @T.inline
+    def phase(s, io, j):
+        s.left = s.winners[j]
+        while s.left != T.uint32(0):
+            s.which = T.cuda.ffs_u32(s.left) - 1
+            s.lone_word = from_lane(s.word[j], s.which)
+            s.left = s.left & (s.left - T.uint32(1))
+            for i in T.serial((ceildiv(e.hidden, elements) - s.lane + (WARP - 1)) // WARP):
+                T.evaluate(T.cuda.func_call(
+                    "bring_line", io.embedding.ptr_to([s.lone_word, (i * WARP + s.lane) * elements]),
+                    source_code=BRING, return_type="void"))
+
+    return phase
+
+
+def keep_winners(e: Extents) -> Phase:
+    """Words whose counts have just reached the threshold; the phase is (s, io).
+
+    Reads: `winners`, `word`. Writes: the bitmap, the list's counters; `won`, `places`, `owners` and `listed` of the
+    thread block; `winners`, without those that another row of the list won before. Barriers: of the warp.
+    """
+    alone, fetch = multiply_alone(e), prefetch_winners(e)
+
+    @T.inline
+    def phase(s, io):
+        b = T.meta_var(s.block_state)
+        for j in T.unroll(e.loads):
+            s.old[j] = T.uint32(0xFFFFFFFF)
+            if (s.winners[j] >> T.Cast("uint32", s.lane)) & T.uint32(1) != T.uint32(0):
+                s.old[j] = T.cuda.func_call(
+                    "set_bit", io.bitmap.ptr_to([s.list, s.word[j] >> 5]),
+                    T.uint32(1) << T.Cast("uint32", s.word[j] & 31), source_code=SET_BIT, return_type="uint32")
+        for j in T.unroll(e.loads):
+            fetch(s, io, j)
+        s.total = 0
+        for j in T.unroll(e.loads):
+            s.winners[j] = ballot((s.old[j] >> T.Cast("uint32", s.word[j] & 31)) & T.uint32(1) == T.uint32(0))
+            s.rank[j] = s.total + below(s.lane, s.winners[j])
+            s.total = s.total + T.Cast("int32", T.popcount(s.winners[j]))
+        if s.total > 0:
+            s.slot_at = 0
+            s.place_at = 0
+            if s.lane == 0:
+                s.slot_at = T.cuda.atomic_add(b.listed.ptr_to([0]), s.total)
+                T.evaluate(T.cuda.atomic_add(io.found.ptr_to([s.list, 1]), s.total))
+            s.slot_at = from_lane(s.slot_at, 0)
+            # A thread block has few places of its own; others are given out to all.
+            s.beyond = T.max(s.slot_at, SLOTS)
+            if s.slot_at + s.total > s.beyond:
+                if s.lane == 0:
+                    s.place_at = T.cuda.atomic_add(io.found.ptr_to([s.list, 0]), s.slot_at + s.total - s.beyond)
+                s.place_at = from_lane(s.place_at, 0)
+            for j in T.unroll(e.loads):
+                s.rank[j] = s.slot_at + s.rank[j]
+                if (s.winners[j] >> T.Cast("uint32", s.lane)) & T.uint32(1) != T.uint32(0):
+                    if s.rank[j] < LISTED:
+                        b.won[s.rank[j]] = s.word[j]
+                        b.owners[s.rank[j]] = s.list - s.first_list
+                        b.places[s.rank[j]] = T.Select(
+                            s.rank[j] < SLOTS, s.block * SLOTS + s.rank[j],
+                            e.slots + s.place_at + s.rank[j] - s.beyond)
+            if s.slot_at + s.total > LISTED:
+                for j in T.unroll(e.loads):
+                    s.left = s.winners[j] & ballot(s.rank[j] >= LISTED)
+                    while s.left != T.uint32(0):
+                        s.which = T.Cast("int32", T.cuda.ffs_u32(s.left)) - 1
+                        s.left = s.left & (s.left - T.uint32(1))
+                        s.lone_word = from_lane(s.word[j], s.which)
+                        s.lone_place = e.slots + s.place_at + from_lane(s.rank[j], s.which) - s.beyond
+                        alone(s, io, s.lone_word, s.lone_place)
+
+    return phase
+
+
+def look_up(e: Extents) -> Phase:
+    """Count the words of the buckets, `loads` of each lane at a time; the phase is (s, io).
+
+    Reads: `upto`, `offset`, `total`, words, `always`. Writes: counts; and as `keep_winners`. Barriers: of the warp.
+    """
+    keep = keep_winners(e)
+
+    @T.inline
+    def phase(s, io):
+        words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
+        count: T.int32 = s.total
+        for n in T.serial((count + (e.loads * WARP - 1)) // (e.loads * WARP)):
+            for j in T.unroll(e.loads):
+                s.item = (n * e.loads + j) * WARP + s.lane
+                s.which = 0
+                for b in T.unroll(e.search_steps):
+                    half = T.meta_var(1 << (e.search_steps - 1 - b))
+                    s.other[0] = from_lane(s.upto[0], s.which + (half - 1))
+                    s.which = s.which + T.Select(s.item >= s.other[0], half, 0)
+                s.other[0] = from_lane(s.offset, s.which)
+                s.word[j] = -1
+                if s.item < count:
+                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.other[0] + s.item]))
+            for j in T.unroll(e.loads):
+                s.old[j] = T.uint32(0)
+                s.anyway[j] = T.uint32(0)
+                if s.word[j] >= 0:
+                    s.old[j] = T.cuda.atomic_add(
+                        io.hits.ptr_to([s.first_row + s.member_row, s.word[j] >> 1]),
+                        T.uint32(1) << T.Cast("uint32", (s.word[j] & 1) * 16))
+                    T.ptx.ld.global_.u32(s.anyway[j], io.always.ptr_to([s.word[j] >> 5]))
+            s.total = 0
+            for j in T.unroll(e.loads):
+                s.winners[j] = ballot(tirx.all(
+                    s.word[j] >= 0,
+                    T.Cast("int32", (s.old[j] >> T.Cast("uint32", (s.word[j] & 1) * 16)) & T.uint32(0xFFFF))
+                    == io.threshold - 1,
+                    (s.anyway[j] >> T.Cast("uint32", s.word[j] & 31)) & T.uint32(1) == T.uint32(0)))
+                s.total = s.total + T.Cast("int32", T.popcount(s.winners[j]))
+            if s.total > 0:
+                keep(s, io)
+
+    return phase
+
+
+def find_hits(e: Extents) -> Phase:
+    """All bands of the group's rows that are this thread block's; the phase is (s, io), for the warps that hash.
+
+    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: counts, bitmaps,
+    counters; the thread block's list. Barriers: of the warp.
+    """
+    take, find, count = take_unit(e), find_buckets_of(e), look_up(e)
+
+    def state(s: SimpleNamespace) -> SimpleNamespace:
+        return alloc_hash_state(e, s)
+
+    @T.inline
+    def phase(b, io):
+        s = T.meta_var(state(b))
+        pieces: T.int32 = (io.bands + (e.unit_bands - 1)) // e.unit_bands
+        s.at = s.look * e.blocks + s.block
+        take(s, io, pieces)
+        wait_late(e.overlap)
+        while s.at < s.rows * pieces:
+            find(s, io)
+            count(s, io)
+            T.cuda.warp_sync()
+            s.at = s.at + e.blocks * e.hash_warps
+            take(s, io, pieces)
+
+    return phase
+# fmt: on

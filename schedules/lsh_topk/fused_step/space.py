@@ -1,0 +1,294 @@
+"""The space of `fused_step`, and the sizes of each of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
+from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.operators.lsh_topk.problem import LshTopk
+
+from ...lsh.extents import WARP, HashExtents
+from ...recurrent.sizes import shared_limit
+
+MMA = 80  # compute capability from which tensor cores take all dtypes
+OVERLAPS = 90  # and programmatic dependent launch is there
+THREADS = (256, 384, 512, 640, 768)
+HASH_WARPS = (2, 4, 8, 12, 16)
+LOADS = (2, 4, 6)
+DEPTHS = (1, 2, 3, 4)
+VECTOR = 16  # bytes of a load
+CHUNK = 64  # bytes of a row that four lanes load together
+PER_JOB = 8  # chunks that a warp multiplies in one go
+TILE = 8  # words of a product: columns of an operand of tensor cores
+FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
+MOST_TILE = 64  # frequent words whose sums a thread block has in shared memory at a time,
+REST = 32  # and others
+MOST_PARTS = 64 * 1024  # bytes of the former
+LISTED = 512  # words with hits enough that a thread block lists
+SLOTS = 16  # places for keys of such words that each thread block has of its own
+SEARCHERS = 512  # threads of a block of the second kernel
+SURVIVORS = 2048  # keys that it ranks side by side
+SMALL = 2048  # bytes of static shared memory beside that list, at most
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The sizes of one point's kernels.
+
+    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of its own.
+    """
+
+    beam: int
+    hidden: int
+    vocab: int
+    n: int
+    frequent: int  # at which the kernels are fast; they run with any number. So `bands`
+    bands: int
+    k: int
+    units: int
+    cuckoo: bool
+    dtype: str
+    bias: bool
+    blocks: int
+    threads: int
+    hash_warps: int
+    loads: int  # words of buckets that a lane has in flight
+    depth: int  # jobs of the product whose words a warp has in flight
+    overlap: int
+
+    @classmethod
+    def of(cls, problem: LshTopk, decisions: Decisions) -> Extents:
+        return cls(
+            beam=problem.beam,
+            hidden=problem.hidden,
+            vocab=problem.vocab,
+            n=problem.n,
+            frequent=problem.frequent,
+            bands=problem.bands,
+            k=problem.k,
+            units=problem.units,
+            cuckoo=problem.table == "cuckoo",
+            dtype=problem.dtype,
+            bias=bool(problem.bias),
+            blocks=decisions["blocks"],
+            threads=decisions["threads"],
+            hash_warps=decisions["hash_warps"],
+            loads=decisions["loads"],
+            depth=decisions["depth"],
+            overlap=decisions["overlap"],
+        )
+
+    # Who does what.
+
+    @property
+    def group_lists(self) -> int:
+        """Lists of a group."""
+        return max(1, FRAGMENT // self.beam)
+
+    @property
+    def group_rows(self) -> int:
+        return self.group_lists * self.beam
+
+    @property
+    def fragments(self) -> int:
+        """Of 16 rows, of a group."""
+        return ceildiv(self.group_rows, FRAGMENT)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all fragments."""
+        return self.fragments * FRAGMENT
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def product_warps(self) -> int:
+        return self.warps - self.hash_warps
+
+    @property
+    def unit_bands(self) -> int:
+        """Bands of one row that a warp looks up in one go: as many as spread a group's over all of its warps."""
+        most = WARP // self.units
+        return max(1, min(most, ceildiv(self.group_rows * self.bands, self.blocks * self.hash_warps)))
+
+    @property
+    def search_steps(self) -> int:
+        """Halvings until one of those bands is left."""
+        return (self.unit_bands - 1).bit_length()
+
+    @property
+    def hashing(self) -> HashExtents:
+        """A warp hashes a row on its own."""
+        return HashExtents(self.hidden, self.k, self.units, self.dtype, WARP)
+
+    # The product. A *job* is a tile of 8 words times 8 chunks of each of them.
+
+    @property
+    def itemsize(self) -> int:
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a row."""
+        return self.hidden * self.itemsize // VECTOR
+
+    @property
+    def chunks(self) -> int:
+        return ceildiv(self.vectors * VECTOR, CHUNK)
+
+    @property
+    def parts(self) -> int:
+        """Jobs of a tile."""
+        return ceildiv(self.chunks, PER_JOB)
+
+    @property
+    def pitch(self) -> int:
+        """Vectors from one hidden state to the next in shared memory. Eight of them start in different banks."""
+        found = self.chunks * (CHUNK // VECTOR)
+        return found if found % 8 == 4 else found + 4
+
+    @property
+    def tile(self) -> int:
+        """Frequent words of a thread block at a time."""
+        each = ceildiv(ceildiv(self.frequent, self.blocks), TILE) * TILE
+        room = MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE
+        return max(TILE, min(each, room, MOST_TILE))
+
+    # Shared memory of the first kernel, in bytes; each begins at a multiple of 16.
+
+    @property
+    def halves(self) -> int:
+        """In which a hidden state is in shared memory: of float32 what tf32 holds, and the rest."""
+        return 2 if self.dtype == "float32" else 1
+
+    @property
+    def chains(self) -> int:
+        """Sums of a product that do not wait for each other."""
+        return self.halves + 1
+
+    @property
+    def half_bytes(self) -> int:
+        """Of either of all hidden states."""
+        return self.rows * self.pitch * VECTOR
+
+    @property
+    def state_bytes(self) -> int:
+        return self.halves * self.half_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        """Sums of the jobs of `tile` words, and of `REST` words."""
+        return self.rows * self.tile * self.parts * 4
+
+    @property
+    def rest_bytes(self) -> int:
+        return self.rows * REST * self.parts * 4
+
+    @property
+    def hash_bytes(self) -> int:
+        """Rows as float32, and places of units."""
+        return self.hash_warps * (ceildiv(self.hidden, 4) * 16 + WARP * 4)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.state_bytes + self.tile_bytes + self.rest_bytes + self.hash_bytes
+
+    # Memory.
+
+    @property
+    def cells(self) -> int:
+        """Words of memory with hit counts of a row, two in each, in whole vectors."""
+        return ceildiv(ceildiv(self.vocab, 2), 4) * 4
+
+    @property
+    def bitmap(self) -> int:
+        """Those of a list's bitmap, in whole vectors."""
+        return ceildiv(bitmap_words(self.vocab), 4) * 4
+
+    # The second kernel.
+
+    @property
+    def slots(self) -> int:
+        """Places of all thread blocks of a group, beside which there are some for each word."""
+        return self.blocks * SLOTS
+
+    @property
+    def maxima(self) -> int:
+        """Largest keys of groups of thread blocks that a lane of each warp has: n at least, all lanes together."""
+        return ceildiv(self.n, WARP)
+
+    @property
+    def heads_each(self) -> int:
+        """Thread blocks of one such group."""
+        return ceildiv(self.blocks, self.maxima * WARP)
+
+    @property
+    def searchers(self) -> int:
+        """Warps of the second kernel."""
+        return SEARCHERS // WARP
+
+
+def require(problem: LshTopk, machine: Machine) -> None:
+    """Raise `NotApplicable` for what no kernel of this kind does."""
+    if machine.capability < MMA:
+        raise NotApplicable("tensor cores for all dtypes need compute capability 8.0")
+    size = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    if size % VECTOR:
+        raise NotApplicable(f"rows of {size} bytes are no whole vectors of {VECTOR}")
+    if problem.units > WARP:
+        raise NotApplicable(f"{problem.units} units of a band exceed the {WARP} lanes of a warp")
+    if problem.n > machine.cores:
+        raise NotApplicable(f"n={problem.n} exceeds the {machine.cores} thread blocks that name a word each")
+
+
+def most_blocks(problem: LshTopk, machine: Machine) -> int:
+    """Thread blocks of a group: one a multiprocessor, if each then has a tile of frequent words or a warp's bands. Each
+    names its best word, so that there are n at least."""
+    lookups = ceildiv(max(FRAGMENT, problem.beam) * problem.bands * problem.units, WARP)
+    return min(machine.cores, max(ceildiv(problem.frequent, TILE), ceildiv(lookups, HASH_WARPS[0]), problem.n))
+
+
+def space(problem: LshTopk, machine: Machine) -> Table:
+    require(problem, machine)
+    default(problem, machine)
+    return {
+        "blocks": (most_blocks(problem, machine),),
+        "threads": THREADS,
+        "hash_warps": HASH_WARPS,
+        "loads": LOADS,
+        "depth": DEPTHS,
+        "overlap": (0, 1, 2) if machine.capability >= OVERLAPS else (0,),
+    }
+
+
+def default(problem: LshTopk, machine: Machine) -> Decisions:
+    require(problem, machine)
+    # As measured on an H200: products of float32 take longer, and registers with them.
+    wide = problem.dtype == "float32"
+    found = {
+        "blocks": most_blocks(problem, machine),
+        "threads": 384 if wide else 640,
+        "hash_warps": 4 if wide else 12,
+        "loads": 4,
+        "depth": 1 if wide else 2,
+        "overlap": 2 if machine.capability >= OVERLAPS else 0,
+    }
+    reason = allowed(problem, machine, found)
+    if reason:
+        raise NotApplicable(reason)
+    return found
+
+
+def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    limit = shared_limit(machine) - SMALL - LISTED * 12
+    if e.product_warps < 2:
+        return f"{e.hash_warps} warps that hash leave {e.product_warps} of {e.warps} for the product"
+    if e.pool_bytes > limit:
+        return f"{e.pool_bytes} bytes exceed shared memory of {limit}"
+    return None

@@ -1,0 +1,104 @@
+"""A step of an LSH head by way of lists that hold any candidates: kernels of `lsh_candidates` and of `candidate_topk`.
+
+`listed_rows` is for CPUs. `listed_dots`, of plain kernels, is for GPUs and shapes that nothing else fits. Both go
+through as many places as there are words: where lists are much shorter, the two operators do less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tvm_sparse.core.template import Decisions, Program, Template, Workspace
+from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.operators.lsh_topk.problem import LshTopk
+
+from ..lsh.extents import cpu_chunk_each, cpu_chunks
+
+if TYPE_CHECKING:
+    from ..output_layer.interface import Arguments
+
+# Of the CPU's product and of the plain kernels: what the defaults of their own templates are.
+PRODUCT: Decisions = {"tile_m": 4, "tile_n": 4, "simd": 16}
+THREADS, SEARCH_THREADS = 128, 512
+
+
+def _ranked(problem: LshTopk, io: Any) -> Arguments:
+    """The arguments of `candidate_topk` among those of a step, with its lists and scores in workspaces."""
+    from ..output_layer.interface import Arguments
+
+    names = ("hidden", "embedding", "candidates", "counts", "scale", "log", "values", "indices", "normaliser")
+    given = {name: getattr(io, name) for name in (*names, *(["bias"] if problem.bias else []))}
+    return Arguments(problem.ranking, io.lists, io.beam, io.vocab, workspaces={"scores": io.scores}, **given)
+
+
+def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Callable[..., Any]:
+    from tvm.script import tirx as T
+
+    from tvm_sparse.core.arguments import beside
+
+    # fmt: off
+    @T.inline
+    def body(given):
+        io = T.meta_var(beside(given, {"capacity": problem.vocab}))
+        candidates(io)
+        ranked = T.meta_var(_ranked(problem, io))
+        ranking(ranked)
+    # fmt: on
+    return body
+
+
+def _lists(problem: LshTopk) -> tuple[Workspace, ...]:
+    return (
+        Workspace("chosen", ("lists", bitmap_words(problem.vocab)), "int32"),
+        Workspace("candidates", ("lists", problem.vocab), "int32"),
+        Workspace("scores", ("lists", problem.beam, problem.vocab), "float32"),
+    )
+
+
+def _build_rows(problem: LshTopk, decisions: Decisions) -> Program:
+    from ..lsh_candidates.lsh_stages import stages
+    from ..output_layer.rows.kernel import body
+    from .interface import cpu_program
+
+    own = (Workspace("codes", ("lists", problem.beam, "bands"), "int32"), *_lists(problem))
+    candidates = stages(problem.hashing, decisions["chunk"])
+    return cpu_program(problem, _both(problem, candidates, body(problem.ranking, PRODUCT)), own)
+
+
+def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
+    from ..lsh_candidates.plain_steps import steps
+    from ..output_layer.dots.kernel import body
+    from .interface import gpu_program
+
+    candidates = steps(problem.hashing, THREADS)
+    own = (
+        Workspace("codes", ("rows", "bands"), "int32"),
+        *_lists(problem),
+        Workspace("hits", ("rows", problem.vocab), "int32"),
+        Workspace("places", ("lists", bitmap_words(problem.vocab)), "int32"),
+    )
+    return gpu_program(problem, _both(problem, candidates, body(problem.ranking, decisions["threads"])), own)
+
+
+listed_rows = Template(
+    name="listed_rows",
+    version=1,
+    operator="lsh_topk",
+    kind="llvm",
+    summary="lists of candidates, then a vectorised product of tiles of words and a scan of each row",
+    space=lambda problem, machine: {"chunk": cpu_chunks(problem.vocab)},
+    default=lambda problem, machine: {"chunk": cpu_chunk_each(problem.vocab, problem.lists, machine)},
+    program=_build_rows,
+)
+listed_dots = Template(
+    name="listed_dots",
+    version=1,
+    operator="lsh_topk",
+    kind="cuda",
+    summary="plain kernels for lists of candidates, a warp a score, radix passes over a row",
+    space=lambda problem, machine: {"threads": (256, SEARCH_THREADS, 1024)},
+    default=lambda problem, machine: {"threads": SEARCH_THREADS},
+    program=_build_dots,
+    explicit_threads=True,
+)

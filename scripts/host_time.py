@@ -1,0 +1,161 @@
+"""What a call costs the host, in microseconds, beside what it cannot do without and what PyTorch's own operators cost.
+
+    python scripts/host_time.py                      # on the GPU if there is one; half a minute
+    python scripts/host_time.py --target cpu --no-compiled
+
+`raw` calls the kernel's function with outputs that are there; `allocations` are `torch.empty` of the outputs.
+`custom` is the operator of torch.ops in eager mode, `compiled` a function of torch.compile that is nothing but the
+call, `graph` the same under CUDA graphs (mode="reduce-overhead", its copies and checks included). Nothing waits for the
+GPU within the clock. All take turns, and the figure is the least of the rounds: a host that does something else adds,
+and never takes away. The shapes are so small that a GPU keeps up. On a CPU the kernel runs within the call: there every
+figure but the allocations holds its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from tvm_sparse.cli.common import Target, console, errors, machine_here, table
+from tvm_sparse.core import registry
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.runtime import custom
+from tvm_sparse.runtime.dispatch import dispatcher
+
+CALLS = 50  # fewer than the launch queue holds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator: its problem, the call, and what it is compared with."""
+
+    problem: Problem
+    call: Callable[..., Any]
+    given: tuple[Any, ...]  # of the call
+    arguments: tuple[Any, ...]  # of the kernel, in front of the outputs
+    outputs: tuple[Any, ...]
+    operator: Callable[[], Any]
+    torch: Callable[[], Any]
+
+
+def cases(device: str) -> list[Case]:
+    import torch
+
+    import tvm_sparse
+
+    def tensors(problem: Problem) -> list[Any]:
+        return [torch.from_numpy(a).to(device) if hasattr(a, "dtype") else a for a in problem.generate(0)]
+
+    found = []
+    problem = registry.parse("softmax_topk/batch=8,vocab=1024,k=5")
+    logits = tensors(problem)[0]
+    outputs = tvm_sparse.softmax_topk(logits, 5)
+    op = custom.module_of("softmax_topk").softmax_topk
+    found.append(
+        Case(problem, tvm_sparse.softmax_topk, (logits, 5), (logits, 1.0, 0), outputs, lambda: op(logits, 5),
+             lambda: torch.topk(torch.softmax(logits, -1), 5))
+    )  # fmt: skip
+    problem = registry.parse("softmax/batch=8,vocab=1024")
+    result = tvm_sparse.softmax(logits)
+    softmax = custom.module_of("softmax").softmax
+    found.append(
+        Case(problem, tvm_sparse.softmax, (logits,), (logits, 0), (result,), lambda: softmax(logits),
+             lambda: torch.softmax(logits, -1))
+    )  # fmt: skip
+    problem = registry.parse("bsr_matmul/m=8,k=256,n=256,block=16,sparsity=0.9")
+    x, data, indices, indptr = tensors(problem)[:4]
+    weight = tvm_sparse.BsrWeight((data, indices, indptr), columns=256)
+    y = tvm_sparse.bsr_matmul(x, weight)
+    dense, product = weight.to_dense(), custom.module_of("bsr_matmul").bsr_matmul
+    found.append(
+        Case(weight.problem(8, 0, ""), tvm_sparse.bsr_matmul, (x, weight), (x, *weight.arguments), (y,),
+             lambda: product(x, weight), lambda: torch.nn.functional.linear(x, dense))
+    )  # fmt: skip
+    problem = registry.parse("nhot_lookup/rows=64,vocab=1000,width=128,nonzeros=5,weighted=1")
+    indptr, indices, values, embedding = tensors(problem)
+    rows = tvm_sparse.CsrRows((indptr, indices, values), columns=1000)
+    summed = tvm_sparse.nhot_lookup(rows, embedding)
+    bag, lookup = torch.nn.functional.embedding_bag, custom.module_of("nhot_lookup").nhot_lookup
+    found.append(
+        Case(rows.problem(128, "float32"), tvm_sparse.nhot_lookup, (rows, embedding), (*rows.arguments, embedding),
+             (summed,), lambda: lookup(rows, embedding),
+             lambda: bag(indices, embedding, indptr, mode="sum", per_sample_weights=values, include_last_offset=True))
+    )  # fmt: skip
+    return found
+
+
+def contenders(case: Case, where: Machine, compiled: bool) -> dict[str, Callable[[], Any]]:
+    import torch
+
+    function = dispatcher.kernel(case.problem, where).function
+    arguments, outputs, given, call = case.arguments, case.outputs, case.given, case.call
+    shapes = [(tuple(one.shape), one.dtype, one.device) for one in outputs]
+    found: dict[str, Callable[[], Any]] = {
+        "ours": lambda: call(*given),
+        "raw": lambda: function(*arguments, *outputs),
+        "allocations": lambda: [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes],
+        "custom": case.operator,
+        "torch": case.torch,
+    }
+    if compiled:
+        found["compiled"] = lambda: traced(*given)
+        traced = torch.compile(lambda *a: call(*a), fullgraph=True)
+        if where.kind == "cuda":
+            captured = torch.compile(lambda *a: call(*a), fullgraph=True, mode="reduce-overhead")
+            found["graph"] = lambda: captured(*given)
+    return found
+
+
+def host_times(found: dict[str, Callable[[], Any]], rounds: int, wait: Callable[[], None]) -> dict[str, float]:
+    """Seconds a call, the least of the rounds."""
+    best = dict.fromkeys(found, float("inf"))
+    for number in range(rounds + 1):  # the first is a warm-up: whatever is compiled is compiled there
+        for name, call in found.items():
+            if number == 0:
+                for _ in range(5):
+                    call()
+            wait()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            best[name] = min(best[name], (time.perf_counter() - start) / CALLS)
+    wait()
+    return best
+
+
+def main(
+    target: Target = "auto",
+    compiled: Annotated[bool, typer.Option(help="Also inside of torch.compile, which compiles for seconds.")] = True,
+    rounds: Annotated[int, typer.Option(min=1)] = 30,
+) -> None:
+    with errors():
+        where = machine_here(target, "timing calls")
+        if where.kind == "llvm":
+            os.environ.setdefault("TVM_NUM_THREADS", "1")  # the host's time is that of one thread
+        import torch
+
+        logging.getLogger("tvm_sparse").setLevel(logging.ERROR)
+        wait = torch.cuda.synchronize if where.kind == "cuda" else lambda: None
+        names = ["raw", "allocations", "ours", "torch", "custom", *(["compiled", "graph"] if compiled else [])]
+        ratios = ["ours / (raw + allocations)", "ours / torch", "custom / ours"]
+        shown = table("problem", *names, *ratios, right=(*names, *ratios))
+        for case in cases(where.device):
+            times = host_times(contenders(case, where, compiled), rounds, wait)
+            ours = times["ours"]
+            shares = (ours / (times["raw"] + times["allocations"]), ours / times["torch"], times["custom"] / ours)
+            cells = [f"{times[name] * 1e6:.2f}" if name in times else "-" for name in names]
+            shown.add_row(case.problem.typed, *cells, *(f"{share:.2f}" for share in shares))
+        console().print(f"Host time on {where.name} ({where.arch}), PyTorch {torch.__version__}; microseconds a call")
+        console().print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))

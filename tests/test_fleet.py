@@ -1,0 +1,360 @@
+"""How sessions share devices, what becomes of those that are lost, and tuning on several parts of a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuning_child
+
+from tvm_sparse.core import spaces
+from tvm_sparse.core.machine import Machine, UnknownArch, cpu, gpu
+from tvm_sparse.core.registry import parse
+from tvm_sparse.records import Log
+from tvm_sparse.tuning import fleet, searching, session
+from tvm_sparse.tuning.fleet import Device, Fleet, Lease
+from tvm_sparse.tuning.measuring import Lost, Measurer, PrepareError
+from tvm_sparse.tuning.session import NoValidRecord, make_plan, tune, tune_all
+from tvm_sparse.workers.processes import Reply, StartError
+
+PROBLEM = tuning_child.PROBLEM  # 20 points of one template
+OTHER = parse("softmax_topk/batch=2,vocab=200,k=3")
+Answer = Callable[[Any], Reply]
+
+
+class Builders:
+    """Builds nothing, at once."""
+
+    def submit(self, request: Any, *, timeout: float) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        value = {"path": request["candidate"], "workspaces": [], "resources": None, "seconds": 0.1}
+        future.set_result(Reply("ok", value=value))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class Simulated:
+    """Measures nothing: `answer` says what came out of a candidate. Keeps what it was asked."""
+
+    def __init__(self, answer: Answer, comes_back: bool = False) -> None:
+        self.answer, self.comes_back = answer, comes_back
+        self.asked: list[tuple[str, str]] = []
+
+    def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
+        self.asked.append((problem["problem"], library["library"]))
+        return self.answer(library["library"])
+
+    def recover(self, abandoned: Callable[[], bool]) -> bool:
+        return self.comes_back
+
+    def close(self) -> None:
+        pass
+
+
+def timed(candidate: str) -> Reply:
+    """A time that depends on the candidate alone."""
+    time.sleep(0.002)
+    return Reply("ok", value={"seconds": [1e-6 * (1 + sum(map(ord, candidate)) % 97)]})
+
+
+def lost(candidate: str) -> Reply:
+    raise Lost("its node was switched off")
+
+
+def once(fault: Answer, then: Answer = timed) -> Answer:
+    """The fault, and from then on what is right."""
+    answers = iter([fault])
+    return lambda candidate: next(answers, then)(candidate)
+
+
+def made(*measurers: Simulated, machine: Machine | None = None) -> Fleet:
+    return Fleet([Device(f"device {n}", machine or cpu(), one, Builders()) for n, one in enumerate(measurers)])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "BATCH", 4)
+    monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
+    monkeypatch.setattr(fleet, "RECOVERY_SECONDS", 0.0)
+
+
+def log_of(root: Path, problem: Any = PROBLEM) -> Log:
+    return Log(root, cpu().arch, problem.operator)
+
+
+def run(root: Path, devices: Fleet, trials: int = 20) -> Log:
+    """All of the space unless told otherwise, for which no search is asked."""
+    log = log_of(root)
+    with devices:
+        tune(make_plan(PROBLEM, cpu(), trials, log, builders=1), log, using=devices)
+    return log
+
+
+def records(log: Log) -> list[Any]:
+    """All that does not differ from one run to the next."""
+    contents = log.read()
+    assert not contents.skipped and len(contents.sessions) == 1
+    found = [*contents.trials, *log.best().values()]
+    return [dataclasses.replace(record, session="any") for record in found]
+
+
+# ---- one session ----------------------------------------------------------------------------------
+
+
+def test_three_devices_do_the_trials_of_one_and_leave_the_same_records(tmp_path: Path) -> None:
+    alone, several = [Simulated(timed)], [Simulated(timed) for _ in range(3)]
+    one = run(tmp_path / "one", made(*alone))
+    three = run(tmp_path / "three", made(*several))
+    assert records(one) == records(three) and len(three.read().trials) == 20
+    asked = [measurer.asked for measurer in several]
+    assert sorted(sum(asked, [])) == sorted(alone[0].asked)
+    # All take part in the search, and the final, whose finalists are asked again, is held on one.
+    final = alone[0].asked[20:]
+    assert len(final) >= 2 * 2 and [own[-len(final) :] == final for own in asked].count(True) == 1
+    assert all(asked)
+
+
+def test_a_lost_device_costs_nothing_but_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = run(tmp_path / "whole", made(Simulated(timed)))
+    for comes_back in (False, True):
+        gone = Simulated(once(lost), comes_back)
+        log = run(tmp_path / str(comes_back), made(gone, Simulated(timed)))
+        assert records(log) == records(whole)
+        assert (len(gone.asked) > 1) == comes_back
+    assert caplog.messages == ["device 0 is lost: its node was switched off"] * 2 + ["device 0 is back"]
+
+
+def test_a_final_whose_device_is_lost_is_held_anew_on_another(tmp_path: Path) -> None:
+    asked = []
+
+    def answer(candidate: str) -> Reply:
+        asked.append(candidate)
+        return lost(candidate) if len(asked) == 3 else timed(candidate)
+
+    first, second = Simulated(answer), Simulated(answer)
+    log = run(tmp_path, made(first, second), trials=1)
+    assert [trial.outcome for trial in log.read().trials] == ["ok"] and log.best()
+    # The fallback's only trial, a round on the first device and one that it is lost in, and both rounds on the second.
+    assert len(asked) == 5 and len(first.asked) in (2, 3) and len(second.asked) in (2, 3)
+
+
+def test_what_ends_one_device_after_another_is_no_candidates_failure(tmp_path: Path) -> None:
+    target = spaces.fallback(PROBLEM, cpu())
+    victim = next(str(c) for c in spaces.points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0]) if c != target)
+
+    def answer(candidate: str) -> Reply:
+        return lost(candidate) if candidate == victim else timed(candidate)
+
+    devices = [Simulated(answer, comes_back=True) for _ in range(4)]
+    log = run(tmp_path, made(*devices))
+    outcomes = {str(trial.candidate): trial.outcome for trial in log.read().trials}
+    assert outcomes.pop(victim) == "environment" and set(outcomes.values()) == {"ok"} and len(outcomes) == 19
+    assert sum(asked == victim for one in devices for _, asked in one.asked) == fleet.MOST_LOST
+
+
+def test_without_a_device_the_run_ends_and_keeps_what_it_has(tmp_path: Path) -> None:
+    def fails(candidate: str) -> Reply:
+        if len(calls) == 3:
+            raise StartError("measure cannot be started: No space left on device")
+        calls.append(candidate)
+        return timed(candidate)
+
+    calls: list[str] = []
+    with pytest.raises(StartError, match="No space left"):
+        run(tmp_path, made(Simulated(fails), Simulated(fails)))
+    assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 3
+
+
+# ---- several sessions -----------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def names(lease: Lease) -> set[str]:
+    return {device.name for device in lease.devices}
+
+
+def test_devices_are_shared_evenly_and_stay_where_they_are() -> None:
+    with made(*(Simulated(timed) for _ in range(4))) as devices:
+        with devices.lease(cpu()) as first:
+            assert len(names(first)) == 4
+            with devices.lease(cpu()) as second, devices.lease(cpu()) as third:
+                before = names(first)
+                assert [len(lease.devices) for lease in (first, second, third)] == [2, 1, 1]
+                assert len(before | names(second) | names(third)) == 4
+                with devices.lease(dataclasses.replace(cpu(), name="another")) as none:
+                    assert names(first) == before and not none.devices
+                    with pytest.raises(StartError):
+                        none.device()
+            assert len(names(first)) == 4 and before < names(first)
+
+
+def test_a_session_without_a_device_waits_for_one() -> None:
+    found = []
+
+    def wait() -> None:
+        with devices.lease(cpu()) as second:
+            found.append(second.device().name)
+
+    with made(Simulated(timed)) as devices:
+        thread = threading.Thread(target=wait)
+        with devices.lease(cpu()) as first:
+            thread.start()
+            time.sleep(0.02)
+            assert names(first) == {"device 0"} and not found
+        thread.join(10)
+    assert found == ["device 0"]
+
+
+def test_many_problems_run_at_the_same_time_each_on_its_device(tmp_path: Path) -> None:
+    together = threading.Barrier(2, timeout=10)
+    began: set[str] = set()
+
+    def meets(candidate: str) -> Reply:
+        if threading.current_thread().name not in began:
+            began.add(threading.current_thread().name)
+            together.wait()  # returns only if both devices are at work
+        return timed(candidate)
+
+    measurers = [Simulated(meets), Simulated(meets)]
+    plans = [make_plan(problem, cpu(), 20, log_of(tmp_path, problem), 1) for problem in (PROBLEM, OTHER)]
+    ends = {}
+    with made(*measurers) as devices:
+        tune_all(plans, tmp_path, devices, end=ends.__setitem__)
+    assert {plan.problem.key: best.problem for plan, best in ends.items()} == {
+        problem.key: problem.key for problem in (PROBLEM, OTHER)
+    }
+    assert {problem for problem, _ in measurers[0].asked[:4]} != {problem for problem, _ in measurers[1].asked[:4]}
+    assert len(log_of(tmp_path).read().trials) == 40
+
+
+def test_a_problem_that_fails_does_not_keep_the_others_from_their_turn(tmp_path: Path) -> None:
+    class Wrong(Simulated):
+        def measure(self, problem: Any, *rest: Any) -> Reply:
+            right = problem["problem"] == OTHER.key
+            return super().measure(problem, *rest) if right else Reply("error", message="Mismatch: is wrong")
+
+    plans = [make_plan(problem, cpu(), 20, log_of(tmp_path, problem), 1) for problem in (PROBLEM, OTHER)]
+    ends = {}
+    with made(Wrong(timed)) as devices:
+        tune_all(plans, tmp_path, devices, end=lambda plan, found: ends.update({plan.problem: found}))
+    assert isinstance(ends[PROBLEM], NoValidRecord) and ends[OTHER].problem == OTHER.key
+
+
+def test_an_interrupt_ends_all_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    class Endless(Simulated):
+        def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
+            begun.set()
+            until(abandoned)
+            raise Lost("given up")
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        begun.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "wait", lambda futures, **options: interrupt() if options else wait(futures))
+    plans = [make_plan(problem, cpu(), 20, log_of(tmp_path, problem), 1) for problem in (PROBLEM, OTHER)]
+    with made(Endless(timed), Endless(timed)) as devices, pytest.raises(KeyboardInterrupt):
+        tune_all(plans, tmp_path, devices)
+    assert not log_of(tmp_path).read().trials
+
+
+# ---- what is asked for ----------------------------------------------------------------------------
+
+
+def test_records_of_one_architecture_are_of_one_model() -> None:
+    h100, h200 = (Machine("cuda", "sm_90a", f"NVIDIA {name}", cores=132) for name in ("H100", "H200"))
+    a100 = Machine("cuda", "sm_80", "NVIDIA A100", cores=108)
+    assert fleet.of_one_model([h200, a100, h200]) == {h200, a100}
+    assert fleet.of_one_model([h100, h200, a100], "h200") == {h200}
+    with pytest.raises(UnknownArch, match="name one of .*H100.*H200"):
+        fleet.of_one_model([h100, h200])
+    with pytest.raises(UnknownArch, match="'B200'.*H100"):
+        fleet.of_one_model([h100], "B200")
+
+
+def test_parts_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {7, 3, 5, 1, 9}, raising=False)
+    assert fleet.cpu_parts(2) == [[1, 3], [5, 7]]
+    assert fleet.cpu_parts(5) == [[1], [3], [5], [7], [9]]
+    assert fleet.cpu_parts(7)[4:] == [[9], [1], [3]]  # two take turns on a core
+    assert fleet.cpu_part(dataclasses.replace(cpu(), cores=5), 2).cores == 2
+
+
+# ---- the search's process -------------------------------------------------------------------------
+
+
+def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path) -> None:
+    first, second = [c for c in spaces.points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0])][:2]
+    requests: list[Any] = []
+
+    class Worker:
+        def call(self, request: Any, **_: Any) -> Reply:
+            requests.append(request)
+            if len(requests) in broken:
+                return Reply("crash", message="search was killed by SIGSEGV")
+            return Reply("ok", value=[[str(second)], {str(second): 0.5}])
+
+        def close(self) -> None:
+            pass
+
+    for broken in ({3}, {3, 4}, {3, 5}):
+        requests.clear()
+        with searching.Searcher() as searcher:
+            searcher._worker = Worker()  # type: ignore[assignment]
+            options = {"named": (), "fixed": {}, "known": {first: 1.0}, "trials": 9, "batch": 1, "seed": 0}
+            searcher.begin(PROBLEM, cpu(), "random", log_of(tmp_path), **options)
+            assert searcher.propose() == [second] and searcher.predicted == {second: 0.5}
+            searcher.report({second: None})
+            if len(broken) > 1:
+                with pytest.raises(searching.SearchError, match="SIGSEGV"):
+                    searcher.propose()
+            else:
+                assert searcher.propose() == [second]
+                assert requests[3]["known"] == {str(first): 1.0, str(second): None}
+
+
+# ---- processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(gpu() is not None, reason="needs a machine without a GPU")
+def test_a_device_that_does_not_work_is_told_from_inputs_that_cannot_be_made() -> None:
+    measurer = Measurer()
+    try:
+        with pytest.raises(StartError, match="the device: "):
+            measurer.measure({"problem": PROBLEM.key, "kind": "cuda", "seed": 0}, {}, 30)
+        with pytest.raises(PrepareError, match="no_such_operator"):
+            measurer.measure({"problem": "no_such_operator/n=1", "kind": "llvm", "seed": 0}, {}, 30)
+    finally:
+        measurer.close()
+
+
+@pytest.fixture
+def two_parts() -> Iterator[Fleet]:
+    with fleet.local(cpu(), 2, workers=2) as devices:
+        yield devices
+
+
+def test_two_parts_of_the_cpu_tune_with_real_workers(tmp_path: Path, two_parts: Fleet) -> None:
+    (machine,) = two_parts.machines
+    plans = [make_plan(problem, machine, 1, log_of(tmp_path, problem), 2) for problem in (PROBLEM, OTHER)]
+    ends: dict[Any, Any] = {}
+    tune_all(plans, tmp_path, two_parts, end=ends.__setitem__)
+    assert {best.problem for best in ends.values()} == {PROBLEM.key, OTHER.key}
+    assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 2
+    assert {one.machine["cores"] for one in log_of(tmp_path).read().sessions} == {machine.cores}

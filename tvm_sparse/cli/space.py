@@ -1,0 +1,256 @@
+"""`tvm-sparse space`: what a problem's schedule spaces hold."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import machine
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem, ProblemError
+from ..core.registry import make
+from .common import AsJson, Axes, Builders, Operator, Plugins, Target, console, echo_json, errors, problem_of, table
+
+if TYPE_CHECKING:
+    from ..research.space import Compiled, Difference, Part
+
+
+def space(
+    operator: Operator,
+    axes: Axes = None,
+    templates: Annotated[
+        list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
+    ] = None,
+    target: Target = "auto",
+    sample: Annotated[int, typer.Option(min=0, help="Show so many points of each template.")] = 0,
+    point: Annotated[
+        list[str] | None, typer.Option(metavar="CANDIDATE", help="Show this point; may be given again.")
+    ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(metavar="FORM", help="With their code: tir, cuda, ptx or sass; of a CPU tir, llvm or asm."),
+    ] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Compare with another template (--template ONE), point (--point ONE) or shape (axis=value,...).",
+        ),
+    ] = None,
+    compile: Annotated[
+        int, typer.Option(min=0, help="Compile so many points of each template: which share fits the architecture?")
+    ] = 0,
+    inputs: Annotated[
+        Path | None,
+        typer.Option("--t1", metavar="FILE.json", help="Write the space of --template NAME in the T1 format."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    builders: Builders = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Show the templates of a problem, their decisions, how large their spaces are, and what restrictions remove.
+
+    In the place of an operator a FILE.json may be named that holds a space in the T1 format.
+
+    Any architecture can be asked for on any machine; nothing is run. A restriction's count is that of the points which
+    it is the first to refuse.
+    """
+    with errors():
+        from ..research import space as spaces
+
+        if operator.endswith(".json"):
+            _print_inputs(Path(operator))
+            return
+        problem, where = problem_of(operator, axes), machine.resolve(target)
+        if inputs is not None:
+            _write_inputs(problem, where, templates or (), inputs)
+            return
+        points = [_candidate(text) for text in point or ()]
+        if diff is not None:
+            _compare(problem, where, templates or (), points, diff, emit, as_json)
+            return
+        for one in points:
+            typer.echo(str(one))
+            if emit:
+                typer.echo(spaces.emitted(problem, one, where, emit))
+        if points:
+            return
+        found = spaces.parts(problem, where, templates or ())
+        workers = builders or machine.default_builders()
+        tried = {
+            part.template.name: spaces.compiled(problem, where, spaces.sampled(part.points, compile, seed), workers)
+            for part in found
+            if compile and part.points
+        }
+        shown = {part.template.name: spaces.sampled(part.points, sample, seed) for part in found}
+        if as_json:
+            code = emit or ""
+            echo_json([_described(problem, where, part, tried, shown[part.template.name], code) for part in found])
+            return
+        _print(problem, where, found, tried)
+        for candidate in (one for candidates in shown.values() for one in candidates):
+            typer.echo(str(candidate))
+            if emit:
+                typer.echo(spaces.emitted(problem, candidate, where, emit))
+
+
+def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: Path) -> None:
+    import json
+
+    from ..records.exchange import inputs_of
+    from ..research import space as spaces
+
+    if len(names) != 1 or where.kind != "cuda":
+        raise ProblemError("t1: a file holds the space of one template on a CUDA GPU; name it by --template and --arch")
+    [part] = spaces.parts(problem, where, names)
+    if part.reason:
+        raise ProblemError(f"{part.template.name} does not apply: {part.reason}")
+    path.write_text(json.dumps(inputs_of(problem, part.template.name, part.table, part.points), indent=1) + "\n")
+    typer.echo(f"{len(part.points)} points in {path}")
+
+
+def _print_inputs(path: Path) -> None:
+    from ..records.exchange import read_inputs
+
+    found = read_inputs(path)
+    refused = found.refused()
+    made = table("parameter", "values", title=path.stem)
+    for name, values in found.table.items():
+        made.add_row(name, ", ".join(map(str, values)))
+    console().print(made)
+    typer.echo(f"{found.product - sum(refused.values()):,} of {found.product:,} points")
+    for text, count in refused.items():
+        typer.echo(f"  - {count:,} points: {text[:200]}")
+
+
+def _candidate(text: str) -> Candidate:
+    try:
+        return Candidate.parse(text)
+    except ValueError as error:
+        raise ProblemError(f"point: {error}") from error
+
+
+def _described(
+    problem: Problem, where: Machine, part: Part, tried: Mapping[str, Compiled], shown: Sequence[Candidate], emit: str
+) -> dict[str, Any]:
+    from ..research.space import emitted
+
+    name = part.template.name
+    found: dict[str, Any] = {
+        "template": name,
+        "version": part.template.version,
+        "summary": part.template.summary,
+        "comparison": part.template.comparison,
+        "reason": part.reason,
+        "decisions": part.table,
+        "product": part.product,
+        "points": len(part.points),
+        "refused": part.refused,
+    }
+    if name in tried:
+        one = tried[name]
+        found["compiled"] = {
+            "tried": one.tried, "fits": one.fits, "interval": one.interval, "failures": one.failures
+        }  # fmt: skip
+    if shown:
+        found["sample"] = {str(one): emitted(problem, one, where, emit) if emit else None for one in shown}
+    return found
+
+
+def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mapping[str, Compiled]) -> None:
+    screen = console()
+    screen.print(f"{problem.key} on {where.arch} ({where.cores} cores)", markup=False)
+    right = ("of table", "points", "compile")
+    made = table("template", "what it does", *right, right=right)
+    for part in parts:
+        if not part.reason:
+            note = " (for comparison)" if part.template.comparison else ""
+            fits = _share(tried[part.template.name]) if part.template.name in tried else "-"
+            made.add_row(
+                part.template.name + note, part.template.summary, f"{part.product:,}", f"{len(part.points):,}", fits
+            )
+    screen.print(made)
+    for part in parts:
+        if part.reason:
+            screen.print(f"{part.template.name} does not apply: {part.reason}", markup=False)
+            continue
+        made = table("decision", "candidates", title=part.template.name)
+        for name, values in part.table.items():
+            made.add_row(name, ", ".join(map(str, values)))
+        screen.print(made)
+        for reason, count in part.refused.items():
+            screen.print(f"  - {count:,} points: {reason}", markup=False)
+        for reason, count in (tried[part.template.name].failures if part.template.name in tried else {}).items():
+            screen.print(f"  x {count:,} of the sample: {reason}", markup=False)
+
+
+def _share(one: Compiled) -> str:
+    low, high = one.interval
+    return f"{one.fits} of {one.tried}: {low:.0%} to {high:.0%}"
+
+
+def _compare(
+    problem: Problem,
+    where: Machine,
+    names: Sequence[str],
+    points: Sequence[Candidate],
+    other: str,
+    emit: str | None,
+    as_json: bool,
+) -> None:
+    from ..research import space as spaces
+
+    if points:
+        one, two = points[0], _candidate(other)
+        found = [("", difference) for difference in spaces.point_differences(one, two)]
+        heads = (str(one), str(two))
+    elif "=" in other:
+        changed = make(problem.operator, {**problem.axes, **dict(_pairs(other))})
+        mine = {part.template.name: part for part in spaces.parts(problem, where, names)}
+        theirs = {part.template.name: part for part in spaces.parts(changed, where, names)}
+        found = [
+            (name, difference)
+            for name in mine
+            for difference in spaces.differences(mine[name], theirs[name])
+            if difference.one != difference.other
+        ]
+        heads = (problem.typed, changed.typed)
+    else:
+        if len(names) != 1:
+            raise ProblemError(f"diff: name the template to compare {other} with, by --template")
+        [a], [b] = (spaces.parts(problem, where, [name]) for name in (names[0], other))
+        found = [("", difference) for difference in spaces.differences(a, b)]
+        heads = (names[0], other)
+    if as_json:
+        echo_json([{"template": name, "what": d.what, "one": d.one, "other": d.other} for name, d in found])
+        return
+    _print_differences(heads, found)
+    if points and emit:
+        one_code, other_code = (spaces.emitted(problem, c, where, emit).splitlines() for c in (one, two))
+        typer.echo("\n".join(difflib.unified_diff(one_code, other_code, *heads, lineterm="")))
+
+
+def _pairs(text: str) -> Iterable[tuple[str, str]]:
+    for word in text.split(","):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ProblemError(f"diff: expected axis=value,..., got {word!r}")
+        yield name, value
+
+
+def _print_differences(heads: tuple[str, str], found: Sequence[tuple[str, Difference]]) -> None:
+    by_template = any(name for name, _ in found)
+    made = table(*(["template"] if by_template else []), "differs", *heads)
+    for name, difference in found:
+        sides = [
+            ", ".join(map(str, side)) if isinstance(side, tuple) else "-" if side is None else str(side)
+            for side in (difference.one, difference.other)
+        ]
+        made.add_row(*([name] if by_template else []), difference.what, *sides)
+    console().print(made)

@@ -1,0 +1,104 @@
+"""`tvm-sparse study`: what recorded trials tell of schedule spaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..core.problem import ProblemError
+from .common import AsJson, Axes, Plugins, console, default_roots, echo_json, errors, require, table
+
+if TYPE_CHECKING:
+    import pandas
+
+Recorded = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folder of records, a measured space, or results in T4; may be given again."
+        "  \\[default: the package's logs, then yours]"
+    ),
+]
+Some = Annotated[str | None, typer.Argument(metavar="OPERATOR", help="Only this operator.")]
+Arch = Annotated[str | None, typer.Option("--arch", "--target", help="Only records of this architecture.")]
+
+Parts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part",
+        metavar="NAME",
+        help="distribution, failures, importance, effects, models, recorded-models, transfer or budget; may be given"
+        " again.  \\[default: all]",
+    ),
+]
+
+
+def study(
+    operator: Some = None,
+    axes: Axes = None,
+    logs: Recorded = None,
+    arch: Arch = None,
+    parts: Parts = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write each table there as CSV, too.")
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
+    """Study recorded trials: distributions, decisions that matter, cost models, transfer between problems, budgets.
+
+    Needs no GPU and compiles nothing. Intervals have 95 % confidence.
+    """
+    with errors():
+        require("lab")
+        from ..research import study as studies
+
+        found = studies.sections(recorded(operator, axes, logs, arch), checked_parts(parts))
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            for name, rows in found.items():
+                rows.to_csv(output / f"{name}.csv", index=False, lineterminator="\n")
+        if as_json:
+            echo_json({name: rows.to_dict("records") for name, rows in found.items()})
+            return
+        screen = console()
+        for name, rows in found.items():
+            doc = (studies.PARTS[name].__doc__ or "").split("\n\n")[0]
+            screen.print(f"[bold]{name}[/bold]: {' '.join(doc.split())}", soft_wrap=True)
+            shown = studies.shown(rows)
+            made = table(*shown.columns, right=[c for c in shown if rows[c].dtype.kind in "fiu"])
+            for row in shown.itertuples(index=False):
+                made.add_row(*row)
+            screen.print(made)
+
+
+def checked_parts(names: list[str] | None) -> list[str] | None:
+    """The names of `--part`, if they are some."""
+    from ..research.study import PARTS
+
+    unknown = [name for name in names or () if name not in PARTS]
+    if unknown:
+        raise ProblemError(f"part: got {unknown[0]!r}; expected one of {', '.join(PARTS)}")
+    return names
+
+
+def recorded(
+    operator: str | None, axes: list[str] | None, logs: list[Path] | None, arch: str | None
+) -> pandas.DataFrame:
+    """The trials that a command asks for: of an operator, an architecture, and problems that have these axes."""
+    from ..core import registry
+    from ..research.trials import trials
+
+    if operator is not None:
+        registry.find(operator)
+    found = trials(default_roots(logs), operator=operator, arch=arch)
+    for text in axes or ():
+        name, _, value = text.partition("=")
+        if f"axis.{name}" not in found:
+            valid = [column.removeprefix("axis.") for column in found if column.startswith("axis.")]
+            raise ProblemError(f"axis: no trial has {name!r}; expected one of {', '.join(valid)}")
+        found = found[found[f"axis.{name}"].astype(str) == value]
+    if not len(found):
+        raise ProblemError("no trial is recorded of what was asked for; see tvm-sparse db ls")
+    return found

@@ -1,0 +1,167 @@
+"""The public call from hidden states to the best of their candidate words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.core.problem import FLOATS, ProblemError
+from tvm_sparse.formats import wta
+from tvm_sparse.operators.head_topk.call import WHERE, whole_number
+from tvm_sparse.operators.lsh_lookup.arguments import checked_tables
+from tvm_sparse.runtime import arrays, repeat
+from tvm_sparse.runtime.calls import (
+    facts_beside,
+    inverse_temperature,
+    machine_of,
+    outputs_for,
+    passed,
+    refuse_gradient,
+)
+from tvm_sparse.runtime.dispatch import dispatcher
+
+from .problem import LshTopk
+
+
+def lsh_topk(
+    hidden: Any,
+    embedding: Any,
+    permutations: Any,
+    words: Any,
+    table: Any,
+    always: Any,
+    ids: Any,
+    threshold: int,
+    n: int,
+    *,
+    multipliers: Any = None,
+    log: bool = False,
+    temperature: float = 1.0,
+    bias: Any = None,
+    out: Any = None,
+    validate: bool = False,
+) -> tuple[Any, Any, Any, Any]:
+    """The n most probable of the words that hidden states hash to, and of frequent ones: a step of an LSH head.
+
+    `candidate_topk(hidden, embedding, lsh_candidates(hidden, ...))` in one program, which makes no list of candidates:
+    frequent words are multiplied while hidden states are hashed and looked up, and a word is multiplied as soon as it
+    has hits enough. So there is no capacity, and no word is left out.
+
+    Parameters
+    ----------
+    hidden
+        Shape `(lists, beam, hidden)`; float32, float16 or bfloat16. Rows of a list's beam share its candidates. Sums
+        are made in float32; a NaN counts as -inf where hidden states are hashed.
+    embedding
+        Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`.
+    permutations, words, table, multipliers, always, threshold, validate
+        As for `lsh_candidates`.
+    ids
+        `(frequent,)` int32: the words whose bits are set in `always`, each once. At least one.
+    n
+        1 <= n <= vocab.
+    log, temperature, bias
+        As for `head_topk`.
+    out
+        Four arrays to write into, as they are returned.
+
+    Returns
+    -------
+    values
+        `(lists, beam, n)` float32, descending; 0 (with `log` -inf) where a list has fewer than n words. On a GPU
+        exponentials of words that are no frequent ones are added up in the order in which these are found: the last
+        bits of values and normalisers may differ from call to call.
+    indices
+        `(lists, beam, n)` int64 words; -1 there. Equal scores come in the order of the words.
+    normaliser
+        `(lists, beam)` float32: log(sum_w exp(s[r, w] / temperature)) over the candidates.
+    counts
+        `(lists,)` int32: how many candidates each list has.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, or a number is none.
+    ValueError
+        For other shapes, dtypes or devices, a number out of range, tables for other codes, `ids` that are not those of
+        `always` (on the CPU, or with `validate`), or an `out` that does not fit; naming the argument.
+    RuntimeError
+        If an argument requires a gradient.
+
+    When not to use it: without frequent words, or to see the candidates: `lsh_candidates`, then `candidate_topk`.
+
+    Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2 and figure 2.
+    """
+    scale = inverse_temperature(temperature)
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    given = (hidden, embedding, permutations, words, table, multipliers, always, ids, bias)
+    what, launchers = ("lsh_topk", threshold, n), dispatcher.launchers
+    if not validate:
+        tables_given = (words, table) if multipliers is None else (words, table, multipliers)
+        before = (
+            hidden, embedding, permutations, *tables_given, always, threshold, ids, scale, 1 if log else 0,
+            *(() if bias is None else (bias,)),
+        )  # fmt: skip
+        found = repeat.again(launchers, what, given, before, None if out is None else outputs)
+        if found is not None:
+            return found
+
+    known = arrays.facts("hidden", hidden)
+    if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
+        raise ValueError(
+            f"hidden: expected shape (lists, beam, hidden) and dtype {', '.join(FLOATS)}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    for name, array in (("hidden", hidden), ("embedding", embedding), ("bias", bias)):
+        if array is not None:
+            refuse_gradient(name, array)
+    lists, beam, columns = known.shape
+    matrix = facts_beside("embedding", embedding, (None, columns), known.dtype, known, WHERE)
+    where = facts_beside("permutations", permutations, (None, None, None), "int16", known, WHERE)
+    bands, units, k = where[1].shape
+    if known.device == "cpu" or validate:
+        wta.check_permutations(arrays.as_numpy(permutations), columns)
+    tables = checked_tables(words, table, multipliers, always, threshold, known, WHERE, bands, validate)
+    if tables.vocab != matrix[1].shape[0]:
+        raise ValueError(f"words: expected those of the embedding's {matrix[1].shape[0]} words, got {tables.vocab}")
+    if tables.kind == "direct" and tables.bits != wta.code_bits(k, units):
+        raise ValueError(
+            f"table: expected 2^{wta.code_bits(k, units)} + 1 bucket starts a band, for codes of units={units} places"
+            f" among k={k}, got 2^{tables.bits} + 1"
+        )
+    frequent = facts_beside("ids", ids, (None,), "int32", known, WHERE)
+    if not frequent[1].shape[0]:
+        raise ValueError("ids: expected at least one word, got none; lsh_candidates needs none")
+    if known.device == "cpu" or validate:
+        wta.check_frequent(arrays.as_numpy(ids), arrays.as_numpy(always), tables.vocab)
+    n = whole_number("n", n)
+    if not 1 <= n <= tables.vocab:
+        raise ValueError(f"n: expected 1 <= n <= vocab ({tables.vocab}), got {n}")
+    extras = () if bias is None else (facts_beside("bias", bias, (tables.vocab,), "float32", known, WHERE),)
+    wanted = (
+        ("values", (lists, beam, n), "float32"), ("indices", (lists, beam, n), "int64"),
+        ("normaliser", (lists, beam), "float32"), ("counts", (lists,), "int32"),
+    )  # fmt: skip
+    results = tuple(outputs_for(out, wanted, hidden, known))
+    if lists:
+        try:
+            problem = LshTopk(
+                lists, beam, columns, tables.vocab, frequent[1].shape[0], n, k, units, bands, tables.kind, known.dtype,
+                int(bias is not None),
+            )  # fmt: skip
+        except ProblemError as error:
+            raise ValueError(f"hidden: {error}") from None
+        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+        function(
+            passed(("hidden", known, hidden)),
+            passed(matrix),
+            passed(where),
+            *tables.arguments,
+            passed(frequent),
+            scale,
+            int(log),
+            *map(passed, extras),
+            *map(arrays.argument, results),
+        )
+        if arrays.is_torch(results[0]):
+            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
+    return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)  # type: ignore[return-value]

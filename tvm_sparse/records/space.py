@@ -1,0 +1,114 @@
+"""A space of which every point was measured, in a file of its own: sessions and trials, a line each as in a log.
+
+What look-up reads is chosen and ranked; a space is for studies, and `runtime` never reads one. Its trials have one
+figure a *round*: all points are measured once before any is measured again, so that a drift of the machine meets all
+of them. A name that ends in ``.xz`` is compressed: about 100 bytes a point.
+"""
+
+from __future__ import annotations
+
+import functools
+import lzma
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .codec import UNREADABLE, decode, encode
+from .values import Session, Trial
+
+POINTS = "points"
+"""In `Session.inputs`: how many points the space has."""
+
+
+class SpaceError(ValueError):
+    """A file that holds no space, or a damaged one."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The trials of one problem's space on one machine, a trial a point.
+
+    Parameters
+    ----------
+    sessions : tuple of Session
+        Under which they were measured; the last one's `inputs` tell the number of points and what the space was
+        restricted to.
+    trials : tuple of Trial
+        In the order in which they were first measured. `Trial.seconds` has an entry a round.
+    """
+
+    sessions: tuple[Session, ...]
+    trials: tuple[Trial, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sessions or not self.trials:
+            raise SpaceError("a space has a session and at least one trial")
+        for name, values in (
+            ("problem", {trial.problem for trial in self.trials}),
+            ("arch", {trial.arch for trial in self.trials}),
+        ):
+            if len(values) > 1:
+                raise SpaceError(f"a space is of one {name}, not of {len(values)}: {', '.join(sorted(values)[:3])}")
+        if len({trial.candidate for trial in self.trials}) < len(self.trials):
+            raise SpaceError("a point of the space has two trials")
+
+    @property
+    def problem(self) -> str:
+        """The problem's key."""
+        return self.trials[0].problem
+
+    @property
+    def arch(self) -> str:
+        """The architecture it was measured on."""
+        return self.trials[0].arch
+
+    @functools.cached_property
+    def points(self) -> int:
+        """How many points the space has, measured or not."""
+        return int(self.sessions[-1].inputs.get(POINTS, len(self.trials)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every point has an outcome that its candidate is to blame for."""
+        return len(self.trials) == self.points and all(trial.outcome != "environment" for trial in self.trials)
+
+
+def read(path: Path) -> Space:
+    """The space of a file.
+
+    Raises
+    ------
+    SpaceError
+        If a line is damaged, which is named, or if the file holds more than one space.
+    OSError
+        If it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        lines = (lzma.decompress(data) if path.suffix == ".xz" else data).splitlines()
+    except lzma.LZMAError as error:
+        raise SpaceError(f"{path}: {error}") from error
+    kinds = {cls.kind: cls for cls in (Session, Trial)}
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(decode(line, kinds))
+        except UNREADABLE as error:
+            raise SpaceError(f"{path}, line {number}: {error}") from error
+    try:
+        return Space(
+            tuple(one for one in records if isinstance(one, Session)),
+            tuple(one for one in records if isinstance(one, Trial)),
+        )
+    except SpaceError as error:
+        raise SpaceError(f"{path}: {error}") from error
+
+
+def write(path: Path, space: Space) -> None:
+    """Write a space, all of it or nothing."""
+    records: tuple[Session | Trial, ...] = (*space.sessions, *space.trials)
+    text = b"".join(encode(record) for record in records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_bytes(lzma.compress(text, preset=9) if path.suffix == ".xz" else text)
+    os.replace(unfinished, path)

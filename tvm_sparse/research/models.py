@@ -1,0 +1,201 @@
+"""Cost models that order a problem's points, all behind one signature, and how well they do.
+
+    model(rows, seconds, others) -> predictions of `others`, the smaller the faster
+
+`rows` and `others` are points as numbers, a row each: log2(value + 1) of decisions, -1 where a template has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .bootstrap import mean_interval, ratio_interval
+from .points import numbers, points
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas
+
+Model = Callable[["np.ndarray", "np.ndarray", "np.ndarray"], "np.ndarray"]
+
+# As `meta_schedule.cost_model.XGBModel` of TVM 0.27 has them.
+METASCHEDULE: Mapping[str, Any] = {
+    "max_depth": 10,
+    "gamma": 0.001,
+    "min_child_weight": 0,
+    "eta": 0.2,
+    "seed": 43,
+    "nthread": 1,
+    "tree_method": "auto",
+}
+METASCHEDULE_ROUNDS, METASCHEDULE_PATIENCE = 10000, 50
+
+
+def metaschedule(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """MetaSchedule's XGBoost model, trained as it trains it, without the compiler.
+
+    Target is the share best / time, the squared error of a point is weighed by that share, so that fast points count
+    most; training ends once the error on what is learnt has not fallen for 50 rounds. Returns the negative share.
+    """
+    import numpy as np
+    import xgboost
+
+    shares = (seconds.min() / seconds).astype(np.float32)
+    data = xgboost.DMatrix(rows, label=shares)
+    state: dict[str, float] = {"best": np.inf, "since": 0}
+
+    def objective(said: np.ndarray, _: Any) -> tuple[np.ndarray, np.ndarray]:
+        return (said - shares) * shares, np.ones_like(said) * shares
+
+    class Patience(xgboost.callback.TrainingCallback):
+        def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
+            error = float(np.sqrt(np.square(model.predict(data) - shares).mean()))
+            improved = error < state["best"]
+            state.update(best=min(error, state["best"]), since=0 if improved else state["since"] + 1)
+            return state["since"] >= METASCHEDULE_PATIENCE
+
+    booster = xgboost.train(dict(METASCHEDULE), data, METASCHEDULE_ROUNDS, obj=objective, callbacks=[Patience()])
+    return -booster.predict(xgboost.DMatrix(others))
+
+
+def log_trees(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """XGBoost's trees for ln(seconds): small, many, every point with the same weight."""
+    import numpy as np
+    import xgboost
+
+    logs = np.log(seconds)
+    parameters = {"max_depth": 4, "eta": 0.1, "subsample": 0.8, "colsample_bytree": 0.7, "tree_method": "exact"}
+    parameters |= {"nthread": 1, "seed": 0, "base_score": float(logs.mean())}
+    booster = xgboost.train(parameters, xgboost.DMatrix(rows, label=logs), 100)
+    return booster.predict(xgboost.DMatrix(others))
+
+
+def forest(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Extremely randomised trees (Geurts et al. 2006) for ln(seconds)."""
+    import numpy as np
+    from sklearn.ensemble import ExtraTreesRegressor
+
+    return ExtraTreesRegressor(100, random_state=0, n_jobs=1).fit(rows, np.log(seconds)).predict(others)
+
+
+def gaussian(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """A Gaussian process for ln(seconds), Matern 5/2 with one length for all columns."""
+    import warnings
+
+    import numpy as np
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+
+    kernel = ConstantKernel(1.0) * Matern(3.0, nu=2.5) + WhiteKernel(0.01)
+    process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few points the likelihood may be greatest at a bound
+        return process.fit(rows, np.log(seconds)).predict(others)
+
+
+def linear(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Ridge regression of ln(seconds): every decision by itself, a power law."""
+    import numpy as np
+    from sklearn.linear_model import Ridge
+
+    return Ridge(1.0).fit(rows, np.log(seconds)).predict(others)
+
+
+MODELS: Mapping[str, Model] = {
+    "metaschedule": metaschedule,
+    "log trees": log_trees,
+    "forest": forest,
+    "gaussian": gaussian,
+    "linear": linear,
+}
+
+
+def model_quality(
+    table: pandas.DataFrame,
+    *,
+    models: Sequence[str] = tuple(MODELS),
+    sizes: Sequence[int] = (8, 16, 32, 64),
+    repeats: int = 3,
+    problems: int = 8,
+    seed: int = 0,
+) -> pandas.DataFrame:
+    """How well models that learnt some of a problem's points order the others: a learning curve.
+
+    `problems` of those with the most points are taken, each split `repeats` times into `size` points to learn from and
+    the others. `rank` is Spearman's correlation of prediction and time among the others, `top1` and `top5` the best of
+    the one or five that the model favours over the best of the others (of which a search would measure so many); means
+    over problems, with intervals.
+    """
+    import numpy as np
+    import pandas
+    from scipy.stats import spearmanr
+
+    known = points(table)
+    lines = []
+    for (operator, arch), rows in known.groupby(["operator", "arch"], sort=True):
+        counts = rows.groupby("problem").size().sort_values(ascending=False, kind="stable")
+        scores: dict[tuple[str, int], dict[str, list[tuple[float, float, float]]]] = {}
+        for problem in counts[counts >= min(sizes) + 10].index[:problems]:
+            mine = rows[rows["problem"] == problem]
+            data = _model_rows(mine)
+            seconds = mine["seconds"].to_numpy(dtype=float)
+            for size, repeat in itertools.product(sizes, range(repeats)):
+                if size + 10 > len(mine):
+                    continue
+                order = np.random.default_rng([seed, repeat, size]).permutation(len(mine))
+                learnt, others = order[:size], order[size:]
+                best = seconds[others].min()
+                for name in models:
+                    said = MODELS[name](data[learnt], seconds[learnt], data[others])
+                    ranked = seconds[others][np.argsort(said, kind="stable")]
+                    flat = np.ptp(said) == 0 or np.ptp(seconds[others]) == 0
+                    rank = 0.0 if flat else float(spearmanr(said, seconds[others]).statistic)
+                    found = scores.setdefault((name, size), {}).setdefault(problem, [])
+                    found.append((rank, math.log(ranked[0] / best), math.log(ranked[:5].min() / best)))
+        for (name, size), by_problem in scores.items():
+            means = np.array([np.mean(one, axis=0) for one in by_problem.values()])
+            line: dict[str, Any] = {"operator": operator, "arch": arch, "model": name, "learnt": size}
+            line["problems"] = len(means)
+            line |= mean_interval(means[:, 0]).columns("rank")
+            line |= ratio_interval(means[:, 1]).columns("top1") | ratio_interval(means[:, 2]).columns("top5")
+            lines.append(line)
+    return pandas.DataFrame(lines)
+
+
+def _model_rows(rows: pandas.DataFrame) -> np.ndarray:
+    """Points of one problem as the tuner's models see them: a column a template, and one for each of its decisions."""
+    import numpy as np
+
+    columns: dict[str, Any] = {}
+    for template, mine in rows.groupby("template"):
+        columns[f"{template}"] = np.where(rows["template"] == template, 1.0, -1.0)
+        for name in mine:
+            if name.startswith("decision.") and mine[name].notna().any():
+                columns[f"{template}.{name}"] = np.where(rows["template"] == template, numbers(rows[name]), -1.0)
+    return np.column_stack(list(columns.values())).astype(np.float32)
+
+
+def recorded_quality(table: pandas.DataFrame) -> pandas.DataFrame:
+    """What searches' own models were worth: Spearman's correlation of recorded predictions with times.
+
+    Of each session with ten predictions or more, all of one batch or of several models: `rank`, the mean over sessions,
+    should be near -1, as a larger prediction means a faster point. Empty where no trial has a prediction.
+    """
+    import pandas
+    from scipy.stats import spearmanr
+
+    right = table[(table["outcome"] == "ok") & table["predicted"].notna()] if "predicted" in table else table[:0]
+    lines = []
+    for key, rows in right.groupby(["operator", "arch", "strategy"]) if len(right) else ():
+        each = [
+            float(spearmanr(mine["predicted"], mine["seconds"]).statistic)
+            for _, mine in rows.groupby(["problem", "session"])
+            if len(mine) >= 10 and mine["predicted"].nunique() > 1
+        ]
+        if each:
+            line = {**dict(zip(("operator", "arch", "strategy"), key, strict=True)), "sessions": len(each)}
+            lines.append(line | mean_interval(each).columns("rank"))
+    return pandas.DataFrame(lines)

@@ -1,0 +1,387 @@
+"""Searches replayed on recorded spaces: what a strategy finds within a budget, without a device.
+
+A space of which every point was measured (`records.space`) answers a search in the place of builds and measurements.
+The search is told what one round of the measurement gave, drawn anew for every seed and alike for all strategies; it is
+judged by all rounds together. As the best of what it measured counts what the final of a tuning run would find.
+
+A trial's seconds are those of its recorded build, shared by `BUILDERS` processes, and a typical measurement's; those
+that the strategy itself takes are measured.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core import machine as machines
+from ..core import registry, spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import ProblemError
+from ..records import Log, operator_of
+from ..records import space as files
+from ..records.predictor import Trees
+from ..tuning import strategies, training
+from ..tuning.domain import Domain
+from ..tuning.session import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
+from .bootstrap import Interval, interval
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NEAR = 1.05
+"""A point within this factor of the optimum is as good as the optimum, to most."""
+BUILDERS = 16
+# Seeds that one process simulates in a row: starting it and loading the libraries take seconds.
+CHUNK = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A recorded space, ready to answer searches.
+
+    Attributes
+    ----------
+    name
+        Of its file.
+    domain
+        Its points.
+    rounds
+        Of each point its seconds, one figure a round; empty for a failure.
+    seconds
+        Of each point the time that it is judged by: the median of its rounds on a GPU, the least on a CPU, where other
+        processes only ever add. Infinite for a failure.
+    cost
+        Of each point the seconds that its trial takes.
+    start
+        What a tuning run measures before it searches, as far as the space has it: the fallback and the templates'
+        defaults.
+    proven
+        What won for similar problems, the most similar first: a run that has their log measures some of them, too.
+    complete
+        Whether every point of the space was measured.
+    """
+
+    name: str
+    problem: str
+    arch: str
+    domain: Domain
+    rounds: Sequence[tuple[float, ...]]
+    seconds: np.ndarray
+    cost: np.ndarray
+    start: Sequence[Candidate]
+    proven: Sequence[Candidate]
+    complete: bool
+
+    @property
+    def optimum(self) -> float:
+        return float(self.seconds.min())
+
+
+def load(path: Path, logs: Path | None = None) -> Recorded:
+    """The space of a file; `logs` has the records of similar problems: their winners, and the prior that they teach.
+
+    Those of the problem itself are not looked at.
+
+    Raises
+    ------
+    SpaceError
+        If the file is damaged, or no point of it is right.
+    """
+    import numpy as np
+
+    found = files.read(path)
+    facts = found.sessions[-1].machine
+    where = dataclasses.replace(
+        machines.resolve(found.arch), name=str(facts.get("name", "")), cores=int(facts.get("cores", 1))
+    )
+    domain = Domain.recorded(where, [trial.candidate for trial in found.trials])
+    trees = None if logs is None else _trees_without(found.problem, logs, found.arch)
+    if trees is not None:
+        domain = domain.with_prior(registry.parse(found.problem), trees)
+    trials = {trial.candidate: trial for trial in found.trials}
+    rounds = [trials[point].seconds for point in domain.points]
+    if not any(rounds):
+        raise files.SpaceError(f"{path}: no point of the space was right")
+    judge: Callable[[Sequence[float]], float] = min if where.kind == "llvm" else lambda times: float(np.median(times))
+    seconds = np.array([judge(times) if times else math.inf for times in rounds])
+    name = path.name.removesuffix(".xz").removesuffix(".jsonl")
+    build, measure = TYPICAL[where.kind]
+    cost = np.array([(trials[point].build_seconds or build) / BUILDERS + measure for point in domain.points])
+    start, proven = _before(found.problem, where, domain, logs)
+    return Recorded(
+        name, found.problem, found.arch, domain, rounds, seconds, cost, start, proven, complete=found.complete
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _trees_without(key: str, logs: Path, arch: str) -> Trees | None:
+    """A model of the operator's other problems, fitted as that which ships; None if they are too few."""
+    log = Log(logs, arch, operator_of(key))
+    data = [one for one in training.measured(log) if one.problem.key != key]
+    return training.fit(data) if len(data) >= training.LEAST_PROBLEMS else None
+
+
+def _before(
+    key: str, where: Machine, domain: Domain, logs: Path | None
+) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
+    """`Recorded.start` and `proven`: points of templates that are still what they were when the space was measured."""
+    try:
+        problem = registry.parse(key)
+    except ProblemError:
+        return [], []
+    start = [spaces.fallback(problem, where)]
+    for name in spaces.applicable(problem, where)[0]:
+        template = spaces.find(name, problem.operator)
+        start.append(template.candidate(template.default(problem, where)))
+    proven: list[Candidate] = []
+    if logs is not None:
+        log = Log(logs, where.arch, problem.operator)
+        proven = winners_nearby(problem, where, domain.tables, log, itself=False)
+    return [p for p in dict.fromkeys(start) if p in domain.index], [p for p in proven if p in domain.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One simulated search.
+
+    Attributes
+    ----------
+    best
+        Seconds of the best point so far, after each trial; infinite while all have failed.
+    clock
+        Seconds that the run would have lasted by then.
+    thought
+        Seconds that the strategy itself took.
+    """
+
+    space: str
+    strategy: str
+    seed: int
+    best: np.ndarray
+    clock: np.ndarray
+    thought: float
+
+
+def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: int = BATCH) -> Run:
+    """One search of `budget` trials. As in a tuning run, what is tried before the search counts."""
+    import numpy as np
+
+    draw = np.random.default_rng(seed)
+    # Of each point the round that this seed's searches are told of.
+    picks = draw.random(len(recorded.rounds))
+    rounds = zip(recorded.rounds, picks, strict=True)
+    told = [times[int(pick * len(times))] if times else None for times, pick in rounds]
+    index = recorded.domain.index
+    first = [*recorded.start, *recorded.proven[: budget // PROVEN_SHARE]]
+    known: dict[Candidate, float | None] = {c: told[index[c]] for c in dict.fromkeys(first[:budget])}
+    order, thought = list(known), [0.0] * len(known)
+    if budget > len(order):
+        began = time.perf_counter()
+        search = strategies.make(
+            strategy, recorded.domain, known=known, trials=budget - len(order), batch=batch, seed=seed
+        )
+        while len(order) < budget and (proposed := search.propose()[: budget - len(order)]):
+            search.report({point: told[index[point]] for point in proposed})
+            order += proposed
+            now = time.perf_counter()
+            thought += [(now - began) / len(proposed)] * len(proposed)
+            began = now
+    places = [index[point] for point in order]
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        """As long as the budget: a search that ended early found no more, and took no longer."""
+        return np.concatenate([values, np.full(budget - len(values), values[-1])])
+
+    best = np.minimum.accumulate(recorded.seconds[places])
+    clock = np.cumsum(recorded.cost[places] + np.array(thought))
+    return Run(recorded.name, strategy, seed, padded(best), padded(clock), sum(thought))
+
+
+def compare(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    *,
+    budget: int,
+    repeats: int,
+    batch: int = BATCH,
+    jobs: int = 1,
+    logs: Path | None = None,
+    show: Callable[[int, int], None] = lambda done, all_of_them: None,
+) -> list[Run]:
+    """Search each space with each strategy `repeats` times, with the seeds from 0, in `jobs` processes.
+
+    `logs`: as of `load`. `show` is called with the number of searches that are through and of all.
+    """
+    tasks = [
+        (path, logs, name, range(first, min(first + CHUNK, repeats)), budget, batch)
+        for name in names
+        for path in paths
+        for first in range(0, repeats, CHUNK)
+    ]
+    runs: list[Run] = []
+    if jobs == 1:
+        for task in tasks:
+            runs += _chunk(*task)
+            show(len(runs), len(paths) * len(names) * repeats)
+        return runs
+    # Not forked: threads of libraries do not survive that.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, initializer=_alone) as pool:
+        for done in pool.map(_chunk, *zip(*tasks, strict=True)):
+            runs += done
+            show(len(runs), len(paths) * len(names) * repeats)
+    return runs
+
+
+def _alone() -> None:
+    """One thread a process: the processes share the cores."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+
+def _chunk(path: Path, logs: Path | None, name: str, seeds: range, budget: int, batch: int) -> list[Run]:
+    recorded = load(path, logs)
+    return [simulate(recorded, name, budget, seed, batch) for seed in seeds]
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the runs of one strategy on one space came to.
+
+    Attributes
+    ----------
+    excess
+        By number of trials, the mean over seeds of the best time over the optimum, less 1.
+    trials_to_near
+        The middle seed's number of trials until a point within `NEAR` of the optimum; None: not within the budget.
+    seconds_to_near
+        The same in seconds, of the run as it would have been.
+    reached
+        Share of the seeds that came there within the budget.
+    against
+        Mean over seeds of the best time over the reference's with the same seed, geometric; below 1 is better.
+    wilcoxon
+        p of the signed-rank test of that; 1 where all are equal.
+    halved
+        As `against`, with half of the trials against all of the reference's.
+    thought
+        Seconds that the strategy took for a search, the middle seed's.
+    """
+
+    space: str
+    strategy: str
+    excess: Mapping[int, Interval]
+    trials_to_near: int | None
+    seconds_to_near: float | None
+    reached: float
+    against: Interval
+    wilcoxon: float
+    halved: Interval
+    thought: float
+
+
+def together(runs: Sequence[Run], optima: Mapping[str, float]) -> list[Run]:
+    """One run a seed in the place of those on several spaces: the geometric mean of their times over the optima."""
+    import numpy as np
+
+    made = []
+    for strategy, seed in dict.fromkeys((run.strategy, run.seed) for run in runs):
+        parts = [run for run in runs if (run.strategy, run.seed) == (strategy, seed)]
+        ratios = np.log([run.best / optima[run.space] for run in parts])
+        clock = np.mean([run.clock for run in parts], axis=0)
+        thought = statistics.fmean(run.thought for run in parts)
+        made.append(Run("all", strategy, seed, np.exp(ratios.mean(axis=0)), clock, thought))
+    return made
+
+
+def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], trials: Sequence[int]) -> Summary:
+    """The summary of one strategy's runs on one space, beside a reference's of the same seeds."""
+    import numpy as np
+    from scipy import stats
+
+    if [run.seed for run in runs] != [run.seed for run in reference]:
+        raise ValueError("runs and reference: expected the same seeds in the same order")
+    best, other = np.array([run.best for run in runs]), np.array([run.best for run in reference])
+    budget = best.shape[1]
+    near = best <= NEAR * optimum
+    to_near = np.where(near.any(axis=1), near.argmax(axis=1) + 1, np.inf)
+    clock = np.array([run.clock for run in runs])
+    seconds = np.where(near.any(axis=1), clock[np.arange(len(runs)), near.argmax(axis=1)], np.inf)
+    middle, middle_seconds = float(np.median(to_near)), float(np.median(seconds))
+    ratios = np.log(best[:, -1] / other[:, -1])
+    halved = np.log(best[:, budget // 2 - 1] / other[:, -1])
+    return Summary(
+        runs[0].space,
+        runs[0].strategy,
+        {n: interval(best[:, n - 1] / optimum - 1, np.mean) for n in trials},
+        None if math.isinf(middle) else math.ceil(middle),
+        None if math.isinf(middle_seconds) else middle_seconds,
+        float(near.any(axis=1).mean()),
+        _exp(interval(ratios, np.mean)),
+        float(stats.wilcoxon(ratios).pvalue) if ratios.any() else 1.0,
+        _exp(interval(halved, np.mean)),
+        float(np.median([run.thought for run in runs])),
+    )
+
+
+def _exp(found: Interval) -> Interval:
+    return Interval(*map(math.exp, dataclasses.astuple(found)))
+
+
+def curves(runs: Sequence[Run], optima: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Rows of space, strategy, trials and mean excess with its interval: best-so-far curves, for a table or a plot."""
+    import numpy as np
+
+    rows = []
+    for space, strategy in dict.fromkeys((run.space, run.strategy) for run in runs):
+        best = np.array([run.best for run in runs if (run.space, run.strategy) == (space, strategy)])
+        for trials in range(1, best.shape[1] + 1):
+            found = interval(best[:, trials - 1] / optima[space] - 1, np.mean)
+            row = {"space": space, "strategy": strategy, "trials": trials}
+            rows.append(row | {"excess": found.value, "low": found.low, "high": found.high})
+    return rows
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw `curves`, a panel a space; the file's suffix says how."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tvm_sparse"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["space"] for row in rows))
+    columns = min(len(names), 2)
+    lines = -(-len(names) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(5.2 * columns, 3.4 * lines), squeeze=False, sharex=True)
+    for panel in axes.flat[len(names) :]:
+        panel.remove()
+    for name, panel in zip(names, axes.flat, strict=False):
+        for strategy in dict.fromkeys(row["strategy"] for row in rows):
+            curve = [row for row in rows if (row["space"], row["strategy"]) == (name, strategy)]
+            at = [row["trials"] for row in curve]
+            (line,) = panel.plot(at, [100 * row["excess"] for row in curve], label=strategy, linewidth=1.2)
+            band = [[100 * row[end] for row in curve] for end in ("low", "high")]
+            panel.fill_between(at, *band, color=line.get_color(), alpha=0.15, linewidth=0)
+        panel.set_title(name, fontsize=9)
+        panel.set_yscale("symlog", linthresh=1)
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("trials")
+        panel.set_ylabel("% over the optimum")
+    axes.flat[0].legend(fontsize=7, ncols=2, loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

@@ -1,0 +1,236 @@
+"""What a schedule space holds: its templates, sizes and restrictions, how much of it compiles, and code of its points.
+
+Any architecture can be looked at on any machine: nothing is run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..core import scratch, spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem, ProblemError
+from ..core.template import NotApplicable, Table, Template
+from ..workers import building
+from ..workers.processes import Pool, Reply
+
+EMITTED = {"cuda": ("tir", "cuda", "ptx", "sass"), "llvm": ("tir", "llvm", "asm")}
+"""What `emitted` can show, by kind of machine."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one template has for a problem.
+
+    Attributes
+    ----------
+    template
+        The template.
+    reason
+        Why it does not apply; empty where it does.
+    table
+        Its decisions, each with its candidates.
+    points
+        The allowed points.
+    refused
+        How many points of the table each restriction removes: those that it was the first to refuse. A restriction is
+        known by its sentence, with `#` for numbers.
+    """
+
+    template: Template
+    reason: str
+    table: Table
+    points: tuple[Candidate, ...]
+    refused: Mapping[str, int]
+
+    @property
+    def product(self) -> int:
+        """How many points the table would have without restrictions."""
+        return math.prod(map(len, self.table.values())) if self.table else 0
+
+
+def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> list[Part]:
+    """What every template of the problem's operator for this kind of machine has, or those named."""
+    found = []
+    for template in spaces.templates(problem.operator):
+        if template.kind != machine.kind or (names and template.name not in names):
+            continue
+        try:
+            table = template.space(problem, machine)
+        except NotApplicable as error:
+            found.append(Part(template, str(error), {}, (), {}))
+            continue
+        points, refused = [], Counter[str]()
+        for values in itertools.product(*table.values()):
+            decisions = dict(zip(table, values, strict=True))
+            reason = template.allowed(problem, machine, decisions)
+            if reason is None:
+                points.append(template.candidate(decisions))
+            else:
+                refused[re.sub(r"\d[\d.,]*", "#", reason)] += 1
+        found.append(Part(template, "", table, tuple(points), dict(refused.most_common())))
+    if not found:
+        valid = [t.name for t in spaces.templates(problem.operator) if t.kind == machine.kind]
+        raise ProblemError(f"template: got {', '.join(names)}; on {machine.arch} expected one of {', '.join(valid)}")
+    return found
+
+
+def sampled(points: Sequence[Candidate], count: int, seed: int = 0) -> list[Candidate]:
+    """`count` points, the same ones for the same seed; all if there are no more."""
+    return random.Random(seed).sample(points, min(count, len(points)))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a sample of points that were compiled.
+
+    Attributes
+    ----------
+    tried
+        How many.
+    fits
+        How many compiled, within the architecture's limits and without spilling registers.
+    failures
+        How many did not, by reason (numbers as `#`).
+    """
+
+    tried: int
+    fits: int
+    failures: Mapping[str, int]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The share of the space that fits, with 95 % confidence."""
+        return wilson(self.fits, self.tried)
+
+
+def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share (1927, "Probable inference, the law of succession, and statistical
+    inference"): it holds for few draws, and for shares near 0 and 1.
+    """
+    if not of:
+        return 0.0, 1.0
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    share, extra = count / of, z * z / of
+    middle = (share + extra / 2) / (1 + extra)
+    width = z / (1 + extra) * math.sqrt(share * (1 - share) / of + extra / (4 * of))
+    return max(0.0, middle - width), min(1.0, middle + width)
+
+
+def compiled(problem: Problem, machine: Machine, points: Sequence[Candidate], builders: int) -> Compiled:
+    """Compile points, `builders` at a time, each in a child process."""
+    failures = Counter[str]()
+    with scratch.folder() as folder, Pool(builders, building.BUILD_WORKER, name="build") as pool:
+        requests = [
+            building.request(problem, point, machine, folder / f"{number}.so") for number, point in enumerate(points)
+        ]
+        for reply in pool.map(requests, timeout=building.BUILD_TIMEOUT):
+            if reason := _failure(reply):
+                failures[re.sub(r"\d[\d.,]*", "#", reason)] += 1
+    return Compiled(len(points), len(points) - failures.total(), dict(failures.most_common()))
+
+
+def _failure(reply: Reply) -> str:
+    if not reply.ok:
+        return f"{reply.kind}: {reply.message.splitlines()[0]}" if reply.message else reply.kind
+    spills = (reply.value["resources"] or {}).get("spill_instructions", 0)
+    return "spills registers" if spills else ""
+
+
+def emitted(problem: Problem, candidate: Candidate, machine: Machine, form: str) -> str:
+    """The code of a point.
+
+    Parameters
+    ----------
+    form
+        `tir`; of a GPU `cuda` (what the code generator emits), `ptx` or `sass` (machine code, by NVIDIA's `nvdisasm`);
+        of a CPU `llvm` or `asm`.
+
+    Raises
+    ------
+    ProblemError
+        For a form that this kind of machine does not have, or a candidate that is no point.
+    ToolchainError
+        For `sass` without `nvdisasm`.
+    """
+    if form not in EMITTED[machine.kind]:
+        raise ProblemError(f"emit: got {form!r}; on {machine.arch} expected one of {', '.join(EMITTED[machine.kind])}")
+    if reason := spaces.refusal(candidate, problem, machine):
+        raise ProblemError(f"{candidate} is no point for {problem} on {machine.arch}: {reason}")
+    if form in ("ptx", "sass"):
+        return _assembled(problem, candidate, machine, form)
+    program = spaces.find(candidate.template, problem.operator).build(problem, candidate.values)
+    if form == "tir":
+        return program.module.script()
+    from ..artifacts.compile import target_of
+
+    target = target_of(machine)
+    if form == "cuda":
+        from ..emulation import cuda_source
+
+        return cuda_source(program.module, target, pipeline=program.pipeline)
+    import tvm
+
+    with target:
+        built = tvm.compile(program.module, target=target, tir_pipeline=program.pipeline or "default")
+    return built.mod.inspect_source("ll" if form == "llvm" else "s")
+
+
+def _assembled(problem: Problem, candidate: Candidate, machine: Machine, form: str) -> str:
+    """PTX, or machine code in NVIDIA's notation, of every kernel of a point."""
+    from ..artifacts import cuda
+    from ..artifacts.compile import compile_candidate
+
+    if form == "ptx" and not machine.arch.startswith("compute_"):
+        machine = replace(machine, arch=f"compute_{machine.capability}")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "kernel.so"
+        compile_candidate(problem, candidate, machine, library)
+        if form == "sass":
+            return "\n".join(map(cuda.disassembled, cuda.cubins(library)))
+        return "\n".join(cuda.ptx_texts(library))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A line of a comparison: a decision, or what else is compared, and what either side has."""
+
+    what: str
+    one: Any
+    other: Any
+
+
+def differences(one: Part, other: Part) -> Iterator[Difference]:
+    """How two templates, or one template for two problems, differ: their sizes, and decisions' candidates."""
+    yield Difference("template", one.template.name, other.template.name)
+    yield Difference("points without restrictions", one.product, other.product)
+    yield Difference("points", len(one.points), len(other.points))
+    for name in dict.fromkeys([*one.table, *other.table]):
+        if one.table.get(name) != other.table.get(name):
+            yield Difference(name, one.table.get(name), other.table.get(name))
+    for reason in dict.fromkeys([*one.refused, *other.refused]):
+        if one.refused.get(reason) != other.refused.get(reason):
+            yield Difference(f"refused: {reason}", one.refused.get(reason, 0), other.refused.get(reason, 0))
+    if one.reason != other.reason:
+        yield Difference("does not apply", one.reason, other.reason)
+
+
+def point_differences(one: Candidate, other: Candidate) -> Iterator[Difference]:
+    """How two points differ: template and decisions."""
+    if (one.template, one.version) != (other.template, other.version):
+        yield Difference("template", f"{one.template}@{one.version}", f"{other.template}@{other.version}")
+    mine, theirs = one.values, other.values
+    for name in dict.fromkeys([*mine, *theirs]):
+        if mine.get(name) != theirs.get(name):
+            yield Difference(name, mine.get(name), theirs.get(name))

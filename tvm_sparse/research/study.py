@@ -1,0 +1,252 @@
+"""Questions to recorded trials: which templates and decisions matter, how good cost models are, what transfers, and how
+many trials a space needs.
+
+Every function takes the table of `trials.trials` and returns a table. Figures are ratios of times over the best
+recorded time of the problem, averaged as logarithms; intervals have 95 % confidence and come from the bootstrap (Efron
+1979) over problems, as trials of one problem resemble each other. Points that a search chose are no random sample of a
+space: what is said of logs holds for such points, what is said of a space that was measured in full for the space.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from .bootstrap import ratio_interval
+from .decisions import importance, main_effects
+from .models import model_quality, recorded_quality
+from .points import points, searches
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas
+
+WITHIN = 1.05
+
+
+# ------------------------------------------------------------------------------------------------- distributions
+
+
+def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Of each template: how its trials ended, and how its times lie over the best of each problem.
+
+    Columns: `problems`, `trials`, `failed` (share), `wins` (problems whose best point is the template's), `best` and
+    `median`: geometric means over problems of the template's best and median time over the problem's best; `quarter`:
+    the share of its points that are within 1.25x.
+    """
+    import pandas
+
+    known, lines = points(table), []
+    for key, group in table.groupby(["operator", "arch", "template"], sort=True):
+        own = known[(known["operator"] == key[0]) & (known["arch"] == key[1]) & (known["template"] == key[2])]
+        tried = group[group["outcome"] != "environment"]
+        by_problem = own.groupby("problem")["ratio"]
+        best, median = (ratio_interval(x.map(math.log).tolist()) for x in (by_problem.min(), by_problem.median()))
+        lines.append(
+            {
+                **dict(zip(("operator", "arch", "template"), key, strict=True)),
+                "problems": group["problem"].nunique(),
+                "trials": len(tried),
+                "failed": float((tried["outcome"] != "ok").mean()) if len(tried) else math.nan,
+                "wins": int((by_problem.min() == 1).sum()),
+                **best.columns("best"),
+                "median": median.value,
+                "quarter": float((own["ratio"] <= 1.25).mean()) if len(own) else math.nan,
+            }
+        )
+    return pandas.DataFrame(lines)
+
+
+def failures(table: pandas.DataFrame) -> pandas.DataFrame:
+    """How often trials of each template ended otherwise than right, by outcome and reason (numbers as `#`)."""
+    bad = table[table["outcome"] != "ok"]
+    reason = bad["reason"].astype(str).str.split("\n").str[0].str.replace(r"\d[\d.,]*", "#", regex=True).str[:120]
+    keys = ["operator", "arch", "template", "outcome", "reason"]
+    found = bad.assign(reason=reason).groupby(keys).size().reset_index(name="trials")
+    return found.sort_values("trials", ascending=False, ignore_index=True)
+
+
+# --------------------------------------------------------------------------------------------------------- transfer
+
+
+def transfer(table: pandas.DataFrame) -> pandas.DataFrame:
+    """What is lost when the best point of one problem is used for another, of the same operator.
+
+    A row for each ordered pair of problems, with `arch`, `problem`, `to_arch`, `to_problem`: `loss` is the time of the
+    first one's best point on the second, over the second one's best; NaN where nobody measured it. Problems of other
+    architectures are paired, too, where they have points in common.
+    """
+    import pandas
+
+    lines = []
+    for _, rows in points(table).groupby("operator", sort=True):
+        nodes: dict[tuple[str, str], dict[str, float]] = {}
+        for (arch, problem), mine in rows.groupby(["arch", "problem"], sort=True):
+            nodes[arch, problem] = dict(zip(mine["candidate"], mine["ratio"], strict=True))
+        best = {node: min(found, key=lambda c: found[c]) for node, found in nodes.items()}
+        shared = {arch: set().union(*(found for (a, _), found in nodes.items() if a == arch)) for arch, _ in nodes}
+        for one, other in itertools.product(nodes, nodes):
+            if one[0] == other[0] or shared[one[0]] & shared[other[0]]:
+                line = {"arch": one[0], "problem": one[1], "to_arch": other[0], "to_problem": other[1]}
+                lines.append({**line, "loss": nodes[other].get(best[one], math.nan)})
+    return pandas.DataFrame(lines, columns=["arch", "problem", "to_arch", "to_problem", "loss"])
+
+
+def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
+    """`transfer` by what two problems differ in: their number, the share of them that was measured, and mean and worst
+    loss. `batch` alone, `dtype` alone, another architecture, or anything else.
+    """
+    import pandas
+
+    from ..core import registry
+    from ..core.problem import ProblemError
+
+    def kind(row: Any) -> str:
+        if row.arch != row.to_arch:
+            return "arch"
+        try:
+            one, other = registry.parse(row.problem), registry.parse(row.to_problem)
+        except ProblemError:
+            return "other"
+        differing = {name for name, value in one.axes.items() if other.axes[name] != value}
+        return "batch" if differing == {one.batch_axis} else "dtype" if differing == {"dtype"} else "other"
+
+    pairs = transfer(table)
+    pairs = pairs[(pairs["problem"] != pairs["to_problem"]) | (pairs["arch"] != pairs["to_arch"])]
+    if not len(pairs):
+        return pandas.DataFrame(columns=["operator", "arch", "differs", "pairs", "measured", "loss", "worst"])
+    operator = pairs["problem"].str.partition("/")[0].rename("operator")
+    differs = pandas.Series([kind(row) for row in pairs.itertuples()], index=pairs.index, name="differs")
+    lines = []
+    for key, mine in pairs.groupby([operator, "arch", differs]):
+        there = mine["loss"].dropna()
+        line = dict(zip(("operator", "arch", "differs"), key, strict=True))
+        line |= {"pairs": len(mine), "measured": float(mine["loss"].notna().mean())}
+        line |= ratio_interval(there.map(math.log).tolist()).columns("loss")
+        lines.append({**line, "worst": there.max()})
+    return pandas.DataFrame(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------- budget
+
+
+def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
+    """How many trials of a problem's search came `within` a factor of its best.
+
+    A row a problem, of its `searches`: `points` that were right, the share of `good` ones, `random`: how many draws
+    without replacement find a good one with a probability of 95 %, and `recorded`: how many the search took.
+    """
+    import pandas
+
+    lines = []
+    for (operator, arch, problem), rows in searches(table).groupby(["operator", "arch", "problem"], sort=True):
+        good = (rows["ratio"] <= within).to_numpy()
+        lines.append(
+            {
+                "operator": operator,
+                "arch": arch,
+                "problem": problem,
+                "points": len(rows),
+                "good": float(good.mean()),
+                "random": draws_needed(len(rows), int(good.sum())),
+                "recorded": int(good.argmax()) + 1,
+            }
+        )
+    return pandas.DataFrame(lines)
+
+
+def draws_needed(count: int, good: int, probability: float = 0.95) -> int:
+    """The least number of draws without replacement that hold one of the `good` of `count` with this probability."""
+    missed = 1.0
+    for draws in range(1, count + 1):
+        missed *= max(count - good - draws + 1, 0) / (count - draws + 1)
+        if missed <= 1 - probability:
+            return draws
+    return count
+
+
+def budget_summary(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
+    """`budget` of all problems of an operator: medians, and the 90th percentile of what searches took."""
+    import pandas
+
+    lines = []
+    for key, mine in budget(table, within).groupby(["operator", "arch"], sort=True):
+        line = dict(zip(("operator", "arch"), key, strict=True))
+        line |= {"problems": len(mine), "points": int(mine["points"].median()), "good": float(mine["good"].median())}
+        line |= {"random": int(mine["random"].median()), "recorded": int(mine["recorded"].median())}
+        lines.append({**line, "recorded_90": int(mine["recorded"].quantile(0.9))})
+    return pandas.DataFrame(lines)
+
+
+def best_so_far(table: pandas.DataFrame) -> pandas.DataFrame:
+    """The best time after each trial of a problem's search (`searches`), over its best: as it was `reached`, and what
+    is expected of as many `random` draws of the same points.
+    """
+    import numpy as np
+    import pandas
+
+    lines = []
+    for (operator, arch, problem), rows in searches(table).groupby(["operator", "arch", "problem"], sort=True):
+        ratios = rows["ratio"].to_numpy(dtype=float)
+        reached = np.minimum.accumulate(ratios)
+        expected = expected_best(np.sort(ratios))
+        for trial, (now, drawn) in enumerate(zip(reached, expected, strict=True), start=1):
+            lines.append((operator, arch, problem, trial, now, drawn))
+    return pandas.DataFrame(lines, columns=["operator", "arch", "problem", "trial", "reached", "random"])
+
+
+def expected_best(rising: np.ndarray) -> np.ndarray:
+    """The expected least of 1, 2, ... draws without replacement from values in rising order."""
+    import numpy as np
+
+    count = len(rising)
+    found = np.empty(count)
+    # Of k draws the i-th value is the least with probability C(count - i - 1, k - 1) / C(count, k).
+    chance = np.full(count, 1 / count)
+    place = np.arange(count)
+    for k in range(1, count + 1):
+        found[k - 1] = (chance * rising).sum()
+        chance = chance * np.maximum(count - place - k, 0) / k * (k + 1) / max(count - k, 1)
+    return found
+
+
+PARTS: dict[str, Callable[[pandas.DataFrame], pandas.DataFrame]] = {
+    "distribution": distribution,
+    "failures": failures,
+    "importance": importance,
+    "effects": main_effects,
+    "models": model_quality,
+    "recorded-models": recorded_quality,
+    "transfer": transfer_summary,
+    "budget": budget_summary,
+}
+"""What `tvm-sparse study` prints, by the name of `--part`."""
+
+
+def sections(table: pandas.DataFrame, parts: Iterable[str] | None = None) -> dict[str, pandas.DataFrame]:
+    """The tables of these parts, or of all; those that have no rows are left out."""
+    chosen = PARTS if parts is None else {name: PARTS[name] for name in parts}
+    found = {name: part(table) for name, part in chosen.items()}
+    return {name: rows for name, rows in found.items() if len(rows)}
+
+
+def shown(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """A table of these as people read it: texts, figures with three digits behind the point, intervals in brackets."""
+    import pandas
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return "" if value != value else f"{value:.3f}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    found = {}
+    for name in rows:
+        if not name.endswith(("_low", "_high")):
+            texts = rows[name].map(text)
+            if f"{name}_low" in rows:
+                low, high = rows[f"{name}_low"].map(text), rows[f"{name}_high"].map(text)
+                texts = texts + (" [" + low + ", " + high + "]").where(low != "", "")
+            found[name] = texts
+    return pandas.DataFrame(found)

@@ -1,0 +1,283 @@
+/* The short way of a repeated call in C; `repeat.py` says what these functions do, and does the same without them.
+ *
+ * Built against CPython's stable ABI, and against nothing of PyTorch's or TVM's: tensors are looked at through the
+ * function table that DLPack defines for this (`__dlpack_c_exchange_api__`, a stable C ABI).
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+/* ---- DLPack 1.3, as far as it is read here ---------------------------------------------------------------------- */
+
+typedef struct {
+  void *data;
+  struct {
+    int32_t type, id;
+  } device;
+  int32_t ndim;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+} Tensor;
+
+typedef struct Exchange {
+  struct {
+    uint32_t major, minor;
+  } version;
+  struct Exchange *before;
+  void *allocate, *managed_from_object, *object_from_managed;
+  int (*tensor_from_object)(void *object, Tensor *found);
+  void *current_stream;
+} Exchange;
+
+enum { MAJOR = 1, ALIGNED = 16, MOST_WORDS = 128 };
+
+/* ---- what `prepare` was told ------------------------------------------------------------------------------------ */
+
+static PyObject *tensor_type, *is_negated, *empty_like, *count_modes, *forward_ad, *needs_gradient, *level;
+static const Exchange *exchange;
+
+static int truth(PyObject *value) { /* of a new reference, which is dropped; -1: an error */
+  if (value == NULL) return -1;
+  int found = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+  Py_DECREF(value);
+  return found;
+}
+
+static int looked_at(PyObject *object, Tensor *found) { /* whether it is a tensor with data */
+  if ((PyObject *)Py_TYPE(object) != tensor_type) return 0;
+  if (exchange->tensor_from_object(object, found) != 0) {
+    PyErr_Clear();
+    return 0;
+  }
+  return found->data != NULL;
+}
+
+static uintptr_t address(const Tensor *tensor) { return (uintptr_t)tensor->data + tensor->byte_offset; }
+
+static uint64_t bytes_of(const Tensor *tensor) {
+  uint64_t count = 1;
+  for (int32_t i = 0; i < tensor->ndim; ++i) count *= (uint64_t)tensor->shape[i];
+  return (count * tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
+}
+
+/* 1: as a kernel takes it; 0: not; -1: an error. What holds of the whole process is `unwatched`'s. */
+static int plain(PyObject *object, Tensor *found) {
+  if (!looked_at(object, found) || address(found) % ALIGNED) return 0;
+  int64_t step = 1;
+  for (int32_t i = found->ndim - 1; i >= 0; --i) {
+    if (found->shape[i] != 1 && found->strides != NULL && found->strides[i] != step) return 0;
+    step *= found->shape[i];
+  }
+  int not_so = truth(PyObject_GetAttr(object, needs_gradient));
+  if (not_so == 0) not_so = truth(PyObject_CallFunctionObjArgs(is_negated, object, NULL));
+  return not_so < 0 ? -1 : !not_so;
+}
+
+static int unwatched(void) { /* 1: no mode of PyTorch watches calls, and there are no tangents; 0: else; -1: an error */
+  PyObject *modes = PyObject_CallFunctionObjArgs(count_modes, NULL);
+  if (modes == NULL) return -1;
+  long count = PyLong_AsLong(modes);
+  Py_DECREF(modes);
+  PyObject *depth = PyDict_GetItemWithError(forward_ad, level);
+  if (depth == NULL) return PyErr_Occurred() ? -1 : 0;
+  int so = count == 0 && PyLong_AsLong(depth) < 0;
+  return PyErr_Occurred() ? -1 : so;
+}
+
+/* ---- keys ------------------------------------------------------------------------------------------------------- */
+
+/* Writes what a kernel depends on of a tensor; the words written, or 0 where there is no room. */
+static Py_ssize_t write_facts(const Tensor *tensor, int64_t *words, Py_ssize_t room) {
+  if (room < 3 + tensor->ndim) return 0;
+  words[0] = tensor->ndim;
+  words[1] = (int64_t)tensor->dtype.code << 32 | tensor->dtype.bits << 16 | tensor->dtype.lanes;
+  words[2] = (int64_t)tensor->device.type << 32 | (uint32_t)tensor->device.id;
+  memcpy(words + 3, tensor->shape, sizeof(int64_t) * (size_t)tensor->ndim);
+  return 3 + tensor->ndim;
+}
+
+/* Of a tuple of tensors, and of None where there is none; -1: one of them is not plain, or an error. */
+static Py_ssize_t write_all(PyObject *given, int64_t *words) {
+  Py_ssize_t used = 0;
+  for (Py_ssize_t i = 0, n = PyTuple_Size(given); i < n; ++i) {
+    PyObject *one = PyTuple_GetItem(given, i);
+    if (used == MOST_WORDS) return -1;
+    if (one == Py_None) {
+      words[used++] = -1;
+      continue;
+    }
+    Tensor tensor;
+    if (plain(one, &tensor) != 1) return -1;
+    Py_ssize_t more = write_facts(&tensor, words + used, MOST_WORDS - used);
+    if (more == 0) return -1;
+    used += more;
+  }
+  return used;
+}
+
+static PyObject *facts_of(PyObject *given) { /* bytes, or NULL, with or without an error */
+  int64_t words[MOST_WORDS];
+  Py_ssize_t used = write_all(given, words);
+  return used < 0 ? NULL : PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
+}
+
+/* What was put down for such a call, a new reference, or NULL, with or without an error. */
+static PyObject *found_for(PyObject *launchers, PyObject *what, PyObject *given) {
+  if (exchange == NULL || unwatched() != 1) return NULL;
+  PyObject *facts = facts_of(given);
+  if (facts == NULL) return NULL;
+  PyObject *key = PyTuple_Pack(2, what, facts);
+  Py_DECREF(facts);
+  if (key == NULL) return NULL;
+  PyObject *found = PyDict_GetItemWithError(launchers, key);
+  Py_XINCREF(found);
+  Py_DECREF(key);
+  return found;
+}
+
+/* ---- outputs ---------------------------------------------------------------------------------------------------- */
+
+/* 1: each of `outputs` has the facts that are wanted, and shares no memory with an argument; 0: not, or not known. */
+static int fit(PyObject *outputs, PyObject *wanted, PyObject *before) {
+  int64_t words[MOST_WORDS];
+  Py_ssize_t used = write_all(outputs, words), size;
+  char *known;
+  if (used < 0 || PyBytes_AsStringAndSize(wanted, &known, &size) < 0) return 0;
+  if (size != used * (Py_ssize_t)sizeof(int64_t) || memcmp(words, known, (size_t)size) != 0) return 0;
+  for (Py_ssize_t i = 0, n = PyTuple_Size(outputs); i < n; ++i) {
+    Tensor out, in;
+    if (!looked_at(PyTuple_GetItem(outputs, i), &out)) return 0;
+    for (Py_ssize_t j = 0, m = PyTuple_Size(before); j < m; ++j) {
+      PyObject *argument = PyTuple_GetItem(before, j);
+      if (PyLong_Check(argument) || PyFloat_Check(argument)) continue;
+      if (!looked_at(argument, &in)) return 0;
+      if (address(&out) < address(&in) + bytes_of(&in) && address(&in) < address(&out) + bytes_of(&out)) return 0;
+    }
+  }
+  return 1;
+}
+
+static PyObject *made(PyObject *likes) {
+  Py_ssize_t n = PyTuple_Size(likes);
+  PyObject *outputs = PyTuple_New(n);
+  for (Py_ssize_t i = 0; outputs != NULL && i < n; ++i) {
+    PyObject *one = PyObject_CallFunctionObjArgs(empty_like, PyTuple_GetItem(likes, i), NULL);
+    if (one == NULL || PyTuple_SetItem(outputs, i, one) < 0) Py_CLEAR(outputs);
+  }
+  return outputs;
+}
+
+/* ---- the module's functions ------------------------------------------------------------------------------------- */
+
+static PyObject *none_unless_error(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
+
+static int count_is(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given != wanted) PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
+  return given == wanted;
+}
+
+static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  if (!count_is(nargs, 6)) return NULL;
+  static const char *const name = "dlpack_exchange_api";
+  const Exchange *table = PyCapsule_IsValid(args[5], name) ? PyCapsule_GetPointer(args[5], name) : NULL;
+  while (table != NULL && table->version.major != MAJOR) table = table->before;
+  if (table == NULL || table->tensor_from_object == NULL) return Py_NewRef(Py_False);
+  PyObject **kept[] = {&tensor_type, &is_negated, &empty_like, &count_modes, &forward_ad};
+  for (size_t i = 0; i < sizeof kept / sizeof *kept; ++i) *kept[i] = Py_NewRef(args[i]);
+  exchange = table;
+  return Py_NewRef(Py_True);
+}
+
+static PyObject *is_plain(PyObject *self, PyObject *tensor) {
+  (void)self;
+  Tensor found;
+  int so = exchange == NULL ? 0 : unwatched();
+  if (so == 1) so = plain(tensor, &found);
+  return so < 0 ? NULL : PyBool_FromLong(so);
+}
+
+static PyObject *are_plain(PyObject *self, PyObject *arguments) {
+  (void)self;
+  Tensor found;
+  int so = exchange == NULL || !PyTuple_Check(arguments) ? 0 : unwatched();
+  for (Py_ssize_t i = 0, n = so == 1 ? PyTuple_Size(arguments) : 0; so == 1 && i < n; ++i) {
+    PyObject *one = PyTuple_GetItem(arguments, i);
+    int other = one == Py_None || PyLong_Check(one) || PyFloat_Check(one) || PyUnicode_Check(one);
+    so = other ? 1 : plain(one, &found);
+  }
+  return so < 0 ? NULL : PyBool_FromLong(so);
+}
+
+static PyObject *key_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  if (!count_is(nargs, 2)) return NULL;
+  PyObject *facts = exchange != NULL && unwatched() == 1 ? facts_of(args[1]) : NULL;
+  if (facts == NULL) return none_unless_error();
+  PyObject *key = PyTuple_Pack(2, args[0], facts);
+  Py_DECREF(facts);
+  return key;
+}
+
+static PyObject *repeated(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  if (!count_is(nargs, 3)) return NULL;
+  PyObject *found = found_for(args[0], args[1], args[2]);
+  return found == NULL ? none_unless_error() : found;
+}
+
+static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  if (!count_is(nargs, 5)) return NULL;
+  PyObject *before = args[3], *out = args[4];
+  PyObject *found = found_for(args[0], args[1], args[2]);
+  if (found == NULL) return none_unless_error();
+  PyObject *function, *likes, *facts, *outputs = NULL, *result = NULL;
+  int single;
+  if (!PyArg_ParseTuple(found, "OOOp", &function, &likes, &facts, &single)) goto done;
+  if (out == Py_None) {
+    outputs = made(likes);
+    if (outputs == NULL) goto done;
+  } else {
+    outputs = single ? PyTuple_Pack(1, out) : PyTuple_CheckExact(out) ? Py_NewRef(out) : NULL;
+    if (outputs == NULL || !fit(outputs, facts, before)) {
+      result = none_unless_error();
+      goto done;
+    }
+  }
+  PyObject *arguments = PySequence_Concat(before, outputs);
+  if (arguments == NULL) goto done;
+  PyObject *nothing = PyObject_Call(function, arguments, NULL);
+  Py_DECREF(arguments);
+  if (nothing == NULL) goto done;
+  Py_DECREF(nothing);
+  result = Py_NewRef(out != Py_None ? out : single ? PyTuple_GetItem(outputs, 0) : outputs);
+done:
+  Py_XDECREF(outputs);
+  Py_DECREF(found);
+  return result;
+}
+
+static PyMethodDef methods[] = {
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL, NULL},
+    {"is_plain", is_plain, METH_O, NULL},
+    {"are_plain", are_plain, METH_O, NULL},
+    {"key_of", (PyCFunction)(void (*)(void))key_of, METH_FASTCALL, NULL},
+    {"repeated", (PyCFunction)(void (*)(void))repeated, METH_FASTCALL, NULL},
+    {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_native(void) {
+  needs_gradient = PyUnicode_InternFromString("requires_grad");
+  level = PyUnicode_InternFromString("_current_level");
+  return needs_gradient == NULL || level == NULL ? NULL : PyModule_Create(&module);
+}

@@ -1,0 +1,346 @@
+"""The devices of a Ray cluster: an actor for each one that measures, and tasks anywhere that build.
+
+What runs there are the workers that run on one machine, started and watched over by the actor or task as they are by a
+driver. Search and records stay with the driver, and so do libraries: a node has nothing that another one needs. An
+actor whose GPU is lost is started again by Ray once there is another one.
+
+The package and Ray have to be installed on every node, in the driver's versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..core import machine as machines
+from ..core import scratch
+from ..core.machine import Machine
+from ..workers.building import BUILD_WORKER
+from ..workers.processes import Reply, StartError, Worker
+from .fleet import Device, Fleet, of_one_model
+from .measuring import Lost, Measurer, PrepareError, device_state
+
+# How often a wait for the cluster looks whether it is still wanted.
+LOOK_SECONDS = 0.5
+# A device that is not ready within this time is used once it is, but not waited for.
+READY_SECONDS = 120.0
+# Bytes of a node's temporary folder; where fewer are free, a build that fails is not its candidate's fault.
+LEAST_DISK = 1 << 20
+CONNECT_SECONDS = 10.0
+LOCAL = "local"
+_PLACE = re.compile(r"\[?(?P<host>[^\]/]+)\]?:(?P<port>\d{1,5})")
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be used, and why."""
+
+
+def _ray() -> Any:
+    """The module; what is asked of a machine without it does not import it."""
+    import ray
+
+    return ray
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same everywhere: a candidate is the same only to the same templates and compiler."""
+    names = ("tvm_sparse", "apache-tvm", "ray")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
+
+
+# ---------------------------------------------------------------------------------------------------- on the nodes
+
+
+class Place:
+    """The actor: one device of a node, and the supervised process that measures there."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._measurer = Measurer()
+        self._scratch = scratch.Scratch()
+
+    def describe(self) -> dict[str, Any]:
+        """Where this is, and what."""
+        machine = machines.gpu() if self._kind == "cuda" else machines.cpu()
+        return {
+            "host": platform.node(),
+            "node": _ray().get_runtime_context().get_node_id(),
+            "machine": asdict(machine) if machine else None,
+            "state": device_state(machine) if machine else {},
+            "versions": versions(),
+        }
+
+    def measure(
+        self, problem: Mapping[str, Any], library: Mapping[str, Any], content: bytes, timeout: float
+    ) -> dict[str, Any]:
+        """As `Measurer.measure`, of a library with this content."""
+        path = self._scratch.path / "library.so"
+        path.unlink(missing_ok=True)  # never written over: a process may have the one before loaded
+        path.write_bytes(content)
+        return asdict(self._measurer.measure(problem, {**library, "library": str(path)}, timeout))
+
+
+def build(request: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], bytes]:
+    """The task: a build worker's reply, and the library. The worker stays for the next task of this process."""
+    global _builder
+    _builder = _builder or Worker(BUILD_WORKER, name="build")
+    with scratch.folder() as folder:
+        path = folder / "library.so"
+        reply = _builder.call({**request, "path": str(path)}, timeout=timeout)
+        wanting = not reply.ok and shutil.disk_usage(folder).free < LEAST_DISK
+        return asdict(reply) | ({"environment": True} if wanting else {}), path.read_bytes() if reply.ok else b""
+
+
+_builder: Worker | None = None
+
+
+# -------------------------------------------------------------------------------------------------- with the driver
+
+
+class RemoteMeasurer:
+    """What a `Place` measures, for a fleet."""
+
+    def __init__(self, actor: Any, described: Mapping[str, Any]) -> None:
+        self._actor, self._machine = actor, described["machine"]
+        self.node = described["node"]
+
+    def measure(
+        self, problem: Mapping[str, Any], library: Mapping[str, Any], timeout: float, abandoned: Callable[[], bool]
+    ) -> Reply:
+        content = Path(library["library"]).read_bytes()
+        ref = self._actor.measure.remote(problem, library, content, timeout)
+        return Reply(**_result(ref, abandoned))
+
+    def recover(self, abandoned: Callable[[], bool]) -> bool:
+        """Wait until Ray has started the actor again, if it will. It has to have a device of the same kind."""
+        dead = _ray().exceptions.ActorDiedError
+        while not abandoned():
+            try:
+                return _result(self._actor.describe.remote(), abandoned)["machine"] == self._machine
+            except Lost as error:
+                if isinstance(error.__cause__, dead):
+                    return False
+                time.sleep(LOOK_SECONDS)  # between two states of the actor a call fails at once
+        return False
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the cluster may have gone
+            _ray().kill(self._actor)
+
+
+class RemoteBuilders:
+    """Tasks in the place of a pool: as many at a time as the cluster has room for."""
+
+    def __init__(self) -> None:
+        # Ray tries a task again whose node or process is lost.
+        self._build = _ray().remote(num_cpus=1, max_retries=3)(build)
+        self._refs: set[Any] = set()
+
+    def submit(self, request: Mapping[str, Any], *, timeout: float) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        ref = self._build.remote({**request, "path": None}, timeout)
+        self._refs.add(ref)
+
+        def take(done: Future[Any]) -> None:
+            self._refs.discard(ref)
+            try:
+                reply, content = done.result()
+                if content:
+                    Path(request["path"]).write_bytes(content)
+                    reply["value"]["path"] = request["path"]
+                future.set_result(Reply(**reply))
+            except OSError as error:
+                future.set_exception(error)
+            except Exception as error:
+                future.set_result(lost_build(error))
+
+        ref.future().add_done_callback(take)
+        return future
+
+    def close(self) -> None:
+        for ref in tuple(self._refs):
+            with contextlib.suppress(Exception):  # the cluster may have gone
+                _ray().cancel(ref, force=True)
+
+
+def lost_build(error: Exception) -> Reply:
+    """What to say of a build that did not reply: nothing of its candidate."""
+    return Reply("crash", message=f"its node or its task was lost: {error}", environment=True)
+
+
+def _result(ref: Any, abandoned: Callable[[], bool]) -> Any:
+    """What a call of an actor returns.
+
+    Raises
+    ------
+    Lost
+        If the actor or its node has gone.
+    PrepareError, StartError
+        As they were raised there.
+    """
+    ray = _ray()
+
+    while not ray.wait([ref], timeout=LOOK_SECONDS)[0]:
+        if abandoned():
+            ray.cancel(ref)
+            raise Lost("given up")
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PrepareError | StartError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise Lost(str(error).partition("\n")[0]) from error
+
+
+@contextlib.contextmanager
+def connected(
+    address: str,
+    target: str = "auto",
+    *,
+    model: str | None = None,
+    workers: int | None = None,
+    show: Callable[[str], None] = lambda text: None,
+) -> Iterator[Fleet]:
+    """The devices of a cluster.
+
+    Parameters
+    ----------
+    address
+        As `ray.init` takes it, or "local" for a cluster of this machine alone, which ends with the block.
+    target
+        As `core.machine.resolve` takes it, of the cluster: "auto" its GPUs if it has any, else its processors; "cpu",
+        "cuda", or an architecture, whose devices alone are used.
+    model
+        As in `of_one_model`.
+    workers
+        Where processors measure: how many of them, each with one. Default: one a node.
+    show
+        Told what is not used, and why.
+
+    Raises
+    ------
+    ClusterError
+        If there is no such cluster, or nothing in it to measure or to build with.
+    UnknownArch
+        As `of_one_model` does.
+    """
+    ray = _ray()
+
+    started = _connect(address)
+    actors: list[Any] = []
+    try:
+        resources = ray.cluster_resources()
+        gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+        kind = _kind(target, gpus)
+        options: dict[str, Any]
+        if kind == "cuda":
+            # A core goes with each GPU, and a GPU that comes back brings its own.
+            count, options = gpus, {"num_gpus": 1, "num_cpus": 1, "max_restarts": -1}
+            missing = "it has no GPU" if not gpus else f"of its {cores} cores none is left to build"
+        else:
+            nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
+            # Started again it would take the core of a builder, perhaps of the last.
+            count, options = workers or nodes, {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+            missing = f"of its {cores} cores {count} are to measure, and none is left to build"
+        if not 0 < count < cores:
+            raise ClusterError(f"ray: the cluster at {address} cannot be used: {missing}")
+        # What a lost actor was doing is for the driver to give to another one, not for Ray to do again.
+        place = ray.remote(max_task_retries=0, **options)(Place)
+        actors = [place.remote(kind) for _ in range(count)]
+        found = _described(actors, show)
+        devices = _devices(actors, found, target, show)
+        if not devices:
+            raise ClusterError(f"ray: the cluster at {address} has no device for the target {target}")
+        chosen = of_one_model((device.machine for device in devices), model)
+        with Fleet([device for device in devices if device.machine in chosen]) as fleet:
+            yield fleet
+    finally:
+        for actor in actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        if started:
+            ray.shutdown()
+
+
+def _connect(address: str) -> bool:
+    """Connect this process, unless it is; whether it has been."""
+    ray = _ray()
+
+    if ray.is_initialized():
+        return False
+    # A cluster of our own tells nobody of itself.
+    own = address == LOCAL
+    if own:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        if place := _PLACE.fullmatch(address):  # Ray itself would try for minutes
+            socket.create_connection((place["host"], int(place["port"])), CONNECT_SECONDS).close()
+        ray.init(
+            address=LOCAL if own else address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({"include_dashboard": False} if own else {}),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ClusterError(f"ray: no connection to {address}: {str(error).partition(chr(10))[0]}") from None
+    return True
+
+
+def _kind(target: str, gpus: int) -> str:
+    if target == "auto":
+        return "cuda" if gpus else "llvm"
+    if target in ("cpu", "cuda"):
+        return {"cpu": "llvm"}.get(target, target)
+    return "cuda" if target.startswith("sm_") else "llvm"
+
+
+def _described(actors: Sequence[Any], show: Callable[[str], None]) -> dict[int, dict[str, Any]]:
+    """What each actor says of itself, by its number; of those that have begun in time."""
+    ray = _ray()
+
+    refs = {actor.describe.remote(): number for number, actor in enumerate(actors)}
+    ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=READY_SECONDS)
+    if late:
+        show(f"{len(late)} of {len(refs)} devices were not ready within {READY_SECONDS:g} s and are not used")
+    found = {}
+    for ref in ready:
+        try:
+            found[refs[ref]] = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines()
+            show(f"a device is not used: {lines[-1] if lines else type(error).__name__}")
+    return dict(sorted(found.items()))
+
+
+def _devices(
+    actors: Sequence[Any], found: Mapping[int, Mapping[str, Any]], target: str, show: Callable[[str], None]
+) -> list[Device]:
+    builders, ours, devices = RemoteBuilders(), versions(), []
+    for number, described in found.items():
+        name = f"device {number} on {described['host']}"
+        theirs = described["versions"]
+        if theirs != ours:
+            other = ", ".join(f"{what} {theirs[what]} for {ours[what]}" for what in ours if theirs[what] != ours[what])
+            show(f"{name} is not used: it has {other}")
+        elif described["machine"] is None:
+            show(f"{name} is not used: its driver finds no GPU")
+        else:
+            machine = Machine(**described["machine"])
+            if target in ("auto", "cpu", "llvm", "cuda", machine.arch):
+                measurer = RemoteMeasurer(actors[number], described)
+                devices.append(Device(name, machine, measurer, builders, described["state"]))
+    return devices

@@ -1,0 +1,99 @@
+"""The measuring of one device: a supervised process, which is given each problem's inputs before its candidates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core import machine as machines
+from ..core.machine import Machine
+from ..workers.processes import Reply, StartError, Worker
+
+MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.bench.measure")
+# To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
+PREPARE_TIMEOUT = 600.0
+
+
+class PrepareError(RuntimeError):
+    """A problem's inputs and references were not made: no candidate is to blame."""
+
+
+class Lost(RuntimeError):
+    """A device has gone, and with it what it was measuring: nothing is known of the candidate."""
+
+
+class Measurer:
+    """One device of this machine. Not thread-safe: its process ends with the thread that measures first.
+
+    Parameters
+    ----------
+    env : mapping, optional
+        Variables of the process, which say which device it has.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._worker = Worker(MEASURE_WORKER, env=env, name="measure")
+        self._prepared: tuple[Any, ...] = ()  # the process, and what it was prepared for
+
+    def measure(
+        self,
+        problem: Mapping[str, Any],
+        library: Mapping[str, Any],
+        timeout: float,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> Reply:
+        """Verify and time one library, for at most `timeout` seconds.
+
+        Parameters
+        ----------
+        problem
+            The request of `bench.measure`, without a library.
+        library
+            What it has beyond that: a path, and the layouts of workspaces.
+        abandoned
+            As in `Worker.call`.
+
+        Raises
+        ------
+        PrepareError
+            If there are no inputs to measure with.
+        StartError
+            If the process does not start, or has no device that works.
+        """
+        self._worker.start()
+        wanted = (problem["problem"], problem["seed"])
+        if self._prepared != (self._worker.pid, *wanted):
+            reply = self._worker.call(problem, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
+            if not reply.ok:
+                device = self._worker.call({"kind": problem["kind"]}, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
+                raise PrepareError(reply.message) if device.ok else StartError(f"the device: {device.message}")
+            self._prepared = (self._worker.pid, *wanted)
+        return self._worker.call({**problem, **library}, timeout=timeout, abandoned=abandoned)
+
+    def recover(self, abandoned: Callable[[], bool]) -> bool:
+        """Whether it can be used again after `StartError` or `Lost`; a process that does not start here never will."""
+        return False
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+
+def device_state(machine: Machine, number: int = 0) -> dict[str, str]:
+    """Driver and clocks of the GPU with this number, as far as the driver's own tool tells them; nothing of a CPU."""
+    if machine.kind != "cuda":
+        return {}
+    fields = "driver_version,clocks.sm,clocks.mem,power.limit"
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={machines.gpu_bus(number)}"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields.split(","), (value.strip() for value in text.split(",")), strict=False))

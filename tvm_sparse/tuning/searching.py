@@ -1,0 +1,164 @@
+"""The child that searches: `python -m tvm_sparse.tuning.searching`, started by `Searcher`.
+
+A search takes a core for a few hundredths of a second a trial. With a process for each session the driver has its own
+core for what all sessions share, and a fault of the compiler's search costs no more than the search it happens in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..core import spaces
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem
+from ..core.registry import add_plugins, parse, plugins
+from ..core.template import Table
+from ..records import Log
+from ..records.queries import predictor
+from ..workers.processes import Reply, Worker, serve
+from . import strategies
+from .domain import Domain
+
+SEARCH_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.searching")
+# Far beyond the seconds that a proposal takes, also where other processes take the cores.
+TIMEOUT = 600.0
+
+
+class SearchError(RuntimeError):
+    """The search ended twice without a proposal."""
+
+
+class Searcher:
+    """Searches, one after another, in a process of its own. Not thread-safe.
+
+    Parameters
+    ----------
+    abandoned
+        As in `Worker.call`.
+    """
+
+    def __init__(self, abandoned: Callable[[], bool] = lambda: False) -> None:
+        self._worker = Worker(SEARCH_WORKER, name="search")
+        self._abandoned = abandoned
+        self._begin: dict[str, Any] = {}
+        self._known: dict[Candidate, float | None] = {}
+        self._results: Mapping[Candidate, float | None] = {}
+        self.predicted: Mapping[Candidate, float] = {}
+
+    def __enter__(self) -> Searcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
+
+    def begin(
+        self,
+        problem: Problem,
+        machine: Machine,
+        strategy: str,
+        log: Log,
+        *,
+        named: tuple[str, ...],
+        fixed: Table,
+        known: Mapping[Candidate, float | None],
+        trials: int,
+        batch: int,
+        seed: int,
+    ) -> None:
+        """Make a strategy (`strategies.make`) of the space that `spaces.searched` gives, with the log's model.
+
+        What this searched before is forgotten.
+        """
+        self._known, self._results = dict(known), {}
+        self.predicted = {}
+        self._begin = {
+            "problem": problem.key,
+            "machine": asdict(machine),
+            "named": named,
+            "fixed": dict(fixed),
+            "strategy": strategy,
+            "root": str(log.root),
+            "plugins": plugins(),
+            "trials": trials,
+            "batch": batch,
+            "seed": seed,
+        }
+        self._call(self._begin | {"known": _texts(self._known)})  # a failure shows at the first proposal
+
+    def propose(self) -> list[Candidate]:
+        """As `Strategy.propose`, after `Strategy.report` of what was measured of the last proposal.
+
+        Raises
+        ------
+        SearchError
+            If the process fails at that, and a new one that learns all anew does, too.
+        """
+        reply = self._call({"results": _texts(self._results)})
+        if not reply.ok and (reply := self._call(self._begin | {"known": _texts(self._known)})).ok:
+            reply = self._call({"results": {}})
+        if not reply.ok:
+            raise SearchError(f"the search failed: {reply.message}")
+        candidates, predicted = reply.value
+        self.predicted = {Candidate.parse(text): score for text, score in predicted.items()}
+        return [Candidate.parse(text) for text in candidates]
+
+    def report(self, results: Mapping[Candidate, float | None]) -> None:
+        """As `Strategy.report`."""
+        self._results = results
+        self._known.update(results)
+
+    def _call(self, request: Mapping[str, Any]) -> Reply:
+        return self._worker.call(request, timeout=TIMEOUT, abandoned=self._abandoned)
+
+
+def _texts(results: Mapping[Candidate, float | None]) -> dict[str, float | None]:
+    return {str(candidate): seconds for candidate, seconds in results.items()}
+
+
+def _candidates(texts: Mapping[str, float | None]) -> dict[Candidate, float | None]:
+    return {Candidate.parse(text): seconds for text, seconds in texts.items()}
+
+
+def handle(message: dict[str, Any]) -> Any:
+    """Begin a search, or go on with it: report the results of the last proposal, and propose.
+
+    The reply holds the candidates, and what the strategy predicts of them.
+    """
+    global _search
+    if "problem" in message:
+        add_plugins(message["plugins"])
+        problem, machine = parse(message["problem"]), Machine(**message["machine"])
+        fixed = {name: tuple(values) for name, values in message["fixed"].items()}
+        tables, _ = spaces.searched(problem, machine, message["named"], fixed)
+        model = predictor((Path(message["root"]),), machine.arch, problem.operator)
+        _search = strategies.make(
+            message["strategy"],
+            Domain.of(problem, machine, tables, trees=model.trees if model else None),
+            known=_candidates(message["known"]),
+            trials=message["trials"],
+            batch=message["batch"],
+            seed=message["seed"],
+        )
+        return []
+    if _search is None:
+        raise RuntimeError("this process has begun no search")
+    if message["results"]:
+        _search.report(_candidates(message["results"]))
+    candidates = [str(candidate) for candidate in _search.propose()]
+    return candidates, {str(candidate): float(score) for candidate, score in _search.predicted.items()}
+
+
+_search: strategies.Strategy | None = None
+
+if __name__ == "__main__":
+    # The search needs no PyTorch, which tvm_ffi imports where it is installed. SciPy looks for it here.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    import tvm_ffi  # noqa: F401
+
+    del sys.modules["torch"]
+    serve(handle)
