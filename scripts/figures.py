@@ -403,6 +403,8 @@ LSH_STEPS = ("WTA hash", "look-up", "candidate list", "copy of embeddings", "pro
 FUSED_STEPS = {"hash to list, fused": "lsh_candidates", "gathered product": "candidate_logits",
                "gathered product to top-n, fused": "candidate_topk"}  # fmt: skip
 LSH_HEAD, EXACT_HEAD, TORCH_GATHERED = "LSH head", "exact head", "torch gather + product + softmax + topk"
+LSH_LISTS = "LSH by lists"
+TABLE1, TABLE8 = "shi-xu-knight-table1-h200", "shi-xu-knight-table8-h200"
 
 
 def table4() -> dict[str, Row]:
@@ -456,6 +458,35 @@ def lsh_steps() -> str:
         for (vocab, dtype), times in found.items()
     ]
     return table(["words", "dtype", *names, "PyTorch / LSH"], rows)
+
+
+@part
+def lsh_beam_step() -> str:
+    """Parts of a beam-search step, by what its output layer is."""
+    found: dict[str, dict[str, float]] = {}
+    for row in results(TABLE1).rows:
+        found.setdefault(row["part"], {})[row["output"]] = float(row["microseconds"])
+    names = (TORCH_HEAD, EXACT_HEAD, LSH_HEAD)
+    rows = [
+        [name, *(us(times[one]) for one in names), times_as(times[TORCH_HEAD] / times[LSH_HEAD])]
+        for name, times in found.items()
+    ]
+    return table(["part", *names, "PyTorch / LSH"], rows)
+
+
+@part
+def lsh_beams() -> str:
+    """Steps of the LSH head by the size of the beam, and its speed-up over PyTorch against that of the first."""
+    names = (LSH_HEAD, LSH_LISTS, EXACT_HEAD, CHAIN, TORCH_HEAD)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in results(TABLE8).rows:
+        found.setdefault((row["beam"], row["candidates"]), {})[row["implementation"]] = float(row["microseconds"])
+    gains = [times[TORCH_HEAD] / times[LSH_HEAD] for times in found.values()]
+    rows = [
+        [*key, *(us(times[name]) for name in names), times_as(gain), f"{gain / gains[0]:.0%}"]
+        for (key, times), gain in zip(found.items(), gains, strict=True)
+    ]
+    return table(["beam", "candidates", *names, "PyTorch / LSH", "of the first"], rows)
 
 
 @part
@@ -609,7 +640,8 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
 
 
 OUTPUT_LAYER = (
-    "head_topk", "candidate_topk", "candidate_logits", "lsh_candidates", "wta_hash", "lsh_lookup", "compaction",
+    "head_topk", "lsh_topk", "candidate_topk", "candidate_logits", "lsh_candidates", "wta_hash", "lsh_lookup",
+    "compaction",
 )  # fmt: skip
 
 
@@ -984,7 +1016,7 @@ def builtin() -> tuple[registry.Operator, ...]:
 
 
 # Operators that are steps of `LshHead`, which docs/ describes: README.md has no room for them.
-STEPS_OF_LSH = ("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "candidate_logits")
+STEPS_OF_LSH = ("lsh_topk", "wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "candidate_logits")
 
 
 def own_functions(operator: registry.Operator) -> list[Callable[..., Any]]:
