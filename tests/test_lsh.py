@@ -303,6 +303,15 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
     candidates = tvm_sparse.lsh_candidates
     refused("hidden: expected shape (lists, beam, hidden)", candidates, embedding, permutations, *tables, 3, 50)
     refused("capacity: expected an integer", candidates, rows, permutations, *tables, 3, -1)
+    step, ids = tvm_sparse.lsh_topk, np.arange(700, dtype=np.int32)[bitmap.unpack_bits(always, 700)]
+    whole = np.zeros((700, rows.shape[2] if rows.ndim == 3 else rows.shape[1]), np.float32)
+    given = (whole, permutations, *tables[:2], always)
+    refused("hidden: expected shape (lists, beam, hidden)", step, rows[0], *given, ids, 3, 5)
+    refused("ids: expected at least one word, got none", step, rows, *given, ids[:0], 3, 5)
+    refused("ids: ids[0]=-1 is outside [0, 700)", step, rows, *given, ids - ids[0] - 1, 3, 5)
+    refused("ids: expected each word of `always` once and no other", step, rows, *given, ids[1:], 3, 5)
+    refused("n: expected 1 <= n <= vocab (700), got 701", step, rows, *given, ids, 3, 701)
+    refused("words: expected those of the embedding's 699 words, got 700", step, rows, whole[1:], *given[1:], ids, 3, 5)
     coarse = wta.tables(codes[0] % 2, 3, "direct", bits=1)
     refused(
         "table: expected 2^6 + 1 bucket starts a band, for codes of units=2 places among k=8, got 2^1 + 1",
@@ -357,6 +366,11 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         ("staged_hash", "wta_hash/batch=2,hidden=48,k=6,units=3,bands=5", {"threads": 64}),
         ("bitmap_scan", "compaction/lists=1,vocab=4000,capacity=7", {"threads": 128, "slices": 2}),
         ("plain_steps", "lsh_candidates/lists=1,beam=2,hidden=48,vocab=700,k=8,units=2,bands=12,capacity=90", {}),
+        (
+            "fused_step",
+            "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
+            {"threads": 256, "hash_warps": 4, "loads": 2, "depth": 2},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" not in value else None,
 )
@@ -368,7 +382,7 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
     point = {**template.default(problem, SM90), **decisions}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
-    others = {"beam": (1, 3), "bands": (40, 3), "capacity": (700, 1)}
+    others = {"beam": (1, 3), "bands": (40, 3), "capacity": (700, 1), "frequent": (700, 1)}
     for seed in range(2):
         axes = {axis: others[axis][seed] for axis in problem.data_axes}
         here = dataclasses.replace(problem, **axes).with_batch(2 + seed)
@@ -378,6 +392,34 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
             arguments = [*inputs, *outputs, *held]
             run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
             here.check(inputs, here.reference(inputs), outputs)
+
+
+def test_a_step_without_lists_leaves_no_word_out() -> None:
+    """More words with hits enough than a thread block has places and a list for."""
+    problem = parse("lsh_topk/lists=1,beam=2,hidden=8,vocab=1600,frequent=3,n=2,k=2,units=1,bands=2")
+    template = spaces.find("fused_step")
+    point = {**template.default(problem, SM90), "threads": 256, "hash_warps": 4}
+    assert point["blocks"] == 2
+    program = template.build(problem, point)
+    held = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+    for structure, threshold, count in (("every", 1, 1600), ("random", 3, 3)):
+        inputs = problem.generate(0, structure, {"threshold": threshold, "scale": 1.0, "log": 0})
+        outputs = problem.empty_outputs()
+        arguments = [*inputs, *outputs, *held]
+        run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline)
+        problem.check(inputs, problem.reference(inputs), outputs)
+        assert outputs[3] == [count]
+
+
+def test_a_step_without_lists_is_taken_where_it_fits() -> None:
+    fits = parse("lsh_topk/lists=1,beam=12,hidden=1000,vocab=40000,frequent=5500,n=12,dtype=float16")
+    for more, template in (
+        ({}, "fused_step"), ({"hidden": 1001}, "listed_dots"), ({"n": 133}, "listed_dots"),
+        ({"beam": 300}, "listed_dots"),
+    ):  # fmt: skip
+        assert spaces.fallback(dataclasses.replace(fits, **more), SM90).template == template
+    refused = spaces.applicable(dataclasses.replace(fits, hidden=1001), SM90)[1]["fused_step"]
+    assert "rows of 2002 bytes are no whole vectors of 16" in refused
 
 
 def test_thread_blocks_of_a_cluster_share_any_beam() -> None:
