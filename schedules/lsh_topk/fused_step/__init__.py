@@ -25,6 +25,10 @@ keys reach. All are read once, exponentials are added up, and those that reach t
 set counts and bitmaps to zero for the next step.
 
 Shi, Xu & Knight 2018, Figures 2, 4 and 5, do these steps one after another.
+
+**overlap** is programmatic dependent launch. With 1 the first kernel waits for its producer kernel, then lets its
+consumer kernel start. With 2 it lets it start at once, and reads `permutations` and `ids` before it waits, which no
+kernel may write that itself starts its consumer kernel early. The second kernel waits for the first in any case.
 """
 
 from __future__ import annotations

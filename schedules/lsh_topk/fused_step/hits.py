@@ -1,8 +1,9 @@
 """Hash and look-up of `fused_step`, by warps each on its own.
 
-find_buckets_of   the places, codes and buckets of some bands of a row
-look_up           their words, counted; those with hits enough
-keep_winners      on the thread block's list, or multiplied at once where that is full
+take_unit         some bands of a row, and the columns that they compare
+find_buckets_of   their places, codes and buckets
+look_up           the words of these, counted
+keep_winners      those with hits enough, on the thread block's list, or multiplied at once where that is full
 multiply_alone    a word, by one warp
 """
 

@@ -47,6 +47,8 @@ class Words:
         How many words there is room for.
     warps
         Of the thread block, the first ones, that multiply them.
+    named
+        Whether their names stay in the thread block's `names`.
     sums
         (s) is where their parts go, `[row][word][part]`.
     name
@@ -59,6 +61,7 @@ class Words:
 
     most: int
     warps: int
+    named: bool
     sums: Callable[..., Any]
     name: Callable[..., Any]
     keep: Callable[..., Any]
@@ -90,7 +93,7 @@ def frequent_words(e: Extents) -> Words:
     def keep(s, io, row, i):
         io.keys[s.first_row + row, s.begin + i] = s.key[0]
 
-    return Words(e.tile, e.product_warps, lambda s: s.sums, name, keep, lambda s, i, row: True)
+    return Words(e.tile, e.product_warps, True, lambda s: s.sums, name, keep, lambda s, i, row: True)
 
 
 def rest_of_words(e: Extents) -> Words:
@@ -122,7 +125,7 @@ def rest_of_words(e: Extents) -> Words:
         mine = tirx.all(s.places[T.max(behind(s, i), 0)] < e.slots, owned(s, i, row))
         return tirx.any(behind(s, i) < 0, mine)
 
-    return Words(REST, e.warps, lambda s: s.rest, name, keep, counted)
+    return Words(REST, e.warps, False, lambda s: s.rest, name, keep, counted)
 
 
 def stage_states(e: Extents) -> Phase:
@@ -185,7 +188,7 @@ def name_words(e: Extents, words: Words) -> Phase:
             name = T.alloc_local([1], "int32")
             words.name(s, io, job // e.parts * TILE + s.group, name)
             s.word[slot] = name[0]
-            if words.most == e.tile:
+            if words.named:
                 if job % e.parts == 0 and s.member == 0:
                     s.names[job // e.parts * TILE + s.group] = name[0]
 
@@ -389,7 +392,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
                 i = T.meta_var(n * WARP + s.lane)
                 if i < count:
                     add(s, sums, (row * words.most + i) * e.parts)
-                    if words.most == e.tile:
+                    if words.named:
                         s.word[0] = s.names[i]
                     else:
                         words.name(s, io, i, s.word)

@@ -11,7 +11,7 @@ from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, HashExtents
-from ...recurrent.sizes import shared_limit
+from ...recurrent.sizes import register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
@@ -32,6 +32,7 @@ SLOTS = 16  # places for keys of such words that each thread block has of its ow
 SEARCHERS = 512  # threads of a block of the second kernel
 SURVIVORS = 2048  # keys that it ranks side by side
 SMALL = 2048  # bytes of static shared memory beside that list, at most
+BESIDES = 8  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,11 @@ class Extents:
     def pool_bytes(self) -> int:
         return self.state_bytes + self.tile_bytes + self.rest_bytes + self.hash_bytes
 
+    @property
+    def held(self) -> int:
+        """Registers of a thread for words of jobs, for hidden states of two steps, and for sums."""
+        return self.depth * PER_JOB * 4 + 2 * 8 * self.halves + self.chains * self.fragments * 4
+
     # Memory.
 
     @property
@@ -268,14 +274,14 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     require(problem, machine)
-    # As measured on an H200: products of float32 take longer, and registers with them.
-    wide = problem.dtype == "float32"
+    # As measured on an H200: products of float32 take longer, and more registers, as those of larger beams do.
+    wide, large = problem.dtype == "float32", problem.beam > FRAGMENT
     found = {
         "blocks": most_blocks(problem, machine),
         "threads": 384 if wide else 640,
         "hash_warps": 4 if wide else 12,
         "loads": 4,
-        "depth": 1 if wide else 2,
+        "depth": 1 if wide or large else 2,
         "overlap": 2 if machine.capability >= OVERLAPS else 0,
     }
     reason = allowed(problem, machine, found)
@@ -289,6 +295,8 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
     limit = shared_limit(machine) - SMALL - LISTED * 12
     if e.product_warps < 2:
         return f"{e.hash_warps} warps that hash leave {e.product_warps} of {e.warps} for the product"
+    if e.held + BESIDES > register_limit(e.threads):
+        return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
     if e.pool_bytes > limit:
         return f"{e.pool_bytes} bytes exceed shared memory of {limit}"
     return None

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ...device.overlap import wait_for_producer
 from ...device.state import named, register
-from .space import CHUNK, LISTED, PER_JOB, REST, VECTOR, WARP, Extents
+from .space import LISTED, PER_JOB, REST, WARP, Extents
 
 
 @T.inline
@@ -129,6 +129,3 @@ def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
     }  # fmt: skip
     return named(SimpleNamespace(**more, t=s.t, lane=s.lane, block=s.block, rows=s.rows, first_row=s.first_row,
                                  first_list=s.first_list, block_state=s))  # fmt: skip
-
-
-__all__ = ["CHUNK", "VECTOR", "alloc_hash_state", "alloc_state"]

@@ -56,7 +56,8 @@ def lsh_topk(
     permutations, words, table, multipliers, always, threshold, validate
         As for `lsh_candidates`.
     ids
-        `(frequent,)` int32: the words whose bits are set in `always`, each once. At least one.
+        `(frequent,)` int32: the words whose bits are set in `always`, each once. At least one. These and `permutations`
+        may be read while the kernel before still runs, if that allows its successor to start early.
     n
         1 <= n <= vocab.
     log, temperature, bias
