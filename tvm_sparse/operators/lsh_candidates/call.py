@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.core.problem import FLOATS, ProblemError
-from tvm_sparse.formats import wta
-from tvm_sparse.operators.lsh_lookup.arguments import checked_tables
+from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.operators.lsh_lookup.arguments import checked_hashing, checked_states
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
-    facts_beside,
     machine_of,
     outputs_for,
     passed,
@@ -81,26 +79,15 @@ def lsh_candidates(
         if found is not None:
             return found
 
-    known = arrays.facts("hidden", hidden)
-    if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
-        raise ValueError(
-            f"hidden: expected shape (lists, beam, hidden) and dtype {', '.join(FLOATS)}, got {known.shape} and"
-            f" {known.dtype}"
-        )
+    known = checked_states(hidden)
     refuse_gradient("hidden", hidden)
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
         raise ValueError(f"capacity: expected an integer of at least 1, got {capacity!r}")
     lists, beam, columns = known.shape
-    where = facts_beside("permutations", permutations, (None, None, None), "int16", known, "hidden is")
+    where, tables = checked_hashing(
+        permutations, words, table, multipliers, always, threshold, known, "hidden is", validate
+    )
     bands, units, k = where[1].shape
-    if known.device == "cpu" or validate:
-        wta.check_permutations(arrays.as_numpy(permutations), columns)
-    tables = checked_tables(words, table, multipliers, always, threshold, known, "hidden is", bands, validate)
-    if tables.kind == "direct" and tables.bits != wta.code_bits(k, units):
-        raise ValueError(
-            f"table: expected 2^{wta.code_bits(k, units)} + 1 bucket starts a band, for codes of units={units} places"
-            f" among k={k}, got 2^{tables.bits} + 1"
-        )
     wanted = ("candidates", (lists, capacity), "int32"), ("counts", (lists,), "int32")
     results = tuple(outputs_for(out, wanted, hidden, known))
     if lists:

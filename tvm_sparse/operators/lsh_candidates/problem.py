@@ -6,6 +6,7 @@ Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU",
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +38,7 @@ from tvm_sparse.operators.lsh_lookup.tables import (
     table_extent,
     word_codes,
 )
-from tvm_sparse.operators.wta_hash.problem import WtaHash, hidden_states, require_hash
+from tvm_sparse.operators.wta_hash.problem import WtaHash, hidden_states, random_codes, require_hash
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,12 +161,7 @@ class LshCandidates(Problem):
         hidden = hidden_states(rng, (self.lists, self.beam, self.hidden), self.dtype, structure)
         permutations = wta.permutations(self.hidden, self.k, self.units, self.bands, seed)
 
-        def draw(shape: tuple[int, ...]) -> np.ndarray:
-            codes = np.zeros(shape, np.int32)
-            for _ in range(self.units):
-                codes = codes << wta.index_bits(self.k) | rng.integers(self.k, size=shape, dtype=np.int32)
-            return codes
-
+        draw = functools.partial(random_codes, rng, self.k, self.units)
         rows = wta.hash_rows(hidden.reshape(-1, self.hidden), permutations)
         words = word_codes(rng, structure, rows, self.vocab, draw)
         tables = make_tables(self, rng, structure, words, self.bits, chosen["threshold"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays
@@ -18,6 +19,54 @@ class HashTables(NamedTuple):
     kind: str  # "direct" or "cuckoo"
     bits: int  # of a code; of a cuckoo table the most there may be
     arguments: tuple[Any, ...]  # for the kernel, from `words` to `threshold`
+
+
+def checked_states(hidden: Any) -> Facts:
+    """Hidden states `(lists, beam, hidden)` of a call.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument.
+    """
+    known = arrays.facts("hidden", hidden)
+    if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
+        raise ValueError(
+            f"hidden: expected shape (lists, beam, hidden) and dtype {', '.join(FLOATS)}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    return known
+
+
+def checked_hashing(
+    permutations: Any,
+    words: Any,
+    table: Any,
+    multipliers: Any,
+    always: Any,
+    threshold: Any,
+    hidden: Facts,
+    where: str,
+    validate: bool,
+) -> tuple[tuple[str, Facts, Any], HashTables]:
+    """The permutations that hidden states are hashed with, as `facts_beside` checks them, and tables for their codes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument.
+    """
+    beside = facts_beside("permutations", permutations, (None, None, None), "int16", hidden, where)
+    bands, units, k = beside[1].shape
+    if hidden.device == "cpu" or validate:
+        wta.check_permutations(arrays.as_numpy(permutations), hidden.shape[2])
+    tables = checked_tables(words, table, multipliers, always, threshold, hidden, where, bands, validate)
+    if tables.kind == "direct" and tables.bits != wta.code_bits(k, units):
+        raise ValueError(
+            f"table: expected 2^{wta.code_bits(k, units)} + 1 bucket starts a band, for codes of units={units} places"
+            f" among k={k}, got 2^{tables.bits} + 1"
+        )
+    return beside, tables
 
 
 def checked_tables(

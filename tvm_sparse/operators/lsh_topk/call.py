@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.core.problem import FLOATS, ProblemError
+from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats import wta
 from tvm_sparse.operators.head_topk.call import WHERE, whole_number
-from tvm_sparse.operators.lsh_lookup.arguments import checked_tables
+from tvm_sparse.operators.lsh_lookup.arguments import checked_hashing, checked_states
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
     facts_beside,
@@ -106,29 +106,16 @@ def lsh_topk(
         if found is not None:
             return found
 
-    known = arrays.facts("hidden", hidden)
-    if len(known.shape) != 3 or known.dtype not in FLOATS or 0 in known.shape[1:]:
-        raise ValueError(
-            f"hidden: expected shape (lists, beam, hidden) and dtype {', '.join(FLOATS)}, got {known.shape} and"
-            f" {known.dtype}"
-        )
+    known = checked_states(hidden)
     for name, array in (("hidden", hidden), ("embedding", embedding), ("bias", bias)):
         if array is not None:
             refuse_gradient(name, array)
     lists, beam, columns = known.shape
     matrix = facts_beside("embedding", embedding, (None, columns), known.dtype, known, WHERE)
-    where = facts_beside("permutations", permutations, (None, None, None), "int16", known, WHERE)
+    where, tables = checked_hashing(permutations, words, table, multipliers, always, threshold, known, WHERE, validate)
     bands, units, k = where[1].shape
-    if known.device == "cpu" or validate:
-        wta.check_permutations(arrays.as_numpy(permutations), columns)
-    tables = checked_tables(words, table, multipliers, always, threshold, known, WHERE, bands, validate)
     if tables.vocab != matrix[1].shape[0]:
         raise ValueError(f"words: expected those of the embedding's {matrix[1].shape[0]} words, got {tables.vocab}")
-    if tables.kind == "direct" and tables.bits != wta.code_bits(k, units):
-        raise ValueError(
-            f"table: expected 2^{wta.code_bits(k, units)} + 1 bucket starts a band, for codes of units={units} places"
-            f" among k={k}, got 2^{tables.bits} + 1"
-        )
     frequent = facts_beside("ids", ids, (None,), "int32", known, WHERE)
     if not frequent[1].shape[0]:
         raise ValueError("ids: expected at least one word, got none; lsh_candidates needs none")

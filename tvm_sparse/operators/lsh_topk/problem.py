@@ -6,6 +6,7 @@ Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU",
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,6 +28,7 @@ from tvm_sparse.operators.compaction.problem import OUTPUTS, compacted
 from tvm_sparse.operators.head_topk import scores
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 from tvm_sparse.operators.lsh_lookup import tables
+from tvm_sparse.operators.wta_hash.problem import random_codes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,12 +211,7 @@ class LshTopk(Problem):
         states, words = scores.embedded(rng, rows, self.vocab, self.hidden, structure, self.dtype)
         permutations = wta.permutations(self.hidden, self.k, self.units, self.bands, seed)
 
-        def draw(shape: tuple[int, ...]) -> np.ndarray:
-            codes = np.zeros(shape, np.int32)
-            for _ in range(self.units):
-                codes = codes << wta.index_bits(self.k) | rng.integers(self.k, size=shape, dtype=np.int32)
-            return codes
-
+        draw = functools.partial(random_codes, rng, self.k, self.units)
         codes = tables.word_codes(rng, structure, wta.hash_rows(states, permutations), self.vocab, draw)
         *found, always, threshold = tables.make_tables(self, rng, structure, codes, self.bits, chosen["threshold"])
         ids = np.sort(rng.choice(self.vocab, self.frequent, replace=False)).astype(np.int32)

@@ -55,6 +55,16 @@ def hidden_states(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, 
     return x.astype(numpy_dtype(dtype))
 
 
+def random_codes(rng: np.random.Generator, k: int, units: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Band codes, int32, each of whose places is as likely as another."""
+    import numpy as np
+
+    codes = np.zeros(shape, np.int32)
+    for _ in range(units):
+        codes = codes << wta.index_bits(k) | rng.integers(k, size=shape, dtype=np.int32)
+    return codes
+
+
 @dataclass(frozen=True)
 class WtaHash(Problem):
     """Band codes of rows `(batch, hidden)`: the places of the largest of k columns, `units` of them side by side.
