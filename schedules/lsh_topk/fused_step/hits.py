@@ -18,6 +18,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ...device.overlap import CACHE_LINE
 from ...device.selection import FULL_WARP, below, make_key, scan_lanes
 from ...device.words import load_element
 from ...lsh.buckets import find_buckets
@@ -29,10 +30,6 @@ Phase = Callable[..., Any]
 SET_BIT = """
 __device__ __forceinline__ unsigned int set_bit(void* p, unsigned int bit) { return atomicOr((unsigned int*)p, bit); }
 """
-BRING = """
-__device__ __forceinline__ void bring_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
-"""
-LINE = 128  # bytes of a cache line
 
 
 def from_lane(value: Any, lane: Any) -> tirx.PrimExpr:
@@ -126,7 +123,7 @@ def prefetch_winners(e: Extents) -> Phase:
 
     Reads: `winners`, `word`. Barriers: of the warp.
     """
-    elements = LINE // e.itemsize
+    elements = CACHE_LINE // e.itemsize
 
     @T.inline
     def phase(s, io, j):
@@ -136,9 +133,7 @@ def prefetch_winners(e: Extents) -> Phase:
             s.lone_word = from_lane(s.word[j], s.which)
             s.left = s.left & (s.left - T.uint32(1))
             for i in T.serial((ceildiv(e.hidden, elements) - s.lane + (WARP - 1)) // WARP):
-                T.evaluate(T.cuda.func_call(
-                    "bring_line", io.embedding.ptr_to([s.lone_word, (i * WARP + s.lane) * elements]),
-                    source_code=BRING, return_type="void"))
+                T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.lone_word, (i * WARP + s.lane) * elements]))
 
     return phase
 
