@@ -1497,6 +1497,35 @@ def tuning_gain() -> str:
     return table(["operator", "arch", *over.values(), "trials to 95 %"], rows)
 
 
+HALVES = "half-the-trials"
+
+
+@part
+def halves_recorded() -> str:
+    rows = [
+        [r["operator"] if r["operator"] == "all" else code(r["operator"]), r["least"], r["way"], r["problems"],
+         r["trials"], f"{float(r['loss']):.3f}" + (f" [{r['low']}, {r['high']}]" if r["low"] else ""), r["worst"],
+         percent(float(r["close"])), percent(float(r["measured"]))]
+        for r in results(f"{HALVES}-{TRIALS_GPU}").rows
+    ]  # fmt: skip
+    head = ["operator", "trials, at least", "way", "problems", "trials", "loss", "worst", "within 2 %", "measured"]
+    return table(head, rows)
+
+
+@part
+def halves_measured() -> str:
+    found = results(f"{HALVES}-h200") if (RESULTS / f"{HALVES}-h200.csv").exists() else None
+    if found is None:
+        return "No GPU has tuned these anew yet: `python scripts/half_the_trials.py --measure`."
+    rows = [
+        [code(r["problem"]), r["shipped_trials"], r["trials"], r["shipped_us"], r["found_us"], r["fallback_us"],
+         f"{float(r['ratio']):.3f}"]
+        for r in found.rows
+    ]  # fmt: skip
+    head = ["problem", "trials shipped", "trials", "shipped, us", "found, us", "fallback, us", "found / shipped"]
+    return f"{provenance(f'{HALVES}-h200')}: {found.facts['ratio']}.\n\n" + table(head, rows)
+
+
 # ----------------------------------------------------------------------------------------------------------- files
 
 

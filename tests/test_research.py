@@ -206,6 +206,12 @@ def test_transfer_and_budget_are_counted(table: Any) -> None:
     assert found["good"][KEY.format(2)] == 4 / 64 and found["points"][KEY.format(1)] == 48
     order = table[(table["problem"] == KEY.format(2)) & (table["seconds"] < seconds(2, 1, 1, 1) * 1.05)]["order"]
     assert found["recorded"][KEY.format(2)] == order.min() + 1
+    # Half of the trials, failures among them: 64 in each problem.
+    found = study.halves(table).set_index("problem")
+    assert (found["trials"] == 64).all() and found["needed"][KEY.format(2)] == order.min() + 1
+    first = table[(table["problem"] == KEY.format(1)) & (table["order"] < 32)]["seconds"].min()
+    assert found["loss"][KEY.format(1)] == pytest.approx(first / seconds(1, 1, 1, 1))
+    assert len(study.halves(table, least=65)) == 0
 
 
 @pytest.mark.parametrize("count, good", [(7, 2), (6, 1), (5, 5), (9, 3)])

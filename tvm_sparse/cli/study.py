@@ -28,8 +28,8 @@ Parts = Annotated[
     typer.Option(
         "--part",
         metavar="NAME",
-        help="distribution, failures, importance, effects, models, recorded-models, transfer or budget; may be given"
-        " again.  \\[default: all]",
+        help="distribution, failures, importance, effects, models, recorded-models, transfer, budget or halves; may be"
+        " given again.  \\[default: all]",
     ),
 ]
 

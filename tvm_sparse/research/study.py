@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     import pandas
 
 WITHIN = 1.05
+# A loss that a final between the best few hardly tells from none.
+CLOSE = 1.02
+# Of fewer trials the half is little more than the templates' defaults.
+LEAST_TRIALS = 8
 
 
 # ------------------------------------------------------------------------------------------------- distributions
@@ -180,6 +184,48 @@ def budget_summary(table: pandas.DataFrame, within: float = WITHIN) -> pandas.Da
     return pandas.DataFrame(lines)
 
 
+def halves(table: pandas.DataFrame, least: int = LEAST_TRIALS) -> pandas.DataFrame:
+    """What the first half of each search had found of its best.
+
+    A row a problem whose first session, which knew nothing of the problem's points, has `least` trials or more.
+    `trials` counts failures, too; `loss` is the best time of the first half over the best of all, both as single trials
+    measured them, so that of points alike the second half may win by noise; `needed`: the number of trials until
+    `CLOSE` of the best.
+    """
+    import numpy as np
+    import pandas
+
+    tried = table[table["outcome"] != "environment"]
+    lines = []
+    for (operator, arch, problem), rows in tried.groupby(["operator", "arch", "problem"], sort=True):
+        first = rows[rows["session"] == rows["session"].iloc[0]]
+        best = np.minimum.accumulate(first["seconds"].fillna(math.inf).to_numpy(dtype=float))
+        half = len(best) // 2
+        if len(best) >= least and math.isfinite(best[half - 1]):
+            line = {"operator": operator, "arch": arch, "problem": problem, "trials": len(best)}
+            line |= {"loss": best[half - 1] / best[-1]}
+            lines.append({**line, "needed": int((best <= CLOSE * best[-1]).argmax()) + 1})
+    return pandas.DataFrame(lines, columns=["operator", "arch", "problem", "trials", "loss", "needed"])
+
+
+def halves_summary(table: pandas.DataFrame) -> pandas.DataFrame:
+    """What half of the trials would have found, of the sessions that met a problem first.
+
+    `trials`: their median number; `loss`: the best time after half of them over the best after all, geometric mean over
+    problems, and the `worst`; `close`: the share of the problems whose loss is at most 2 %; `needed`: after which share
+    of its trials the median session was within 2 % of its best.
+    """
+    import pandas
+
+    found, lines = halves(table), []
+    for (operator, arch), mine in found.groupby(["operator", "arch"], sort=True):
+        line = {"operator": operator, "arch": arch, "problems": len(mine), "trials": int(mine["trials"].median())}
+        line |= ratio_interval(mine["loss"].map(math.log).tolist()).columns("loss") | {"worst": mine["loss"].max()}
+        line |= {"close": float((mine["loss"] <= CLOSE).mean())}
+        lines.append({**line, "needed": float((mine["needed"] / mine["trials"]).median())})
+    return pandas.DataFrame(lines)
+
+
 def best_so_far(table: pandas.DataFrame) -> pandas.DataFrame:
     """The best time after each trial of a problem's search (`searches`), over its best: as it was `reached`, and what
     is expected of as many `random` draws of the same points.
@@ -221,6 +267,7 @@ PARTS: dict[str, Callable[[pandas.DataFrame], pandas.DataFrame]] = {
     "recorded-models": recorded_quality,
     "transfer": transfer_summary,
     "budget": budget_summary,
+    "halves": halves_summary,
 }
 """What `tvm-sparse study` prints, by the name of `--part`."""
 
