@@ -1166,7 +1166,7 @@ def _number(row: Row, name: str, digits: int = 2) -> str:
 def trials_distribution() -> str:
     rows = [
         [code(r["operator"]), code(r["template"]), r["problems"], f"{int(r['trials']):,}", percent(float(r["failed"]))]
-        + [r["wins"], _number(r, "best"), _number(r, "median"), percent(float(r["quarter"] or 0))]
+        + [r["wins"], _number(r, "best"), _number(r, "median"), percent(float(r["within_1.25"] or 0))]
         for r in results("trials-distribution").rows
         if r["arch"] == TRIALS_GPU
     ]

@@ -247,8 +247,8 @@ def test_restrictions_and_points_make_the_table() -> None:
     assert parts["cluster_gate"].points == tuple(
         spaces.points(problem, SM90, {"cluster_gate": parts["cluster_gate"].table})
     )
-    with pytest.raises(ProblemError, match="expected one of threshold_gate, "):
-        space.parts(problem, SM90, ["nothing"])
+    with pytest.raises(ProblemError, match="'nothing'; on sm_90a expected one of threshold_gate, "):
+        space.parts(problem, SM90, ["threshold_gate", "nothing"])
 
 
 def test_code_of_points_is_shown() -> None:
@@ -406,4 +406,7 @@ def test_what_there_is_not_is_said(logs: Path) -> None:
     assert "expected one of distribution" in call("study", "--part", "nothing", "--logs", logs, code=2)
     assert "no trial is recorded" in call("study", "softmax", "--logs", logs, code=2)
     assert "no trial has 'batch'" in call("study", "bsr_matmul", "batch=3", "--logs", logs, code=2)
+    assert "m is one of 1, 2, 4, 8" in call("study", "bsr_matmul", "m=3", "--logs", logs, code=2)
+    assert "expected axis=value" in call("study", "bsr_matmul", "m", "--logs", logs, code=2)
+    assert "does not exist" in call("study", "--logs", logs / "gone", code=2)
     assert database.rows([logs], operator="softmax") == []

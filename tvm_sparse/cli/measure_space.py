@@ -62,6 +62,7 @@ def measure_space(
 
         problem = problem_of(operator, axes)
         where = machine.resolve(target) if dry_run else machine_here(target, "measuring")
+        spaces.named(templates or (), problem.operator, where)  # raises where there is none of a name
         applicable = spaces.applicable(problem, where)[0]
         fixed = fixed_values(fix, sorted({name for table in applicable.values() for name in table}))
         tables, left_out = spaces.searched(problem, where, templates or (), fixed)

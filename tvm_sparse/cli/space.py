@@ -68,6 +68,8 @@ def space(
             _print_inputs(Path(operator))
             return
         problem, where = problem_of(operator, axes), machine.resolve(target)
+        if emit:
+            spaces.check_form(emit, where)
         if inputs is not None:
             _write_inputs(problem, where, templates or (), inputs)
             return
@@ -84,7 +86,9 @@ def space(
         found = spaces.parts(problem, where, templates or ())
         workers = builders or machine.default_builders()
         tried = {
-            part.template.name: spaces.compiled(problem, where, spaces.sampled(part.points, compile, seed), workers)
+            part.template.name: spaces.compiled(
+                problem, where, spaces.sampled(part.points, compile, seed), workers, of=len(part.points)
+            )
             for part in found
             if compile and part.points
         }
@@ -192,7 +196,7 @@ def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mappi
 
 def _share(one: Compiled) -> str:
     low, high = one.interval
-    return f"{one.fits} of {one.tried}: {low:.0%} to {high:.0%}"
+    return f"{one.fits} of {one.tried}: " + (f"{low:.0%} to {high:.0%}" if low < high else f"{low:.0%}")
 
 
 def _compare(

@@ -37,8 +37,8 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
     """Of each template: how its trials ended, and how its times lie over the best of each problem.
 
     Columns: `problems`, `trials`, `failed` (share), `wins` (problems whose best point is the template's), `best` and
-    `median`: geometric means over problems of the template's best and median time over the problem's best; `quarter`:
-    the share of its points that are within 1.25x.
+    `median`: geometric means over problems of the template's best and median time over the problem's best;
+    `within_1.25`: the share of its points that take at most 1.25 times as long as that.
     """
     import pandas
 
@@ -57,7 +57,7 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
                 "wins": int((by_problem.min() == 1).sum()),
                 **best.columns("best"),
                 "median": median.value,
-                "quarter": float((own["ratio"] <= 1.25).mean()) if len(own) else math.nan,
+                "within_1.25": float((own["ratio"] <= 1.25).mean()) if len(own) else math.nan,
             }
         )
     return pandas.DataFrame(lines)
