@@ -187,6 +187,8 @@ def test_the_model_of_metaschedule_is_that_of_metaschedule() -> None:
 
 
 def test_transfer_and_budget_are_counted(table: Any) -> None:
+    import pandas
+
     from tvm_sparse.research import study
     from tvm_sparse.research.points import points
 
@@ -201,6 +203,13 @@ def test_transfer_and_budget_are_counted(table: Any) -> None:
     # Of 30 pairs the five to that problem are unknown; its own best point has twice the least depth, elsewhere too.
     assert line["differs"] == "batch" and line["pairs"] == 30 and line["measured"] == 25 / 30
     assert line["loss"] == pytest.approx(math.exp(0.2 * 5 / 25)) and line["worst"] == pytest.approx(math.exp(0.2))
+    # Another GPU, on which points of vec=1 take three times as long: pairs of architectures have rows of their own.
+    narrow = table["seconds"].where(table["decision.vec"] > 1, 3 * table["seconds"])
+    both = pandas.concat([table, table.assign(arch="sm_80", seconds=narrow)], ignore_index=True)
+    found = study.transfer_summary(both).set_index(["arch", "differs"])["loss"]
+    assert found["sm_90a", "batch"] == found["sm_80", "batch"] == pytest.approx(1)
+    assert found["sm_90a", "arch"] == pytest.approx(3 / math.exp(0.4), rel=1e-3)
+    assert found["sm_80", "arch"] == pytest.approx(math.exp(0.4), rel=1e-3)
     # Points within 5 %: those of vec=1, depth=1, one for each number of threads.
     found = study.budget(table).set_index("problem")
     assert found["good"][KEY.format(2)] == 4 / 64 and found["points"][KEY.format(1)] == 48

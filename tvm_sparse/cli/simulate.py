@@ -87,7 +87,9 @@ def simulate(
             _write(csv, curves)
             typer.echo(f"Written to {csv}")
         if plot:
-            simulation.draw(curves, plot)
+            from ..research import plots
+
+            plots.save(plots.search_curves(curves), plot)
             typer.echo(f"Drawn in {plot}")
 
 

@@ -14,7 +14,20 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import make
-from .common import AsJson, Axes, Builders, Operator, Plugins, Target, console, echo_json, errors, problem_of, table
+from .common import (
+    AsJson,
+    Axes,
+    Builders,
+    Operator,
+    Plugins,
+    Target,
+    Templates,
+    console,
+    echo_json,
+    errors,
+    problem_of,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..research.space import Compiled, Difference, Part
@@ -23,9 +36,7 @@ if TYPE_CHECKING:
 def space(
     operator: Operator,
     axes: Axes = None,
-    templates: Annotated[
-        list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
-    ] = None,
+    templates: Templates = None,
     target: Target = "auto",
     sample: Annotated[int, typer.Option(min=0, help="Show so many points of each template.")] = 0,
     point: Annotated[
@@ -77,11 +88,8 @@ def space(
         if diff is not None:
             _compare(problem, where, templates or (), points, diff, emit, as_json)
             return
-        for one in points:
-            typer.echo(str(one))
-            if emit:
-                typer.echo(spaces.emitted(problem, one, where, emit))
         if points:
+            _show_points(problem, where, points, emit)
             return
         found = spaces.parts(problem, where, templates or ())
         workers = builders or machine.default_builders()
@@ -98,10 +106,17 @@ def space(
             echo_json([_described(problem, where, part, tried, shown[part.template.name], code) for part in found])
             return
         _print(problem, where, found, tried)
-        for candidate in (one for candidates in shown.values() for one in candidates):
-            typer.echo(str(candidate))
-            if emit:
-                typer.echo(spaces.emitted(problem, candidate, where, emit))
+        _show_points(problem, where, [one for candidates in shown.values() for one in candidates], emit)
+
+
+def _show_points(problem: Problem, where: Machine, points: Iterable[Candidate], emit: str | None) -> None:
+    """Points, each with its code if a form of it is asked for."""
+    from ..research.space import emitted
+
+    for point in points:
+        typer.echo(str(point))
+        if emit:
+            typer.echo(emitted(problem, point, where, emit))
 
 
 def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: Path) -> None:
