@@ -1454,6 +1454,9 @@ def searches_findings() -> str:
             f"After 64 trials what the evolutionary search with XGBoost has found takes {value:.3f} times"
             f" [{low:.3f}, {high:.3f}] as long as what random search has found (p = {blind['p']}): {verdict}."
         )
+        better = [r for r in rows.values() if r["p"] and float(r["high"]) < 1]
+        each = [f"{code(r['strategy'])} takes {float(r['over_reference']):.3f} times as long" for r in better]
+        said.append(f"Better than it with its whole interval: {listed(each) if each else 'none'}.")
         halves = [r for r in rows.values() if r["p"] and r["strategy"] != "evolutionary"]
         enough = [r["strategy"] for r in halves if float(r["half_high"]) <= 1.02]
         point = [r["strategy"] for r in halves if float(r["half"]) <= 1.02 and r["strategy"] not in enough]
@@ -1463,16 +1466,20 @@ def searches_findings() -> str:
             + (f"; {listed(list(map(code, point)))} by the mean alone" if point else "")
             + "."
         )
-        each = [r for r in _search_rows(start) if r["p"] and r["space"] != "all"]
-        names = list(dict.fromkeys(r["strategy"] for r in each))
-        within = {n: sum(float(r["half"]) <= 1.02 for r in each if r["strategy"] == n) for n in names}
+        apart = [r for r in _search_rows(start) if r["p"] and r["space"] != "all"]
+        names = list(dict.fromkeys(r["strategy"] for r in apart))
+        within = {n: sum(float(r["half"]) <= 1.02 for r in apart if r["strategy"] == n) for n in names}
         said.append(
             f"Space by space, of {spaces_}, by the mean: "
             + ", ".join(f"{code(name)} on {count}" for name, count in within.items())
             + "."
         )
         blocks.append(" ".join(said))
-    blocks.append(f"`tune` takes {code(DEFAULT)} unless `--strategy` names another.")
+    # What the loop leaves is of the start that `tune` has.
+    verdict = f"there {listed(each)}" if each else "nothing is better there"
+    blocks.append(
+        f"`tune` starts in the second way. It takes {code(DEFAULT)} unless `--strategy` names another: {verdict}."
+    )
     return "\n\n".join(blocks)
 
 

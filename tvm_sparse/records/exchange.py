@@ -156,7 +156,7 @@ def foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str
             "current": False,
             **{f"decision.{decision}": value for decision, value in configuration.items()},
             "outcome": "ok" if right else _OUTCOMES.get(result["invalidity"], "run-error"),
-            "reason": "" if right else str(result["invalidity"]),
+            "reason": "" if right else "no time" if result["invalidity"] == "correct" else str(result["invalidity"]),
             "build_seconds": None if build is None else float(build) * scale,
             "seconds": statistics.median(seconds) if right else None,
             "seconds_all": seconds if right else (),
