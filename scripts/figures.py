@@ -1440,7 +1440,7 @@ def searches_warm() -> str:
 @part
 def searches_findings() -> str:
     """What the rows of all spaces together say, in words."""
-    blocks = []
+    blocks, each = [], list[str]()
     for start, after in STARTS.items():
         rows = {r["strategy"]: r for r in _search_rows(start, "all")}
         if not rows:

@@ -22,6 +22,7 @@ scripts/results/.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
@@ -278,21 +279,25 @@ def tuned_anew(one: Shipped, where: Machine, root: Path, devices: Fleet, builder
     return [*line, found, us(times[found]), us(times[fallback]), f"{ratio:.4f}"]
 
 
-def measure(logs: Path, target: str, seconds: float, seed: int) -> None:
+def measure(logs: Path, target: str, seconds: float, seed: int, keep: Path | None) -> None:
+    if keep and keep.exists():
+        raise ProblemError(f"keep: {keep} exists; what is in it would be known to the runs")
     where, began = machine_here(target, "tuning"), time.monotonic()
     wanted = shipped(logs, where, MEASURED[where.kind])
     builders, longest = machine.default_builders(), 0.0
     lines: list[list[object]] = []
-    with tempfile.TemporaryDirectory() as folder, fleet.local(where, builders) as devices:
+    with contextlib.ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        devices = stack.enter_context(fleet.local(where, builders))
         for operator in dict.fromkeys(one.problem.operator for one in wanted):
             keys = {one.problem.key for one in wanted if one.problem.operator == operator}
-            without(Log(logs, where.arch, operator), keys, Path(folder))
+            without(Log(logs, where.arch, operator), keys, folder)
         for one in wanted:
             started = time.monotonic()
             if started - began + longest > seconds:
                 typer.echo(f"{one.problem.typed}: left out, as {seconds:.0f} s are nearly over")
                 continue
-            lines.append(tuned_anew(one, where, Path(folder), devices, builders, seed))
+            lines.append(tuned_anew(one, where, folder, devices, builders, seed))
             longest = max(longest, time.monotonic() - started)
             typer.echo(f"{duration(time.monotonic() - began)}: {one.problem.typed}: ratio {lines[-1][-1]}")
             write_measured(lines, where, seed)  # a run that is cut leaves what it has
@@ -325,6 +330,9 @@ def main(
     target: Annotated[str, typer.Option(help="Of --measure: cuda or cpu.")] = "cuda",
     seconds: Annotated[float, typer.Option(help="Of --measure: no problem is begun that would end later.")] = 3600.0,
     seed: Annotated[int, typer.Option(help="Of --measure: of inputs and search.")] = 0,
+    keep: Annotated[
+        Path | None, typer.Option(help="Of --measure: a new folder for its records, to be studied.")
+    ] = None,
 ) -> None:
     with errors():
         if not measured:
@@ -335,7 +343,7 @@ def main(
                 typer.echo(f"{one.problem.typed}: {one.half} of {one.trials} trials")
         else:
             require("tune", *(["cuda"] if target == "cuda" else []))
-            measure(logs, target, seconds, seed)
+            measure(logs, target, seconds, seed, keep)
 
 
 if __name__ == "__main__":
