@@ -3,8 +3,8 @@
 take_unit         some bands of a row, and the columns that they compare
 find_buckets_of   their places, codes and buckets
 look_up           the words of these, counted
-keep_winners      those with hits enough, on the thread block's list, or multiplied at once where that is full
-multiply_alone    a word, by one warp
+keep_winners      those with hits enough, on the thread block's list while there is room
+take_waiting      the others, when the list has been multiplied
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import CACHE_LINE
-from ...device.selection import FULL_WARP, below, make_key, scan_lanes
-from ...device.words import load_element
+from ...device.selection import FULL_WARP, below, scan_lanes
 from ...lsh.buckets import find_buckets
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from .space import LISTED, SLOTS, WARP, Extents
@@ -39,6 +38,12 @@ def from_lane(value: Any, lane: Any) -> tirx.PrimExpr:
 
 def ballot(what: Any) -> tirx.PrimExpr:
     return T.cuda.ballot_sync(T.uint32(FULL_WARP), what)
+
+
+def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
+    """What stands at the place of a word that its thread block is yet to multiply: no key of a score, whose upper half
+    would have to be the ordered bits of a negative NaN."""
+    return T.bitwise_or(T.Cast("uint64", block + 1) << T.uint64(32), T.Cast("uint64", word))
 
 
 # fmt: off
@@ -93,31 +98,6 @@ def find_buckets_of(e: Extents) -> Phase:
     return phase
 
 
-def multiply_alone(e: Extents) -> Phase:
-    """The keys of a word that the thread block's list has no room for; the phase is (s, io, word, place).
-
-    Reads: hidden states, the word's embedding. Writes: keys. Barriers: of the warp.
-    """
-
-    @T.inline
-    def phase(s, io, word, place):
-        for i in T.serial(e.beam):
-            total = T.alloc_local([1], "float32")
-            total[0] = T.float32(0)
-            for c in T.serial((e.hidden - s.lane + (WARP - 1)) // WARP):
-                total[0] = total[0] + load_element(
-                    e.dtype, io.hidden.ptr_to([s.list, i, c * WARP + s.lane])
-                ) * load_element(e.dtype, io.embedding.ptr_to([word, c * WARP + s.lane]))
-            for b in T.unroll(5):
-                total[0] = total[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total[0], 1 << b, 32, 32)
-            if e.bias:
-                total[0] = total[0] + io.bias[word]
-            if s.lane == 0:
-                io.others[s.list * e.beam + i, place] = make_key(total[0], word)
-
-    return phase
-
-
 def prefetch_winners(e: Extents) -> Phase:
     """Bring the embeddings of the `j`-th words that were won into the L2 cache; the phase is (s, io, j).
 
@@ -141,10 +121,12 @@ def prefetch_winners(e: Extents) -> Phase:
 def keep_winners(e: Extents) -> Phase:
     """Words whose counts have just reached the threshold; the phase is (s, io).
 
+    What the list has no room for stands for now at its place among the keys (`waiting_key`).
+
     Reads: `winners`, `word`. Writes: the bitmap, the list's counters; `won`, `places`, `owners` and `listed` of the
     thread block; `winners`, without those that another row of the list won before. Barriers: of the warp.
     """
-    alone, fetch = multiply_alone(e), prefetch_winners(e)
+    fetch = prefetch_winners(e)
 
     @T.inline
     def phase(s, io):
@@ -184,15 +166,36 @@ def keep_winners(e: Extents) -> Phase:
                         b.places[s.rank[j]] = T.Select(
                             s.rank[j] < SLOTS, s.block * SLOTS + s.rank[j],
                             e.slots + s.place_at + s.rank[j] - s.beyond)
-            if s.slot_at + s.total > LISTED:
-                for j in T.unroll(e.loads):
-                    s.left = s.winners[j] & ballot(s.rank[j] >= LISTED)
-                    while s.left != T.uint32(0):
-                        s.which = T.Cast("int32", T.cuda.ffs_u32(s.left)) - 1
-                        s.left = s.left & (s.left - T.uint32(1))
-                        s.lone_word = from_lane(s.word[j], s.which)
-                        s.lone_place = e.slots + s.place_at + from_lane(s.rank[j], s.which) - s.beyond
-                        alone(s, io, s.lone_word, s.lone_place)
+                    else:
+                        io.others[s.list * e.beam, e.slots + s.place_at + s.rank[j] - s.beyond] = waiting_key(
+                            s.block, s.word[j])
+
+    return phase
+
+
+def take_waiting(e: Extents) -> Phase:
+    """As many words as the list has room for, of those that had to wait; the phase is (s, io), for all threads.
+
+    Reads: keys beyond. Writes: `won`, `places`, `owners`, `listed`. Barriers: of the thread block.
+    """
+
+    @T.inline
+    def phase(s, io):
+        T.cuda.cta_sync()
+        if s.t == 0:
+            s.listed[0] = 0
+        T.cuda.cta_sync()
+        for owner in T.serial(s.rows // e.beam):
+            for i in T.serial((io.found[s.first_list + owner, 0] - s.t + (e.threads - 1)) // e.threads):
+                place: T.int32 = e.slots + i * e.threads + s.t
+                key: T.uint64 = io.others[(s.first_list + owner) * e.beam, place]
+                if (key >> T.uint64(32)) == T.Cast("uint64", s.block + 1):
+                    slot: T.int32 = T.cuda.atomic_add(s.listed.ptr_to([0]), T.int32(1))
+                    if slot < LISTED:
+                        s.won[slot] = T.Cast("int32", key & T.uint64(0xFFFFFFFF))
+                        s.places[slot] = place
+                        s.owners[slot] = owner
+        T.cuda.cta_sync()
 
     return phase
 

@@ -1,6 +1,7 @@
 """The program of `fused_step`: its workspaces, and its kernels, each a list of phases.
 
-first     the frequent words' tile (`product`) beside find_hits; multiply_rest; the thread block's best keys
+first     the frequent words' tile (`product`) beside find_hits; multiply_rest, of the words that were won as many at a
+          time as the list has room for; the thread block's best keys
 second    `merge`
 """
 
@@ -17,10 +18,11 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 from ...device.overlap import start_consumer, wait_then_start_consumer
 from ...device.region import device_region
 from ..interface import gpu_program
-from .hits import find_hits
+from .hits import find_hits, take_waiting
 from .merge import merge
 from .product import (
     ask_words,
+    clear_slots,
     finish_tile,
     first_jobs,
     frequent_words,
@@ -30,7 +32,7 @@ from .product import (
     name_words,
     stage_states,
 )
-from .space import WARP, Extents
+from .space import LISTED, WARP, Extents
 from .state import alloc_state, wait_late
 
 
@@ -39,6 +41,7 @@ def step(e: Extents) -> Callable[..., Any]:
     """The first kernel, called with (io)."""
     frequent = frequent_words(e)
     stage, find, multiply_others = stage_states(e), find_hits(e), multiply_rest(e)
+    clear, take = clear_slots(e), take_waiting(e)
     name, ask = first_jobs(e, frequent, name_words(e, frequent)), first_jobs(e, frequent, ask_words(e))
     multiply, finish = multiply_tile(e, frequent), finish_tile(e, frequent)
 
@@ -53,6 +56,7 @@ def step(e: Extents) -> Callable[..., Any]:
         s.mine = T.min(each, io.frequent - s.begin)
         if s.t < e.rows:
             s.best[s.t] = T.uint32(0)
+        s.spare = T.max(s.mine - e.tile, 0)
         if s.t == 0:
             s.listed[0] = 0
             s.odd[0] = 0
@@ -73,7 +77,7 @@ def step(e: Extents) -> Callable[..., Any]:
         if s.t < s.rows:
             io.heads[s.first_row + s.t, s.block] = s.best[s.t]
             io.sums[s.first_row + s.t, s.block] = T.Select(
-                s.best[s.t] == T.uint32(0), T.float32(0), s.exponentials[s.t])
+                s.best[s.t] == T.uint32(0), T.float64(0), s.exponentials[s.t])
 
     @T.inline
     def kernel(io):
@@ -92,7 +96,14 @@ def step(e: Extents) -> Callable[..., Any]:
             else:
                 find(s, io)
             T.cuda.cta_sync()
-            multiply_others(s, io)
+            turns: T.int32 = (T.max(s.listed[0], 1) + (LISTED - 1)) // LISTED
+            for n in T.serial(turns):
+                if n > 0:
+                    take(s, io)
+                multiply_others(s, io)
+                if n == 0:
+                    clear(s, io)
+                s.spare = 0
             finish_block(s, io)
 
     return kernel
@@ -109,7 +120,7 @@ def program(problem: LshTopk, e: Extents) -> Program:
         Workspace("keys", ("rows", "frequent"), "uint64"),
         Workspace("others", ("rows", e.slots + e.vocab), "uint64"),
         Workspace("heads", ("rows", e.blocks), "uint32"),
-        Workspace("sums", ("rows", e.blocks), "float32"),
+        Workspace("sums", ("rows", e.blocks), "float64"),
     )
 
     # fmt: off

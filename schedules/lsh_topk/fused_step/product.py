@@ -4,7 +4,7 @@
     first_jobs      of a tile of words: names, and then the words themselves, asked for by some of the warps
     multiply_tile   the tile, part by part
     finish_tile     the parts' sums: keys, and the largest of a row
-    multiply_rest   words beyond the first tile, and those with hits enough, by all warps
+    multiply_rest   words beyond the first tile, and those that the thread block won, by all warps
     clear_slots     places that no word has
 
 A lane's 16 bytes of a row are eight columns (of float32 four), which it takes in the order in which they lie: both
@@ -23,9 +23,10 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
-from ...device.selection import FULL_WARP, bits_value, join_key, order_bits
+from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
+from .powers import add_power, two_to, unit_of_bits
 from .space import CHUNK, FRAGMENT, LISTED, PER_JOB, REST, SLOTS, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
@@ -34,7 +35,6 @@ load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
 PER_CHUNK = CHUNK // VECTOR
-LOWEST = T.min_value("float32")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def rest_of_words(e: Extents) -> Words:
 
     def behind(s: Any, i: Any) -> Any:
         """Its number among the words that were won, if that is not negative."""
-        return s.round * REST + i - T.max(s.mine - e.tile, 0)
+        return s.round * REST + i - s.spare
 
     @T.inline
     def name(s, io, i, word):
@@ -366,17 +366,17 @@ def finish_tile(e: Extents, words: Words) -> Phase:
 
     @T.inline
     def join(s, row, factor):
-        """The sum of exponentials of this tile's scores and that of those before, which `best` is the largest of."""
-        s.top[0] = T.max(bits_value(T.max(s.best[row], s.largest[0])), LOWEST)
-        s.d[0] = T.float32(0)
+        """The powers of this tile's scores and those before, which `best` is the largest of."""
+        unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
+        s.d[0] = T.float64(0)
         for n in T.unroll(rounds):
-            s.d[0] = s.d[0] + T.exp2((s.held[n] - s.top[0]) * factor)
+            add_power(s.d, s.rest_power, s.held[n], factor, unit)
         for b in T.unroll(5):
             s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
         if s.lane == 0:
             if s.best[row] != T.uint32(0):
-                s.d[0] = s.d[0] + s.exponentials[row] * T.exp2(
-                    (T.max(bits_value(s.best[row]), LOWEST) - s.top[0]) * factor)
+                s.d[0] = s.d[0] + s.exponentials[row] * T.Cast(
+                    "float64", two_to(unit_of_bits(s.best[row], factor) - unit))
             s.exponentials[row] = s.d[0]
             s.best[row] = T.max(s.best[row], s.largest[0])
 
@@ -435,11 +435,11 @@ def multiply_rest(e: Extents) -> Phase:
     """
     words = rest_of_words(e)
     name, ask = first_jobs(e, words, name_words(e, words)), first_jobs(e, words, ask_words(e))
-    multiply, finish, clear = multiply_tile(e, words), finish_tile(e, words), clear_slots(e)
+    multiply, finish = multiply_tile(e, words), finish_tile(e, words)
 
     @T.inline
     def phase(s, io):
-        many: T.int32 = T.max(s.mine - e.tile, 0) + T.min(s.listed[0], LISTED)
+        many: T.int32 = s.spare + T.min(s.listed[0], LISTED)
         s.is_odd = s.odd[0]
         for n in T.serial((many + (REST - 1)) // REST):
             s.round = n
@@ -449,7 +449,6 @@ def multiply_rest(e: Extents) -> Phase:
             T.cuda.cta_sync()
             finish(s, io, T.min(many - n * REST, REST))
             T.cuda.cta_sync()
-        clear(s, io)
 
     return phase
 # fmt: on

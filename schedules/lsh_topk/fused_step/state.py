@@ -29,6 +29,7 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
     ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
+    ``spare``                   how many of these are yet to be multiplied beside words that it won
 
     Of the thread block, in shared memory:
 
@@ -36,14 +37,14 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     ``sums``    parts of scores of `tile` frequent words, `[row][word][part]`; ``rest``: of `REST` others
     ``names``   words of the former
     ``won``, ``places``, ``owners``   words with hits enough: the word, where its keys go, and its list, of the group
-    ``listed``  how many of these there are
+    ``listed``  how many of these there are, and of those for which there is no room
     ``odd``     whether a float32 hidden state has an infinity or NaN
     ``best``    ordered bits of the largest score of each row, of words with places of the block's own;
-                ``exponentials``: their sum
+                ``exponentials``: the sum of their powers
     """
     found: dict[str, Any] = {"block": register(), "t": t, "warp": t // WARP, "lane": t % WARP}
     found |= {"group": t % WARP // 4, "member": t % 4}
-    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine")}
+    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine", "spare")}
     pool = T.alloc_buffer([e.pool_bytes // 8], "uint64", scope="shared.dyn")
     at = 0
     for name, size in (("states", e.state_bytes), ("sums", e.tile_bytes), ("rest", e.rest_bytes)):
@@ -58,7 +59,7 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
         "listed": T.alloc_shared([1], "int32"),
         "odd": T.alloc_shared([1], "int32"),
         "best": T.alloc_shared([e.rows], "uint32"),
-        "exponentials": T.alloc_shared([e.rows], "float32"),
+        "exponentials": T.alloc_shared([e.rows], "float64"),
         # The product: words of the jobs in hand, and of hidden states of two steps in turn; sums; which word a lane
         # loads; the number of a job; `odd`.
         "hand": T.alloc_local([e.depth * PER_JOB * 4], "uint32"),
@@ -74,10 +75,10 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
         "key": T.alloc_local([1], "uint64"),
         "largest": T.alloc_local([1], "uint32"),
         "bits": T.alloc_local([1], "uint32"),
-        # Scores of a lane, the largest that there is, and the sum of exponentials.
+        # Scores of a lane, a power of one, and the sum of these.
         "held": T.alloc_local([max(e.tile, REST) // WARP + 1], "float32"),
-        "top": T.alloc_local([1], "float32"),
-        "d": T.alloc_local([1], "float32"),
+        "rest_power": T.alloc_local([1], "float32"),
+        "d": T.alloc_local([1], "float64"),
     }
     return named(SimpleNamespace(**found, pool=pool, pool_at=at))
 
@@ -124,7 +125,7 @@ def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
         name: register()
         for name in (
             "unit", "row_of", "slot", "at", "from_band", "many", "member_row", "list", "total", "offset", "item",
-            "which", "slot_at", "place_at", "beyond", "lone_word", "lone_place",
+            "which", "slot_at", "place_at", "beyond", "lone_word",
         )
     }  # fmt: skip
     return named(SimpleNamespace(**more, t=s.t, lane=s.lane, block=s.block, rows=s.rows, first_row=s.first_row,
