@@ -23,10 +23,8 @@ from .merge import merge
 from .product import (
     ask_words,
     clear_slots,
-    finish_tile,
     first_jobs,
     frequent_words,
-    meet_some,
     multiply_rest,
     multiply_tile,
     name_words,
@@ -40,10 +38,10 @@ from .state import alloc_state, wait_late
 def step(e: Extents) -> Callable[..., Any]:
     """The first kernel, called with (io)."""
     frequent = frequent_words(e)
-    stage, find, multiply_others = stage_states(e), find_hits(e), multiply_rest(e)
+    stage, find, multiply_others = stage_states(e), find_hits(e), multiply_rest(e, frequent)
     clear, take = clear_slots(e), take_waiting(e)
     name, ask = first_jobs(e, frequent, name_words(e, frequent)), first_jobs(e, frequent, ask_words(e))
-    multiply, finish = multiply_tile(e, frequent), finish_tile(e, frequent)
+    multiply = multiply_tile(e, frequent)
 
     @T.inline
     def begin(s, io, flat):
@@ -69,8 +67,6 @@ def step(e: Extents) -> Callable[..., Any]:
         ask(s, io, count)
         stage(s, io)
         multiply(s, io, count)
-        meet_some(e.product_warps * WARP)
-        finish(s, io, count)
 
     @T.inline
     def finish_block(s, io):
@@ -100,7 +96,7 @@ def step(e: Extents) -> Callable[..., Any]:
             for n in T.serial(turns):
                 if n > 0:
                     take(s, io)
-                multiply_others(s, io)
+                multiply_others(s, io, n)
                 if n == 0:
                     clear(s, io)
                 s.spare = 0

@@ -3,8 +3,8 @@
     stage_states    the group's hidden states
     first_jobs      of a tile of words: names, and then the words themselves, asked for by some of the warps
     multiply_tile   the tile, part by part
-    finish_tile     the parts' sums: keys, and the largest of a row
     multiply_rest   words beyond the first tile, and those that the thread block won, by all warps
+    finish_tile     the parts' sums: keys, and the largest of a row
     clear_slots     places that no word has
 
 A lane's 16 bytes of a row are eight columns (of float32 four), which it takes in the order in which they lie: both
@@ -46,7 +46,9 @@ class Words:
     most
         How many words there is room for.
     warps
-        Of the thread block, the first ones, that multiply them.
+        Of the thread block, the first ones, that multiply them,
+    depth
+        and how many jobs each of them has in hand.
     named
         Whether their names stay in the thread block's `names`.
     sums
@@ -61,6 +63,7 @@ class Words:
 
     most: int
     warps: int
+    depth: int
     named: bool
     sums: Callable[..., Any]
     name: Callable[..., Any]
@@ -93,7 +96,7 @@ def frequent_words(e: Extents) -> Words:
     def keep(s, io, row, i):
         io.keys[s.first_row + row, s.begin + i] = s.key[0]
 
-    return Words(e.tile, e.product_warps, True, lambda s: s.sums, name, keep, lambda s, i, row: True)
+    return Words(e.tile, e.product_warps, e.depth, True, lambda s: s.sums, name, keep, lambda s, i, row: True)
 
 
 def rest_of_words(e: Extents) -> Words:
@@ -125,7 +128,7 @@ def rest_of_words(e: Extents) -> Words:
         mine = tirx.all(s.places[T.max(behind(s, i), 0)] < e.slots, owned(s, i, row))
         return tirx.any(behind(s, i) < 0, mine)
 
-    return Words(REST, e.warps, False, lambda s: s.rest, name, keep, counted)
+    return Words(REST, e.warps, 1, False, lambda s: s.rest, name, keep, counted)
 
 
 def stage_states(e: Extents) -> Phase:
@@ -297,7 +300,7 @@ def first_jobs(e: Extents, words: Words, do: Phase) -> Phase:
 
     @T.inline
     def phase(s, io, count):
-        for d in T.unroll(e.depth):
+        for d in T.unroll(words.depth):
             if s.warp + d * words.warps < (count + (TILE - 1)) // TILE * e.parts:
                 do(s, io, d, s.warp + d * words.warps, count)
 
@@ -326,24 +329,24 @@ def multiply_tile(e: Extents, words: Words) -> Phase:
     @T.inline
     def phase(s, io, count):
         jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
-        for n in T.serial((jobs + (words.warps * e.depth - 1)) // (words.warps * e.depth)):
-            for d in T.unroll(e.depth):
-                s.job = (n * e.depth + d) * words.warps + s.warp
+        for n in T.serial((jobs + (words.warps * words.depth - 1)) // (words.warps * words.depth)):
+            for d in T.unroll(words.depth):
+                s.job = (n * words.depth + d) * words.warps + s.warp
                 if s.job < jobs:
                     multiply(s, d, s.job)
                     put(s, s.job)
-                    if s.job + e.depth * words.warps < jobs:
-                        name(s, io, d, s.job + e.depth * words.warps, count)
-                        ask(s, io, d, s.job + e.depth * words.warps, count)
+                    if s.job + words.depth * words.warps < jobs:
+                        name(s, io, d, s.job + words.depth * words.warps, count)
+                        ask(s, io, d, s.job + words.depth * words.warps, count)
 
     return phase
 
 
 def finish_tile(e: Extents, words: Words) -> Phase:
-    """Scores to keys, a warp a row, by the words' warps; the phase is (s, io, count).
+    """Scores to keys, a warp a row, by all warps; the phase is (s, io, count).
 
     Reads: sums, `bias`. Writes: keys; `best` and `exponentials`, of words that count. Barriers: of the warp; one of
-    these warps has to come before.
+    the thread block has to come before.
     """
 
     @T.inline
@@ -384,8 +387,8 @@ def finish_tile(e: Extents, words: Words) -> Phase:
     def phase(s, io, count):
         sums = T.meta_var(words.sums(s))
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        for r in T.serial((s.rows - s.warp + (words.warps - 1)) // words.warps):
-            row: T.int32 = r * words.warps + s.warp
+        for r in T.serial((s.rows - s.warp + (e.warps - 1)) // e.warps):
+            row: T.int32 = r * e.warps + s.warp
             s.largest[0] = T.uint32(0)
             for n in T.unroll(rounds):
                 s.held[n] = T.float32("-inf")
@@ -428,23 +431,27 @@ def clear_slots(e: Extents) -> Phase:
     return phase
 
 
-def multiply_rest(e: Extents) -> Phase:
-    """All other words of the thread block; the phase is (s, io).
+def multiply_rest(e: Extents, frequent: Words) -> Phase:
+    """All other words of the thread block, a list of those that it won at a `turn`; the phase is (s, io, turn).
+
+    While memory sends the first of them, the tile of frequent words is finished.
 
     Barriers: some of the thread block; one has to come before.
     """
     words = rest_of_words(e)
     name, ask = first_jobs(e, words, name_words(e, words)), first_jobs(e, words, ask_words(e))
-    multiply, finish = multiply_tile(e, words), finish_tile(e, words)
+    multiply, finish, finish_frequent = multiply_tile(e, words), finish_tile(e, words), finish_tile(e, frequent)
 
     @T.inline
-    def phase(s, io):
+    def phase(s, io, turn):
         many: T.int32 = s.spare + T.min(s.listed[0], LISTED)
         s.is_odd = s.odd[0]
-        for n in T.serial((many + (REST - 1)) // REST):
+        for n in T.serial((T.max(many, 1) + (REST - 1)) // REST):
             s.round = n
             name(s, io, T.min(many - n * REST, REST))
             ask(s, io, T.min(many - n * REST, REST))
+            if turn == 0 and n == 0:
+                finish_frequent(s, io, T.min(s.mine, e.tile))
             multiply(s, io, T.min(many - n * REST, REST))
             T.cuda.cta_sync()
             finish(s, io, T.min(many - n * REST, REST))

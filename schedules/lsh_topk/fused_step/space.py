@@ -113,9 +113,10 @@ class Extents:
 
     @property
     def unit_bands(self) -> int:
-        """Bands of one row that a warp looks up in one go: as many as spread a group's over all of its warps."""
-        most = WARP // self.units
-        return max(1, min(most, ceildiv(self.group_rows * self.bands, self.blocks * self.hash_warps)))
+        """Bands of one row that a warp looks up in one go: as many as spread a group's evenly over all of its warps."""
+        warps, bands = self.blocks * self.hash_warps, self.group_rows * self.bands
+        turns = ceildiv(bands, warps * (WARP // self.units))
+        return ceildiv(bands, warps * turns)
 
     @property
     def search_steps(self) -> int:
