@@ -1,6 +1,6 @@
-"""Hash and look-up of `fused_step`, by warps each on its own.
+"""Hash and look-up of `fused_step`: a thread block a row, each of whose warps has bands of its own.
 
-take_unit         some bands of a row, and the columns that they compare
+take_unit         some bands, and the columns that they compare
 find_buckets_of   their places, codes and buckets
 look_up           the words of these, counted
 keep_winners      those with hits enough, on the thread block's list while there is room
@@ -22,7 +22,7 @@ from ...device.overlap import CACHE_LINE
 from ...device.selection import FULL_WARP, below, scan_lanes
 from ...lsh.buckets import find_buckets
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import LISTED, SLOTS, WARP, Extents
+from .space import LISTED, PER_CELL, SLOTS, WARP, Extents
 from .state import alloc_hash_state, wait_late
 
 Phase = Callable[..., Any]
@@ -48,22 +48,17 @@ def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
 
 # fmt: off
 def take_unit(e: Extents) -> Phase:
-    """The `at`-th unit of the group's, if there is one: some bands of a row; the phase is (s, io, pieces), `pieces` of
-    a row.
-
-    Warps of a thread block have rows of their own, so that no block has all words of one.
+    """The `at`-th unit, if there is one: some bands; the phase is (s, io).
 
     Reads: permutations. Writes: where the unit is, `columns`. Barriers: none.
     """
     load = load_first_columns(e.hashing)
 
     @T.inline
-    def phase(s, io, pieces):
+    def phase(s, io):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        s.member_row = s.at // pieces
-        s.list = s.first_list + s.member_row // e.beam
-        s.from_band = s.at % pieces * e.unit_bands
-        s.many = T.Select(s.at < s.rows * pieces, T.min(io.bands - s.from_band, e.unit_bands), 0)
+        s.from_band = s.at * e.unit_bands
+        s.many = T.max(T.min(io.bands - s.from_band, e.unit_bands), 0)
         load(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
 
     return phase
@@ -75,14 +70,11 @@ def find_buckets_of(e: Extents) -> Phase:
     Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
     """
     h = e.hashing
-    stage, find_all, find = stage_row(h), find_places(h), find_buckets(e)
+    find_all, find = find_places(h), find_buckets(e)
 
     @T.inline
     def phase(s, io):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
-        stage(s, rows, (s.first_row + s.member_row) * e.hidden, s.lane)
-        T.cuda.warp_sync()
         find_all(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
         T.cuda.warp_sync()
         s.band[0] = T.Select(s.lane < s.many, s.from_band + s.lane, -1)
@@ -201,9 +193,9 @@ def take_waiting(e: Extents) -> Phase:
 
 
 def look_up(e: Extents) -> Phase:
-    """Count the words of the buckets, `loads` of each lane at a time; the phase is (s, io).
+    """Count the words of the buckets that are of the slice, `loads` of each lane at a time; the phase is (s, io).
 
-    Reads: `upto`, `offset`, `total`, words, `always`. Writes: counts; and as `keep_winners`. Barriers: of the warp.
+    Reads: `upto`, `offset`, `total`, words, `always`. Writes: `counts`; and as `keep_winners`. Barriers: of the warp.
     """
     keep = keep_winners(e)
 
@@ -226,9 +218,12 @@ def look_up(e: Extents) -> Phase:
             for j in T.unroll(e.loads):
                 s.old[j] = T.uint32(0)
                 s.anyway[j] = T.uint32(0)
+                if e.slices > 1:
+                    if s.word[j] < s.first_word or s.word[j] >= s.first_word + e.slice:
+                        s.word[j] = -1
                 if s.word[j] >= 0:
                     s.old[j] = T.cuda.atomic_add(
-                        io.hits.ptr_to([s.first_row + s.member_row, s.word[j] >> 1]),
+                        s.counts.ptr_to([(s.word[j] - s.first_word) // PER_CELL]),
                         T.uint32(1) << T.Cast("uint32", (s.word[j] & 1) * 16))
                     T.ptx.ld.global_.u32(s.anyway[j], io.always.ptr_to([s.word[j] >> 5]))
             s.total = 0
@@ -245,13 +240,26 @@ def look_up(e: Extents) -> Phase:
     return phase
 
 
-def find_hits(e: Extents) -> Phase:
-    """All bands of the group's rows that are this thread block's; the phase is (s, io), for the warps that hash.
+def clear_counts(e: Extents) -> Phase:
+    """Counts of a slice to 0; the phase is (s). Writes: `counts`. Barriers: none; one has to follow."""
+    vectors = e.slice // (4 * PER_CELL)
 
-    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: counts, bitmaps,
-    counters; the thread block's list. Barriers: of the warp.
+    @T.inline
+    def phase(s):
+        for i in T.serial((vectors - s.t + (e.threads - 1)) // e.threads):
+            T.ptx.st.shared.v4.u32(s.counts.ptr_to([(i * e.threads + s.t) * 4]), *[T.uint32(0)] * 4)
+
+    return phase
+
+
+def find_hits(e: Extents, stage_states: Phase) -> Phase:
+    """All bands of the thread block's row; the phase is (b, io).
+
+    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: `states`; the
+    bitmap, counters; the thread block's list. Barriers: of the thread block; one has to follow.
     """
     take, find, count = take_unit(e), find_buckets_of(e), look_up(e)
+    clear, stage = clear_counts(e), stage_row(e.staging)
 
     def state(s: SimpleNamespace) -> SimpleNamespace:
         return alloc_hash_state(e, s)
@@ -259,16 +267,29 @@ def find_hits(e: Extents) -> Phase:
     @T.inline
     def phase(b, io):
         s = T.meta_var(state(b))
-        pieces: T.int32 = (io.bands + (e.unit_bands - 1)) // e.unit_bands
-        s.at = s.look * e.blocks + s.block
-        take(s, io, pieces)
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        s.list = s.first_list + s.block // e.beam
+        s.at = s.warp
+        take(s, io)
+        clear(s)
         wait_late(e.overlap)
-        while s.at < s.rows * pieces:
-            find(s, io)
-            count(s, io)
-            T.cuda.warp_sync()
-            s.at = s.at + e.blocks * e.hash_warps
-            take(s, io, pieces)
+        if s.block < b.rows:
+            stage(s, rows, (s.first_row + s.block) * e.hidden, s.t)
+        stage_states(b, io)
+        for n in T.serial(e.slices):
+            s.first_word = n * e.slice
+            if n > 0:
+                T.cuda.cta_sync()
+                clear(s)
+                s.at = s.warp
+                take(s, io)
+                T.cuda.cta_sync()
+            while s.block < b.rows and s.many > 0:
+                find(s, io)
+                count(s, io)
+                T.cuda.warp_sync()
+                s.at = s.at + e.warps
+                take(s, io)
 
     return phase
 # fmt: on
