@@ -234,16 +234,16 @@ class Shipped:
 
 
 def shipped(logs: Path, where: Machine, keys: Sequence[str]) -> list[Shipped]:
-    """What ships of these problems; `ProblemError` if one has no record that still runs."""
+    """What ships of these problems; those without a record that still runs are named and left out."""
     found = []
     for key in keys:
         problem = registry.parse(key)
         log = Log(logs, where.arch, problem.operator)
         best = log.best().get(problem.key)
-        if best is None or (reason := spaces.refusal(best.candidate, problem, where)):
-            raise ProblemError(
-                f"{problem}: {logs} has no record of it on {where.arch}" + (f": {reason}" if best else "")
-            )
+        reason = "there is none" if best is None else spaces.refusal(best.candidate, problem, where)
+        if best is None or reason:
+            typer.echo(f"{problem.typed}: its record of {where.arch} is left out: {reason}")
+            continue
         found.append(Shipped(problem, best, counts(log)[problem.key]))
     return found
 
@@ -291,6 +291,8 @@ def measure(logs: Path, target: str, seconds: float, seed: int, keep: Path | Non
         raise ProblemError(f"keep: {keep} exists; what is in it would be known to the runs")
     where, began = machine_here(target, "tuning"), time.monotonic()
     wanted = shipped(logs, where, MEASURED[where.kind])
+    if not wanted:
+        raise ProblemError(f"{logs}: no problem has a record of {where.arch}")
     builders, longest = machine.default_builders(), 0.0
     lines: list[list[object]] = []
     with contextlib.ExitStack() as stack:
