@@ -41,24 +41,24 @@ PER_CHUNK = CHUNK // VECTOR
 class Words:
     """What is multiplied together.
 
-    Attributes
-    ----------
-    most
-        How many words there is room for.
-    depth
-        How many jobs a warp has in hand.
-    named
-        Whether their names stay in the thread block's `names`.
-    sums
-        (s) is where their parts go, `[row][word][part]`.
-    name
-        (s, io, i, word) writes the i-th of them to `word`.
-    keep
-        (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
-    counted
-        (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
+        Attributes
+        ----------
+        most
+            How many words there is room for.
+        depth
+            How many jobs a warp has in hand.
+        named
+            Whether their names stay in the thread block's `names`.
+        sums
+            (s) is where their parts go, `[row][word][part]`.
+        name
+            (s, io, i, word) writes the i-th of them to `word`.
+        keep
+            (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
+        counted
+            (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
 
-The i-th one is that of the tile in hand, the `round`-th.
+    The i-th one is that of the tile in hand, the `round`-th.
     """
 
     most: int
