@@ -56,7 +56,7 @@ class Words:
     counted
         (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
 
-The i-th one is that of the tile in hand, the `round`-th.
+    The i-th one is that of the tile in hand, the `round`-th.
     """
 
     most: int
