@@ -101,7 +101,9 @@ for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: t
     request = {"folder": str(kernels), "kind": "llvm", "problems": ["row_norm/rows=5,width=96"], "rounds": 1}
     fresh = (sys.executable, "-m", "tvm_sparse.cli.fresh", json.dumps({**request, "plugins": [str(PLUGIN)]}))
     result = json.loads(spawn(tmp_path, *fresh))
-    assert result["correct"] and not result["error"] and result["peer"]["name"] == "NumPy"
+    assert result["correct"] and not result["error"] and result["seconds"] > 0
+    # Which of the peers is the fastest depends on what else the machine does.
+    assert result["peer"]["name"] in {"NumPy", "torch rms_norm"}
 
 
 @pytest.mark.timeout(280)
