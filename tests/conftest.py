@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
+import core_only
 import pytest
 
 from tvm_sparse.core import machine
@@ -37,3 +38,15 @@ def shares_a_fixture(item: pytest.Item) -> bool:
     known = getattr(item, "_fixtureinfo", None)
     made = known.name2fixturedefs.values() if known else ()
     return any(one.scope == "module" for fixtures in made for one in fixtures)
+
+
+@pytest.fixture(scope="session")
+def path_without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH of processes that find no PyTorch. TVM imports it wherever it is, which is most of their start."""
+    return core_only.environment(tmp_path_factory.mktemp("without_torch"), absent=("torch",))["PYTHONPATH"]
+
+
+@pytest.fixture
+def children_without_torch(path_without_torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of processes that are started often and do nothing with PyTorch, as those of a tuning run."""
+    monkeypatch.setenv("PYTHONPATH", path_without_torch)

@@ -53,10 +53,12 @@ def started(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def tuned(tmp_path_factory: pytest.TempPathFactory, path_without_torch: str) -> tuple[Path, str]:
     """Records of the tiny problem, and what the run printed."""
     logs = tmp_path_factory.mktemp("logs")
-    return logs, call("tune", *TINY, "--target", "cpu", "--trials", "3", "--builders", "1", "--logs", logs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path_without_torch)
+        return logs, call("tune", *TINY, "--target", "cpu", "--trials", "3", "--builders", "1", "--logs", logs)
 
 
 def test_db(tuned: tuple[Path, str], tmp_path: Path) -> None:
@@ -419,7 +421,9 @@ def test_gpus_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["4", "GPU-8a2"]
 
 
-def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(
+    tmp_path: Path, children_without_torch: None
+) -> None:
     tiny = ("softmax_topk", "batch=2", "vocab=100", "k=3", "--target", "cpu")
     process = started("tune", *tiny, "--trials", "20", "--builders", "1", "--logs", tmp_path)
     assert process.stdout is not None
@@ -438,7 +442,7 @@ def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(tmp_path: Pat
     assert call(*resume.split()[2:], "--dry-run")
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, children_without_torch: None) -> None:
     process = started("tune", *TINY, "--target", "cpu", "--trials", "30", "--logs", tmp_path)
     assert process.stdout is not None
     for line in process.stdout:

@@ -34,9 +34,10 @@ OTHERS = [c for c in points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, children_without_torch: None) -> None:
     monkeypatch.setattr(session, "BATCH", 4)
     monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
+    monkeypatch.setattr(session, "FINALISTS", 2)
 
 
 @pytest.fixture
