@@ -15,8 +15,14 @@ import pytest
 
 from tvm_sparse.core import machine
 
-# Idle threads of the CPU kernels would spin beside the other tests; child processes inherit it.
-os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
+# Idle threads of the CPU kernels, of PyTorch (OpenMP) and of NumPy (OpenBLAS, in powers of two of cycles) would spin
+# beside the other tests, and so would those that wait for one without a core; child processes inherit it.
+for name, value in {
+    "TVM_THREAD_POOL_SPIN_COUNT": "0",
+    "OMP_WAIT_POLICY": "passive",
+    "OPENBLAS_THREAD_TIMEOUT": "4",
+}.items():
+    os.environ.setdefault(name, value)
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
