@@ -452,7 +452,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, children_without_torch:
     for _ in range(2):
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=100)
     assert (
         process.returncode == 130 and "Ended at once" in err and "-m tvm_sparse tune" in err and "Traceback" not in err
     )
