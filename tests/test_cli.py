@@ -418,8 +418,9 @@ def test_gpus_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     from tvm_sparse.tuning import fleet
 
     with fleet.local(h200, 1, gpus=(0, 2)) as devices:
-        seen = [device.measurer._worker.env["CUDA_VISIBLE_DEVICES"] for device in devices.devices]
-    assert seen == ["4", "GPU-8a2"]
+        measurers = [measurer for device in devices.devices for measurer in device.measurers]
+        seen = [measurer._worker.env["CUDA_VISIBLE_DEVICES"] for measurer in measurers]
+    assert seen == ["4"] * fleet.GPU_SEATS + ["GPU-8a2"] * fleet.GPU_SEATS
 
 
 def test_an_interrupted_run_holds_its_final_and_says_how_to_resume(

@@ -70,6 +70,7 @@ def handle(request):
         case "hold": kept.append(bytearray(b"x") * request["size"]); time.sleep(60)
         case "leave": open(tempfile.mkstemp()[1], "w").write("left"); return tempfile.gettempdir()
         case "alarm": signal.alarm(60)
+        case "catch": signal.signal(signal.SIGUSR1, lambda *_: None)
         case "spin":
             while True: pass
         case "stop": os.kill(os.getpid(), signal.SIGSTOP)
@@ -268,7 +269,10 @@ def test_output_and_memory_are_bounded(worker, monkeypatch):
 def test_a_request_that_changes_the_process_renews_it(worker):
     pid = pid_of(worker)
     assert worker.call({"do": "echo", "value": 1, "watched": 1}, timeout=10).ok and worker.pid == pid
-    assert worker.call({"do": "alarm", "watched": 1}, timeout=10).ok and is_gone(pid)
+    reply = worker.call({"do": "alarm", "watched": 1}, timeout=10)
+    assert reply.ok and reply.changed == ("its alarms",) and is_gone(pid)
+    reply = worker.call({"do": "catch", "watched": 1}, timeout=10)
+    assert reply.ok and reply.changed == ("signals caught",) and worker.started == 2 and worker.pid is None
 
 
 def test_a_reply_needs_the_token_of_its_request(worker):

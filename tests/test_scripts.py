@@ -293,3 +293,51 @@ def test_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found, reason = penalties(NCU, ["one"])
     assert not found and "ncu counted 2 launches in the place of 1" in reason
     assert "ERR_NVGPUCTRPERM" in penalties("==ERROR== ERR_NVGPUCTRPERM", ["one"])[1]
+
+
+# What compute-sanitizer is asked, and what it says at its end.
+SANITIZER = """#!{python}
+import subprocess, sys
+at = sys.argv.index("--log-file")
+status = subprocess.run(sys.argv[at + 2 :]).returncode
+with open(sys.argv[at + 1], "w") as log:
+    print("========= Invalid __global__ read of size 4", "========= ERROR SUMMARY: 3 errors", sep="\\n", file=log)
+sys.exit(99)
+"""
+SANITIZED = """
+import os, time
+from pathlib import Path
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(8))
+def test_some(number):
+    (Path(__file__).parent / str(os.getpid())).touch()
+    time.sleep(0.1)
+    assert number != 1
+    if number == 2:
+        pytest.skip("has nothing to do")
+
+def test_without_a_gpu():
+    raise AssertionError
+"""
+
+
+def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from sanitize import run
+
+    program, tests = tmp_path / "compute-sanitizer", tmp_path / "tests" / "test_some.py"
+    tests.parent.mkdir()
+    program.write_text(SANITIZER.format(python=sys.executable))
+    program.chmod(0o755)
+    tests.write_text(SANITIZED)
+    line = run(
+        str(program), "memcheck", [str(tests)], workers=2, selection="not 3", deselected=["test_some.py::test_some[4]"]
+    )
+    assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 3]
+    assert line["messages"] == "Invalid __global__ read of size # (1)" and line["ended"] == "status 99"
+    assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) == 2
+    # Whose time is up at once ends after a test each.
+    line = run(str(program), "memcheck", [str(tests)], workers=2, minutes=1e-6)
+    assert line["ended"] == "time up" and 1 <= line["tests"] <= 2

@@ -222,7 +222,7 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
 
     def measure(bench, candidates, *rest):
         if len(asked) == 2:  # after the fallback and a batch
-            device, bench._built = bench.device(), {}
+            device, bench._built = bench.seat().device, {}
             device.builders.close()
             device.builders = Pool(1, broken, name="broken")
         asked.append(candidates)

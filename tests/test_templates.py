@@ -21,6 +21,7 @@ from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, samp
 from tvm import tirx
 from tvm.ir import Call
 
+from tvm_sparse.artifacts import cuda
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
 from tvm_sparse.bench import measure
 from tvm_sparse.core import registry, spaces
@@ -897,7 +898,14 @@ def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
     if problem == also_for_sm80(template):
         compiled.append((SM80, template.candidate(template.default(problem, SM80))))
     for number, (machine, candidate) in enumerate(compiled):
-        resources = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so").resources
+        library = tmp_path / f"{number}.so"
+        resources = compile_candidate(problem, candidate, machine, library).resources
         assert resources is not None and resources["registers"] > 0
         assert resources["local_bytes"] <= PARKED_BYTES, f"{candidate} for {machine.arch}: {resources}"
         assert resources["shared_bytes"] <= machine.shared_bytes, f"{candidate} for {machine.arch}: {resources}"
+        # What tables of trials take for the threads of a block (`records.database`).
+        told = (
+            template.launch(problem, candidate.values).threads if template.launch else candidate.values.get("threads")
+        )
+        launched = {u.max_threads for cubin in cuda.cubins(library) for u in cuda.resource_usage(cubin).values()}
+        assert told is None or told in launched, f"{candidate} for {machine.arch}: {told}, not {launched}"

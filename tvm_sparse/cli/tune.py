@@ -396,7 +396,7 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
         with contextlib.ExitStack() as stack:
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
-            view = stack.enter_context(_view(plans, stop, len(devices.devices)))
+            view = stack.enter_context(_view(plans, stop, devices.sessions()))
             session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=view.show, end=end, stop=stop)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
@@ -406,14 +406,14 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
 
 
 @contextlib.contextmanager
-def _view(plans: Sequence[Plan], stop: Callable[[], bool], devices: int) -> Iterator[Lines | Live]:
+def _view(plans: Sequence[Plan], stop: Callable[[], bool], together: int) -> Iterator[Lines | Live]:
     screen = console()
     if not screen.is_terminal:
         yield Lines(plans, stop)
         return
     from rich.live import Live as RichLive
 
-    view = Live(plans, stop, devices)
+    view = Live(plans, stop, together)
     # transient: the table of results takes its place.
     with RichLive(get_renderable=view.render, console=screen, refresh_per_second=4, transient=True):
         yield view
@@ -472,13 +472,13 @@ class Lines:
 
 
 class Live:
-    """Progress for a terminal: one table, drawn anew."""
+    """Progress for a terminal: one table, drawn anew. `together`: how many plans run at the same time."""
 
-    def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool], devices: int) -> None:
+    def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool], together: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        self._plans, self._stop, self._devices = plans, stop, devices
+        self._plans, self._stop, self._together = plans, stop, together
         self._limit = any(plan.machine.bandwidth for plan in plans)
         self._states: dict[Plan, Progress] = {}
         self._bests: dict[Plan, Best | None] = {}
@@ -558,7 +558,7 @@ class Live:
         pace = statistics.fmean(state.slowness for state in running) if running else 1.0
         longest = max((state.seconds_left for state in running), default=0.0)
         everything = sum(state.seconds_left for state in running) + pace * waiting
-        return max(longest, everything / self._devices)
+        return max(longest, everything / self._together)
 
 
 def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:

@@ -114,11 +114,13 @@ def read_results(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ExchangeError(f"{path}: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("results"), list):
         raise ExchangeError(f"{path}: expected an object with a list of results (T4)")
     for number, result in enumerate(document["results"]):
+        if not isinstance(result, dict):
+            raise ExchangeError(f"{path}: result {number}: expected an object, got {type(result).__name__}")
         lacking = [name for name in ("configuration", "times", "invalidity") if name not in result]
         if lacking:
             raise ExchangeError(f"{path}: result {number} lacks {', '.join(lacking)}")
@@ -131,7 +133,19 @@ def foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str
     Of what was measured beside the time the `resources` are kept, by their names.
 
     A result without run times has that of its objective, in milliseconds unless its unit is another.
+
+    Raises
+    ------
+    ExchangeError
+        If a result is not as the format has it.
     """
+    try:
+        yield from _foreign_rows(document, name, resources)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ExchangeError(f"a result of {name} is none: {type(error).__name__}: {error}") from error
+
+
+def _foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str]) -> Iterator[dict[str, Any]]:
     units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
     named = {"seconds": 1.0, "milliseconds": 1e-3, "microseconds": 1e-6, "nanoseconds": 1e-9}
     scale = named.get(str(document.get("metadata", {}).get("timeunit", "milliseconds")).lower(), 1e-3)
@@ -156,7 +170,7 @@ def foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str
             "current": False,
             **{f"decision.{decision}": value for decision, value in configuration.items()},
             "outcome": "ok" if right else _OUTCOMES.get(result["invalidity"], "run-error"),
-            "reason": "" if right else str(result["invalidity"]),
+            "reason": "" if right else "no time" if result["invalidity"] == "correct" else str(result["invalidity"]),
             "build_seconds": None if build is None else float(build) * scale,
             "seconds": statistics.median(seconds) if right else None,
             "seconds_all": seconds if right else (),
@@ -196,22 +210,6 @@ def inputs_of(
     conditions = []
     if len(allowed) < math.prod(map(len, table.values())):
         conditions = [{"Parameters": names, "Expression": f"({', '.join(names)},) in [{listed}]"}]
-    arguments: list[dict[str, Any]] = []
-    for argument, access in [
-        *((one, "ReadOnly") for one in problem.kernel_inputs),
-        *((one, "WriteOnly") for one in problem.kernel_outputs),
-    ]:
-        dtype = str(problem.axes.get(argument.dtype, argument.dtype))
-        described: dict[str, Any] = {
-            "Name": argument.name,
-            "Type": _TYPES.get(dtype, "custom"),
-            "MemoryType": "Vector" if argument.shape else "Scalar",
-            "AccessType": access,
-            "FillType": "Random",
-        }
-        with contextlib.suppress(KeyError):  # of an extent that is known only with the data
-            described["Size"] = math.prod(problem.extent(name) for name in argument.shape)
-        arguments.append(described)
     kernel: dict[str, Any] = {
         "Language": "CUDA",
         "KernelName": "main_kernel",
@@ -220,7 +218,7 @@ def inputs_of(
         # Of generated code the extents are its own.
         "GlobalSize": {"X": "1"},
         "LocalSize": {"X": "threads" if "threads" in table else "1"},
-        "Arguments": arguments,
+        "Arguments": _arguments(problem),
     }
     if results:
         kernel["SimulationInput"] = results
@@ -237,6 +235,27 @@ def inputs_of(
     }
 
 
+def _arguments(problem: Problem) -> list[dict[str, Any]]:
+    """What the kernels of a problem are called with, as T1 describes arguments."""
+    found = []
+    for argument, access in [
+        *((one, "ReadOnly") for one in problem.kernel_inputs),
+        *((one, "WriteOnly") for one in problem.kernel_outputs),
+    ]:
+        dtype = str(problem.axes.get(argument.dtype, argument.dtype))
+        described: dict[str, Any] = {
+            "Name": argument.name,
+            "Type": _TYPES.get(dtype, "custom"),
+            "MemoryType": "Vector" if argument.shape else "Scalar",
+            "AccessType": access,
+            "FillType": "Random",
+        }
+        with contextlib.suppress(KeyError):  # of an extent that is known only with the data
+            described["Size"] = math.prod(problem.extent(name) for name in argument.shape)
+        found.append(described)
+    return found
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The space of a T1 file: values by parameter, and conditions as they stand there."""
@@ -250,12 +269,21 @@ class Inputs:
         return math.prod(map(len, self.table.values()))
 
     def refused(self) -> Mapping[str, int]:
-        """How many points each condition is the first to refuse."""
+        """How many points each condition is the first to refuse.
+
+        Raises
+        ------
+        ExchangeError
+            If one cannot be evaluated, as where it divides by zero.
+        """
         compiled = {text: _compiled(text, self.table) for text in self.conditions}
         found = dict.fromkeys(self.conditions, 0)
         for values in itertools.product(*self.table.values()):
             point = {**_FUNCTIONS, **dict(zip(self.table, values, strict=True))}
-            text = next((t for t, code in compiled.items() if not eval(code, {"__builtins__": {}}, point)), None)
+            try:
+                text = next((t for t, code in compiled.items() if not eval(code, {"__builtins__": {}}, point)), None)
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise ExchangeError(f"a condition cannot be evaluated: {type(error).__name__}: {error}") from error
             if text is not None:
                 found[text] += 1
         return found
@@ -273,7 +301,7 @@ def read_inputs(path: Path) -> Inputs:
         space = json.loads(path.read_text())["ConfigurationSpace"]
         table = {one["Name"]: tuple(ast.literal_eval(one["Values"])) for one in space["TuningParameters"]}
         conditions = tuple(one["Expression"] for one in space.get("Conditions", ()))
-    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ExchangeError(f"{path}: expected a space (T1): {type(error).__name__}: {error}") from error
     for text in conditions:
         _compiled(text, table)
@@ -292,10 +320,13 @@ _NODES = (
 def _compiled(text: str, table: Mapping[str, Any]) -> CodeType:
     """A condition, ready to be evaluated. What is more than arithmetic and comparisons of parameters is refused: a file
     of somebody else's must not run programs."""
+    if not isinstance(text, str):
+        raise ExchangeError(f"condition {text!r}: expected a text")
     try:
         tree = ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval")
-    except SyntaxError as error:
-        raise ExchangeError(f"condition {text!r}: {error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExchangeError(f"condition {text[:100]!r}: {error}") from error
+    numbers = {name for name, values in table.items() if all(isinstance(value, int | float) for value in values)}
     for node in ast.walk(tree):
         known = isinstance(node, _NODES) and not (isinstance(node, ast.Call) and node.keywords)
         if isinstance(node, ast.Call):
@@ -304,6 +335,11 @@ def _compiled(text: str, table: Mapping[str, Any]) -> CodeType:
             known &= node.id in table or node.id in _FUNCTIONS
         if isinstance(node, ast.Constant):
             known &= isinstance(node.value, int | float | str | bool)
+        if isinstance(node, ast.BinOp):  # a text or a list, times a number, is as long as the number is large
+            inner = list(ast.walk(node))
+            known &= not any(isinstance(one, ast.Tuple | ast.List) for one in inner)
+            known &= all(isinstance(one.value, int | float) for one in inner if isinstance(one, ast.Constant))
+            known &= all(one.id in numbers or one.id in _FUNCTIONS for one in inner if isinstance(one, ast.Name))
         if not known:
             what = node.id if isinstance(node, ast.Name) else type(node).__name__
             raise ExchangeError(f"condition {text[:100]!r}: {what} is not understood")

@@ -15,7 +15,9 @@ No list of candidates is made, nobody scans counts, and thread blocks meet only 
     two of 16 bits in a word, added to by atomics that return what was there. The lane whose addition reaches the
     threshold sets the word's bit in the list's bitmap, and if it was the first to do so, the word is the block's.
 3.  Then all warps multiply the words that their block has won. There may be any number: what the block's list has no
-    room for its warp multiplies on its own.
+    room for waits in memory until the list has been multiplied.
+
+Which block finds a word differs from run to run; results do not (`powers`).
 
 Each score becomes a key (ordered bits, word) at a place of its own in global memory: a frequent word's place is fixed,
 others are given out by a counter. Each block also says which key is the best one that it has made.
@@ -47,7 +49,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=1,
+    version=3,
     operator="lsh_topk",
     kind="cuda",
     summary="hash, look-up and product side by side, then the best words: two kernels, no list",

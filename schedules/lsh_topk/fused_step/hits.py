@@ -1,10 +1,10 @@
-"""Hash and look-up of `fused_step`, by warps each on its own.
+"""Hash and look-up of `fused_step`: a thread block a row.
 
-take_unit         some bands of a row, and the columns that they compare
-find_buckets_of   their places, codes and buckets
-look_up           the words of these, counted
-keep_winners      those with hits enough, on the thread block's list, or multiplied at once where that is full
-multiply_alone    a word, by one warp
+take_bands        some bands, and the columns that they compare
+find_words        their places, codes and buckets: words as one list
+look_up           these, counted
+keep_winners      those with hits enough, on the thread block's list while there is room
+take_waiting      the others, when the list has been multiplied
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import CACHE_LINE
-from ...device.selection import FULL_WARP, below, make_key, scan_lanes
-from ...device.words import load_element
+from ...device.selection import FULL_WARP, below, scan_lanes
 from ...lsh.buckets import find_buckets
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import LISTED, SLOTS, WARP, Extents
+from .space import LISTED, PER_CELL, SLOTS, WARP, Extents
 from .state import alloc_hash_state, wait_late
 
 Phase = Callable[..., Any]
@@ -41,79 +40,61 @@ def ballot(what: Any) -> tirx.PrimExpr:
     return T.cuda.ballot_sync(T.uint32(FULL_WARP), what)
 
 
+def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
+    """What stands at the place of a word that its thread block is yet to multiply: no key of a score, whose upper half
+    would have to be the ordered bits of a negative NaN."""
+    return T.bitwise_or(T.Cast("uint64", block + 1) << T.uint64(32), T.Cast("uint64", word))
+
+
 # fmt: off
-def take_unit(e: Extents) -> Phase:
-    """The `at`-th unit of the group's, if there is one: some bands of a row; the phase is (s, io, pieces), `pieces` of
-    a row.
+def take_bands(e: Extents) -> Phase:
+    """The bands in hand, from `from_band` on, and the columns that they compare; the phase is (s, io, bands).
 
-    Warps of a thread block have rows of their own, so that no block has all words of one.
-
-    Reads: permutations. Writes: where the unit is, `columns`. Barriers: none.
+    Reads: permutations. Writes: `many`, `columns`. Barriers: none.
     """
     load = load_first_columns(e.hashing)
 
     @T.inline
-    def phase(s, io, pieces):
+    def phase(s, io, bands):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        s.member_row = s.at // pieces
-        s.list = s.first_list + s.member_row // e.beam
-        s.from_band = s.at % pieces * e.unit_bands
-        s.many = T.Select(s.at < s.rows * pieces, T.min(io.bands - s.from_band, e.unit_bands), 0)
-        load(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
+        s.many = T.min(bands - s.from_band, e.band_tile)
+        load(s, columns, s.from_band * e.units, s.many * e.units, s.t)
 
     return phase
 
 
-def find_buckets_of(e: Extents) -> Phase:
-    """Where the words of `many` bands from `from_band` on are, a lane a band; the phase is (s, io).
+def find_words(e: Extents) -> Phase:
+    """Where the words of the bands in hand are, a thread a band; the phase is (s, io).
 
-    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
+    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: some of the thread block.
     """
     h = e.hashing
-    stage, find_all, find = stage_row(h), find_places(h), find_buckets(e)
+    find_all, find = find_places(h), find_buckets(e)
 
     @T.inline
     def phase(s, io):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
-        stage(s, rows, (s.first_row + s.member_row) * e.hidden, s.lane)
-        T.cuda.warp_sync()
-        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
-        T.cuda.warp_sync()
-        s.band[0] = T.Select(s.lane < s.many, s.from_band + s.lane, -1)
+        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.t)
+        T.cuda.cta_sync()
+        s.band[0] = T.Select(s.t < s.many, s.from_band + s.t, -1)
         s.code[0] = 0
-        if s.lane < s.many:
-            s.code[0] = code_of_places(h, s, s.lane)
+        if s.t < s.many:
+            s.code[0] = code_of_places(h, s, s.t)
         find(s, io, 1)
-        s.upto[0] = s.last[0] - s.first[0]
-        scan_lanes(s.lane, s.upto, s.other)
-        s.offset = s.last[0] - s.upto[0]
-        s.total = from_lane(s.upto[0], WARP - 1)
-
-    return phase
-
-
-def multiply_alone(e: Extents) -> Phase:
-    """The keys of a word that the thread block's list has no room for; the phase is (s, io, word, place).
-
-    Reads: hidden states, the word's embedding. Writes: keys. Barriers: of the warp.
-    """
-
-    @T.inline
-    def phase(s, io, word, place):
-        for i in T.serial(e.beam):
-            total = T.alloc_local([1], "float32")
-            total[0] = T.float32(0)
-            for c in T.serial((e.hidden - s.lane + (WARP - 1)) // WARP):
-                total[0] = total[0] + load_element(
-                    e.dtype, io.hidden.ptr_to([s.list, i, c * WARP + s.lane])
-                ) * load_element(e.dtype, io.embedding.ptr_to([word, c * WARP + s.lane]))
-            for b in T.unroll(5):
-                total[0] = total[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total[0], 1 << b, 32, 32)
-            if e.bias:
-                total[0] = total[0] + io.bias[word]
-            if s.lane == 0:
-                io.others[s.list * e.beam + i, place] = make_key(total[0], word)
+        s.sum[0] = s.last[0] - s.first[0]
+        scan_lanes(s.lane, s.sum, s.other)
+        if s.lane == WARP - 1:
+            s.totals[s.warp] = s.sum[0]
+        T.cuda.cta_sync()
+        s.total = 0
+        for w in T.unroll(e.warps):
+            s.other[0] = s.totals[w]
+            s.total = s.total + s.other[0]
+            s.sum[0] = s.sum[0] + T.Select(w < s.warp, s.other[0], 0)
+        if s.t < s.many:
+            s.upto[s.t] = s.sum[0]
+            s.offset[s.t] = s.last[0] - s.sum[0]
+        T.cuda.cta_sync()
 
     return phase
 
@@ -129,8 +110,8 @@ def prefetch_winners(e: Extents) -> Phase:
     def phase(s, io, j):
         s.left = s.winners[j]
         while s.left != T.uint32(0):
-            s.which = T.cuda.ffs_u32(s.left) - 1
-            s.lone_word = from_lane(s.word[j], s.which)
+            s.winner = T.cuda.ffs_u32(s.left) - 1
+            s.lone_word = from_lane(s.word[j], s.winner)
             s.left = s.left & (s.left - T.uint32(1))
             for i in T.serial((ceildiv(e.hidden, elements) - s.lane + (WARP - 1)) // WARP):
                 T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.lone_word, (i * WARP + s.lane) * elements]))
@@ -141,10 +122,12 @@ def prefetch_winners(e: Extents) -> Phase:
 def keep_winners(e: Extents) -> Phase:
     """Words whose counts have just reached the threshold; the phase is (s, io).
 
+    What the list has no room for stands for now at its place among the keys (`waiting_key`).
+
     Reads: `winners`, `word`. Writes: the bitmap, the list's counters; `won`, `places`, `owners` and `listed` of the
     thread block; `winners`, without those that another row of the list won before. Barriers: of the warp.
     """
-    alone, fetch = multiply_alone(e), prefetch_winners(e)
+    fetch = prefetch_winners(e)
 
     @T.inline
     def phase(s, io):
@@ -184,23 +167,44 @@ def keep_winners(e: Extents) -> Phase:
                         b.places[s.rank[j]] = T.Select(
                             s.rank[j] < SLOTS, s.block * SLOTS + s.rank[j],
                             e.slots + s.place_at + s.rank[j] - s.beyond)
-            if s.slot_at + s.total > LISTED:
-                for j in T.unroll(e.loads):
-                    s.left = s.winners[j] & ballot(s.rank[j] >= LISTED)
-                    while s.left != T.uint32(0):
-                        s.which = T.Cast("int32", T.cuda.ffs_u32(s.left)) - 1
-                        s.left = s.left & (s.left - T.uint32(1))
-                        s.lone_word = from_lane(s.word[j], s.which)
-                        s.lone_place = e.slots + s.place_at + from_lane(s.rank[j], s.which) - s.beyond
-                        alone(s, io, s.lone_word, s.lone_place)
+                    else:
+                        io.others[s.list * e.beam, e.slots + s.place_at + s.rank[j] - s.beyond] = waiting_key(
+                            s.block, s.word[j])
+
+    return phase
+
+
+def take_waiting(e: Extents) -> Phase:
+    """As many words as the list has room for, of those that had to wait; the phase is (s, io), for all threads.
+
+    Reads: keys beyond. Writes: `won`, `places`, `owners`, `listed`. Barriers: of the thread block.
+    """
+
+    @T.inline
+    def phase(s, io):
+        T.cuda.cta_sync()
+        if s.t == 0:
+            s.listed[0] = 0
+        T.cuda.cta_sync()
+        for owner in T.serial(s.rows // e.beam):
+            for i in T.serial((io.found[s.first_list + owner, 0] - s.t + (e.threads - 1)) // e.threads):
+                place: T.int32 = e.slots + i * e.threads + s.t
+                key: T.uint64 = io.others[(s.first_list + owner) * e.beam, place]
+                if (key >> T.uint64(32)) == T.Cast("uint64", s.block + 1):
+                    slot: T.int32 = T.cuda.atomic_add(s.listed.ptr_to([0]), T.int32(1))
+                    if slot < LISTED:
+                        s.won[slot] = T.Cast("int32", key & T.uint64(0xFFFFFFFF))
+                        s.places[slot] = place
+                        s.owners[slot] = owner
+        T.cuda.cta_sync()
 
     return phase
 
 
 def look_up(e: Extents) -> Phase:
-    """Count the words of the buckets, `loads` of each lane at a time; the phase is (s, io).
+    """Count the words of the buckets that are of the slice, `loads` of each thread at a time; the phase is (s, io).
 
-    Reads: `upto`, `offset`, `total`, words, `always`. Writes: counts; and as `keep_winners`. Barriers: of the warp.
+    Reads: `upto`, `offset`, `total`, words, `always`. Writes: `counts`; and as `keep_winners`. Barriers: of the warp.
     """
     keep = keep_winners(e)
 
@@ -208,24 +212,31 @@ def look_up(e: Extents) -> Phase:
     def phase(s, io):
         words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
         count: T.int32 = s.total
-        for n in T.serial((count + (e.loads * WARP - 1)) // (e.loads * WARP)):
+        for n in T.serial((count + (e.loads * e.threads - 1)) // (e.loads * e.threads)):
+            # A band's words are those from where the words of all bands before end.
             for j in T.unroll(e.loads):
-                s.item = (n * e.loads + j) * WARP + s.lane
-                s.which = 0
-                for b in T.unroll(e.search_steps):
-                    half = T.meta_var(1 << (e.search_steps - 1 - b))
-                    s.other[0] = from_lane(s.upto[0], s.which + (half - 1))
-                    s.which = s.which + T.Select(s.item >= s.other[0], half, 0)
-                s.other[0] = from_lane(s.offset, s.which)
+                s.which[j] = 0
+            for b in T.unroll(e.search_steps):
+                half = T.meta_var(1 << (e.search_steps - 1 - b))
+                for j in T.unroll(e.loads):
+                    s.item = (n * e.loads + j) * e.threads + s.t
+                    if s.which[j] + half <= s.many:
+                        if s.upto[s.which[j] + (half - 1)] <= s.item:
+                            s.which[j] = s.which[j] + half
+            for j in T.unroll(e.loads):
+                s.item = (n * e.loads + j) * e.threads + s.t
                 s.word[j] = -1
                 if s.item < count:
-                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.other[0] + s.item]))
+                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.offset[s.which[j]] + s.item]))
             for j in T.unroll(e.loads):
                 s.old[j] = T.uint32(0)
                 s.anyway[j] = T.uint32(0)
+                if e.slices > 1:
+                    if s.word[j] < s.first_word or s.word[j] >= s.first_word + e.slice:
+                        s.word[j] = -1
                 if s.word[j] >= 0:
                     s.old[j] = T.cuda.atomic_add(
-                        io.hits.ptr_to([s.first_row + s.member_row, s.word[j] >> 1]),
+                        s.counts.ptr_to([(s.word[j] - s.first_word) // PER_CELL]),
                         T.uint32(1) << T.Cast("uint32", (s.word[j] & 1) * 16))
                     T.ptx.ld.global_.u32(s.anyway[j], io.always.ptr_to([s.word[j] >> 5]))
             s.total = 0
@@ -242,13 +253,26 @@ def look_up(e: Extents) -> Phase:
     return phase
 
 
-def find_hits(e: Extents) -> Phase:
-    """All bands of the group's rows that are this thread block's; the phase is (s, io), for the warps that hash.
+def clear_counts(e: Extents) -> Phase:
+    """Counts of a slice to 0; the phase is (s). Writes: `counts`. Barriers: none; one has to follow."""
+    vectors = e.slice // (4 * PER_CELL)
 
-    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: counts, bitmaps,
-    counters; the thread block's list. Barriers: of the warp.
+    @T.inline
+    def phase(s):
+        for i in T.serial((vectors - s.t + (e.threads - 1)) // e.threads):
+            T.ptx.st.shared.v4.u32(s.counts.ptr_to([(i * e.threads + s.t) * 4]), *[T.uint32(0)] * 4)
+
+    return phase
+
+
+def find_hits(e: Extents, stage_states: Phase) -> Phase:
+    """All bands of the thread block's row; the phase is (b, io).
+
+    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: `states`; the
+    bitmap, counters; the thread block's list. Barriers: of the thread block; one has to follow.
     """
-    take, find, count = take_unit(e), find_buckets_of(e), look_up(e)
+    take, find, count = take_bands(e), find_words(e), look_up(e)
+    clear, stage = clear_counts(e), stage_row(e.hashing)
 
     def state(s: SimpleNamespace) -> SimpleNamespace:
         return alloc_hash_state(e, s)
@@ -256,16 +280,27 @@ def find_hits(e: Extents) -> Phase:
     @T.inline
     def phase(b, io):
         s = T.meta_var(state(b))
-        pieces: T.int32 = (io.bands + (e.unit_bands - 1)) // e.unit_bands
-        s.at = s.look * e.blocks + s.block
-        take(s, io, pieces)
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        s.list = s.first_list + s.block // e.beam
+        bands: T.int32 = T.Select(s.block < b.rows, io.bands, 0)
+        s.from_band = 0
+        take(s, io, bands)
+        clear(s)
         wait_late(e.overlap)
-        while s.at < s.rows * pieces:
-            find(s, io)
-            count(s, io)
-            T.cuda.warp_sync()
-            s.at = s.at + e.blocks * e.hash_warps
-            take(s, io, pieces)
+        if s.block < b.rows:
+            stage(s, rows, (s.first_row + s.block) * e.hidden, s.t)
+        stage_states(b, io)
+        for n in T.serial(e.slices):
+            s.first_word = n * e.slice
+            if n > 0:
+                clear(s)
+            for i in T.serial((bands + (e.band_tile - 1)) // e.band_tile):
+                s.from_band = i * e.band_tile
+                if n > 0 or i > 0:
+                    take(s, io, bands)
+                find(s, io)
+                count(s, io)
+                T.cuda.cta_sync()
 
     return phase
 # fmt: on

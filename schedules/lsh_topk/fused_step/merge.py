@@ -1,11 +1,11 @@
-"""The second kernel of `fused_step`: a thread block a row finds the best of its keys; others clear counts and bitmaps.
+"""The second kernel of `fused_step`: a thread block a row finds the best of its keys; others clear bitmaps.
 
     find_blocks     of the blocks' best keys the n-th best is a bound: the blocks whose best ones reach it
-    join_sums       the blocks' sums of exponentials
+    join_sums       the blocks' sums of powers
     sum_beyond      those of keys for which blocks had no places of their own: nobody has looked at them yet
     take_keys       the keys that reach the bound, of those blocks and of those beyond
     rank            these, by counting; or one best key after another where they are too many
-    clear           counts and bitmaps
+    clear           bitmaps
 
 The first three are done side by side: the first two by a warp each, the third by all others.
 """
@@ -26,13 +26,13 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
 from ...output_layer.tiles.best import write_value
+from .powers import LOWEST, add_power, change_unit, over_largest, two_to, unit_of_bits
 from .space import SEARCHERS, SLOTS, SURVIVORS, WARP, Extents
 
 Phase = Callable[..., Any]
-LOWEST = T.min_value("float32")
 AT_ONCE = 2  # keys of a block that a lane loads together
 load_key = T.ptx.ld.global_.u64
-load_float = T.ptx.ld.global_.f32
+load_sum = T.ptx.ld.global_.f64
 
 
 @dataclass
@@ -44,19 +44,21 @@ class State(Buffers):
     flat, index, row, t
         The row of all lists', the list, the row of its beam, and the thread.
     each
-        Frequent words of a block.
+        Frequent words of a block that has such.
     words, beyond
         Candidates of the list beside the frequent ones, and those of them for which blocks had no places of their own.
     heads, parts
-        Ordered bits of the blocks' best keys, and the blocks' sums of exponentials.
+        Ordered bits of the blocks' best keys, and the blocks' sums of powers.
     maxima, ranks
         Of groups of blocks the largest of `heads`, and their ranks.
     found, chosen
         How many blocks reach the bound; a ballot of them.
     own, key, other, late
         Keys of a block, a key in hand, another one, and one of those beyond.
-    top, d, value
-        The largest score, the sum of exponentials, and another one of both.
+    top, d
+        The largest score, and the sum of all exponentials over its own.
+    sum, value
+        A sum of powers, and a logarithm.
     bits, rank, place
         Registers for what is compared.
     bound
@@ -65,8 +67,9 @@ class State(Buffers):
         Shared: the blocks that reach it; how many stands in `counts[1]`.
     counts, keys
         Shared: how many keys reach it (`counts[0]`), and they themselves.
-    sums
-        Shared: largest scores and sums of exponentials: of all blocks, and behind that of other warps' keys beyond.
+    largest, sums
+        Shared: ordered bits of largest scores, and their sums of powers: of all blocks, and behind that of other warps'
+        keys beyond.
     bests
         Shared: each warp's best key.
     """
@@ -79,7 +82,7 @@ class State(Buffers):
     words: Any = local("int32")
     beyond: Any = local("int32")
     heads: Any = local("uint32", lambda e: e.heads_each * e.maxima)
-    parts: Any = local("float32", lambda e: e.heads_each * e.maxima)
+    parts: Any = local("float64", lambda e: e.heads_each * e.maxima)
     maxima: Any = local("uint32", lambda e: e.maxima)
     ranks: Any = local("int32", lambda e: e.maxima)
     found: Any = local("int32")
@@ -90,7 +93,8 @@ class State(Buffers):
     late: Any = local("uint64")
     top: Any = local("float32")
     d: Any = local("float32")
-    value: Any = local("float32", 2)
+    sum: Any = local("float64")
+    value: Any = local("float32")
     bits: Any = local("uint32")
     rank: Any = local("int32")
     place: Any = local("int32")
@@ -98,35 +102,38 @@ class State(Buffers):
     blocks: Any = shared("int32", lambda e: e.blocks)
     counts: Any = shared("int32", 2)
     keys: Any = shared("uint64", SURVIVORS)
-    sums: Any = shared("float32", lambda e: 2 * (e.searchers - 1))
+    largest: Any = shared("uint32", lambda e: e.searchers - 1)
+    sums: Any = shared("float64", lambda e: e.searchers - 1)
     bests: Any = shared("uint64", lambda e: e.searchers)
 
 
 # fmt: off
 def load_heads(e: Extents) -> Phase:
-    """Reads: the blocks' best keys and sums of exponentials. Writes: `heads` and `parts`, 0 for blocks that there are
+    """Reads: the blocks' best keys and sums of powers. Writes: `heads` and `parts`, 0 for blocks that there are
     not. Barriers: none."""
 
     @T.inline
     def phase(io, s):
         for i in T.unroll(e.heads_each * e.maxima):
             s.heads[i] = T.uint32(0)
-            s.parts[i] = T.float32(0)
+            s.parts[i] = T.float64(0)
             if i * WARP + s.t % WARP < e.blocks:
                 T.ptx.ld.global_.u32(s.heads[i], io.heads.ptr_to([s.flat, i * WARP + s.t % WARP]))
-                load_float(s.parts[i], io.sums.ptr_to([s.flat, i * WARP + s.t % WARP]))
+                load_sum(s.parts[i], io.sums.ptr_to([s.flat, i * WARP + s.t % WARP]))
 
     return phase
 
 
 @T.inline
-def add_up(s, factor):
-    """Of all lanes of a warp: `d` and `top`, the largest score that each has summed up to, from `value` and `bits`."""
-    s.top[0] = T.max(bits_value(
-        T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])), LOWEST)
-    s.d[0] = s.value[0] * T.exp2((T.max(bits_value(s.bits[0]), LOWEST) - s.top[0]) * factor)
+def add_up(s, factor, slot):
+    """Put all lanes' `sum`, whose largest scores `bits` are, together to the warp's part of `sums`."""
+    largest: T.uint32 = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
+    change_unit(s.sum, unit_of_bits(s.bits[0], factor), unit_of_bits(largest, factor))
     for b in T.unroll(5):
-        s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+        s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
+    if s.t % WARP == 0:
+        s.largest[slot] = largest
+        s.sums[slot] = s.sum[0]
 
 
 def find_blocks(e: Extents) -> Phase:
@@ -178,14 +185,11 @@ def join_sums(e: Extents) -> Phase:
         s.bits[0] = T.uint32(0)
         for i in T.unroll(e.heads_each * e.maxima):
             s.bits[0] = T.max(s.bits[0], s.heads[i])
-        s.value[0] = T.float32(0)
+        s.sum[0] = T.float64(0)
         for i in T.unroll(e.heads_each * e.maxima):
-            s.value[0] = s.value[0] + s.parts[i] * T.exp2(
-                (T.max(bits_value(s.heads[i]), LOWEST) - T.max(bits_value(s.bits[0]), LOWEST)) * factor)
-        add_up(s, factor)
-        if s.t % WARP == 0:
-            s.sums[0] = s.top[0]
-            s.sums[1] = s.d[0]
+            s.sum[0] = s.sum[0] + s.parts[i] * T.Cast(
+                "float64", two_to(unit_of_bits(s.heads[i], factor) - unit_of_bits(s.bits[0], factor)))
+        add_up(s, factor, 0)
 
     return phase
 
@@ -200,22 +204,17 @@ def sum_beyond(e: Extents) -> Phase:
     @T.inline
     def phase(io, s, factor):
         s.bits[0] = T.uint32(0)
-        s.value[0] = T.float32(0)
+        s.sum[0] = T.float64(0)
         for i in T.serial((s.beyond[0] - (s.t - 2 * WARP) + (threads - 1)) // threads):
             s.other[0] = s.late[0]
             if i > 0:
                 load_key(s.other[0], io.others.ptr_to([s.flat, e.slots + i * threads + s.t - 2 * WARP]))
-            s.value[0] = s.value[0] * T.exp2(
-                (T.max(bits_value(s.bits[0]), LOWEST)
-                 - T.max(bits_value(T.max(s.bits[0], key_bits(s.other[0]))), LOWEST)) * factor)
-            s.bits[0] = T.max(s.bits[0], key_bits(s.other[0]))
-            s.value[0] = s.value[0] + T.exp2(
-                (key_value(s.other[0]) - T.max(bits_value(s.bits[0]), LOWEST)) * factor)
+            if key_bits(s.other[0]) > s.bits[0]:
+                change_unit(s.sum, unit_of_bits(s.bits[0], factor), unit_of_bits(key_bits(s.other[0]), factor))
+                s.bits[0] = key_bits(s.other[0])
+            add_power(s.sum, s.value, key_value(s.other[0]), factor, unit_of_bits(s.bits[0], factor))
         T.cuda.warp_sync()
-        add_up(s, factor)
-        if s.t % WARP == 0:
-            s.sums[s.t // WARP * 2 - 2] = s.top[0]
-            s.sums[s.t // WARP * 2 - 1] = s.d[0]
+        add_up(s, factor, s.t // WARP - 1)
 
     return phase
 
@@ -239,11 +238,11 @@ def take_keys(e: Extents) -> Phase:
     def load(io, s, block, at, j):
         """A key of a block, its `at`-th."""
         s.own[j] = T.uint64(0)
-        if at < s.each[0]:
-            if block * s.each[0] + at < io.frequent:
-                load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
-        elif at < s.each[0] + SLOTS:
-            load_key(s.own[j], io.others.ptr_to([s.flat, block * SLOTS + at - s.each[0]]))
+        if block < e.group_rows:
+            if at < SLOTS:
+                load_key(s.own[j], io.others.ptr_to([s.flat, block * SLOTS + at]))
+        elif at < s.each[0] and (block - e.group_rows) * s.each[0] + at < io.frequent:
+            load_key(s.own[j], io.keys.ptr_to([s.flat, (block - e.group_rows) * s.each[0] + at]))
 
     @T.inline
     def load_some(io, s, i, first):
@@ -260,17 +259,15 @@ def take_keys(e: Extents) -> Phase:
 
     @T.inline
     def total(s, factor):
-        """Of the pairs in `sums`, by each warp for itself."""
+        """Of the parts in `sums`, by each warp for itself."""
         lane: T.int32 = T.min(s.t % WARP, e.searchers - 2)
-        s.top[0] = s.sums[lane * 2]
-        s.value[1] = s.top[0]
+        s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.largest[lane])
+        s.sum[0] = T.if_then_else(s.t % WARP < e.searchers - 1, s.sums[lane], T.float64(0))
+        change_unit(s.sum, unit_of_bits(s.largest[lane], factor), unit_of_bits(s.bits[0], factor))
         for b in T.unroll(5):
-            s.top[0] = T.max(s.top[0], T.reinterpret("float32", T.tvm_warp_shuffle_xor(
-                T.uint32(FULL_WARP), T.reinterpret("uint32", s.top[0]), 1 << b, 32, 32)))
-        s.d[0] = T.if_then_else(
-            s.t % WARP < e.searchers - 1, s.sums[lane * 2 + 1] * T.exp2((s.value[1] - s.top[0]) * factor), T.float32(0))
-        for b in T.unroll(5):
-            s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
+        s.top[0] = T.max(bits_value(s.bits[0]), LOWEST)
+        over_largest(s.d, s.value, s.sum, s.top[0], factor)
 
     @T.inline
     def phase(io, s, factor):
@@ -281,7 +278,7 @@ def take_keys(e: Extents) -> Phase:
             if i > 0:
                 load_some(io, s, i, 0)
             keep_some(s)
-            for j in T.serial((s.each[0] + SLOTS - 1) // (WARP * AT_ONCE)):
+            for j in T.serial((T.max(s.each[0], SLOTS) - 1) // (WARP * AT_ONCE)):
                 load_some(io, s, i, (j + 1) * AT_ONCE)
                 keep_some(s)
         if s.t >= 2 * WARP:
@@ -390,20 +387,13 @@ def finish_list(e: Extents) -> Phase:
 
 
 def clear(e: Extents) -> Phase:
-    """Counts and bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
-
-    @T.inline
-    def zero(buffer, size, at):
-        words = T.decl_buffer((size,), "uint32", data=buffer.data)
-        for i in T.serial((size - at * 4 + (e.blocks * SEARCHERS * 4 - 1)) // (e.blocks * SEARCHERS * 4)):
-            T.ptx.st.global_.v4.u32(
-                words.ptr_to([(i * (e.blocks * SEARCHERS) + at) * 4]),
-                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
+    """Bitmaps to 0; the phase is (io, block, t)."""
 
     @T.inline
     def phase(io, block, t):
-        zero(io.hits, io.lists * (e.beam * e.cells), block * SEARCHERS + t)
-        zero(io.bitmap, io.lists * e.bitmap, block * SEARCHERS + t)
+        words = T.decl_buffer((io.lists * e.bitmap,), "uint32", data=io.bitmap.data)
+        if (block * SEARCHERS + t) * 4 < io.lists * e.bitmap:
+            T.ptx.st.global_.v4.u32(words.ptr_to([(block * SEARCHERS + t) * 4]), *[T.uint32(0)] * 4)
 
     return phase
 
@@ -417,7 +407,7 @@ def merge(e: Extents) -> Phase:
     @T.inline
     def search(io, s):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        s.each[0] = (io.frequent + (e.blocks - 1)) // e.blocks
+        s.each[0] = (io.frequent + (e.product_blocks - 1)) // e.product_blocks
         T.ptx.ld.global_.s32(s.beyond[0], io.found.ptr_to([s.index, 0]))
         T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 1]))
         s.late[0] = T.uint64(0)
@@ -441,7 +431,7 @@ def merge(e: Extents) -> Phase:
     @T.inline
     def kernel(io):
         with device_region():
-            flat = T.cta_id([io.lists * e.beam + e.blocks])
+            flat = T.cta_id([io.lists * e.beam + (io.lists * e.bitmap + (SEARCHERS * 4 - 1)) // (SEARCHERS * 4)])
             t = T.thread_id([SEARCHERS])
             s = T.meta_var(State.alloc(e, flat=flat, index=flat // e.beam, row=flat % e.beam, t=t))
             if t == 0:

@@ -1,0 +1,79 @@
+"""Sums of exponentials that do not depend on the order in which scores come.
+
+Which thread block finds a word differs from run to run, and with it what is summed where. So that results do not, an
+exponential is written as a float32 of about [1, 2), the same wherever it is computed, times a whole power of two. A sum
+of them is a float64 in *units* of the power that belongs to the largest score in it: changing the unit is exact, and
+the order of additions shows in the 53rd bit only.
+
+power_unit   the exponent of a score's whole power of two
+two_to       the factor between two such
+add_power    a score's exponential, to a sum
+change_unit  of a sum
+over_largest what a sum is over the exponential of its largest score
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.selection import bits_value
+
+LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
+# From here on a float32 has no fraction, nor is what rounding took from the product of use.
+WHOLE = T.float32(1 << 24)
+
+
+def power_unit(score: Any, factor: Any) -> tirx.PrimExpr:
+    """floor(score * factor), finite; that of the lowest score for NaN. `factor` is the scale times log2(e)."""
+    return T.min(T.max(T.floor(T.max(score, LOWEST) * factor), LOWEST), HIGHEST)
+
+
+def unit_of_bits(bits: Any, factor: Any) -> tirx.PrimExpr:
+    """The unit of a sum whose largest score has these ordered bits, 0 for none."""
+    return power_unit(bits_value(bits), factor)
+
+
+def two_to(whole: Any) -> tirx.PrimExpr:
+    """2^whole for a difference of units that is at most 0, in float32; below 2^-126 nothing adds to a sum."""
+    exponent = T.Cast("int32", T.min(T.max(whole, T.float32(-126)), T.float32(0))) + 127
+    return T.reinterpret("float32", exponent << 23)
+
+
+def is_finite(x: Any) -> tirx.PrimExpr:
+    return (T.reinterpret("uint32", x) & T.uint32(0x7F800000)) != T.uint32(0x7F800000)
+
+
+# fmt: off
+@T.inline
+def raise_rest(rest, score, factor, whole):
+    """2^(score * factor - whole), with one rounding; NaN for NaN and for plus or minus infinity."""
+    T.ptx.fma.rn.f32(rest[0], score, factor, T.float32(0) - whole)
+    if T.abs(whole) >= WHOLE:
+        rest[0] = T.Select(is_finite(score), T.float32(0), T.float32("nan"))
+    rest[0] = T.exp2(rest[0])
+
+
+@T.inline
+def add_power(total, rest, score, factor, unit):
+    """Add a score's exponential, in units of 2^unit, to the float64 `total`; `rest` is a float32 to work with."""
+    whole: T.float32 = power_unit(score, factor)
+    raise_rest(rest, score, factor, whole)
+    if score != T.float32("-inf"):
+        total[0] = total[0] + T.Cast("float64", rest[0] * two_to(whole - unit))
+
+
+@T.inline
+def change_unit(total, unit, larger):
+    """Write a sum in a larger unit."""
+    total[0] = total[0] * T.Cast("float64", two_to(unit - larger))
+
+
+@T.inline
+def over_largest(d, rest, total, largest, factor):
+    """To `d`, a float32: what `total` is over the exponential of `largest`, whose unit it has."""
+    raise_rest(rest, largest, factor, power_unit(largest, factor))
+    d[0] = T.Select(total[0] == T.float64(0), T.float32(0), T.Cast("float32", total[0]) / rest[0])
+# fmt: on
