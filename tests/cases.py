@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import core_only
 import pytest
 
 from tvm_sparse.core import registry, spaces
@@ -78,7 +79,11 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
 def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
     """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else."""
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    own.warmup([parse(key) for key in keys], cpu(), builders=2)
+    with pytest.MonkeyPatch.context() as patch:
+        # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
+        (hidden := cache / "without_torch").mkdir(parents=True)
+        patch.setenv("PYTHONPATH", core_only.environment(hidden, absent=("torch",))["PYTHONPATH"])
+        own.warmup([parse(key) for key in keys], cpu(), builders=2)
     with pytest.MonkeyPatch.context() as patch:
         use_dispatcher(patch, own)
         yield own
