@@ -130,7 +130,8 @@ def tune(
 
             folder = logs if logs is not None else paths.user_logs()
             fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
-            builders_now = builders or machine.default_builders(len(fleet.devices))
+            gpus = sum(count for where, count in fleet.machines.items() if where.kind == "cuda")
+            builders_now = builders or machine.default_builders(gpus)
             plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed, strategy)
             plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
             console().print(plan_table(plans, len(fleet.devices)))
