@@ -1166,7 +1166,7 @@ def _number(row: Row, name: str, digits: int = 2) -> str:
 def trials_distribution() -> str:
     rows = [
         [code(r["operator"]), code(r["template"]), r["problems"], f"{int(r['trials']):,}", percent(float(r["failed"]))]
-        + [r["wins"], _number(r, "best"), _number(r, "median"), percent(float(r["quarter"] or 0))]
+        + [r["wins"], _number(r, "best"), _number(r, "median"), percent(float(r["within_1.25"] or 0))]
         for r in results("trials-distribution").rows
         if r["arch"] == TRIALS_GPU
     ]
@@ -1440,7 +1440,7 @@ def searches_warm() -> str:
 @part
 def searches_findings() -> str:
     """What the rows of all spaces together say, in words."""
-    blocks = []
+    blocks, each = [], list[str]()
     for start, after in STARTS.items():
         rows = {r["strategy"]: r for r in _search_rows(start, "all")}
         if not rows:
@@ -1454,6 +1454,9 @@ def searches_findings() -> str:
             f"After 64 trials what the evolutionary search with XGBoost has found takes {value:.3f} times"
             f" [{low:.3f}, {high:.3f}] as long as what random search has found (p = {blind['p']}): {verdict}."
         )
+        better = [r for r in rows.values() if r["p"] and float(r["high"]) < 1]
+        each = [f"{code(r['strategy'])} takes {float(r['over_reference']):.3f} times as long" for r in better]
+        said.append(f"Better than it with its whole interval: {listed(each) if each else 'none'}.")
         halves = [r for r in rows.values() if r["p"] and r["strategy"] != "evolutionary"]
         enough = [r["strategy"] for r in halves if float(r["half_high"]) <= 1.02]
         point = [r["strategy"] for r in halves if float(r["half"]) <= 1.02 and r["strategy"] not in enough]
@@ -1463,16 +1466,20 @@ def searches_findings() -> str:
             + (f"; {listed(list(map(code, point)))} by the mean alone" if point else "")
             + "."
         )
-        each = [r for r in _search_rows(start) if r["p"] and r["space"] != "all"]
-        names = list(dict.fromkeys(r["strategy"] for r in each))
-        within = {n: sum(float(r["half"]) <= 1.02 for r in each if r["strategy"] == n) for n in names}
+        apart = [r for r in _search_rows(start) if r["p"] and r["space"] != "all"]
+        names = list(dict.fromkeys(r["strategy"] for r in apart))
+        within = {n: sum(float(r["half"]) <= 1.02 for r in apart if r["strategy"] == n) for n in names}
         said.append(
             f"Space by space, of {spaces_}, by the mean: "
             + ", ".join(f"{code(name)} on {count}" for name, count in within.items())
             + "."
         )
         blocks.append(" ".join(said))
-    blocks.append(f"`tune` takes {code(DEFAULT)} unless `--strategy` names another.")
+    # What the loop leaves is of the start that `tune` has.
+    verdict = f"there {listed(each)}" if each else "nothing is better there"
+    blocks.append(
+        f"`tune` starts in the second way. It takes {code(DEFAULT)} unless `--strategy` names another: {verdict}."
+    )
     return "\n\n".join(blocks)
 
 
@@ -1495,6 +1502,35 @@ def tuning_gain() -> str:
         trials = by.get("trials")
         rows.append([*cells, f"{trials['gain']}, {trials['high']} ({trials['problems']})" if trials else ""])
     return table(["operator", "arch", *over.values(), "trials to 95 %"], rows)
+
+
+HALVES = "half-the-trials"
+
+
+@part
+def halves_recorded() -> str:
+    rows = [
+        [r["operator"] if r["operator"] == "all" else code(r["operator"]), r["least"], r["way"], r["problems"],
+         r["trials"], f"{float(r['loss']):.3f}" + (f" [{r['low']}, {r['high']}]" if r["low"] else ""), r["worst"],
+         percent(float(r["close"])), percent(float(r["measured"]))]
+        for r in results(f"{HALVES}-{TRIALS_GPU}").rows
+    ]  # fmt: skip
+    head = ["operator", "trials, at least", "way", "problems", "trials", "loss", "worst", "within 2 %", "measured"]
+    return table(head, rows)
+
+
+@part
+def halves_measured() -> str:
+    found = results(f"{HALVES}-h200") if (RESULTS / f"{HALVES}-h200.csv").exists() else None
+    if found is None:
+        return "No GPU has tuned these anew yet: `python scripts/half_the_trials.py --measure`."
+    rows = [
+        [code(r["problem"]), r["shipped_trials"], r["trials"], r["shipped_us"], r["found_us"], r["fallback_us"],
+         f"{float(r['ratio']):.3f}"]
+        for r in found.rows
+    ]  # fmt: skip
+    head = ["problem", "trials shipped", "trials", "shipped, us", "found, us", "fallback, us", "found / shipped"]
+    return f"{provenance(f'{HALVES}-h200')}: {found.facts['ratio']}.\n\n" + table(head, rows)
 
 
 # ----------------------------------------------------------------------------------------------------------- files

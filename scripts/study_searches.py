@@ -21,7 +21,7 @@ from reproduction import RESULTS, write_csv
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
-from tvm_sparse.research import simulation
+from tvm_sparse.research import plots, simulation
 from tvm_sparse.research.simulation import Recorded, Run, Summary
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +133,7 @@ def main(
             shown.add_row(*(str(line[place]) for place in SHOWN))
         if not strategy:
             curves = simulation.curves(runs, {name: one.optimum for name, one in spaces.items()})
-            simulation.draw(curves, IMAGES / f"searches-{start}.png")
+            plots.save(plots.search_curves(curves), IMAGES / f"searches-{start}.png")
     console().print(shown)
     if not strategy:
         facts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,9 +30,15 @@ AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
 
 
+@functools.cache
+def applicable(kind: str, problem: Problem) -> tuple[Template, ...]:
+    """Kept, because a space whose first point is searched for takes a while and the tests list it many times."""
+    return tuple(map(spaces.find, spaces.applicable(problem, MACHINES[kind])[0]))
+
+
 def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> list[tuple[Template, Problem]]:
     """The templates of a kind of machine whose attributes are `having`, with each problem that they apply to."""
-    pairs = [(spaces.find(name), p) for p in problems for name in spaces.applicable(p, MACHINES[kind])[0]]
+    pairs = [(template, problem) for problem in problems for template in applicable(kind, problem)]
     return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
 
 

@@ -78,6 +78,11 @@ def test_snippets_of_the_pages_run(tmp_path: Path) -> None:
     run(WITH_PYTHON, tmp_path)
 
 
+def test_a_template_takes_fewer_than_40_lines_from_empty_file_to_library() -> None:
+    plugin, commands = (text for _, title, text in blocks("docs/adding-a-template.md") if title or "--plugin" in text)
+    assert len((plugin + commands).splitlines()) < 40
+
+
 def test_shapes_in_pages_are_shapes(tmp_path: Path) -> None:
     tables = [text for page in ("README.md", *PAGES) for kind, _, text in blocks(page) if text.startswith("[[")]
     assert len(tables) >= 2

@@ -187,6 +187,8 @@ def test_the_model_of_metaschedule_is_that_of_metaschedule() -> None:
 
 
 def test_transfer_and_budget_are_counted(table: Any) -> None:
+    import pandas
+
     from tvm_sparse.research import study
     from tvm_sparse.research.points import points
 
@@ -201,11 +203,24 @@ def test_transfer_and_budget_are_counted(table: Any) -> None:
     # Of 30 pairs the five to that problem are unknown; its own best point has twice the least depth, elsewhere too.
     assert line["differs"] == "batch" and line["pairs"] == 30 and line["measured"] == 25 / 30
     assert line["loss"] == pytest.approx(math.exp(0.2 * 5 / 25)) and line["worst"] == pytest.approx(math.exp(0.2))
+    # Another GPU, on which points of vec=1 take three times as long: pairs of architectures have rows of their own.
+    narrow = table["seconds"].where(table["decision.vec"] > 1, 3 * table["seconds"])
+    both = pandas.concat([table, table.assign(arch="sm_80", seconds=narrow)], ignore_index=True)
+    found = study.transfer_summary(both).set_index(["arch", "differs"])["loss"]
+    assert found["sm_90a", "batch"] == found["sm_80", "batch"] == pytest.approx(1)
+    assert found["sm_90a", "arch"] == pytest.approx(3 / math.exp(0.4), rel=1e-3)
+    assert found["sm_80", "arch"] == pytest.approx(math.exp(0.4), rel=1e-3)
     # Points within 5 %: those of vec=1, depth=1, one for each number of threads.
     found = study.budget(table).set_index("problem")
     assert found["good"][KEY.format(2)] == 4 / 64 and found["points"][KEY.format(1)] == 48
     order = table[(table["problem"] == KEY.format(2)) & (table["seconds"] < seconds(2, 1, 1, 1) * 1.05)]["order"]
     assert found["recorded"][KEY.format(2)] == order.min() + 1
+    # Half of the trials, failures among them: 64 in each problem.
+    found = study.halves(table).set_index("problem")
+    assert (found["trials"] == 64).all() and found["needed"][KEY.format(2)] == order.min() + 1
+    first = table[(table["problem"] == KEY.format(1)) & (table["order"] < 32)]["seconds"].min()
+    assert found["loss"][KEY.format(1)] == pytest.approx(first / seconds(1, 1, 1, 1))
+    assert len(study.halves(table, least=65)) == 0
 
 
 @pytest.mark.parametrize("count, good", [(7, 2), (6, 1), (5, 5), (9, 3)])
@@ -241,8 +256,8 @@ def test_restrictions_and_points_make_the_table() -> None:
     assert parts["cluster_gate"].points == tuple(
         spaces.points(problem, SM90, {"cluster_gate": parts["cluster_gate"].table})
     )
-    with pytest.raises(ProblemError, match="expected one of threshold_gate, "):
-        space.parts(problem, SM90, ["nothing"])
+    with pytest.raises(ProblemError, match="'nothing'; on sm_90a expected one of threshold_gate, "):
+        space.parts(problem, SM90, ["threshold_gate", "nothing"])
 
 
 def test_code_of_points_is_shown() -> None:
@@ -400,4 +415,7 @@ def test_what_there_is_not_is_said(logs: Path) -> None:
     assert "expected one of distribution" in call("study", "--part", "nothing", "--logs", logs, code=2)
     assert "no trial is recorded" in call("study", "softmax", "--logs", logs, code=2)
     assert "no trial has 'batch'" in call("study", "bsr_matmul", "batch=3", "--logs", logs, code=2)
+    assert "m is one of 1, 2, 4, 8" in call("study", "bsr_matmul", "m=3", "--logs", logs, code=2)
+    assert "expected axis=value" in call("study", "bsr_matmul", "m", "--logs", logs, code=2)
+    assert "does not exist" in call("study", "--logs", logs / "gone", code=2)
     assert database.rows([logs], operator="softmax") == []

@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, ceildiv, powers
+from tvm_sparse.core.template import (
+    Decisions,
+    Features,
+    Launch,
+    NotApplicable,
+    Program,
+    Table,
+    Template,
+    ceildiv,
+    powers,
+)
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from .features import features as product_features
@@ -123,12 +133,16 @@ def _features(problem: BsrMatmul, machine: Machine, decisions: Decisions, work: 
         machine,
         tile_m=tile_m,
         outputs=tile_m * tile_n * rows,
-        threads=decisions["reduce_threads"] * rows,
+        threads=launch(problem, decisions).threads,
         blocks=ceildiv(problem.m, tile_m) * (problem.n // (tile_n * rows)),
         work=work,
         at_once=decisions["reduce_threads"],
         held=tile_m * tile_n + (tile_n + 1) * vec,
     )
+
+
+def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:
+    return Launch(decisions["reduce_threads"] * decisions["rows"])
 
 
 @dataclass(frozen=True)
@@ -356,6 +370,7 @@ over_blocks = Template(
     program=blocks_build,
     allowed=blocks_allowed,
     features=blocks_features,
+    launch=launch,
 )
 
 warp_shuffle = Template(
@@ -369,6 +384,7 @@ warp_shuffle = Template(
     program=build,
     allowed=allowed,
     features=features,
+    launch=launch,
 )
 
 cross_thread = Template(
@@ -382,4 +398,5 @@ cross_thread = Template(
     program=build,
     allowed=shared_allowed,
     features=features,
+    launch=launch,
 )

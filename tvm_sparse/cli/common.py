@@ -58,6 +58,9 @@ Target = Annotated[
         help="auto (the GPU if there is one), cpu, cuda, or an architecture: sm_80, sm_90a, x86-64-v3, ...",
     ),
 ]
+Templates = Annotated[
+    list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Fixed = Annotated[
     list[str] | None,

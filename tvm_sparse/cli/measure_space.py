@@ -18,6 +18,7 @@ from .common import (
     Operator,
     Plugins,
     Target,
+    Templates,
     duration,
     errors,
     fixed_values,
@@ -40,10 +41,7 @@ def measure_space(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Compressed if its name ends in .xz.")
     ] = Path("space.jsonl.xz"),
     target: Target = "auto",
-    templates: Annotated[
-        list[str] | None,
-        typer.Option("--template", metavar="NAME", help="This template only; may be given again."),
-    ] = None,
+    templates: Templates = None,
     fix: Fixed = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every point is timed, one round after another.")] = 3,
     builders: Builders = None,
@@ -62,6 +60,7 @@ def measure_space(
 
         problem = problem_of(operator, axes)
         where = machine.resolve(target) if dry_run else machine_here(target, "measuring")
+        spaces.named(templates or (), problem.operator, where)  # raises where there is none of a name
         applicable = spaces.applicable(problem, where)[0]
         fixed = fixed_values(fix, sorted({name for table in applicable.values() for name in table}))
         tables, left_out = spaces.searched(problem, where, templates or (), fixed)

@@ -18,7 +18,10 @@ CSV = ("space", "strategy", "trials", "excess", "low", "high")
 
 
 def simulate(
-    spaces: Annotated[list[Path], typer.Argument(metavar="SPACE...", help="Files that measure-space has written.")],
+    spaces: Annotated[
+        list[Path],
+        typer.Argument(metavar="SPACE...", exists=True, dir_okay=False, help="Files that measure-space has written."),
+    ],
     strategies: Annotated[
         list[str] | None,
         typer.Option("--strategy", metavar="NAME", help="May be given again.  \\[default: evolutionary, random]"),
@@ -28,7 +31,10 @@ def simulate(
     repeats: Annotated[int, typer.Option(min=2, help="Searches with each strategy, of other seeds.")] = 20,
     batch: Annotated[int, typer.Option(min=1, help="Points that are proposed at a time.")] = 16,
     logs: Annotated[
-        Path | None, typer.Option(help="Records of similar problems, whose winners are tried first, as by tune.")
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="Records of similar problems, whose winners are tried first, as by tune."
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     csv: Annotated[
@@ -81,7 +87,9 @@ def simulate(
             _write(csv, curves)
             typer.echo(f"Written to {csv}")
         if plot:
-            simulation.draw(curves, plot)
+            from ..research import plots
+
+            plots.save(plots.search_curves(curves), plot)
             typer.echo(f"Drawn in {plot}")
 
 

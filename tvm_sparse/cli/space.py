@@ -14,7 +14,20 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import make
-from .common import AsJson, Axes, Builders, Operator, Plugins, Target, console, echo_json, errors, problem_of, table
+from .common import (
+    AsJson,
+    Axes,
+    Builders,
+    Operator,
+    Plugins,
+    Target,
+    Templates,
+    console,
+    echo_json,
+    errors,
+    problem_of,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..research.space import Compiled, Difference, Part
@@ -23,9 +36,7 @@ if TYPE_CHECKING:
 def space(
     operator: Operator,
     axes: Axes = None,
-    templates: Annotated[
-        list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
-    ] = None,
+    templates: Templates = None,
     target: Target = "auto",
     sample: Annotated[int, typer.Option(min=0, help="Show so many points of each template.")] = 0,
     point: Annotated[
@@ -68,6 +79,8 @@ def space(
             _print_inputs(Path(operator))
             return
         problem, where = problem_of(operator, axes), machine.resolve(target)
+        if emit:
+            spaces.check_form(emit, where)
         if inputs is not None:
             _write_inputs(problem, where, templates or (), inputs)
             return
@@ -75,16 +88,15 @@ def space(
         if diff is not None:
             _compare(problem, where, templates or (), points, diff, emit, as_json)
             return
-        for one in points:
-            typer.echo(str(one))
-            if emit:
-                typer.echo(spaces.emitted(problem, one, where, emit))
         if points:
+            _show_points(problem, where, points, emit)
             return
         found = spaces.parts(problem, where, templates or ())
         workers = builders or machine.default_builders()
         tried = {
-            part.template.name: spaces.compiled(problem, where, spaces.sampled(part.points, compile, seed), workers)
+            part.template.name: spaces.compiled(
+                problem, where, spaces.sampled(part.points, compile, seed), workers, of=len(part.points)
+            )
             for part in found
             if compile and part.points
         }
@@ -94,10 +106,17 @@ def space(
             echo_json([_described(problem, where, part, tried, shown[part.template.name], code) for part in found])
             return
         _print(problem, where, found, tried)
-        for candidate in (one for candidates in shown.values() for one in candidates):
-            typer.echo(str(candidate))
-            if emit:
-                typer.echo(spaces.emitted(problem, candidate, where, emit))
+        _show_points(problem, where, [one for candidates in shown.values() for one in candidates], emit)
+
+
+def _show_points(problem: Problem, where: Machine, points: Iterable[Candidate], emit: str | None) -> None:
+    """Points, each with its code if a form of it is asked for."""
+    from ..research.space import emitted
+
+    for point in points:
+        typer.echo(str(point))
+        if emit:
+            typer.echo(emitted(problem, point, where, emit))
 
 
 def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: Path) -> None:
@@ -192,7 +211,7 @@ def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mappi
 
 def _share(one: Compiled) -> str:
     low, high = one.interval
-    return f"{one.fits} of {one.tried}: {low:.0%} to {high:.0%}"
+    return f"{one.fits} of {one.tried}: " + (f"{low:.0%} to {high:.0%}" if low < high else f"{low:.0%}")
 
 
 def _compare(

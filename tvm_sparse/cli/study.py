@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 Recorded = Annotated[
     list[Path] | None,
     typer.Option(
+        exists=True,
         help="Folder of records, a measured space, or results in T4; may be given again."
-        "  \\[default: the package's logs, then yours]"
+        "  \\[default: the package's logs, then yours]",
     ),
 ]
 Some = Annotated[str | None, typer.Argument(metavar="OPERATOR", help="Only this operator.")]
@@ -28,8 +29,8 @@ Parts = Annotated[
     typer.Option(
         "--part",
         metavar="NAME",
-        help="distribution, failures, importance, effects, models, recorded-models, transfer or budget; may be given"
-        " again.  \\[default: all]",
+        help="distribution, failures, importance, effects, models, recorded-models, transfer, budget or halves; may be"
+        " given again.  \\[default: all]",
     ),
 ]
 
@@ -62,10 +63,12 @@ def study(
         if as_json:
             echo_json({name: rows.to_dict("records") for name, rows in found.items()})
             return
+        from rich.markup import escape
+
         screen = console()
         for name, rows in found.items():
-            doc = (studies.PARTS[name].__doc__ or "").split("\n\n")[0]
-            screen.print(f"[bold]{name}[/bold]: {' '.join(doc.split())}", soft_wrap=True)
+            doc = " ".join((studies.PARTS[name].__doc__ or "").split())
+            screen.print(f"[bold]{name}[/bold]: {escape(doc)}")
             shown = studies.shown(rows)
             made = table(*shown.columns, right=[c for c in shown if rows[c].dtype.kind in "fiu"])
             for row in shown.itertuples(index=False):
@@ -93,12 +96,18 @@ def recorded(
     if operator is not None:
         registry.find(operator)
     found = trials(default_roots(logs), operator=operator, arch=arch)
+    if not len(found):
+        raise ProblemError("no trial is recorded of what was asked for; see tvm-sparse db ls")
     for text in axes or ():
-        name, _, value = text.partition("=")
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ProblemError(f"expected axis=value, got {text!r}")
         if f"axis.{name}" not in found:
             valid = [column.removeprefix("axis.") for column in found if column.startswith("axis.")]
             raise ProblemError(f"axis: no trial has {name!r}; expected one of {', '.join(valid)}")
-        found = found[found[f"axis.{name}"].astype(str) == value]
-    if not len(found):
-        raise ProblemError("no trial is recorded of what was asked for; see tvm-sparse db ls")
+        there = found[f"axis.{name}"]
+        found = found[there.astype(str) == value]
+        if not len(found):
+            values = ", ".join(map(str, sorted(there.dropna().unique())))
+            raise ProblemError(f"axis: no trial has {text}; {name} is one of {values}")
     return found

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from . import registry
 from .candidate import Candidate
 from .machine import Machine
-from .problem import Problem
+from .problem import Problem, ProblemError
 from .template import NotApplicable, Table, Template
 
 
@@ -28,6 +28,20 @@ def find(name: str, operator: str | None = None) -> Template:
         if template.name == name:
             return template
     raise KeyError(f"template: got {name!r}; expected one of {', '.join(t.name for t in known)}")
+
+
+def named(names: Collection[str], operator: str, machine: Machine) -> list[Template]:
+    """The templates of an operator for this kind of machine that have these names; all of them without names.
+
+    Raises
+    ------
+    ProblemError
+        For a name that none of them has.
+    """
+    known = {template.name: template for template in templates(operator) if template.kind == machine.kind}
+    if unknown := [name for name in names if name not in known]:
+        raise ProblemError(f"template: got {unknown[0]!r}; on {machine.arch} expected one of {', '.join(known)}")
+    return [template for name, template in known.items() if not names or name in names]
 
 
 def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], dict[str, str]]:

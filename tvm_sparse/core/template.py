@@ -63,6 +63,14 @@ class Resident:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a thread block of a CUDA kernel takes beside its registers and its static shared memory."""
+
+    threads: int
+    dynamic_shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Program:
     """One point of a template, ready to compile: the function `main` and the workspaces that it takes."""
 
@@ -91,6 +99,10 @@ class Template(Generic[P]):
         decisions: how many thread blocks a multiprocessor gets, how many steps a thread goes, which share of the
         lanes is idle. Templates of one operator give the same name to the same thing (`records.predictor`). Asked of
         any decisions of the table, also where they are not allowed.
+    launch
+        (problem, decisions) -> the launch of a CUDA program's kernel, of several of that which takes most of the time.
+        Tables of trials have threads and occupancy from it (`records.database`); without it threads are what the
+        decision of that name says, and dynamic shared memory is not counted.
     explicit_threads
         Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
         turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
@@ -111,6 +123,7 @@ class Template(Generic[P]):
     program: Callable[[P, Decisions], Program]
     allowed: Callable[[P, Machine, Decisions], str | None] = lambda problem, machine, decisions: None
     features: Callable[[P, Machine, Decisions], Features] = lambda problem, machine, decisions: {}
+    launch: Callable[[P, Decisions], Launch] | None = None
     explicit_threads: bool = False
     cooperative: bool = False
     comparison: bool = False

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
+from ..core.template import Launch
 from . import exchange, space
 from .codec import encode
 from .log import Contents, Log
@@ -173,12 +174,16 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
         How the trial ended; `seconds` is the median of the repeats `seconds_all`, of a ranking that of its rounds.
     fallback_seconds
         Of a ranking: what would run without tuning.
-    registers, shared_bytes, local_bytes, spill_instructions, threads
-        What a CUDA kernel takes: a thread's registers, static shared memory and threads of a block, ...
+    registers, shared_bytes, local_bytes, spill_instructions
+        What a CUDA kernel takes: a thread's registers, static shared memory of a block, ... Of several kernels in one
+        library the most of each.
+    threads, dynamic_shared_bytes
+        Threads of a block, and its dynamic shared memory, as the template tells them (`Template.launch`) of what is a
+        point of its space now. Else threads are those that the record has, or the decision of that name.
     occupancy
-        Share of a multiprocessor's threads that are resident, by threads, registers and static shared memory. Kernels
-        that ask for dynamic shared memory have less. Of several kernels in one library the most of each is taken; None
-        where such a kernel could not run.
+        Share of a multiprocessor's threads that are resident, by threads, registers and shared memory: an upper bound
+        where the template does not tell its dynamic shared memory. None where the threads are not known,
+        and where such a kernel could not run: what a library's several kernels take was recorded as the most of each.
     predicted
         The score that the cost model gave the candidate before it was measured, the larger the better.
     order, number
@@ -267,7 +272,8 @@ def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | 
         yield row
 
 
-RESOURCES = ("registers", "shared_bytes", "local_bytes", "spill_instructions", "threads", "occupancy")
+_RECORDED = ("registers", "shared_bytes", "local_bytes", "spill_instructions", "threads")
+RESOURCES = (*_RECORDED, "dynamic_shared_bytes", "occupancy")
 
 
 def _axes(problem: str) -> dict[str, Any]:
@@ -288,19 +294,32 @@ def _read(text: str) -> int | float | str:
 
 
 def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
-    """What a trial's kernel takes of a GPU; empty of others."""
+    """What a trial's kernel takes of a GPU, and how much of it that fills; empty of others."""
     if trial is None or not trial.resources:
         return {}
-    found: dict[str, Any] = {name: trial.resources.get(name) for name in RESOURCES[:-1]}
+    found: dict[str, Any] = {name: trial.resources.get(name) for name in _RECORDED}
+    cores = int(session.machine.get("cores", 1)) if session else 1
+    here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
+    if launch := _launch(trial, here):
+        found |= {"threads": launch.threads, "dynamic_shared_bytes": launch.dynamic_shared_bytes}
     # Earlier records do not hold the threads of a block, which is a decision of many templates.
-    found["threads"] = found["threads"] or trial.candidate.values.get("threads")
-    if found["threads"]:
-        cores = int(session.machine.get("cores", 1)) if session else 1
-        here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
-        taken = found["threads"], found["registers"], found["shared_bytes"]
-        blocks = here.blocks_at_once(*(value or 0 for value in taken)) // cores
-        found["occupancy"] = blocks * found["threads"] / here.threads_at_once or None
+    if threads := found["threads"] or trial.candidate.values.get("threads"):
+        shared = (found["shared_bytes"] or 0) + (found.get("dynamic_shared_bytes") or 0)
+        blocks = here.blocks_at_once(threads, found["registers"] or 0, shared) // cores
+        found |= {"threads": threads, "occupancy": blocks * threads / here.threads_at_once or None}
     return found
+
+
+def _launch(trial: Trial, here: machine.Machine) -> Launch | None:
+    """What the template tells of a trial's kernel; None of what is no point of its space now."""
+    try:
+        problem = registry.parse(trial.problem)
+        template = spaces.find(trial.candidate.template, problem.operator)
+    except (KeyError, ProblemError):
+        return None
+    if template.launch is None or spaces.refusal(trial.candidate, problem, here) is not None:
+        return None
+    return template.launch(problem, trial.candidate.values)
 
 
 def _column(values: list[Any]) -> list[Any]:

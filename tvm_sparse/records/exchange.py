@@ -170,7 +170,7 @@ def _foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[st
             "current": False,
             **{f"decision.{decision}": value for decision, value in configuration.items()},
             "outcome": "ok" if right else _OUTCOMES.get(result["invalidity"], "run-error"),
-            "reason": "" if right else str(result["invalidity"]),
+            "reason": "" if right else "no time" if result["invalidity"] == "correct" else str(result["invalidity"]),
             "build_seconds": None if build is None else float(build) * scale,
             "seconds": statistics.median(seconds) if right else None,
             "seconds_all": seconds if right else (),
@@ -210,22 +210,6 @@ def inputs_of(
     conditions = []
     if len(allowed) < math.prod(map(len, table.values())):
         conditions = [{"Parameters": names, "Expression": f"({', '.join(names)},) in [{listed}]"}]
-    arguments: list[dict[str, Any]] = []
-    for argument, access in [
-        *((one, "ReadOnly") for one in problem.kernel_inputs),
-        *((one, "WriteOnly") for one in problem.kernel_outputs),
-    ]:
-        dtype = str(problem.axes.get(argument.dtype, argument.dtype))
-        described: dict[str, Any] = {
-            "Name": argument.name,
-            "Type": _TYPES.get(dtype, "custom"),
-            "MemoryType": "Vector" if argument.shape else "Scalar",
-            "AccessType": access,
-            "FillType": "Random",
-        }
-        with contextlib.suppress(KeyError):  # of an extent that is known only with the data
-            described["Size"] = math.prod(problem.extent(name) for name in argument.shape)
-        arguments.append(described)
     kernel: dict[str, Any] = {
         "Language": "CUDA",
         "KernelName": "main_kernel",
@@ -234,7 +218,7 @@ def inputs_of(
         # Of generated code the extents are its own.
         "GlobalSize": {"X": "1"},
         "LocalSize": {"X": "threads" if "threads" in table else "1"},
-        "Arguments": arguments,
+        "Arguments": _arguments(problem),
     }
     if results:
         kernel["SimulationInput"] = results
@@ -249,6 +233,27 @@ def inputs_of(
         },
         "KernelSpecification": kernel,
     }
+
+
+def _arguments(problem: Problem) -> list[dict[str, Any]]:
+    """What the kernels of a problem are called with, as T1 describes arguments."""
+    found = []
+    for argument, access in [
+        *((one, "ReadOnly") for one in problem.kernel_inputs),
+        *((one, "WriteOnly") for one in problem.kernel_outputs),
+    ]:
+        dtype = str(problem.axes.get(argument.dtype, argument.dtype))
+        described: dict[str, Any] = {
+            "Name": argument.name,
+            "Type": _TYPES.get(dtype, "custom"),
+            "MemoryType": "Vector" if argument.shape else "Scalar",
+            "AccessType": access,
+            "FillType": "Random",
+        }
+        with contextlib.suppress(KeyError):  # of an extent that is known only with the data
+            described["Size"] = math.prod(problem.extent(name) for name in argument.shape)
+        found.append(described)
+    return found
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.low == self.low else "")
 
     def columns(self, name: str) -> dict[str, float]:
         """As columns of a table: `name`, `name_low`, `name_high`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .bootstrap import LEAST, mean_interval, ratio_interval
@@ -59,38 +59,14 @@ def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
     another tells the same. `explained` is the share of that variance which the forest explains at all: where it is
     small, or negative, the importances mean little.
     """
-    import numpy as np
     import pandas
-    from sklearn.ensemble import ExtraTreesRegressor
-    from sklearn.model_selection import GroupKFold
 
     lines = []
     for key, rows in _by_template(table):
-        data, target, groups = features(rows), rows["log"].to_numpy(dtype=float), _groups(rows)
-        problems, variance = pandas.factorize(rows["problem"])[0], float((target**2).mean())
-        decisions = [name for name in data if name.startswith("decision.")]
-        error = np.full(len(rows), math.nan)
-        raised = {name: np.zeros(len(rows)) for name in decisions}
-        generator = np.random.default_rng(seed)
-        for train, test in GroupKFold(FOLDS).split(data, target, groups):
-            forest = ExtraTreesRegressor(TREES, min_samples_leaf=2, random_state=seed, n_jobs=1)
-            forest.fit(data.iloc[train].to_numpy(), target[train])
-            kept = data.iloc[test].to_numpy()
-            error[test] = (forest.predict(kept) - target[test]) ** 2
-            # All shuffles of all decisions are asked for at once: a forest takes long to begin.
-            shuffled = []
-            for name, _ in itertools.product(decisions, range(SHUFFLES)):
-                other = kept.copy()
-                column = data.columns.get_loc(name)
-                for problem in np.unique(problems[test]):
-                    mine = np.flatnonzero(problems[test] == problem)
-                    other[mine, column] = kept[generator.permutation(mine), column]
-                shuffled.append(other)
-            said = forest.predict(np.concatenate(shuffled)).reshape(len(decisions), SHUFFLES, len(test))
-            for name, each in zip(decisions, said, strict=True):
-                raised[name][test] = ((each - target[test]) ** 2).mean(axis=0) - error[test]
-        for name in decisions:
-            by_group = pandas.Series(raised[name]).groupby(groups).mean().to_numpy() / variance
+        groups, variance = _groups(rows), float((rows["log"] ** 2).mean())
+        error, raised = _forest_errors(rows, groups, seed)
+        for name, more in raised.items():
+            by_group = pandas.Series(more).groupby(groups).mean().to_numpy() / variance
             lines.append(
                 {
                     **dict(zip(("operator", "arch", "template"), key, strict=True)),
@@ -104,6 +80,42 @@ def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
     found = pandas.DataFrame(lines)
     keys, rising = ["operator", "arch", "template", "importance"], [True, True, True, False]
     return found.sort_values(keys, ascending=rising, ignore_index=True) if lines else found
+
+
+def _forest_errors(
+    rows: pandas.DataFrame, groups: np.ndarray, seed: int
+) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+    """Of each point the squared error of a forest that has not seen its group, and by how much shuffling each decision
+    among the points of its problem raises that, as the mean over `SHUFFLES`."""
+    import numpy as np
+    import pandas
+    from sklearn.ensemble import ExtraTreesRegressor
+    from sklearn.model_selection import GroupKFold
+
+    data, target = features(rows), rows["log"].to_numpy(dtype=float)
+    problems = pandas.factorize(rows["problem"])[0]
+    decisions = [name for name in data if name.startswith("decision.")]
+    error = np.full(len(rows), math.nan)
+    raised = {name: np.zeros(len(rows)) for name in decisions}
+    generator = np.random.default_rng(seed)
+    for train, test in GroupKFold(FOLDS).split(data, target, groups):
+        forest = ExtraTreesRegressor(TREES, min_samples_leaf=2, random_state=seed, n_jobs=1)
+        forest.fit(data.iloc[train].to_numpy(), target[train])
+        kept = data.iloc[test].to_numpy()
+        error[test] = (forest.predict(kept) - target[test]) ** 2
+        # All shuffles of all decisions are asked for at once: a call of a forest costs as much as thousands of points.
+        shuffled = []
+        for name, _ in itertools.product(decisions, range(SHUFFLES)):
+            other = kept.copy()
+            column = data.columns.get_loc(name)
+            for problem in np.unique(problems[test]):
+                mine = np.flatnonzero(problems[test] == problem)
+                other[mine, column] = kept[generator.permutation(mine), column]
+            shuffled.append(other)
+        predicted = forest.predict(np.concatenate(shuffled)).reshape(len(decisions), SHUFFLES, len(test))
+        for name, each in zip(decisions, predicted, strict=True):
+            raised[name][test] = ((each - target[test]) ** 2).mean(axis=0) - error[test]
+    return error, raised
 
 
 def main_effects(table: pandas.DataFrame) -> pandas.DataFrame:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,8 @@ METASCHEDULE: Mapping[str, Any] = {
     "tree_method": "auto",
 }
 METASCHEDULE_ROUNDS, METASCHEDULE_PATIENCE = 10000, 50
+# To be ordered by a model: of fewer a rank correlation says little.
+LEAST_OTHERS = 10
 
 
 def metaschedule(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -131,38 +132,45 @@ def model_quality(
     """
     import numpy as np
     import pandas
-    from scipy.stats import spearmanr
 
-    known = points(table)
     lines = []
-    for (operator, arch), rows in known.groupby(["operator", "arch"], sort=True):
+    for (operator, arch), rows in points(table).groupby(["operator", "arch"], sort=True):
         counts = rows.groupby("problem").size().sort_values(ascending=False, kind="stable")
-        scores: dict[tuple[str, int], dict[str, list[tuple[float, float, float]]]] = {}
-        for problem in counts[counts >= min(sizes) + 10].index[:problems]:
+        # By model and number of points learnt: of each problem the means over its splits.
+        scores: dict[tuple[str, int], list[np.ndarray]] = {}
+        for problem in counts[counts >= min(sizes) + LEAST_OTHERS].index[:problems]:
             mine = rows[rows["problem"] == problem]
-            data = _model_rows(mine)
-            seconds = mine["seconds"].to_numpy(dtype=float)
-            for size, repeat in itertools.product(sizes, range(repeats)):
-                if size + 10 > len(mine):
-                    continue
-                order = np.random.default_rng([seed, repeat, size]).permutation(len(mine))
-                learnt, others = order[:size], order[size:]
-                best = seconds[others].min()
+            data, seconds = _model_rows(mine), mine["seconds"].to_numpy(dtype=float)
+            for size in (size for size in sizes if size + LEAST_OTHERS <= len(mine)):
+                splits = [
+                    np.random.default_rng([seed, repeat, size]).permutation(len(mine)) for repeat in range(repeats)
+                ]
                 for name in models:
-                    said = MODELS[name](data[learnt], seconds[learnt], data[others])
-                    ranked = seconds[others][np.argsort(said, kind="stable")]
-                    flat = np.ptp(said) == 0 or np.ptp(seconds[others]) == 0
-                    rank = 0.0 if flat else float(spearmanr(said, seconds[others]).statistic)
-                    found = scores.setdefault((name, size), {}).setdefault(problem, [])
-                    found.append((rank, math.log(ranked[0] / best), math.log(ranked[:5].min() / best)))
-        for (name, size), by_problem in scores.items():
-            means = np.array([np.mean(one, axis=0) for one in by_problem.values()])
+                    found = [_score(MODELS[name], data, seconds, order[:size], order[size:]) for order in splits]
+                    scores.setdefault((name, size), []).append(np.mean(found, axis=0))
+        for (name, size), by_problem in sorted(scores.items(), key=lambda item: item[0][1]):
+            means = np.array(by_problem)
             line: dict[str, Any] = {"operator": operator, "arch": arch, "model": name, "learnt": size}
             line["problems"] = len(means)
             line |= mean_interval(means[:, 0]).columns("rank")
             line |= ratio_interval(means[:, 1]).columns("top1") | ratio_interval(means[:, 2]).columns("top5")
             lines.append(line)
     return pandas.DataFrame(lines)
+
+
+def _score(
+    model: Model, data: np.ndarray, seconds: np.ndarray, learnt: np.ndarray, others: np.ndarray
+) -> tuple[float, float, float]:
+    """Of a model that learnt some points: its rank correlation among the others, and ln of the best of the one and of
+    the five that it favours over the best of them all."""
+    import numpy as np
+    from scipy.stats import spearmanr
+
+    said, times = model(data[learnt], seconds[learnt], data[others]), seconds[others]
+    ranked = times[np.argsort(said, kind="stable")]
+    flat = np.ptp(said) == 0 or np.ptp(times) == 0
+    rank = 0.0 if flat else float(spearmanr(said, times).statistic)
+    return rank, math.log(ranked[0] / times.min()), math.log(ranked[:5].min() / times.min())
 
 
 def _model_rows(rows: pandas.DataFrame) -> np.ndarray:

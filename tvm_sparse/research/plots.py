@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,4 +253,30 @@ def learning_curves(found: pandas.DataFrame, column: str = "top1") -> Figure:
     axes.minorticks_off()
     axes.set_ylabel("rank correlation" if column == "rank" else "best of the favoured / best of the others")
     axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def search_curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """`simulation.curves`, a panel a space: mean excess over the optimum by number of trials, with its interval."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(row["space"] for row in rows))
+    columns = min(len(names), 2)
+    lines = -(-len(names) // columns)
+    figure = Figure(figsize=(5.2 * columns, 3.4 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    for panel in panels.flat[len(names) :]:
+        panel.remove()
+    for name, panel in zip(names, panels.flat, strict=False):
+        for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
+            curve = [row for row in rows if (row["space"], row["strategy"]) == (name, strategy)]
+            at, colour = [row["trials"] for row in curve], COLOURS[number % len(COLOURS)]
+            panel.plot(at, [100 * row["excess"] for row in curve], label=strategy, linewidth=1.2, color=colour)
+            band = [[100 * row[end] for row in curve] for end in ("low", "high")]
+            panel.fill_between(at, *band, color=colour, alpha=0.15, linewidth=0)
+        panel.set_title(name, fontsize=9)
+        panel.set_yscale("symlog", linthresh=1)
+        panel.set_ylim(bottom=0)
+        panel.set(xlabel="trials", ylabel="% over the optimum")
+    panels.flat[0].legend(fontsize=7, ncols=2, loc="upper right")
     return figure

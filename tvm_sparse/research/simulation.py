@@ -342,7 +342,8 @@ def _exp(found: Interval) -> Interval:
 
 
 def curves(runs: Sequence[Run], optima: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Rows of space, strategy, trials and mean excess with its interval: best-so-far curves, for a table or a plot."""
+    """Best-so-far curves, for a table or for `plots.search_curves`: rows of space, strategy, trials, and the mean
+    excess over the optimum with its interval."""
     import numpy as np
 
     rows = []
@@ -353,35 +354,3 @@ def curves(runs: Sequence[Run], optima: Mapping[str, float]) -> list[dict[str, A
             row = {"space": space, "strategy": strategy, "trials": trials}
             rows.append(row | {"excess": found.value, "low": found.low, "high": found.high})
     return rows
-
-
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw `curves`, a panel a space; the file's suffix says how."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tvm_sparse"  # the same figures give the same file
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row["space"] for row in rows))
-    columns = min(len(names), 2)
-    lines = -(-len(names) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(5.2 * columns, 3.4 * lines), squeeze=False, sharex=True)
-    for panel in axes.flat[len(names) :]:
-        panel.remove()
-    for name, panel in zip(names, axes.flat, strict=False):
-        for strategy in dict.fromkeys(row["strategy"] for row in rows):
-            curve = [row for row in rows if (row["space"], row["strategy"]) == (name, strategy)]
-            at = [row["trials"] for row in curve]
-            (line,) = panel.plot(at, [100 * row["excess"] for row in curve], label=strategy, linewidth=1.2)
-            band = [[100 * row[end] for row in curve] for end in ("low", "high")]
-            panel.fill_between(at, *band, color=line.get_color(), alpha=0.15, linewidth=0)
-        panel.set_title(name, fontsize=9)
-        panel.set_yscale("symlog", linthresh=1)
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel("trials")
-        panel.set_ylabel("% over the optimum")
-    axes.flat[0].legend(fontsize=7, ncols=2, loc="upper right")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)

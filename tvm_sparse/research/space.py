@@ -61,11 +61,15 @@ class Part:
 
 
 def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> list[Part]:
-    """What every template of the problem's operator for this kind of machine has, or those named."""
+    """What every template of the problem's operator for this kind of machine has, or those named.
+
+    Raises
+    ------
+    ProblemError
+        For a name that no template of this kind has.
+    """
     found = []
-    for template in spaces.templates(problem.operator):
-        if template.kind != machine.kind or (names and template.name not in names):
-            continue
+    for template in spaces.named(names, problem.operator, machine):
         try:
             table = template.space(problem, machine)
         except NotApplicable as error:
@@ -78,12 +82,14 @@ def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> li
             if reason is None:
                 points.append(template.candidate(decisions))
             else:
-                refused[re.sub(r"\d[\d.,]*", "#", reason)] += 1
+                refused[_without_numbers(reason)] += 1
         found.append(Part(template, "", table, tuple(points), dict(refused.most_common())))
-    if not found:
-        valid = [t.name for t in spaces.templates(problem.operator) if t.kind == machine.kind]
-        raise ProblemError(f"template: got {', '.join(names)}; on {machine.arch} expected one of {', '.join(valid)}")
     return found
+
+
+def _without_numbers(reason: str) -> str:
+    """By which reasons that differ only in numbers are one."""
+    return re.sub(r"\d[\d.,]*", "#", reason)
 
 
 def sampled(points: Sequence[Candidate], count: int, seed: int = 0) -> list[Candidate]:
@@ -99,6 +105,8 @@ class Compiled:
     ----------
     tried
         How many.
+    of
+        Points of the space.
     fits
         How many compiled, within the architecture's limits and without spilling registers.
     failures
@@ -106,13 +114,14 @@ class Compiled:
     """
 
     tried: int
+    of: int
     fits: int
     failures: Mapping[str, int]
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The share of the space that fits, with 95 % confidence."""
-        return wilson(self.fits, self.tried)
+        """The share of the space that fits, with 95 % confidence; known where all of it was tried."""
+        return (self.fits / self.of, self.fits / self.of) if self.tried == self.of else wilson(self.fits, self.tried)
 
 
 def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -128,8 +137,10 @@ def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]
     return max(0.0, middle - width), min(1.0, middle + width)
 
 
-def compiled(problem: Problem, machine: Machine, points: Sequence[Candidate], builders: int) -> Compiled:
-    """Compile points, `builders` at a time, each in a child process."""
+def compiled(
+    problem: Problem, machine: Machine, points: Sequence[Candidate], builders: int, *, of: int | None = None
+) -> Compiled:
+    """Compile points, `builders` at a time, each in a child process; a sample of a space `of` so many, or all of it."""
     failures = Counter[str]()
     with scratch.folder() as folder, Pool(builders, building.BUILD_WORKER, name="build") as pool:
         requests = [
@@ -137,8 +148,9 @@ def compiled(problem: Problem, machine: Machine, points: Sequence[Candidate], bu
         ]
         for reply in pool.map(requests, timeout=building.BUILD_TIMEOUT):
             if reason := _failure(reply):
-                failures[re.sub(r"\d[\d.,]*", "#", reason)] += 1
-    return Compiled(len(points), len(points) - failures.total(), dict(failures.most_common()))
+                failures[_without_numbers(reason)] += 1
+    tried, fits = len(points), len(points) - failures.total()
+    return Compiled(tried, len(points) if of is None else of, fits, dict(failures.most_common()))
 
 
 def _failure(reply: Reply) -> str:
@@ -146,6 +158,12 @@ def _failure(reply: Reply) -> str:
         return f"{reply.kind}: {reply.message.splitlines()[0]}" if reply.message else reply.kind
     spills = (reply.value["resources"] or {}).get("spill_instructions", 0)
     return "spills registers" if spills else ""
+
+
+def check_form(form: str, machine: Machine) -> None:
+    """Raise `ProblemError` for a form of code that this kind of machine does not have."""
+    if form not in EMITTED[machine.kind]:
+        raise ProblemError(f"emit: got {form!r}; on {machine.arch} expected one of {', '.join(EMITTED[machine.kind])}")
 
 
 def emitted(problem: Problem, candidate: Candidate, machine: Machine, form: str) -> str:
@@ -164,8 +182,7 @@ def emitted(problem: Problem, candidate: Candidate, machine: Machine, form: str)
     ToolchainError
         For `sass` without `nvdisasm`.
     """
-    if form not in EMITTED[machine.kind]:
-        raise ProblemError(f"emit: got {form!r}; on {machine.arch} expected one of {', '.join(EMITTED[machine.kind])}")
+    check_form(form, machine)
     if reason := spaces.refusal(candidate, problem, machine):
         raise ProblemError(f"{candidate} is no point for {problem} on {machine.arch}: {reason}")
     if form in ("ptx", "sass"):

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     import pandas
 
 WITHIN = 1.05
+# A loss that a final between the best few hardly tells from none.
+CLOSE = 1.02
+# Of fewer trials the half is little more than the templates' defaults.
+LEAST_TRIALS = 8
 
 
 # ------------------------------------------------------------------------------------------------- distributions
@@ -33,8 +37,8 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
     """Of each template: how its trials ended, and how its times lie over the best of each problem.
 
     Columns: `problems`, `trials`, `failed` (share), `wins` (problems whose best point is the template's), `best` and
-    `median`: geometric means over problems of the template's best and median time over the problem's best; `quarter`:
-    the share of its points that are within 1.25x.
+    `median`: geometric means over problems of the template's best and median time over the problem's best;
+    `within_1.25`: the share of its points that take at most 1.25 times as long as that.
     """
     import pandas
 
@@ -53,7 +57,7 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
                 "wins": int((by_problem.min() == 1).sum()),
                 **best.columns("best"),
                 "median": median.value,
-                "quarter": float((own["ratio"] <= 1.25).mean()) if len(own) else math.nan,
+                "within_1.25": float((own["ratio"] <= 1.25).mean()) if len(own) else math.nan,
             }
         )
     return pandas.DataFrame(lines)
@@ -180,6 +184,48 @@ def budget_summary(table: pandas.DataFrame, within: float = WITHIN) -> pandas.Da
     return pandas.DataFrame(lines)
 
 
+def halves(table: pandas.DataFrame, least: int = LEAST_TRIALS) -> pandas.DataFrame:
+    """What the first half of each search had found of its best.
+
+    A row a problem whose first session, which knew nothing of the problem's points, has `least` trials or more.
+    `trials` counts failures, too; `loss` is the best time of the first half over the best of all, both as single trials
+    measured them, so that of points alike the second half may win by noise; `needed`: the number of trials until
+    `CLOSE` of the best.
+    """
+    import numpy as np
+    import pandas
+
+    tried = table[table["outcome"] != "environment"]
+    lines = []
+    for (operator, arch, problem), rows in tried.groupby(["operator", "arch", "problem"], sort=True):
+        first = rows[rows["session"] == rows["session"].iloc[0]]
+        best = np.minimum.accumulate(first["seconds"].fillna(math.inf).to_numpy(dtype=float))
+        half = len(best) // 2
+        if len(best) >= least and math.isfinite(best[half - 1]):
+            line = {"operator": operator, "arch": arch, "problem": problem, "trials": len(best)}
+            line |= {"loss": best[half - 1] / best[-1]}
+            lines.append({**line, "needed": int((best <= CLOSE * best[-1]).argmax()) + 1})
+    return pandas.DataFrame(lines, columns=["operator", "arch", "problem", "trials", "loss", "needed"])
+
+
+def halves_summary(table: pandas.DataFrame) -> pandas.DataFrame:
+    """What half of the trials would have found, of the sessions that met a problem first.
+
+    `trials`: their median number; `loss`: the best time after half of them over the best after all, geometric mean over
+    problems, and the `worst`; `close`: the share of the problems whose loss is at most 2 %; `needed`: after which share
+    of its trials the median session was within 2 % of its best.
+    """
+    import pandas
+
+    found, lines = halves(table), []
+    for (operator, arch), mine in found.groupby(["operator", "arch"], sort=True):
+        line = {"operator": operator, "arch": arch, "problems": len(mine), "trials": int(mine["trials"].median())}
+        line |= ratio_interval(mine["loss"].map(math.log).tolist()).columns("loss") | {"worst": mine["loss"].max()}
+        line |= {"close": float((mine["loss"] <= CLOSE).mean())}
+        lines.append({**line, "needed": float((mine["needed"] / mine["trials"]).median())})
+    return pandas.DataFrame(lines)
+
+
 def best_so_far(table: pandas.DataFrame) -> pandas.DataFrame:
     """The best time after each trial of a problem's search (`searches`), over its best: as it was `reached`, and what
     is expected of as many `random` draws of the same points.
@@ -221,6 +267,7 @@ PARTS: dict[str, Callable[[pandas.DataFrame], pandas.DataFrame]] = {
     "recorded-models": recorded_quality,
     "transfer": transfer_summary,
     "budget": budget_summary,
+    "halves": halves_summary,
 }
 """What `tvm-sparse study` prints, by the name of `--part`."""
 

@@ -35,7 +35,9 @@ ROUNDS = 3
 SAVE_SECONDS = 20.0
 # In a row: then the fallback tells whether the machine is at fault.
 MANY_FAILURES = 32
-LIMITS = ("templates", "fixed")  # in `Session.inputs`
+# In `Session.inputs`: what the space was restricted to.
+LIMITS = ("templates", "fixed")
+# Of a kind of machine: what a round's figure is, in words and as a function of its times.
 FIGURE: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
     "cuda": ("median of a round's replays", statistics.median),
     "llvm": ("least of the parts of 1 ms of a round", min),
@@ -120,27 +122,7 @@ def _measured(
         timer=f"{session.timer}; {figure}",
         inputs={**session.inputs, **threads, **limits, POINTS: len(points)},
     )
-    trials, sessions = _begun(path, session, problem, machine, points)
-    saved = time.monotonic()
-
-    def save() -> Space:
-        ours = (session,) if any(trial.session == session.id for trial in trials.values()) else ()
-        space = Space((*sessions, *ours), tuple(trials.values()))
-        files.write(path, space)
-        return space
-
-    def enter(trial: Trial, number: int, done: int) -> None:
-        nonlocal saved
-        found = dataclasses.replace(trial, seconds=(reduce(trial.seconds),)) if trial.outcome == "ok" else trial
-        before = trials.get(trial.candidate)
-        if before and before.outcome == "ok" == trial.outcome:
-            found = dataclasses.replace(before, seconds=(*before.seconds, *found.seconds))
-        trials[trial.candidate] = found
-        times = [one.median for one in trials.values() if one.outcome == "ok"]
-        show(Progress(number, done, len(points), len(trials) - len(times), min(times, default=float("inf"))))
-        if time.monotonic() > saved + SAVE_SECONDS:
-            save()
-            saved = time.monotonic()
+    record = _Recording(path, session, *_begun(path, session, problem, machine, points), reduce)
 
     with scratch.folder() as folder:
         fallback = spaces.fallback(problem, machine)
@@ -156,26 +138,79 @@ def _measured(
         order, failures = random.Random(seed), 0
         for number in range(rounds):
             order.shuffle(points)
-            waiting = [c for c in points if c not in trials or _open(trials[c], number)]
+            waiting = [point for point in points if record.wants(point, number)]
             with contextlib.closing(bench.build(waiting)) as built:
                 # On a CPU builds would take the cores from what is measured.
                 ready: Iterable[Candidate] = built if machine.kind == "cuda" else list(built)
                 for done, candidate in enumerate(ready, start=1):
-                    again = candidate in trials and trials[candidate].outcome == "ok"
-                    trial = bench.trial(candidate, session.id, len(trials), again=again)
+                    trial = bench.trial(candidate, session.id, len(record.trials), again=record.right(candidate))
                     failures = 0 if trial.outcome == "ok" else failures + 1
                     if failures == MANY_FAILURES:
                         require_fallback()
                         failures = 0
-                    enter(trial, number, len(points) - len(waiting) + done)
+                    record.enter(trial)
+                    show(record.progress(number, len(points) - len(waiting) + done, len(points)))
                     if stop():
-                        return save()
-    return save()
+                        return record.save()
+    return record.save()
 
 
-def _open(trial: Trial, number: int) -> bool:
-    """Whether a point is still to be measured in a round."""
-    return trial.outcome == "environment" or (trial.outcome == "ok" and len(trial.seconds) <= number)
+class _Recording:
+    """The trials of a space that is being measured, a figure a round, and the file in which they are.
+
+    Parameters
+    ----------
+    session
+        That which measures now.
+    trials, sessions
+        What the file held before.
+    reduce
+        Of a round's times its figure.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        session: Session,
+        trials: dict[Candidate, Trial],
+        sessions: tuple[Session, ...],
+        reduce: Callable[[Sequence[float]], float],
+    ) -> None:
+        self.trials = trials
+        self._path, self._session, self._sessions, self._reduce = path, session, sessions, reduce
+        self._saved = time.monotonic()
+
+    def right(self, point: Candidate) -> bool:
+        """Whether a point was measured, and right."""
+        return point in self.trials and self.trials[point].outcome == "ok"
+
+    def wants(self, point: Candidate, number: int) -> bool:
+        """Whether a point is to be measured in a round: it was not in this one, and has not failed by its own fault."""
+        if self.right(point):
+            return len(self.trials[point].seconds) <= number
+        return point not in self.trials or self.trials[point].outcome == "environment"
+
+    def enter(self, trial: Trial) -> None:
+        """Take in what a round gave for a point; now and then all goes to the file."""
+        found = dataclasses.replace(trial, seconds=(self._reduce(trial.seconds),)) if trial.outcome == "ok" else trial
+        if self.right(trial.candidate) and trial.outcome == "ok":
+            before = self.trials[trial.candidate]
+            found = dataclasses.replace(before, seconds=(*before.seconds, *found.seconds))
+        self.trials[trial.candidate] = found
+        if time.monotonic() > self._saved + SAVE_SECONDS:
+            self.save()
+            self._saved = time.monotonic()
+
+    def progress(self, number: int, done: int, points: int) -> Progress:
+        times = [one.median for one in self.trials.values() if one.outcome == "ok"]
+        return Progress(number, done, points, len(self.trials) - len(times), min(times, default=float("inf")))
+
+    def save(self) -> Space:
+        """Write all of it to the file."""
+        ours = (self._session,) if any(trial.session == self._session.id for trial in self.trials.values()) else ()
+        space = Space((*self._sessions, *ours), tuple(self.trials.values()))
+        files.write(self._path, space)
+        return space
 
 
 def _begun(

@@ -41,7 +41,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from .space import Extents, allowed, default, features, space
+from .space import Extents, allowed, default, features, launch, space
 
 
 def build(problem: BsrMatmul, decisions: Decisions) -> Program:
@@ -61,5 +61,6 @@ tensor_core = Template(
     program=build,
     allowed=allowed,
     features=features,
+    launch=launch,
     explicit_threads=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
@@ -209,6 +209,10 @@ class Extents:
             pitch=tile_n + PAD,
             pairs=tile_m * tile_n // 2,
         )
+
+
+def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:
+    return Launch(Extents.of(problem, decisions).threads)
 
 
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:

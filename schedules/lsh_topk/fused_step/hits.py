@@ -1,8 +1,8 @@
-"""Hash and look-up of `fused_step`: a thread block a row, each of whose warps has bands of its own.
+"""Hash and look-up of `fused_step`: a thread block a row.
 
-take_unit         some bands, and the columns that they compare
-find_buckets_of   their places, codes and buckets
-look_up           the words of these, counted
+take_bands        some bands, and the columns that they compare
+find_words        their places, codes and buckets: words as one list
+look_up           these, counted
 keep_winners      those with hits enough, on the thread block's list while there is room
 take_waiting      the others, when the list has been multiplied
 """
@@ -47,27 +47,26 @@ def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def take_unit(e: Extents) -> Phase:
-    """The `at`-th unit, if there is one: some bands; the phase is (s, io).
+def take_bands(e: Extents) -> Phase:
+    """The bands in hand, from `from_band` on, and the columns that they compare; the phase is (s, io, bands).
 
-    Reads: permutations. Writes: where the unit is, `columns`. Barriers: none.
+    Reads: permutations. Writes: `many`, `columns`. Barriers: none.
     """
     load = load_first_columns(e.hashing)
 
     @T.inline
-    def phase(s, io):
+    def phase(s, io, bands):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        s.from_band = s.at * e.unit_bands
-        s.many = T.max(T.min(io.bands - s.from_band, e.unit_bands), 0)
-        load(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
+        s.many = T.min(bands - s.from_band, e.band_tile)
+        load(s, columns, s.from_band * e.units, s.many * e.units, s.t)
 
     return phase
 
 
-def find_buckets_of(e: Extents) -> Phase:
-    """Where the words of `many` bands from `from_band` on are, a lane a band; the phase is (s, io).
+def find_words(e: Extents) -> Phase:
+    """Where the words of the bands in hand are, a thread a band; the phase is (s, io).
 
-    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
+    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: some of the thread block.
     """
     h = e.hashing
     find_all, find = find_places(h), find_buckets(e)
@@ -75,17 +74,27 @@ def find_buckets_of(e: Extents) -> Phase:
     @T.inline
     def phase(s, io):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
-        T.cuda.warp_sync()
-        s.band[0] = T.Select(s.lane < s.many, s.from_band + s.lane, -1)
+        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.t)
+        T.cuda.cta_sync()
+        s.band[0] = T.Select(s.t < s.many, s.from_band + s.t, -1)
         s.code[0] = 0
-        if s.lane < s.many:
-            s.code[0] = code_of_places(h, s, s.lane)
+        if s.t < s.many:
+            s.code[0] = code_of_places(h, s, s.t)
         find(s, io, 1)
-        s.upto[0] = s.last[0] - s.first[0]
-        scan_lanes(s.lane, s.upto, s.other)
-        s.offset = s.last[0] - s.upto[0]
-        s.total = from_lane(s.upto[0], WARP - 1)
+        s.sum[0] = s.last[0] - s.first[0]
+        scan_lanes(s.lane, s.sum, s.other)
+        if s.lane == WARP - 1:
+            s.totals[s.warp] = s.sum[0]
+        T.cuda.cta_sync()
+        s.total = 0
+        for w in T.unroll(e.warps):
+            s.other[0] = s.totals[w]
+            s.total = s.total + s.other[0]
+            s.sum[0] = s.sum[0] + T.Select(w < s.warp, s.other[0], 0)
+        if s.t < s.many:
+            s.upto[s.t] = s.sum[0]
+            s.offset[s.t] = s.last[0] - s.sum[0]
+        T.cuda.cta_sync()
 
     return phase
 
@@ -101,8 +110,8 @@ def prefetch_winners(e: Extents) -> Phase:
     def phase(s, io, j):
         s.left = s.winners[j]
         while s.left != T.uint32(0):
-            s.which = T.cuda.ffs_u32(s.left) - 1
-            s.lone_word = from_lane(s.word[j], s.which)
+            s.winner = T.cuda.ffs_u32(s.left) - 1
+            s.lone_word = from_lane(s.word[j], s.winner)
             s.left = s.left & (s.left - T.uint32(1))
             for i in T.serial((ceildiv(e.hidden, elements) - s.lane + (WARP - 1)) // WARP):
                 T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.lone_word, (i * WARP + s.lane) * elements]))
@@ -193,7 +202,7 @@ def take_waiting(e: Extents) -> Phase:
 
 
 def look_up(e: Extents) -> Phase:
-    """Count the words of the buckets that are of the slice, `loads` of each lane at a time; the phase is (s, io).
+    """Count the words of the buckets that are of the slice, `loads` of each thread at a time; the phase is (s, io).
 
     Reads: `upto`, `offset`, `total`, words, `always`. Writes: `counts`; and as `keep_winners`. Barriers: of the warp.
     """
@@ -203,18 +212,22 @@ def look_up(e: Extents) -> Phase:
     def phase(s, io):
         words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
         count: T.int32 = s.total
-        for n in T.serial((count + (e.loads * WARP - 1)) // (e.loads * WARP)):
+        for n in T.serial((count + (e.loads * e.threads - 1)) // (e.loads * e.threads)):
+            # A band's words are those from where the words of all bands before end.
             for j in T.unroll(e.loads):
-                s.item = (n * e.loads + j) * WARP + s.lane
-                s.which = 0
-                for b in T.unroll(e.search_steps):
-                    half = T.meta_var(1 << (e.search_steps - 1 - b))
-                    s.other[0] = from_lane(s.upto[0], s.which + (half - 1))
-                    s.which = s.which + T.Select(s.item >= s.other[0], half, 0)
-                s.other[0] = from_lane(s.offset, s.which)
+                s.which[j] = 0
+            for b in T.unroll(e.search_steps):
+                half = T.meta_var(1 << (e.search_steps - 1 - b))
+                for j in T.unroll(e.loads):
+                    s.item = (n * e.loads + j) * e.threads + s.t
+                    if s.which[j] + half <= s.many:
+                        if s.upto[s.which[j] + (half - 1)] <= s.item:
+                            s.which[j] = s.which[j] + half
+            for j in T.unroll(e.loads):
+                s.item = (n * e.loads + j) * e.threads + s.t
                 s.word[j] = -1
                 if s.item < count:
-                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.other[0] + s.item]))
+                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.offset[s.which[j]] + s.item]))
             for j in T.unroll(e.loads):
                 s.old[j] = T.uint32(0)
                 s.anyway[j] = T.uint32(0)
@@ -258,8 +271,8 @@ def find_hits(e: Extents, stage_states: Phase) -> Phase:
     Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: `states`; the
     bitmap, counters; the thread block's list. Barriers: of the thread block; one has to follow.
     """
-    take, find, count = take_unit(e), find_buckets_of(e), look_up(e)
-    clear, stage = clear_counts(e), stage_row(e.staging)
+    take, find, count = take_bands(e), find_words(e), look_up(e)
+    clear, stage = clear_counts(e), stage_row(e.hashing)
 
     def state(s: SimpleNamespace) -> SimpleNamespace:
         return alloc_hash_state(e, s)
@@ -269,8 +282,9 @@ def find_hits(e: Extents, stage_states: Phase) -> Phase:
         s = T.meta_var(state(b))
         rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
         s.list = s.first_list + s.block // e.beam
-        s.at = s.warp
-        take(s, io)
+        bands: T.int32 = T.Select(s.block < b.rows, io.bands, 0)
+        s.from_band = 0
+        take(s, io, bands)
         clear(s)
         wait_late(e.overlap)
         if s.block < b.rows:
@@ -279,17 +293,14 @@ def find_hits(e: Extents, stage_states: Phase) -> Phase:
         for n in T.serial(e.slices):
             s.first_word = n * e.slice
             if n > 0:
-                T.cuda.cta_sync()
                 clear(s)
-                s.at = s.warp
-                take(s, io)
-                T.cuda.cta_sync()
-            while s.block < b.rows and s.many > 0:
+            for i in T.serial((bands + (e.band_tile - 1)) // e.band_tile):
+                s.from_band = i * e.band_tile
+                if n > 0 or i > 0:
+                    take(s, io, bands)
                 find(s, io)
                 count(s, io)
-                T.cuda.warp_sync()
-                s.at = s.at + e.warps
-                take(s, io)
+                T.cuda.cta_sync()
 
     return phase
 # fmt: on

@@ -41,22 +41,20 @@ PER_CHUNK = CHUNK // VECTOR
 class Words:
     """What is multiplied together.
 
-        Attributes
-        ----------
-        most
-            How many words there is room for.
-        depth
-            How many jobs a warp has in hand.
-        named
-            Whether their names stay in the thread block's `names`.
-        sums
-            (s) is where their parts go, `[row][word][part]`.
-        name
-            (s, io, i, word) writes the i-th of them to `word`.
-        keep
-            (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
-        counted
-            (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
+    Attributes
+    ----------
+    most
+        How many words there is room for.
+    depth
+        How many jobs a warp has in hand.
+    named
+        Whether their names stay in the thread block's `names`.
+    name
+        (s, io, i, word) writes the i-th of them to `word`.
+    keep
+        (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
+    counted
+        (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
 
     The i-th one is that of the tile in hand, the `round`-th.
     """
@@ -64,7 +62,6 @@ class Words:
     most: int
     depth: int
     named: bool
-    sums: Callable[..., Any]
     name: Callable[..., Any]
     keep: Callable[..., Any]
     counted: Callable[..., Any]
@@ -82,7 +79,7 @@ def frequent_words(e: Extents) -> Words:
     def keep(s, io, row, i):
         io.keys[s.first_row + row, s.begin + s.round * e.tile + i] = s.key[0]
 
-    return Words(e.tile, e.depth, True, lambda s: s.sums, name, keep, lambda s, i, row: True)
+    return Words(e.tile, e.depth, True, name, keep, lambda s, i, row: True)
 
 
 def won_words(e: Extents) -> Words:
@@ -103,7 +100,7 @@ def won_words(e: Extents) -> Words:
     def counted(s: Any, i: Any, row: Any) -> Any:
         return tirx.all(s.places[s.round * e.rest + i] < e.slots, owned(s, i, row))
 
-    return Words(e.rest, 1, False, lambda s: s.rest, name, keep, counted)
+    return Words(e.rest, e.depth, False, name, keep, counted)
 
 
 def stage_states(e: Extents) -> Phase:
@@ -297,13 +294,13 @@ def multiply_tile(e: Extents, words: Words) -> Phase:
 
     @T.inline
     def put(s, job):
-        sums = T.meta_var(words.sums(s))
         for f in T.unroll(e.fragments):
             for i in T.unroll(4):
                 for c in T.unroll(e.chains - 1):
                     s.chains[f * 4 + i] = s.chains[f * 4 + i] + s.chains[(c + 1) * each + f * 4 + i]
-                sums[((f * FRAGMENT + i // 2 * 8 + s.group) * words.most + job // e.parts * TILE + s.member * 2 + i % 2)
-                     * e.parts + job % e.parts] = s.chains[f * 4 + i]
+                row = f * FRAGMENT + i // 2 * 8 + s.group
+                s.sums[(row * words.most + job // e.parts * TILE + s.member * 2 + i % 2) * e.parts + job % e.parts] = (
+                    s.chains[f * 4 + i])
 
     @T.inline
     def phase(s, io, count):
@@ -364,7 +361,6 @@ def finish_tile(e: Extents, words: Words) -> Phase:
 
     @T.inline
     def phase(s, io, count):
-        sums = T.meta_var(words.sums(s))
         factor: T.float32 = io.scale * T.float32(LOG2_E)
         for r in T.serial((s.rows - s.warp + (e.warps - 1)) // e.warps):
             row: T.int32 = r * e.warps + s.warp
@@ -373,7 +369,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
                 s.held[n] = T.float32("-inf")
                 i = T.meta_var(n * WARP + s.lane)
                 if i < count:
-                    add(s, sums, (row * words.most + i) * e.parts)
+                    add(s, s.sums, (row * words.most + i) * e.parts)
                     if words.named:
                         s.word[0] = s.names[i]
                     else:

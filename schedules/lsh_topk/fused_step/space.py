@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
@@ -17,7 +16,7 @@ from ...recurrent.sizes import register_limit, shared_limit
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (256, 384, 512, 640, 768)
-LOADS = (2, 4, 6)
+LOADS = (2, 4, 8)
 DEPTHS = (1, 2, 3, 4)
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
@@ -25,7 +24,9 @@ PER_JOB = 8  # chunks that a warp multiplies in one go
 TILE = 8  # words of a product: columns of an operand of tensor cores
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
 MOST_TILE = 64  # frequent words whose sums a thread block has in shared memory at a time,
-MOST_PARTS = 64 * 1024  # bytes of these
+MOST_REST = 64  # or words that it has won
+MOST_PARTS = 64 * 1024  # bytes of these sums
+MOST_AHEAD = 3  # units whose columns a thread holds together
 LISTED = 512  # words with hits enough that a thread block lists
 SLOTS = 64  # places for keys of such words that each thread block has of its own
 PER_CELL = 2  # words whose hits a word of memory counts
@@ -61,7 +62,7 @@ class Extents:
     bias: bool
     blocks: int
     threads: int
-    loads: int  # words of buckets that a lane has in flight
+    loads: int  # words of buckets that a thread has in flight
     depth: int  # jobs of the product whose words a warp has in flight
     slices: int  # parts of the vocabulary whose hits a thread block counts one after another
     overlap: int
@@ -119,25 +120,19 @@ class Extents:
         return self.blocks - self.group_rows
 
     @property
-    def unit_bands(self) -> int:
-        """Bands that a warp looks up in one go: as many as spread them evenly over all warps."""
-        turns = ceildiv(self.bands, self.warps * (WARP // self.units))
-        return ceildiv(self.bands, self.warps * turns)
+    def band_tile(self) -> int:
+        """Bands that a thread block looks up in one go: a thread a band."""
+        return min(self.bands, self.threads)
 
     @property
     def search_steps(self) -> int:
         """Halvings until one of those bands is left."""
-        return (self.unit_bands - 1).bit_length()
+        return (self.band_tile - 1).bit_length()
 
     @property
     def hashing(self) -> HashExtents:
-        """A warp finds the places of its bands on its own."""
-        return HashExtents(self.hidden, self.k, self.units, self.dtype, WARP)
-
-    @property
-    def staging(self) -> HashExtents:
-        """All warps bring the row."""
-        return dataclasses.replace(self.hashing, threads=self.threads)
+        ahead = min(MOST_AHEAD, ceildiv(self.band_tile * self.units, self.threads))
+        return HashExtents(self.hidden, self.k, self.units, self.dtype, self.threads, ahead=ahead)
 
     @property
     def slice(self) -> int:
@@ -200,28 +195,23 @@ class Extents:
 
     @property
     def rest(self) -> int:
-        """Words with hits enough that are multiplied at a time; two halves of hidden states leave less room."""
-        return 16 if self.halves == 2 else 32
+        """Words with hits enough that are multiplied at a time."""
+        return max(TILE, min(MOST_REST, MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE))
 
     @property
-    def tile_bytes(self) -> int:
-        """Sums of the jobs of `tile` words, and of `rest` words."""
-        return self.rows * self.tile * self.parts * 4
-
-    @property
-    def rest_bytes(self) -> int:
-        return self.rows * self.rest * self.parts * 4
+    def sum_bytes(self) -> int:
+        """Sums of the jobs of `tile` words, or of `rest` words."""
+        return self.rows * max(self.tile, self.rest) * self.parts * 4
 
     @property
     def row_bytes(self) -> int:
-        """A row as float32, and places of each warp's units."""
-        return ceildiv(self.hidden, 4) * 16 + self.warps * WARP * 4
+        """A row as float32; `places` of units, `upto` and `offset` of bands."""
+        return ceildiv(self.hidden, 4) * 16 + ceildiv(self.band_tile * (self.units + 2), 4) * 16
 
     @property
     def pool_bytes(self) -> int:
-        """Hidden states, and what either kind of thread block has beside them."""
-        counting = self.rest_bytes + self.row_bytes + self.slice // PER_CELL * 4
-        return self.state_bytes + max(self.tile_bytes, counting)
+        """Hidden states; and either sums, or what it takes to look words up."""
+        return self.state_bytes + max(self.sum_bytes, self.row_bytes + self.slice // PER_CELL * 4)
 
     @property
     def held(self) -> int:
@@ -299,7 +289,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
     found = {
         "blocks": most_blocks(problem, machine),
         "threads": 384 if wide else 640,
-        "loads": 4,
+        "loads": 8,
         "depth": 1 if wide or large else 2,
         "slices": 1,
         "overlap": 2 if machine.capability >= OVERLAPS else 0,

@@ -35,8 +35,7 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     Of the thread block, in shared memory:
 
     ``states``  hidden states, `pitch` vectors apart
-    ``sums``    parts of scores of `tile` frequent words, `[row][word][part]`; or ``rest``, of `rest` won ones
-    ``counts``  hits of the row, of two words in a cell
+    ``sums``    parts of scores, `[row][word][part]`, of `tile` frequent words or of `rest` that were won
     ``names``   words of the former
     ``won``, ``places``, ``owners``   words with hits enough: the word, where its keys go, and its list, of the group
     ``listed``  how many of these there are, and of those for which there is no room
@@ -48,15 +47,18 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     found |= {"group": t % WARP // 4, "member": t % 4}
     found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine")}
     pool = T.alloc_buffer([e.pool_bytes // 8], "uint64", scope="shared.dyn")
-    after = e.state_bytes
+    after = e.state_bytes // 4
+    bands = after + ceildiv(e.hidden, 4) * 4
     for name, kind, at, size in (
         ("states", "uint32", 0, after),
-        ("sums", "float32", after, e.tile_bytes),
-        ("rest", "float32", after, e.rest_bytes),
-        ("row", "float32", after + e.rest_bytes, e.hidden * 4),
-        ("counts", "uint32", after + e.rest_bytes + e.row_bytes, e.slice // PER_CELL * 4),
+        ("sums", "float32", after, e.sum_bytes // 4),
+        ("row", "float32", after, e.hidden),
+        ("upto", "int32", bands, e.band_tile),
+        ("offset", "int32", bands + e.band_tile, e.band_tile),
+        ("unit_places", "int32", bands + 2 * e.band_tile, e.band_tile * e.units),
+        ("counts", "uint32", after + e.row_bytes // 4, e.slice // PER_CELL),
     ):
-        found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
+        found[name] = T.decl_buffer([size], kind, data=pool.data, elem_offset=at, scope="shared.dyn")
     found |= {
         "names": T.alloc_shared([e.tile], "int32"),
         "won": T.alloc_shared([LISTED], "int32"),
@@ -86,36 +88,43 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
         "rest_power": T.alloc_local([1], "float32"),
         "d": T.alloc_local([1], "float64"),
     }
-    return named(SimpleNamespace(**found, pool=pool))
+    return named(SimpleNamespace(**found))
 
 
 def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
-    """Within a thread block that looks words up: what `schedules.lsh` and the look-up need beside `s`, each warp with
-    `places` of its own."""
-    h, staged = e.hashing, e.staging
-    places = (e.state_bytes + e.rest_bytes + e.row_bytes) // 4 - e.threads
+    """Within a thread block that looks words up: what `schedules.lsh` and the look-up need beside `s`.
+
+    In shared memory, where sums will be:
+
+    ``row``               the row
+    ``places``            of units, of the bands in hand
+    ``upto``, ``offset``  words of these bands' buckets as one list: how many up to a band's, and its offset to where
+                          they lie
+    ``totals``            words of each warp's bands
+    ``counts``            hits of the slice's words, two in a cell
+    """
+    h = e.hashing
     more: dict[str, Any] = {
-        "row": s.row,
-        "places": T.decl_buffer(
-            [WARP], "int32", data=s.pool.data, elem_offset=places + s.warp * WARP, scope="shared.dyn"
-        ),
-        "counts": s.counts,
-        "raw": T.alloc_local([staged.vectors * staged.vector_words], "uint32"),
-        "columns": T.alloc_local([h.column_loads * h.column_words], "uint32"),
-        "vector": T.alloc_local([staged.vec], "float32"),
+        **{name: getattr(s, name) for name in ("row", "upto", "offset", "counts")},
+        "places": s.unit_places,
+        "totals": T.alloc_shared([e.warps], "int32"),
+        "raw": T.alloc_local([h.vectors * h.vector_words], "uint32"),
+        "columns": T.alloc_local([h.ahead * h.column_loads * h.column_words], "uint32"),
+        "vector": T.alloc_local([h.vec], "float32"),
         "small": T.alloc_local([1], "uint16"),
-        "place": T.alloc_local([1], "int32"),
-        "best": T.alloc_local([1], "float32"),
+        "place": T.alloc_local([h.ahead], "int32"),
+        "best": T.alloc_local([h.ahead], "float32"),
         "value": register("float32"),
         "band": T.alloc_local([1], "int32"),
         "code": T.alloc_local([1], "int32"),
         "first": T.alloc_local([1], "int32"),
         "last": T.alloc_local([1], "int32"),
         "entry": T.alloc_local([8 if e.cuckoo else 1], "int32"),
-        # Words of the buckets as one list: how many up to a lane's, its offset to where they lie, and what a lane has
-        # of them: the word, what its counts were, its bits in `always`, and the ballot of those that were won.
-        "upto": T.alloc_local([1], "int32"),
+        # Words of a thread's bands and those before; words of the buckets: the band, the word, what its counts were,
+        # its bits in `always`, and the ballot of those that were won.
+        "sum": T.alloc_local([1], "int32"),
         "other": T.alloc_local([1], "int32"),
+        "which": T.alloc_local([e.loads], "int32"),
         "word": T.alloc_local([e.loads], "int32"),
         "old": T.alloc_local([e.loads], "uint32"),
         "anyway": T.alloc_local([e.loads], "uint32"),
@@ -126,8 +135,8 @@ def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
     more |= {
         name: register()
         for name in (
-            "unit", "row_of", "slot", "at", "from_band", "many", "list", "total", "offset", "item", "first_word",
-            "which", "slot_at", "place_at", "beyond", "lone_word",
+            "unit", "row_of", "slot", "from_band", "many", "list", "total", "item", "first_word", "winner", "slot_at",
+            "place_at", "beyond", "lone_word",
         )
     }  # fmt: skip
     return named(SimpleNamespace(

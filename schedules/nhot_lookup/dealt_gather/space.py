@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..vectors import WIDEST, load_widths
@@ -184,6 +184,10 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
         for threads in REDUCE_THREADS[::-1]
     )
     return next(point for point in points if allowed(problem, machine, point) is None)
+
+
+def launch(problem: NhotLookup, decisions: Decisions) -> Launch:
+    return Launch(Extents.of(problem, decisions).threads)
 
 
 def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:

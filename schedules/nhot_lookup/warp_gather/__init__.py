@@ -29,7 +29,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
-from .space import Extents, allowed, default, features, space
+from .space import Extents, allowed, default, features, launch, space
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
@@ -51,5 +51,6 @@ warp_gather = Template(
     program=build,
     allowed=allowed,
     features=features,
+    launch=launch,
     explicit_threads=True,
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Features, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, Launch, Table, ceildiv, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..vectors import load_widths
@@ -169,6 +169,10 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
         "overlap": 0,
         "prefetch": 0,
     }
+
+
+def launch(problem: NhotLookup, decisions: Decisions) -> Launch:
+    return Launch(Extents.of(problem, decisions).threads)
 
 
 def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template
+from tvm_sparse.core.template import Decisions, Launch, Program, Table, Template
 
 # Threads of a block of the second kernel.
 THREADS = (256, 512, 1024)
+# Warps of a block of the first kernel, each with a score of its own.
+WARPS = 8
 
 
 def space(problem: Any, machine: Machine) -> Table:
@@ -29,6 +31,11 @@ def build(problem: Any, decisions: Decisions) -> Program:
     return program(problem, decisions["threads"])
 
 
+def launch(problem: Any, decisions: Decisions) -> Launch:
+    """Of the first kernel."""
+    return Launch(32 * WARPS)
+
+
 def dots(operator: str, name: str) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
@@ -40,5 +47,6 @@ def dots(operator: str, name: str) -> Template:
         space=space,
         default=default,
         program=build,
+        launch=launch,
         explicit_threads=True,
     )

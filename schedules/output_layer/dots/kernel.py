@@ -19,9 +19,8 @@ from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
 from ..interface import Arguments, gpu_program, rows_shape
 from ..words import OutputLayer, best_of, block_of, candidates_of, most_words
+from . import WARPS
 
-# Warps of a block of the first kernel, each with a score of its own.
-WARPS = 8
 WARP = 32
 
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 
 from ..words import OutputLayer
-from .space import Extents, allowed, default, space
+from .space import Extents, allowed, default, launch, space
 
 
 def build(problem: OutputLayer, decisions: Decisions) -> Program:
@@ -54,5 +54,6 @@ def tiles(operator: str, name: str) -> Template:
         default=default,
         program=build,
         allowed=allowed,
+        launch=launch,
         explicit_threads=True,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 
 from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
@@ -114,6 +114,12 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
     if e.staged == 0 and e.dtype == "float32" and e.steps * e.b_fragments > MAX_SPLIT:
         return f"{e.steps * e.b_fragments} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
     return None
+
+
+def launch(problem: OutputLayer, decisions: Decisions) -> Launch:
+    """Of the first kernel."""
+    e = Extents.of(problem, decisions)
+    return Launch(e.product_threads, e.kept_bytes)
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:

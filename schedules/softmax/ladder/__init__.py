@@ -45,6 +45,7 @@ def _templates(operator: str) -> tuple[Template, Template, Template]:
             summary="a row to a block, reduced across threads through shared memory",
             space=space.block_space,
             default=space.block_default,
+            launch=space.block_launch,
             program=build_shared_row,
         ),
         common(
@@ -52,6 +53,7 @@ def _templates(operator: str) -> tuple[Template, Template, Template]:
             summary="a row to a warp, reduced by shuffles",
             space=space.warp_space,
             default=space.warp_default,
+            launch=space.warp_launch,
             program=build_shared_row,
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, powers
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, powers
 
 from ..problems import RowProblem
 
@@ -45,3 +45,11 @@ def warp_space(problem: RowProblem, machine: Machine) -> Table:
 
 def warp_default(problem: RowProblem, machine: Machine) -> Decisions:
     return {"rows": 4}
+
+
+def block_launch(problem: RowProblem, decisions: Decisions) -> Launch:
+    return Launch(decisions["reduce_threads"])
+
+
+def warp_launch(problem: RowProblem, decisions: Decisions) -> Launch:
+    return Launch(WARP * decisions["rows"])

@@ -56,6 +56,7 @@ softmax_held = Template(
     program=build_held,
     allowed=space.held_allowed,
     features=space.held_features,
+    launch=space.held_launch,
     explicit_threads=True,
 )
 
@@ -70,6 +71,7 @@ softmax_staged = Template(
     program=build_staged,
     allowed=space.staged_allowed,
     features=space.staged_features,
+    launch=space.staged_launch,
     explicit_threads=True,
 )
 
@@ -84,6 +86,7 @@ softmax_streamed = Template(
     program=build_streamed,
     allowed=space.streamed_allowed,
     features=space.streamed_features,
+    launch=space.streamed_launch,
     explicit_threads=True,
 )
 
@@ -98,5 +101,6 @@ logsumexp_streamed = Template(
     program=build_streamed,
     allowed=space.streamed_allowed,
     features=space.streamed_features,
+    launch=space.streamed_launch,
     explicit_threads=True,
 )

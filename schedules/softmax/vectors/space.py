@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 
 from ..problems import RowProblem, algorithm
 from .extents import Extents, vector_width
@@ -156,6 +156,26 @@ def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
     sizes = base_space(problem, machine)["cluster"]
     enough = next((size for size in sizes if size * problem.batch >= machine.cores), sizes[-1])
     return sorted((size for size in sizes if size <= enough), reverse=True) + [s for s in sizes if s > enough]
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def held_launch(problem: RowProblem, decisions: Decisions) -> Launch:
+    return _launch(Extents.of(problem, decisions, "registers"))
+
+
+def staged_launch(problem: RowProblem, decisions: Decisions) -> Launch:
+    return _launch(Extents.of(problem, decisions, "shared"))
+
+
+def streamed_launch(problem: RowProblem, decisions: Decisions) -> Launch:
+    return _launch(Extents.of(problem, decisions, "nowhere"))
+
+
+def _launch(ext: Extents) -> Launch:
+    vectors = ext.part if ext.keep == "shared" else 1
+    return Launch(ext.threads * ext.rows, 16 * vectors)
 
 
 # ---- features ------------------------------------------------------------------------------------

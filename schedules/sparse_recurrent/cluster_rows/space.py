@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...recurrent.sizes import WARP, WIDEST
@@ -158,6 +158,11 @@ def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) ->
     if decisions["cluster"] > problem.hidden:
         return f"of {decisions['cluster']} thread blocks some have none of hidden={problem.hidden} units"
     return too_much(ClusterExtents.of(problem, decisions), problem, machine)
+
+
+def launch(problem: SparseRecurrent, decisions: Decisions) -> Launch:
+    e = ClusterExtents.of(problem, decisions)
+    return Launch(e.threads, e.shared_bytes)
 
 
 def default(problem: SparseRecurrent, machine: Machine) -> Decisions:

@@ -36,7 +36,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from .space import Extents, allowed, default, space
+from .space import Extents, allowed, default, launch, space
 
 
 def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
@@ -55,6 +55,7 @@ persistent_rows = Template(
     default=default,
     program=build,
     allowed=allowed,
+    launch=launch,
     explicit_threads=True,
     cooperative=True,
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, shared_limit
@@ -416,6 +416,11 @@ def space(problem: SparseRecurrent, machine: Machine) -> Table:
     require(problem, machine)
     best_point(problem, machine)
     return _table(problem, machine)
+
+
+def launch(problem: SparseRecurrent, decisions: Decisions) -> Launch:
+    e = Extents.of(problem, decisions)
+    return Launch(e.threads, e.shared_bytes)
 
 
 def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
