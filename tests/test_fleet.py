@@ -178,6 +178,20 @@ def test_without_a_device_the_run_ends_and_keeps_what_it_has(tmp_path: Path) -> 
     assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 3
 
 
+def test_the_limit_of_a_plan_is_that_of_each_candidate(tmp_path: Path) -> None:
+    limits = []
+
+    class Noted(Simulated):
+        def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
+            limits.append(timeout)
+            return super().measure(problem, library, timeout, abandoned)
+
+    log = log_of(tmp_path)
+    with made(Noted(timed)) as devices:
+        tune(dataclasses.replace(make_plan(PROBLEM, cpu(), 2, log, 1), limit=2.5), log, using=devices)
+    assert len(limits) > 2 and set(limits) == {2.5}
+
+
 # ---- several sessions -----------------------------------------------------------------------------
 
 

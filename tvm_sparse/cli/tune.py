@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shlex
 import statistics
@@ -101,6 +102,14 @@ def tune(
     strategy: Annotated[
         str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
     ] = STRATEGY,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="What checking and timing a candidate may take before it is ended.  \\[default: 30]",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     plugin: Plugins = None,
@@ -121,8 +130,10 @@ def tune(
 
             folder = logs if logs is not None else paths.user_logs()
             fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
-            builders_now = builders or machine.default_builders(len(fleet.devices))
+            gpus = sum(count for where, count in fleet.machines.items() if where.kind == "cuda")
+            builders_now = builders or machine.default_builders(gpus)
             plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed, strategy)
+            plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
             console().print(plan_table(plans, len(fleet.devices)))
             left_out = left_out_lines(plans)
             if left_out:
@@ -137,7 +148,19 @@ def tune(
             here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled
             require("tune", *(["cuda"] if here else []))
             again = resume_command(
-                operator, axes, shapes, target, trials, logs, builders, templates, fix, strategy, seed, **asked
+                operator,
+                axes,
+                shapes,
+                target,
+                trials,
+                logs,
+                builders,
+                templates,
+                fix,
+                strategy,
+                seed,
+                limit=limit,
+                **asked,
             )
             outcome = run(plans, folder, seed, again, fleet)
         if outcome.bests:
@@ -268,6 +291,7 @@ def resume_command(
     strategy: str,
     seed: int,
     *,
+    limit: float | None = None,
     devices: str | None = None,
     workers: int | None = None,
     ray: str | None = None,
@@ -285,6 +309,7 @@ def resume_command(
         ("workers", workers, None),
         ("ray", ray, None),
         ("model", model, None),
+        ("limit", limit, None),
         ("strategy", strategy, STRATEGY),
         ("seed", seed, 0),
     ):

@@ -58,6 +58,7 @@ PREDICTED_SHARE, MOST_PREDICTED = 2, 6
 FINALISTS = 4
 FINAL_ROUNDS = 5
 BUILD_TIMEOUT = 120.0
+# To check and to time a candidate, unless a plan says otherwise.
 MEASURE_TIMEOUT = 30.0
 # Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
 LEAST_DISK = 1 << 20
@@ -84,6 +85,7 @@ class Plan:
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
     strategy: str = strategies.DEFAULT
+    limit: float | None = None  # seconds to check and to time a candidate; None: `MEASURE_TIMEOUT`
 
     @property
     def size(self) -> int:
@@ -264,7 +266,7 @@ def tune(
         lease = stack.enter_context(devices.lease(machine))
         session = new_session(lease.seat(), seed, problem, plan.strategy)
         log.append(session)
-        bench = Bench(problem, machine, fallback, seed, folder, lease)
+        bench = Bench(problem, machine, fallback, seed, folder, lease, limit=plan.limit)
         stack.callback(bench.give_up)
 
         def require_fallback() -> None:
@@ -522,8 +524,10 @@ class Bench:
         lease: Lease,
         *,
         undisturbed: bool = False,
+        limit: float | None = None,
     ) -> None:
         self._undisturbed = undisturbed
+        self._limit = MEASURE_TIMEOUT if limit is None else limit
         self._problem, self._machine, self._fallback = problem, machine, fallback
         self._lease, self._folder = lease, folder
         self._built: dict[Candidate, Future[Reply]] = {}
@@ -593,7 +597,7 @@ class Bench:
             found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
             return found | {"again": again, "undisturbed": self._undisturbed}
 
-        return self._lease.measure(self._built[candidate], self._request, library, MEASURE_TIMEOUT, seat)
+        return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
 
     def _spills(self, candidate: Candidate, built: Reply) -> int:
         """Of registers, in instructions. The fallback's are not asked for."""
