@@ -1469,7 +1469,8 @@ def searches_findings() -> str:
         said = [f"**Started from {after}** ({spaces_} spaces, {rows['random']['searches']} seeds each)."]
         blind = rows["random"]
         value, low, high = (1 / float(blind[name]) for name in ("over_reference", "high", "low"))
-        verdict = "no difference that can be told" if low <= 1 <= high else "a gain" if high < 1 else "a loss"
+        told = not low <= 1 <= high and float(blind["p"]) < 0.05
+        verdict = ("a gain" if high < 1 else "a loss") if told else "no difference that can be told"
         said.append(
             f"After 64 trials what the evolutionary search with XGBoost has found takes {value:.3f} times"
             f" [{low:.3f}, {high:.3f}] as long as what random search has found (p = {blind['p']}): {verdict}."

@@ -122,12 +122,13 @@ def counts(log: Log) -> dict[str, int]:
 
 
 def searched(logs: Path, arch: str, operator: str) -> list[Loss]:
+    """`search`, of each problem's first session."""
     rows = study.halves(trials(logs, operator=operator, arch=arch), least=min(LEAST))
     return [Loss(operator, "search", row.trials, row.loss) for row in rows.itertuples()]
 
 
 def started(logs: Path, arch: str, operator: str) -> list[Loss]:
-    """Whole problems are left out of the model, a tenth at a time, with all their batches."""
+    """`start`, of each problem. Its model knows nothing of a tenth of the problems, with all their batches."""
     log = Log(logs, arch, operator)
     data, tried = training.measured(log), counts(log)
     with tempfile.TemporaryDirectory() as folder:
@@ -172,6 +173,7 @@ def without(log: Log, keys: Collection[str], root: Path, data: Sequence[Measured
 
 
 def summary(losses: Sequence[Loss]) -> list[list[object]]:
+    """A line of `RECORDED_COLUMNS` for each least number of trials, way and operator."""
     lines: list[list[object]] = []
     for least in LEAST:
         for way in ("search", "start"):
@@ -190,6 +192,7 @@ def summary(losses: Sequence[Loss]) -> list[list[object]]:
 
 
 def show(columns: Sequence[str], lines: Sequence[Sequence[object]], texts: Collection[str]) -> None:
+    """Print a table, of which the columns named in `texts` hold no figures."""
     shown = table(*columns, right=[name for name in columns if name not in texts])
     for line in lines:
         shown.add_row(*map(str, line))
@@ -197,6 +200,7 @@ def show(columns: Sequence[str], lines: Sequence[Sequence[object]], texts: Colle
 
 
 def from_records(logs: Path, arch: str) -> None:
+    """Print and write the table of what the records tell."""
     losses = []
     for operator in registry.operators():
         if Log(logs, arch, operator).best():
@@ -225,19 +229,21 @@ class Shipped:
 
     @property
     def half(self) -> int:
+        """With how many trials it is tuned anew."""
         return self.trials // 2
 
 
 def shipped(logs: Path, where: Machine, keys: Sequence[str]) -> list[Shipped]:
+    """What ships of these problems; those without a record that still runs are named and left out."""
     found = []
     for key in keys:
         problem = registry.parse(key)
         log = Log(logs, where.arch, problem.operator)
         best = log.best().get(problem.key)
-        if best is None or (reason := spaces.refusal(best.candidate, problem, where)):
-            raise ProblemError(
-                f"{problem}: {logs} has no record of it on {where.arch}" + (f": {reason}" if best else "")
-            )
+        reason = "there is none" if best is None else spaces.refusal(best.candidate, problem, where)
+        if best is None or reason:
+            typer.echo(f"{problem.typed}: its record of {where.arch} is left out: {reason}")
+            continue
         found.append(Shipped(problem, best, counts(log)[problem.key]))
     return found
 
@@ -280,10 +286,13 @@ def tuned_anew(one: Shipped, where: Machine, root: Path, devices: Fleet, builder
 
 
 def measure(logs: Path, target: str, seconds: float, seed: int, keep: Path | None) -> None:
+    """Tune the problems of `MEASURED` anew, one after another; `keep` is the folder of their records."""
     if keep and keep.exists():
         raise ProblemError(f"keep: {keep} exists; what is in it would be known to the runs")
     where, began = machine_here(target, "tuning"), time.monotonic()
     wanted = shipped(logs, where, MEASURED[where.kind])
+    if not wanted:
+        raise ProblemError(f"{logs}: no problem has a record of {where.arch}")
     builders, longest = machine.default_builders(), 0.0
     lines: list[list[object]] = []
     with contextlib.ExitStack() as stack:
@@ -306,6 +315,7 @@ def measure(logs: Path, target: str, seconds: float, seed: int, keep: Path | Non
 
 
 def verdict(lines: Sequence[Sequence[object]]) -> str:
+    """Mean and worst ratio, in words."""
     ratios = [float(str(line[MEASURED_COLUMNS.index("ratio")])) for line in lines]
     close = sum(ratio <= study.CLOSE for ratio in ratios)
     mean = ratio_interval(np.log(ratios))
@@ -314,6 +324,7 @@ def verdict(lines: Sequence[Sequence[object]]) -> str:
 
 
 def write_measured(lines: Sequence[Sequence[object]], where: Machine, seed: int) -> None:
+    """Write what was measured so far."""
     facts = provenance(where)
     facts["timing"] = f"as a final of tune: median of {ROUNDS} rounds in turn; inputs not rotated (hot)"
     facts |= {"ratio": verdict(lines), "seed": str(seed)}

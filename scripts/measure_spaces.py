@@ -53,6 +53,7 @@ SPACES = {
 
 
 def command(wanted: Wanted, target: str, *more: str) -> list[str]:
+    """The words of the run of `measure-space` for a space."""
     words = ["--target", target, "--rounds", str(wanted.rounds)]
     words += [word for fixed in wanted.fixed for word in ("--fix", fixed)]
     words += [word for name in wanted.templates for word in ("--template", name)]

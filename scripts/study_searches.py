@@ -62,6 +62,7 @@ SHOWN = [COLUMNS.index(name) for name in COLUMNS if name in (
 
 
 def row(start: str, space: Recorded | None, found: Summary, searches: int) -> list[object]:
+    """A line of `COLUMNS`; without a space, of all of them together."""
     facts: list[object] = ["all", "", "", ""]
     if space is not None:
         right = sum(map(math.isfinite, space.seconds))

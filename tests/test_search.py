@@ -113,6 +113,11 @@ def test_replayed_traces_are_new_points() -> None:
     assert len(measured) == 40 and set(measured) <= set(space(LARGE))
 
 
+def test_a_seed_tells_the_search() -> None:
+    one, other = (list(run(start(LARGE, 48, seed=5), 48, separable)) for _ in range(2))
+    assert one == other
+
+
 def test_search_learns_what_random_choice_does_not() -> None:
     trials, costs = 96, {candidate: separable(candidate) for candidate in space(LARGE)}
     assert len(costs) > 10 * trials

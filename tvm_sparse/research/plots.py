@@ -276,7 +276,8 @@ def search_curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
             panel.fill_between(at, *band, color=colour, alpha=0.15, linewidth=0)
         panel.set_title(name, fontsize=9)
         panel.set_yscale("symlog", linthresh=1)
-        panel.set_ylim(bottom=0)
+        # Where all find the optimum at once, a panel with an axis all the same.
+        panel.set_ylim(0, max(1.0, panel.get_ylim()[1]))
         panel.set(xlabel="trials", ylabel="% over the optimum")
-    panels.flat[0].legend(fontsize=7, ncols=2, loc="upper right")
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
     return figure

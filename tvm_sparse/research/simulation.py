@@ -85,6 +85,7 @@ class Recorded:
 
     @property
     def optimum(self) -> float:
+        """Seconds of the space's best point."""
         return float(self.seconds.min())
 
 

@@ -77,16 +77,16 @@ class Domain:
         return {point: number for number, point in enumerate(self.points)}
 
     @functools.cached_property
-    def _versions(self) -> Mapping[str, int]:
-        return {point.template: point.version for point in self.points}
+    def _by_values(self) -> Mapping[tuple[str, tuple[int, ...]], Candidate]:
+        """The points by template and their decisions' values: a search asks for thousands."""
+        return {(point.template, tuple(value for _, value in point.decisions)): point for point in self.points}
 
     def candidate(self, template: str, decisions: Mapping[str, int]) -> Candidate | None:
         """The point of these decisions; None if it is not allowed."""
         table = self.tables.get(template, {})
-        if template not in self._versions or decisions.keys() != table.keys():
+        if decisions.keys() != table.keys():
             return None
-        found = Candidate(template, self._versions[template], tuple((name, decisions[name]) for name in table))
-        return found if found in self.index else None
+        return self._by_values.get((template, tuple(decisions[name] for name in table)))
 
     @functools.cached_property
     def columns(self) -> Sequence[tuple[str, str | None]]:

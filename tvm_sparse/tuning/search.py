@@ -10,10 +10,11 @@ nothing of restrictions between decisions (`RejectRestricted`).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.candidate import Candidate
@@ -151,6 +152,7 @@ class _MetaSchedule:
         logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.WARNING)
         self._module = placeholder()
         self._domain = domain
+        self._random = random.Random(seed)
         self._ms = ms
 
         def spaces(schedule: Any) -> list[Any]:
@@ -185,6 +187,18 @@ class _MetaSchedule:
         )
         self._context.pre_tuning(trials, batch, database=self._database, cost_model=self._model)
 
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """NumPy's global generator, of which the cost model draws scores before it is trained, at this run's seed."""
+        import numpy as np
+
+        state = np.random.get_state()
+        np.random.seed(self._random.randrange(1 << 32))
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
+
     def teach(self, candidate: Candidate, seconds: float | None) -> None:
         """Enter a candidate of an earlier run, as if it had been measured in this one."""
         table = self._domain.tables[candidate.template]
@@ -192,7 +206,8 @@ class _MetaSchedule:
         self.notify({candidate: self._ms.MeasureCandidate(schedule, [])}, [seconds], tell_strategy=False)
 
     def generate(self) -> dict[Candidate, Any]:
-        proposals = self._context.generate_measure_candidates() or []
+        with self._seeded():
+            proposals = self._context.generate_measure_candidates() or []
         named = {self._domain.candidate(*decisions_of(p.sch.mod)): p for p in proposals}
         return {candidate: p for candidate, p in named.items() if candidate is not None}
 
@@ -232,12 +247,13 @@ def mutate_decision(seed: int) -> Any:
             pass
 
         def apply(self, trace: Any, _: Any = None) -> Any:
-            draws = [(i, d) for i, d in trace.decisions.items() if i.kind.name == "SampleCategorical"]
-            draws = [(i, d) for i, d in draws if len(i.attrs[0]) > 1]
+            # In the order of the trace: that of its map of decisions is by addresses, and another one in every process.
+            draws = [i for i in trace.insts if i.kind.name == "SampleCategorical" and len(i.attrs[0]) > 1]
             if not draws:
                 return None
-            instruction, old = self.random.choice(draws)
-            new = self.random.choice([v for v in range(len(instruction.attrs[0])) if v != int(old)])
+            instruction = self.random.choice(draws)
+            old = int(trace.decisions[instruction])
+            new = self.random.choice([v for v in range(len(instruction.attrs[0])) if v != old])
             return trace.with_decision(instruction, new, True)
 
         def clone(self) -> Any:

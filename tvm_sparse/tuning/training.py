@@ -59,6 +59,7 @@ class Measured:
 
     @property
     def best(self) -> float:
+        """Seconds of the fastest."""
         return min(self.seconds.values())
 
 
