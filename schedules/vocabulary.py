@@ -13,8 +13,7 @@ DECISIONS: Mapping[str, str] = {
     "threads": "Threads of a thread block.",
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
     "cluster": "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory.",
-    "slices": "Parts of the vocabulary, for each of which all that is looked up is gone through: by thread blocks of "
-    "its own, or (`fused_step`) by the same ones in turn.",
+    "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all that is looked up.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
     "tile_m": "Rows of x that a tile of the product covers.",
@@ -22,6 +21,7 @@ DECISIONS: Mapping[str, str] = {
     "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
+    "hash_warps": "Warps of a thread block that hash and look words up while the others multiply.",
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (

@@ -171,6 +171,7 @@ def hung(count: int, where: Machine, folder: Path) -> Count:
     problem, found, late = parse(PRODUCT), Count(), 0.0
     candidate = spaces.fallback(problem, where)
     message = {"problem": problem.key, "kind": where.kind, "seed": 0}
+    device = {"kind": where.kind}
     with Worker(measuring.MEASURE_WORKER, name="measure") as worker:
         for number, fault in enumerate(HANGS[where.kind]):
             with faulty_builds({candidate: fault}) as argv, Pool(1, argv, name="build") as pool:
@@ -178,7 +179,7 @@ def hung(count: int, where: Machine, folder: Path) -> Count:
                 [built] = pool.map([request], timeout=120)
             library = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
             for _ in range(max(1, count // len(HANGS[where.kind]))):
-                if not worker.call(message, timeout=measuring.PREPARE_TIMEOUT).ok:
+                if not all(worker.call(m, timeout=measuring.PREPARE_TIMEOUT).ok for m in (message, device)):
                     raise RuntimeError("the measuring process does not start")
                 started = time.monotonic()
                 reply = worker.call(message | library, timeout=LIMIT)

@@ -461,6 +461,26 @@ def lsh_steps() -> str:
 
 
 @part
+def predicted_choices() -> str:
+    """What choices for problems that nobody tuned take over the best recorded, all batches of a problem left out."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in results("prediction-sm_90a").rows:
+        if row["left_out"] == "all batches":
+            found.setdefault(row["operator"], {})[row["way"]] = row
+    rows = []
+    for operator, ways in found.items():
+        losses = [
+            f"{float(row['geometric_mean']):.2f}, worst {float(row['worst']):.2f} ({row['measured']})"
+            for row in (ways["default"], ways["nearest"], ways["chosen"])
+        ]
+        nearest = ways["nearest"]
+        over = f"{float(nearest['over_chosen']):.2f} ({nearest['both']})"
+        rows.append([code(operator), ways["chosen"]["problems"], *losses, over])
+    head = "operator", "problems", "template's default", "nearest record", "chosen by the model", "nearest over chosen"
+    return table(head, rows)
+
+
+@part
 def lsh_beam_step() -> str:
     """Parts of a beam-search step, by what its output layer is."""
     found: dict[str, dict[str, float]] = {}

@@ -1,6 +1,6 @@
 """Fuzzing: every file reader with inputs that coverage guides, every public function with arguments nearly right.
 
-    python scripts/fuzz.py                            # 210,000 cases, some 15 minutes; writes results/fuzz-*.csv
+    python scripts/fuzz.py                            # 220,000 cases, some 16 minutes; writes results/fuzz-*.csv
     python scripts/fuzz.py --only manifest --scale 4 --seed 7
 
 *Readers* get bytes that were mutated from valid files: of bytes, of JSON values, of two files crossed. An input that
@@ -17,8 +17,10 @@ Both run in processes of their own: one that dies is a finding as well, with the
 from __future__ import annotations
 
 import copy
+import dataclasses
 import faulthandler
 import json
+import lzma
 import os
 import random
 import subprocess
@@ -48,7 +50,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.formats import wta
-from tvm_sparse.records import Best, Log, Session, Trial, codec, database, predictor
+from tvm_sparse.records import Best, Log, Session, Trial, codec, database, exchange, predictor, space
 from tvm_sparse.runtime import dispatch, paths
 from tvm_sparse.tuning import interchange
 
@@ -407,6 +409,64 @@ def _read_database(data: bytes, folder: Path) -> None:
 
 
 READERS["MetaSchedule database"] = Reader(_databases, _read_database, (interchange.Refused,))
+
+
+def _some_trials() -> tuple[list[Session], list[Trial]]:
+    lines = _logs()[0].splitlines()
+    session, *trials = (codec.decode(line, {one.kind: one for one in (Session, Trial)}) for line in lines)
+    other = dataclasses.replace(trials[1], candidate=Candidate("row_scan", 2, (("chunk", 32), ("simd", 8))))
+    return [session], [trials[0], other]  # type: ignore[list-item]
+
+
+def _results() -> list[bytes]:
+    ours = exchange.results_of(*_some_trials())
+    theirs = json.loads(json.dumps(ours))
+    for result in theirs["results"]:
+        del result["provenance"]
+    return [json.dumps(document).encode() for document in (ours, theirs)]
+
+
+def _read_results(data: bytes, folder: Path) -> None:
+    path = folder / "results.json"
+    path.write_bytes(data)
+    database.rows([path])
+
+
+READERS["results (T4)"] = Reader(_results, _read_results, (exchange.ExchangeError,), share=0.25)
+
+
+def _inputs() -> list[bytes]:
+    named = {"threads": "[32, 64]", "vec": "[1, 2]"}
+    parameters = [{"Name": name, "Type": "int", "Values": values} for name, values in named.items()]
+    conditions = [{"Expression": "threads * vec <= 1024 and threads in (32, 64)", "Parameters": list(named)}]
+    return [json.dumps({"ConfigurationSpace": {"TuningParameters": parameters, "Conditions": conditions}}).encode()]
+
+
+def _read_inputs(data: bytes, folder: Path) -> None:
+    path = folder / "space.json"
+    path.write_bytes(data)
+    found = exchange.read_inputs(path)
+    if found.product < 1000:
+        found.refused()
+
+
+READERS["space (T1)"] = Reader(_inputs, _read_inputs, (exchange.ExchangeError,), share=0.25)
+
+
+def _spaces() -> list[bytes]:
+    sessions, trials = _some_trials()
+    text = b"".join(map(codec.encode, (*sessions, *trials)))
+    return [text, lzma.compress(text)]
+
+
+def _read_space(data: bytes, folder: Path) -> None:
+    path = folder / ("space.jsonl.xz" if data[:1] == b"\xfd" else "space.jsonl")
+    path.write_bytes(data)
+    found = space.read(path)
+    assert found.points >= 0 or not found.complete
+
+
+READERS["measured space"] = Reader(_spaces, _read_space, (space.SpaceError,), structured=False, share=0.25)
 
 
 def _saved(make: Callable[[], Any], suffix: str) -> Callable[[], list[bytes]]:

@@ -1,20 +1,27 @@
 """Runs the tests of the device tier under NVIDIA's compute-sanitizer, and tells in a table what it found.
 
-    python scripts/sanitize.py                                        # all four tools, as long as it takes
+    python scripts/sanitize.py --workers 12                           # all four tools, as long as it takes
     python scripts/sanitize.py -k "topk and not large" --minutes 5    # a selection, at most five minutes a tool
     python scripts/sanitize.py --tool memcheck -- --kernel-regex kns=main_kernel    # what follows -- is the sanitizer's
 
 memcheck: accesses out of bounds or misaligned, leaks of errors. racecheck: races in shared memory. initcheck: reads of
 global memory that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so
-that arrays lie beside each other as the driver places them. Time that is up ends a run after the test in hand, and the
-table says how many tests there were.
+that arrays lie beside each other as the driver places them.
+
+The tools run one after another, each over the tests in `--workers` processes, which share the GPU. What a test costs is
+mostly on the processor: kernels are compiled, references made, and the tools patch every kernel as it is loaded. So the
+time falls with the processes up to one a core, and with one process 900 tests take hours. How long all of it takes on a
+machine, `--minutes` tells: a tool's line has its tests and seconds. Time that is up ends a tool's run after a test, and
+the tests that other processes have in hand then are not counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import site
 import subprocess
 import sys
@@ -53,31 +60,43 @@ def program() -> str | None:
     return shutil.which("compute-sanitizer")
 
 
-def run(sanitizer: str, tool: str, selection: str, minutes: float, more: list[str], tests: list[str]) -> dict[str, Any]:
+def run(
+    sanitizer: str,
+    tool: str,
+    tests: list[str],
+    *,
+    selection: str = "",
+    deselected: list[str] | None = None,
+    minutes: float = 0,
+    workers: int = 0,
+    more: list[str] | None = None,
+) -> dict[str, Any]:
     """One tool over the tests: a line of the table."""
     with tempfile.TemporaryDirectory() as name:
-        log, junit = Path(name) / "log", Path(name) / "tests.xml"
-        checked = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-p", "sanitize", "-o", "timeout=0"]
-        checked += ["-p", "no:cacheprovider", f"--junitxml={junit}", *(["-k", selection] if selection else []), *tests]
+        log, junit, printed = Path(name) / "log", Path(name) / "tests.xml", Path(name) / "printed"
+        # Not the project's own: its groups have all GPU tests run in one process.
+        checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-n", str(workers), "--dist", "load"]
+        checked += ["-m", "gpu", "-p", "sanitize", "-p", "no:cacheprovider", "-o", "timeout=0", f"--junitxml={junit}"]
+        checked += [*(["-k", selection] if selection else []), *(f"--deselect={one}" for one in deselected or ())]
         options = ["--target-processes", "all", "--error-exitcode", str(FOUND), "--log-file", str(log)]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         if minutes:
             environment[UNTIL] = str(time.time() + 60 * minutes)
         started = time.monotonic()
-        try:
-            done = subprocess.run(
-                [sanitizer, "--tool", tool, *options, *more, *checked],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=90 * minutes + 60 if minutes else None,
+        command = [sanitizer, "--tool", tool, *options, *(more or ()), *checked, *tests]
+        with printed.open("w") as file:  # no pipe, which a process that is left behind would hold
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-            output, ended = done.stdout, {0: "whole", 5: "no test"}.get(done.returncode, f"status {done.returncode}")
-        except subprocess.TimeoutExpired as error:
-            output, ended = (error.stdout or b"").decode(errors="replace"), "killed: the time was up in a test"
+            try:
+                status = process.wait(90 * minutes + 60 if minutes else None)
+                ended = {0: "whole", 5: "no test"}.get(status, f"status {status}")
+            except subprocess.TimeoutExpired:
+                ended = "killed: the time was up in a test"
+            finally:
+                _end(process)
+        output = printed.read_text(errors="replace")
         if "the time is up" in output:
             ended = "time up"
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": round(time.monotonic() - started)}
@@ -85,6 +104,13 @@ def run(sanitizer: str, tool: str, selection: str, minutes: float, more: list[st
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what runs of it: the sanitizer, pytest and its processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def counts(junit: Path) -> dict[str, int]:
@@ -108,6 +134,8 @@ def errors_of(log: str) -> dict[str, Any]:
 def main(
     more: Annotated[list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="For the sanitizer.")] = None,
     selection: Annotated[str, typer.Option("-k", help="As pytest takes it.")] = "",
+    deselect: Annotated[list[str] | None, typer.Option(help="As pytest takes it; may be given again.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that run tests; 0: this one's child alone.")] = 0,
     minutes: Annotated[float, typer.Option(help="For each tool; 0: as long as it takes.")] = 0,
     tool: Annotated[list[str] | None, typer.Option(help="One of the four; may be given again.")] = None,
     tests: Annotated[list[str] | None, typer.Option(help="Files of tests.  [default: all]")] = None,
@@ -128,15 +156,31 @@ def main(
             raise typer.BadParameter(f"tool: expected one of {', '.join(TOOLS)}, got {name}")
     lines = []
     for name in tool or TOOLS:
-        lines.append(run(sanitizer, name, selection, minutes, more or [], tests or ["tests"]))
-        print({column: lines[-1][column] for column in COLUMNS}, flush=True)
+        line = run(
+            sanitizer,
+            name,
+            tests or ["tests"],
+            selection=selection,
+            deselected=deselect,
+            minutes=minutes,
+            workers=workers,
+            more=more,
+        )
+        lines.append(line)
+        print({column: line[column] for column in COLUMNS}, flush=True)
     shown = table(*COLUMNS, right=COLUMNS[1:7])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in COLUMNS))
     console().print(shown)
     if csv is not None:
+        chosen = " ".join([selection or "all", *(f"without {one}" for one in deselect or ())])
         facts = {k: v for k, v in provenance(machine.resolve("auto")).items() if k != "timing"}
-        write_csv(csv, facts | {"selection": selection or "all"}, COLUMNS, [[x[c] for c in COLUMNS] for x in lines])
+        write_csv(
+            csv,
+            facts | {"selection": chosen, "workers": str(workers)},
+            COLUMNS,
+            [[x[c] for c in COLUMNS] for x in lines],
+        )
     if any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
         raise SystemExit(1)
 

@@ -1,16 +1,19 @@
 """How much faster several devices tune: the same problems, with the same number of trials, on 1, 2, ... of them.
 
-    python scripts/tuning_scaling.py --devices 1,2          # so many GPUs of this machine: about two minutes
-    python scripts/tuning_scaling.py --workers 1,2,4        # so many parts of the CPU, each with its share of the cores
+    python scripts/tuning_scaling.py --devices 1,2                         # so many GPUs of this machine: 3 minutes
+    python scripts/tuning_scaling.py --workers 1,2,4 --problems 4 --trials 12     # so many parts of the CPU: 3 minutes
 
 The problems are products with block-sparse weights of 1024 x 1024 at several batches, each tuned from nothing in a
-folder that is removed again. Processes have been started before the clock runs. Beside the time stand its parts, of
-which docs/many-gpus.md makes a projection: CPU seconds of the driver, seconds spent on proposals, on builds, each by a
-core, and on devices. Writes a CSV with device, versions and date into scripts/results/.
+folder that is removed again, and the same number of trials each. All processes have been started before the clock runs,
+by a small run that is not counted. Beside the time stand its parts, of which docs/many-gpus.md makes a projection: CPU
+seconds of the driver, seconds spent on proposals, on builds, each by a core, and on devices. `processes`: how many
+processes measured, where seats (`tuning.fleet`) are the fewest; a candidate that fails costs another. Writes a CSV with
+device, versions and date into scripts/results/.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -28,10 +31,11 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
 from tvm_sparse.tuning import fleet
 from tvm_sparse.tuning.fleet import Fleet
+from tvm_sparse.tuning.searching import Searcher
 from tvm_sparse.tuning.session import NoValidRecord, Plan, Progress, make_plan, tune_all
 
-BATCHES = (4, 6, 8, 10, 12, 16, 20, 24)
-WARM_BATCH, WARM_TRIALS = 31, 8
+BATCHES = (*range(4, 32, 2), *range(32, 64, 4), 64, 80)  # as many problems as seats on several GPUs, and more
+WARM_BATCH, WARM_TRIALS = 101, 8
 COLUMNS = (
     "devices",
     "builders",
@@ -42,6 +46,8 @@ COLUMNS = (
     "search_seconds",
     "build_seconds",
     "device_seconds",
+    "seats",
+    "processes",
 )
 
 
@@ -65,11 +71,18 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
         if isinstance(found, NoValidRecord):
             raise found
 
-    with tempfile.TemporaryDirectory(prefix="tvm_sparse-scaling-") as name:
-        warm = plans_of([WARM_BATCH + number for number in range(count)], where, WARM_TRIALS, Path(name), builders)
-        tune_all(warm, Path(name), devices, seed=seed, end=end)
-    before = sum(device.busy for device in devices.devices)
-    with tempfile.TemporaryDirectory(prefix="tvm_sparse-scaling-") as name:
+    seats = devices.sessions()
+    with contextlib.ExitStack() as stack:
+        searchers = [stack.enter_context(Searcher(lambda: devices.closed)) for _ in range(seats)]
+        for pool in {id(device.builders): device.builders for device in devices.devices}.values():
+            pool.start()
+        for searcher in searchers:
+            searcher.spawn()
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="tvm_sparse-scaling-"))
+        root = Path(name) / "warm"
+        warm = plans_of([WARM_BATCH + number for number in range(seats)], where, WARM_TRIALS, root, builders)
+        tune_all(warm, root, devices, seed=seed, end=end, searchers=searchers)
+        before = sum(device.busy for device in devices.devices)
         plans = plans_of(list(BATCHES[:problems]), where, trials, Path(name), builders)
         began, used = time.monotonic(), time.process_time()
         tune_all(
@@ -79,6 +92,7 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
             seed=seed,
             show=lambda progress: last.update({progress.plan: progress}),
             end=end,
+            searchers=searchers,
         )
         seconds, driver = time.monotonic() - began, time.process_time() - used
         found = Log(Path(name), where.arch, plans[0].problem.operator).read().trials
@@ -92,6 +106,8 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
         "search_seconds": sum(progress.search_seconds for progress in last.values()),
         "build_seconds": sum(trial.build_seconds or 0.0 for trial in found),
         "device_seconds": sum(device.busy for device in devices.devices) - before,
+        "seats": seats,
+        "processes": sum(measurer.processes for device in devices.devices for measurer in device.measurers),
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import core_only
 import pytest
 
 from tvm_sparse.core import registry, spaces
@@ -29,9 +31,15 @@ AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
 
 
+@functools.cache
+def applicable(kind: str, problem: Problem) -> tuple[Template, ...]:
+    """Kept, because a space whose first point is searched for takes a while and the tests list it many times."""
+    return tuple(map(spaces.find, spaces.applicable(problem, MACHINES[kind])[0]))
+
+
 def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> list[tuple[Template, Problem]]:
     """The templates of a kind of machine whose attributes are `having`, with each problem that they apply to."""
-    pairs = [(spaces.find(name), p) for p in problems for name in spaces.applicable(p, MACHINES[kind])[0]]
+    pairs = [(template, problem) for problem in problems for template in applicable(kind, problem)]
     return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
 
 
@@ -71,7 +79,11 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
 def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
     """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else."""
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    own.warmup([parse(key) for key in keys], cpu(), builders=2)
+    with pytest.MonkeyPatch.context() as patch:
+        # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
+        (hidden := cache / "without_torch").mkdir(parents=True)
+        patch.setenv("PYTHONPATH", core_only.environment(hidden, absent=("torch",))["PYTHONPATH"])
+        own.warmup([parse(key) for key in keys], cpu(), builders=2)
     with pytest.MonkeyPatch.context() as patch:
         use_dispatcher(patch, own)
         yield own

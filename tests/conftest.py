@@ -10,12 +10,19 @@ from __future__ import annotations
 import os
 import signal
 
+import core_only
 import pytest
 
 from tvm_sparse.core import machine
 
-# Idle threads of the CPU kernels would spin beside the other tests; child processes inherit it.
-os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
+# Idle threads of the CPU kernels, of PyTorch (OpenMP) and of NumPy (OpenBLAS, in powers of two of cycles) would spin
+# beside the other tests, and so would those that wait for one without a core; child processes inherit it.
+for name, value in {
+    "TVM_THREAD_POOL_SPIN_COUNT": "0",
+    "OMP_WAIT_POLICY": "passive",
+    "OPENBLAS_THREAD_TIMEOUT": "4",
+}.items():
+    os.environ.setdefault(name, value)
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,3 +44,15 @@ def shares_a_fixture(item: pytest.Item) -> bool:
     known = getattr(item, "_fixtureinfo", None)
     made = known.name2fixturedefs.values() if known else ()
     return any(one.scope == "module" for fixtures in made for one in fixtures)
+
+
+@pytest.fixture(scope="session")
+def path_without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH of processes that find no PyTorch. TVM imports it wherever it is, which is most of their start."""
+    return core_only.environment(tmp_path_factory.mktemp("without_torch"), absent=("torch",))["PYTHONPATH"]
+
+
+@pytest.fixture
+def children_without_torch(path_without_torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of processes that are started often and do nothing with PyTorch, as those of a tuning run."""
+    monkeypatch.setenv("PYTHONPATH", path_without_torch)

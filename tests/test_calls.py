@@ -23,13 +23,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import use_dispatcher
+from cases import calls_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tvm_sparse
-from tvm_sparse.artifacts import manifest
-from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.problem import FLOATS, Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.bsr_matmul import weight as weight_module
@@ -38,7 +36,6 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.dispatch import Dispatcher
-from tvm_sparse.workers.building import build
 
 torch = pytest.importorskip("torch")
 
@@ -67,13 +64,7 @@ FUSED += (f"{BLOCKS},bias=1",)
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
     """The kernels: fallbacks of `KEYS` and `FUSED`, compiled together, in a cache of the module's own."""
-    cpu, cache = machine.cpu(), tmp_path_factory.mktemp("kernels")
-    jobs = [(problem := parse(key), spaces.fallback(problem, cpu), "fallback", {}) for key in (*KEYS, *FUSED)]
-    entries = build(jobs, cpu, cache / cpu.arch, builders=2)
-    manifest.write(cache / cpu.arch, entries)
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    with pytest.MonkeyPatch.context() as patch:
-        use_dispatcher(patch, own)
+    with calls_run((*KEYS, *FUSED), tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 

@@ -29,7 +29,7 @@ TRIALS = 10  # all points: no search is asked
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def nodes(monkeypatch: pytest.MonkeyPatch, children_without_torch: None) -> Iterator[Any]:
     # Ray's processes give way to all others, and this machine may have others that take all of it.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

@@ -40,7 +40,9 @@ def checked_call(seed: int) -> None:
         problem.check(inputs, problem.reference(inputs), list(found))
 
 
-def test_threads_call_while_others_load_and_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_call_while_others_load_and_tune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_without_torch: None
+) -> None:
     """Tuning, in a thread and in another process on the same log, calls in four threads, and folders that come."""
     monkeypatch.setattr(session, "FINAL_ROUNDS", 1)
     log = Log(tmp_path / "logs", cpu().arch, tuning_child.PROBLEM.operator)
@@ -91,7 +93,7 @@ def first_call(cache: Path) -> tuple[str, bool]:
     return found.entry.library, True
 
 
-def test_ten_processes_race_for_a_cold_cache(tmp_path: Path) -> None:
+def test_ten_processes_race_for_a_cold_cache(tmp_path: Path, children_without_torch: None) -> None:
     """One compiles, nine wait for it, and all run the same library."""
     context = multiprocessing.get_context("forkserver")  # imports once, and forks the ten of it
     context.set_forkserver_preload(["tvm_sparse.runtime.dispatch", "tvm_ffi", "numpy", "test_concurrency"])

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tvm
 from cases import AWKWARD, case_id
+from faulty_build_worker import HUGE
 from faulty_kernels import (
     FAULTS,
     PROBLEMS,
@@ -27,6 +29,8 @@ from tvm_sparse.bench import measure, verification
 from tvm_sparse.bench.buffers import GUARD_BYTES, Fatal, Guarded
 from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
 from tvm_sparse.core.registry import parse
+from tvm_sparse.runtime import loading
+from tvm_sparse.workers import processes
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, problem: Problem, fault: Fault, **more: Any) -> dict[str, Any]:
@@ -48,6 +52,24 @@ def test_a_kernel_that_leaves_its_workspace_dirty_is_rejected(monkeypatch: pytes
     workspaces = [{"name": "count", "shape": ["batch"], "dtype": "int32", "fill": 0}]
     with pytest.raises(Mismatch):
         measured(monkeypatch, parse(PROBLEMS["softmax"]), counts_in_a_workspace, workspaces=workspaces)
+
+
+def test_a_workspace_without_room_is_told_before_memory_is_filled_and_is_the_environments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a host lends its processes more than it has, filling half a terabyte lasts longer than a trial may."""
+    room = tvm.runtime.empty
+
+    def empty(shape: tuple[int, ...], *rest: Any) -> Any:
+        if shape == tuple(HUGE["shape"]):
+            raise RuntimeError("CUDA: out of memory")
+        return room(shape, *rest)
+
+    monkeypatch.setattr(tvm.runtime, "empty", empty)
+    monkeypatch.setattr(loading, "on_host", lambda *_: pytest.fail("the host's memory is filled first"))
+    with pytest.raises(Fatal, match="^RuntimeError: CUDA: out of memory$") as caught:
+        measured(monkeypatch, parse(PROBLEMS["softmax"]), lambda call: call.run(), workspaces=[HUGE])
+    assert processes._WANTING.search(str(caught.value))
 
 
 def test_the_message_says_what_is_wrong_and_with_which_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ class Simulated:
         self.answer, self.comes_back = answer, comes_back
         self.asked: list[tuple[str, str]] = []
 
+    def prepare(self, problem: Any, abandoned: Callable[[], bool]) -> None:
+        pass
+
     def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
         self.asked.append((problem["problem"], library["library"]))
         return self.answer(library["library"])
@@ -76,7 +80,8 @@ def once(fault: Answer, then: Answer = timed) -> Answer:
 
 
 def made(*measurers: Simulated, machine: Machine | None = None) -> Fleet:
-    return Fleet([Device(f"device {n}", machine or cpu(), one, Builders()) for n, one in enumerate(measurers)])
+    """A device for each, with one seat."""
+    return Fleet([Device(f"device {n}", machine or cpu(), [one], Builders()) for n, one in enumerate(measurers)])
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +178,20 @@ def test_without_a_device_the_run_ends_and_keeps_what_it_has(tmp_path: Path) -> 
     assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 3
 
 
+def test_the_limit_of_a_plan_is_that_of_each_candidate(tmp_path: Path) -> None:
+    limits = []
+
+    class Noted(Simulated):
+        def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
+            limits.append(timeout)
+            return super().measure(problem, library, timeout, abandoned)
+
+    log = log_of(tmp_path)
+    with made(Noted(timed)) as devices:
+        tune(dataclasses.replace(make_plan(PROBLEM, cpu(), 2, log, 1), limit=2.5), log, using=devices)
+    assert len(limits) > 2 and set(limits) == {2.5}
+
+
 # ---- several sessions -----------------------------------------------------------------------------
 
 
@@ -184,7 +203,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def names(lease: Lease) -> set[str]:
-    return {device.name for device in lease.devices}
+    return {seat.device.name for seat in lease.seats}
 
 
 def test_devices_are_shared_evenly_and_stay_where_they_are() -> None:
@@ -193,12 +212,12 @@ def test_devices_are_shared_evenly_and_stay_where_they_are() -> None:
             assert len(names(first)) == 4
             with devices.lease(cpu()) as second, devices.lease(cpu()) as third:
                 before = names(first)
-                assert [len(lease.devices) for lease in (first, second, third)] == [2, 1, 1]
+                assert [len(lease.seats) for lease in (first, second, third)] == [2, 1, 1]
                 assert len(before | names(second) | names(third)) == 4
                 with devices.lease(dataclasses.replace(cpu(), name="another")) as none:
-                    assert names(first) == before and not none.devices
+                    assert names(first) == before and not none.seats
                     with pytest.raises(StartError):
-                        none.device()
+                        none.seat()
             assert len(names(first)) == 4 and before < names(first)
 
 
@@ -207,7 +226,7 @@ def test_a_session_without_a_device_waits_for_one() -> None:
 
     def wait() -> None:
         with devices.lease(cpu()) as second:
-            found.append(second.device().name)
+            found.append(second.seat().device.name)
 
     with made(Simulated(timed)) as devices:
         thread = threading.Thread(target=wait)
@@ -272,6 +291,89 @@ def test_an_interrupt_ends_all_sessions(tmp_path: Path, monkeypatch: pytest.Monk
     with made(Endless(timed), Endless(timed)) as devices, pytest.raises(KeyboardInterrupt):
         tune_all(plans, tmp_path, devices)
     assert not log_of(tmp_path).read().trials
+
+
+# ---- seats ----------------------------------------------------------------------------------------
+
+
+def seated(*places: tuple[Simulated, ...], machine: Machine | None = None, builders: Any = None) -> Fleet:
+    """A device for each, with a seat for each of its measurers."""
+    where, builds = machine or cpu(), builders or Builders()
+    return Fleet([Device(f"device {n}", where, found, builds) for n, found in enumerate(places)])
+
+
+def test_a_session_has_a_seat_and_the_devices_that_nobody_else_needs() -> None:
+    with seated(*(tuple(Simulated(timed) for _ in range(3)) for _ in range(2))) as devices, ExitStack() as stack:
+        assert devices.sessions() == devices.sessions(cpu()) == 6
+        leases = [stack.enter_context(devices.lease(cpu()))]
+        assert names(leases[0]) == {"device 0", "device 1"} and len(leases[0].seats) == 2
+        own = leases[0].seat()
+        for count in range(2, 7):
+            leases.append(stack.enter_context(devices.lease(cpu())))
+            seats = [seat for lease in leases for seat in lease.seats]
+            assert len(seats) == len(set(seats)) == count and leases[0].seat() is own
+            on = [seat.device.name for seat in seats]
+            assert abs(on.count("device 0") - on.count("device 1")) <= 1
+        with devices.lease(cpu()) as waiting:
+            assert not waiting.seats
+
+
+def test_one_seat_measures_while_another_prepares(tmp_path: Path) -> None:
+    measuring, prepared = threading.Event(), threading.Event()
+    at_work: list[str] = []
+
+    class First(Simulated):
+        def measure(self, *rest: Any) -> Reply:
+            measuring.set()
+            assert prepared.wait(10)
+            return super().measure(*rest)
+
+    class Second(Simulated):
+        def prepare(self, *_: Any) -> None:
+            assert measuring.wait(10)
+            prepared.set()
+
+    def alone(candidate: str) -> Reply:
+        at_work.append(candidate)
+        reply = timed(candidate)
+        assert at_work.pop() == candidate and not at_work
+        return reply
+
+    plans = [make_plan(problem, cpu(), 20, log_of(tmp_path, problem), 1) for problem in (PROBLEM, OTHER)]
+    with seated((First(alone), Second(alone))) as devices:
+        tune_all(plans, tmp_path, devices)
+        assert 40 * 0.002 < devices.devices[0].busy
+    assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 40
+
+
+def test_a_device_is_lost_with_all_of_its_seats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = run(tmp_path / "whole", made(Simulated(timed)))
+    broken = tuple(Simulated(lost) for _ in range(fleet.MOST_LOST))
+    log = run(tmp_path / "some", seated(broken, (Simulated(timed),)))
+    assert records(log) == records(whole)  # no trial met one seat of it after the other
+    assert caplog.messages == ["device 0 is lost: its node was switched off"]
+
+
+def test_a_gpus_first_candidates_are_built_while_the_fallback_is_measured(tmp_path: Path) -> None:
+    gpu_machine = Machine("cuda", "sm_90a", "H200", cores=132)
+    ordered: list[str] = []
+
+    class Noted(Builders):
+        def submit(self, request: Any, *, timeout: float) -> Future[Reply]:
+            ordered.append(request["candidate"])
+            return super().submit(request, timeout=timeout)
+
+    def waits(candidate: str) -> Reply:
+        until(lambda: len(ordered) == 2)
+        return timed(candidate)
+
+    log = Log(tmp_path, gpu_machine.arch, PROBLEM.operator)
+    plan = make_plan(PROBLEM, gpu_machine, 2, log, 1)
+    assert len(plan.templates) > plan.trials
+    with seated((Simulated(waits),), machine=gpu_machine, builders=Noted()) as devices:
+        tune(plan, log, using=devices)
+    # As many as were asked for, though there are more defaults to begin with.
+    assert [str(trial.candidate) for trial in log.read().trials] == ordered and len(ordered) == 2
 
 
 # ---- what is asked for ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from cases import use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.layers import storage
+from tvm_sparse.records import exchange
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -58,3 +60,18 @@ def test_a_head_without_its_library_is_no_head(tmp_path: Path) -> None:
     storage.write(path, held, meta)
     with pytest.raises(ValueError, match="not a head: 'library'"):
         tvm_sparse.LshHead.load(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["'a' * 999999999 == ''", "(1,) * 999999999 == 1", "name * 99 == name", "size.real", 7]
+)
+def test_a_condition_of_a_file_is_arithmetic_of_numbers(text: object, tmp_path: Path) -> None:
+    parameters = [{"Name": "size", "Values": "[1, 2]"}, {"Name": "name", "Values": "['a', 'b']"}]
+    space = {"TuningParameters": parameters, "Conditions": [{"Expression": text}]}
+    path = tmp_path / "space.json"
+    path.write_text(json.dumps({"ConfigurationSpace": space}))
+    with pytest.raises(exchange.ExchangeError, match="is not understood|expected a text"):
+        exchange.read_inputs(path)
+    space["Conditions"] = [{"Expression": "name == 'a' and size * 2 < 4"}]
+    path.write_text(json.dumps({"ConfigurationSpace": space}))
+    assert sum(exchange.read_inputs(path).refused().values()) == 3

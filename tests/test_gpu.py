@@ -20,9 +20,8 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Template
 from tvm_sparse.records import Log
 from tvm_sparse.tuning import fleet
-from tvm_sparse.tuning.measuring import MEASURE_WORKER
+from tvm_sparse.tuning.measuring import Measurer
 from tvm_sparse.tuning.session import make_plan, tune_all
-from tvm_sparse.workers.processes import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -51,13 +50,19 @@ LARGE = tuple(
 )
 
 
-@pytest.mark.parametrize("problem", AWKWARD + LARGE, ids=case_id)
-@pytest.mark.parametrize("template", [t for t in spaces.templates() if t.kind == "cuda"], ids=case_id)
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (template, problem)
+        for template in spaces.templates()
+        for problem in AWKWARD + LARGE
+        if template.kind == "cuda" and template.operator == problem.operator
+    ],
+    ids=case_id,
+)
 def test_candidates_agree_with_the_reference(template: Template, problem: Problem, tmp_path: Path) -> None:
     gpu = machine.gpu()
     assert gpu is not None
-    if template.operator != problem.operator:
-        pytest.skip(f"a template of {template.operator}")
     if reason := spaces.applicable(problem, gpu)[1].get(template.name):
         assert registry.find(problem.operator).fallbacks["cuda"][-1] is not template
         pytest.skip(reason)
@@ -105,12 +110,14 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
     fastest = problem.cost().bytes / 20e12
     assert all(fastest < s < 1e-3 for s in seconds)
     # A sound trial changes nothing for which its process would be renewed: a new context takes seconds.
-    with Worker(MEASURE_WORKER, name="measure") as worker:
-        processes = []
-        for request in ({"problem": problem.key, "kind": "cuda", "seed": 0}, message, message):
-            assert worker.call(request, timeout=60).ok
-            processes.append(worker.pid)
-        assert processes[0] is not None and len(set(processes)) == 1
+    asked = {name: message.pop(name) for name in ("problem", "kind", "seed")}
+    measurer = Measurer()
+    try:
+        replies = [measurer.measure(asked, message, 60) for _ in range(3)]
+        assert [(reply.message, reply.changed) for reply in replies] == [("", ())] * 3
+        assert measurer.processes == 1
+    finally:
+        measurer.close()
 
 
 @pytest.mark.skipif(len(machine.gpus()) < 2, reason="needs two GPUs")

@@ -462,12 +462,17 @@ def test_nothing_is_allocated_but_outputs(name: str) -> None:
     def allocations() -> int:
         return torch.cuda.memory_stats()["allocation.all.allocated"]
 
-    before, free = allocations(), torch.cuda.mem_get_info()[0]
-    for _ in range(10):
-        call(static, out)
-    torch.cuda.synchronize()
-    assert allocations() == before
-    assert torch.cuda.mem_get_info()[0] == free  # nor by anyone but PyTorch
+    def free_stays() -> bool:
+        """Of the whole device, whose other users may come in between."""
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(10):
+            call(static, out)
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0] >= free
+
+    before = allocations()
+    assert any(free_stays() for _ in range(50))  # nothing is allocated by anyone but PyTorch,
+    assert allocations() == before  # nor by PyTorch
     call(static, None)
     assert allocations() - before == (2 if name == "softmax_topk" else 1)
     check(static, out)

@@ -10,12 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from cases import SM90, settings_of, use_dispatcher
+from cases import SM90, calls_run, settings_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tvm_sparse
-from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import ProblemError
@@ -24,7 +23,6 @@ from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.formats import bitmap, wta
 from tvm_sparse.runtime import loading
 from tvm_sparse.runtime.dispatch import Dispatcher
-from tvm_sparse.workers.building import build
 
 # What the calls below ask for.
 KEYS = (
@@ -42,12 +40,7 @@ KEYS = (
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
     """The kernels: fallbacks of `KEYS`, compiled together, in a cache of the module's own."""
-    cpu, cache = machine.cpu(), tmp_path_factory.mktemp("kernels")
-    jobs = [(problem := parse(key), spaces.fallback(problem, cpu), "fallback", {}) for key in KEYS]
-    manifest.write(cache / cpu.arch, build(jobs, cpu, cache / cpu.arch, builders=2))
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    with pytest.MonkeyPatch.context() as patch:
-        use_dispatcher(patch, own)
+    with calls_run(KEYS, tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 

@@ -29,8 +29,8 @@ def test_an_interrupted_run_names_its_plugins(monkeypatch: pytest.MonkeyPatch) -
     from tvm_sparse.cli.tune import STRATEGY, resume_command
 
     monkeypatch.setattr(registry, "plugins", lambda: ("/a b/double",))
-    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, None, STRATEGY, 0)
-    assert command == "tvm-sparse tune double n=1 --trials 8 --plugin '/a b/double'"
+    command = resume_command("double", ["n=1"], None, "auto", 8, None, None, None, None, STRATEGY, 0, limit=2.5)
+    assert command == "tvm-sparse tune double n=1 --trials 8 --limit 2.5 --plugin '/a b/double'"
 
 
 @pytest.mark.parametrize(

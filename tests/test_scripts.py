@@ -30,6 +30,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+# A script as `python FILE WORDS...` runs it, with rounds of timing that are as short as they can be, and no rests.
+SHORT = """
+import os, runpy, sys
+
+from tvm_sparse.bench import timing
+
+timing.ROUND_SECONDS = timing.REST_SECONDS = 1e-4
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run(cache: Path, script: str, *words: str | Path) -> str:
     environment = {
         **os.environ,
@@ -39,7 +52,7 @@ def run(cache: Path, script: str, *words: str | Path) -> str:
         "XDG_CACHE_HOME": str(cache),
         "XDG_DATA_HOME": str(cache / "data"),
     }
-    command = [sys.executable, str(SCRIPTS / script), *map(str, words)]
+    command = [sys.executable, "-c", SHORT, str(SCRIPTS / script), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert "has no time" not in done.stderr, done.stderr
@@ -280,3 +293,51 @@ def test_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found, reason = penalties(NCU, ["one"])
     assert not found and "ncu counted 2 launches in the place of 1" in reason
     assert "ERR_NVGPUCTRPERM" in penalties("==ERROR== ERR_NVGPUCTRPERM", ["one"])[1]
+
+
+# What compute-sanitizer is asked, and what it says at its end.
+SANITIZER = """#!{python}
+import subprocess, sys
+at = sys.argv.index("--log-file")
+status = subprocess.run(sys.argv[at + 2 :]).returncode
+with open(sys.argv[at + 1], "w") as log:
+    print("========= Invalid __global__ read of size 4", "========= ERROR SUMMARY: 3 errors", sep="\\n", file=log)
+sys.exit(99)
+"""
+SANITIZED = """
+import os, time
+from pathlib import Path
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(8))
+def test_some(number):
+    (Path(__file__).parent / str(os.getpid())).touch()
+    time.sleep(0.1)
+    assert number != 1
+    if number == 2:
+        pytest.skip("has nothing to do")
+
+def test_without_a_gpu():
+    raise AssertionError
+"""
+
+
+def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from sanitize import run
+
+    program, tests = tmp_path / "compute-sanitizer", tmp_path / "tests" / "test_some.py"
+    tests.parent.mkdir()
+    program.write_text(SANITIZER.format(python=sys.executable))
+    program.chmod(0o755)
+    tests.write_text(SANITIZED)
+    line = run(
+        str(program), "memcheck", [str(tests)], workers=2, selection="not 3", deselected=["test_some.py::test_some[4]"]
+    )
+    assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 3]
+    assert line["messages"] == "Invalid __global__ read of size # (1)" and line["ended"] == "status 99"
+    assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) == 2
+    # Whose time is up at once ends after a test.
+    line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6)
+    assert line["ended"] == "time up" and line["tests"] == line["passed"] == 1

@@ -34,9 +34,10 @@ OTHERS = [c for c in points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, children_without_torch: None) -> None:
     monkeypatch.setattr(session, "BATCH", 4)
     monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
+    monkeypatch.setattr(session, "FINALISTS", 2)
 
 
 @pytest.fixture
@@ -221,7 +222,7 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
 
     def measure(bench, candidates, *rest):
         if len(asked) == 2:  # after the fallback and a batch
-            device, bench._built = bench.device(), {}
+            device, bench._built = bench.seat().device, {}
             device.builders.close()
             device.builders = Pool(1, broken, name="broken")
         asked.append(candidates)
@@ -293,12 +294,12 @@ def test_killed_runs_leave_a_clean_log_and_no_process_and_are_resumed(log: Log) 
     for kill_at in (1, 4):
         child = Child(log.root, 12)
         child.read_until(f"search {kill_at}")
-        time.sleep(rng.uniform(0, 0.6))
+        time.sleep(rng.uniform(0, 0.4))
         workers = psutil.Process(child.process.pid).children(recursive=True)
         assert workers
         child.process.send_signal(signal.SIGKILL)
         assert child.finish() == -signal.SIGKILL
-        gone, alive = psutil.wait_procs(workers, timeout=10)
+        gone, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
         contents = log.read()
         assert not contents.skipped
@@ -332,5 +333,5 @@ def test_the_second_interrupt_ends_the_run_at_once(log: Log) -> None:
         child.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
     assert child.finish() not in (0, None)
-    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not psutil.wait_procs(workers, timeout=60)[1]
     assert not log.read().skipped and PROBLEM.key not in log.best()

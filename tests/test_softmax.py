@@ -14,21 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import use_dispatcher
+from cases import calls_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_calls import BAD_SOFTMAX, KINDS, logits_of, read_only, seed, to_numpy, to_torch
 
 import tvm_sparse
-from tvm_sparse.artifacts import manifest
-from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.problem import FLOATS, Problem, ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.logsumexp.problem import LogSumExp
 from tvm_sparse.operators.softmax.problem import ALGORITHMS, Softmax
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
-from tvm_sparse.workers.building import build
 
 torch = pytest.importorskip("torch")
 
@@ -50,12 +47,7 @@ FUNCTIONS: dict[str, Function] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    cpu, cache = machine.cpu(), tmp_path_factory.mktemp("kernels")
-    jobs = [(problem := parse(key), spaces.fallback(problem, cpu), "fallback", {}) for key in KEYS]
-    manifest.write(cache / cpu.arch, build(jobs, cpu, cache / cpu.arch, builders=2))
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    with pytest.MonkeyPatch.context() as patch:
-        use_dispatcher(patch, own)
+    with calls_run(KEYS, tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 

@@ -16,7 +16,7 @@ BATCH = 2
 
 
 def main(logs: str, trials: str) -> None:
-    session.BATCH, session.FINAL_ROUNDS = BATCH, 1
+    session.BATCH, session.FINAL_ROUNDS, session.FINALISTS = BATCH, 1, 2
     log = Log(Path(logs), cpu().arch, PROBLEM.operator)
     plan = session.make_plan(PROBLEM, cpu(), int(trials), log, builders=1)
     with session.stop_on_interrupt() as stop:

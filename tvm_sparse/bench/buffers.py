@@ -34,15 +34,24 @@ def device_of(kind: str) -> Any:
     return tvm.cuda(0) if kind == "cuda" else tvm.cpu(0)
 
 
+def empty(kind: str, shape: Sequence[int], dtype: str) -> Any:
+    """A tensor on the device. Raises `Fatal` where it has no room, or fails."""
+    import tvm
+
+    try:
+        return tvm.runtime.empty(tuple(shape), dtype, device_of(kind))
+    except Exception as error:
+        raise Fatal(f"{type(error).__name__}: {error}") from error
+
+
 class Guarded:
     """Room for one array at a time, of at most `size` bytes, `offset` bytes after where an allocator would put it."""
 
     def __init__(self, kind: str, size: int, offset: int) -> None:
         import numpy as np
-        import tvm
 
         self._begin = GUARD_BYTES + offset
-        self._buffer = tvm.runtime.empty((self._begin + size + GUARD_BYTES,), "uint8", device_of(kind))
+        self._buffer = empty(kind, (self._begin + size + GUARD_BYTES,), "uint8")
         self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: new memory costs more than a copy
 
     def place(self, shape: Sequence[int], dtype: str) -> Any:

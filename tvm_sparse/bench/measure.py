@@ -1,7 +1,7 @@
 """The child that runs candidates: `python -m tvm_sparse.bench.measure`, started by `processes.Worker`.
 
 A library is timed once it has been right (`verification`), and looked at again afterwards with the very arguments that
-it was timed with. A process that saw any error is renewed, so a spoilt GPU context costs one candidate.
+it was timed with. A process in which a call failed is renewed, so a spoilt GPU context costs one candidate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ..core.registry import add_plugins, parse
 from ..runtime.loading import load_function, prepare
 from ..workers.processes import serve
-from .buffers import Fatal, device_of
+from .buffers import Fatal, device_of, empty
 from .timing import time_kernel
 from .verification import POISONS, Arguments, call, cases, check_again, verify, workspaces_on
 
@@ -23,16 +23,17 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
 
     `check_only` leaves the timing out, `again` what is not checked with the timed arguments.
 
-    A message without a library makes the problem's references and loads the runtime, which is to no candidate's charge.
-    One without a problem tries the device alone.
+    A message without a library makes the problem's references and loads the runtime, but leaves the device alone. One
+    without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
+    charge.
     """
     add_plugins(message.get("plugins", ()))
     kind = message["kind"]
     if "problem" not in message:
-        import tvm
-
         prepare(kind)
-        tvm.runtime.empty((1,), "uint8", device_of(kind)).numpy()
+        empty(kind, (1,), "uint8").numpy()
+        if kind == "cuda":
+            time_kernel(kind, lambda: None, ())  # streams, graphs
         return {}
     problem = parse(message["problem"])
     small, whole = cases(problem, message["seed"])

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.problem import Argument, Mismatch, Problem, Settings, numpy_dtype
 from ..runtime import loading
 from ..runtime.arrays import CUDA_ALIGNMENT
-from .buffers import Fatal, Guarded, bytes_of, device_of
+from .buffers import Fatal, Guarded, bytes_of, empty
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,10 +222,10 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 def workspaces_on(kind: str, declared: Sequence[Mapping[str, Any]], problem: Problem) -> list[Any]:
     """A library's workspaces on the device, for calls of one problem."""
-    import tvm
 
-    def allocate(*layout: Any) -> Any:
-        return tvm.runtime.tensor(loading.on_host(*layout), device_of(kind))
+    def allocate(shape: tuple[int, ...], dtype: str, fill: int) -> Any:
+        room = empty(kind, shape, dtype)  # first: what the device has no room for is not to fill the host's memory
+        return room.copyfrom(loading.on_host(shape, dtype, fill))
 
     return loading.allocated(declared, problem, allocate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shlex
 import statistics
@@ -101,6 +102,14 @@ def tune(
     strategy: Annotated[
         str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
     ] = STRATEGY,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="What checking and timing a candidate may take before it is ended.  \\[default: 30]",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     plugin: Plugins = None,
@@ -121,8 +130,10 @@ def tune(
 
             folder = logs if logs is not None else paths.user_logs()
             fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
-            builders_now = builders or machine.default_builders(len(fleet.devices))
+            gpus = sum(count for where, count in fleet.machines.items() if where.kind == "cuda")
+            builders_now = builders or machine.default_builders(gpus)
             plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed, strategy)
+            plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
             console().print(plan_table(plans, len(fleet.devices)))
             left_out = left_out_lines(plans)
             if left_out:
@@ -137,7 +148,19 @@ def tune(
             here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled
             require("tune", *(["cuda"] if here else []))
             again = resume_command(
-                operator, axes, shapes, target, trials, logs, builders, templates, fix, strategy, seed, **asked
+                operator,
+                axes,
+                shapes,
+                target,
+                trials,
+                logs,
+                builders,
+                templates,
+                fix,
+                strategy,
+                seed,
+                limit=limit,
+                **asked,
             )
             outcome = run(plans, folder, seed, again, fleet)
         if outcome.bests:
@@ -268,6 +291,7 @@ def resume_command(
     strategy: str,
     seed: int,
     *,
+    limit: float | None = None,
     devices: str | None = None,
     workers: int | None = None,
     ray: str | None = None,
@@ -285,6 +309,7 @@ def resume_command(
         ("workers", workers, None),
         ("ray", ray, None),
         ("model", model, None),
+        ("limit", limit, None),
         ("strategy", strategy, STRATEGY),
         ("seed", seed, 0),
     ):
@@ -396,7 +421,7 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
         with contextlib.ExitStack() as stack:
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
-            view = stack.enter_context(_view(plans, stop, len(devices.devices)))
+            view = stack.enter_context(_view(plans, stop, devices.sessions()))
             session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=view.show, end=end, stop=stop)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
@@ -406,14 +431,14 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
 
 
 @contextlib.contextmanager
-def _view(plans: Sequence[Plan], stop: Callable[[], bool], devices: int) -> Iterator[Lines | Live]:
+def _view(plans: Sequence[Plan], stop: Callable[[], bool], together: int) -> Iterator[Lines | Live]:
     screen = console()
     if not screen.is_terminal:
         yield Lines(plans, stop)
         return
     from rich.live import Live as RichLive
 
-    view = Live(plans, stop, devices)
+    view = Live(plans, stop, together)
     # transient: the table of results takes its place.
     with RichLive(get_renderable=view.render, console=screen, refresh_per_second=4, transient=True):
         yield view
@@ -472,13 +497,13 @@ class Lines:
 
 
 class Live:
-    """Progress for a terminal: one table, drawn anew."""
+    """Progress for a terminal: one table, drawn anew. `together`: how many plans run at the same time."""
 
-    def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool], devices: int) -> None:
+    def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool], together: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        self._plans, self._stop, self._devices = plans, stop, devices
+        self._plans, self._stop, self._together = plans, stop, together
         self._limit = any(plan.machine.bandwidth for plan in plans)
         self._states: dict[Plan, Progress] = {}
         self._bests: dict[Plan, Best | None] = {}
@@ -558,7 +583,7 @@ class Live:
         pace = statistics.fmean(state.slowness for state in running) if running else 1.0
         longest = max((state.seconds_left for state in running), default=0.0)
         everything = sum(state.seconds_left for state in running) + pace * waiting
-        return max(longest, everything / self._devices)
+        return max(longest, everything / self._together)
 
 
 def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:

@@ -139,9 +139,9 @@ def cpu() -> Machine:
 def default_builders(gpus: int = 0) -> int:
     """How many processes compile at once unless told otherwise: one a core, 16 at most, or 16 a GPU.
 
-    Each GPU leaves a core to the process that measures on it meanwhile.
+    Each GPU leaves three cores: to the process that measures on it meanwhile, and to others that prepare and search.
     """
-    return min(max(1, cpu().cores - gpus), 16 * max(1, gpus))
+    return min(max(1, cpu().cores - 3 * gpus), 16 * max(1, gpus))
 
 
 @functools.cache

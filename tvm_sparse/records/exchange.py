@@ -114,11 +114,13 @@ def read_results(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ExchangeError(f"{path}: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("results"), list):
         raise ExchangeError(f"{path}: expected an object with a list of results (T4)")
     for number, result in enumerate(document["results"]):
+        if not isinstance(result, dict):
+            raise ExchangeError(f"{path}: result {number}: expected an object, got {type(result).__name__}")
         lacking = [name for name in ("configuration", "times", "invalidity") if name not in result]
         if lacking:
             raise ExchangeError(f"{path}: result {number} lacks {', '.join(lacking)}")
@@ -131,7 +133,19 @@ def foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str
     Of what was measured beside the time the `resources` are kept, by their names.
 
     A result without run times has that of its objective, in milliseconds unless its unit is another.
+
+    Raises
+    ------
+    ExchangeError
+        If a result is not as the format has it.
     """
+    try:
+        yield from _foreign_rows(document, name, resources)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ExchangeError(f"a result of {name} is none: {type(error).__name__}: {error}") from error
+
+
+def _foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str]) -> Iterator[dict[str, Any]]:
     units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
     named = {"seconds": 1.0, "milliseconds": 1e-3, "microseconds": 1e-6, "nanoseconds": 1e-9}
     scale = named.get(str(document.get("metadata", {}).get("timeunit", "milliseconds")).lower(), 1e-3)
@@ -255,12 +269,21 @@ class Inputs:
         return math.prod(map(len, self.table.values()))
 
     def refused(self) -> Mapping[str, int]:
-        """How many points each condition is the first to refuse."""
+        """How many points each condition is the first to refuse.
+
+        Raises
+        ------
+        ExchangeError
+            If one cannot be evaluated, as where it divides by zero.
+        """
         compiled = {text: _compiled(text, self.table) for text in self.conditions}
         found = dict.fromkeys(self.conditions, 0)
         for values in itertools.product(*self.table.values()):
             point = {**_FUNCTIONS, **dict(zip(self.table, values, strict=True))}
-            text = next((t for t, code in compiled.items() if not eval(code, {"__builtins__": {}}, point)), None)
+            try:
+                text = next((t for t, code in compiled.items() if not eval(code, {"__builtins__": {}}, point)), None)
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise ExchangeError(f"a condition cannot be evaluated: {type(error).__name__}: {error}") from error
             if text is not None:
                 found[text] += 1
         return found
@@ -278,7 +301,7 @@ def read_inputs(path: Path) -> Inputs:
         space = json.loads(path.read_text())["ConfigurationSpace"]
         table = {one["Name"]: tuple(ast.literal_eval(one["Values"])) for one in space["TuningParameters"]}
         conditions = tuple(one["Expression"] for one in space.get("Conditions", ()))
-    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ExchangeError(f"{path}: expected a space (T1): {type(error).__name__}: {error}") from error
     for text in conditions:
         _compiled(text, table)
@@ -297,10 +320,13 @@ _NODES = (
 def _compiled(text: str, table: Mapping[str, Any]) -> CodeType:
     """A condition, ready to be evaluated. What is more than arithmetic and comparisons of parameters is refused: a file
     of somebody else's must not run programs."""
+    if not isinstance(text, str):
+        raise ExchangeError(f"condition {text!r}: expected a text")
     try:
         tree = ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval")
-    except SyntaxError as error:
-        raise ExchangeError(f"condition {text!r}: {error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExchangeError(f"condition {text[:100]!r}: {error}") from error
+    numbers = {name for name, values in table.items() if all(isinstance(value, int | float) for value in values)}
     for node in ast.walk(tree):
         known = isinstance(node, _NODES) and not (isinstance(node, ast.Call) and node.keywords)
         if isinstance(node, ast.Call):
@@ -309,6 +335,11 @@ def _compiled(text: str, table: Mapping[str, Any]) -> CodeType:
             known &= node.id in table or node.id in _FUNCTIONS
         if isinstance(node, ast.Constant):
             known &= isinstance(node.value, int | float | str | bool)
+        if isinstance(node, ast.BinOp):  # a text or a list, times a number, is as long as the number is large
+            inner = list(ast.walk(node))
+            known &= not any(isinstance(one, ast.Tuple | ast.List) for one in inner)
+            known &= all(isinstance(one.value, int | float) for one in inner if isinstance(one, ast.Constant))
+            known &= all(one.id in numbers or one.id in _FUNCTIONS for one in inner if isinstance(one, ast.Name))
         if not known:
             what = node.id if isinstance(node, ast.Name) else type(node).__name__
             raise ExchangeError(f"condition {text[:100]!r}: {what} is not understood")

@@ -29,7 +29,7 @@ from ..core import scratch
 from ..core.machine import Machine
 from ..workers.building import BUILD_WORKER
 from ..workers.processes import Reply, StartError, Worker
-from .fleet import Device, Fleet, of_one_model
+from .fleet import GPU_SEATS, Device, Fleet, of_one_model
 from .measuring import Lost, Measurer, PrepareError, device_state
 
 # How often a wait for the cluster looks whether it is still wanted.
@@ -64,12 +64,15 @@ def versions() -> dict[str, str]:
 
 
 class Place:
-    """The actor: one device of a node, and the supervised process that measures there."""
+    """The actor: one device of a node, and the supervised processes that measure there, one a seat.
 
-    def __init__(self, kind: str) -> None:
+    Each seat is asked one thing at a time, several of them at the same time.
+    """
+
+    def __init__(self, kind: str, seats: int) -> None:
         self._kind = kind
-        self._measurer = Measurer()
-        self._scratch = scratch.Scratch()
+        self._measurers = [Measurer() for _ in range(seats)]
+        self._scratch = [scratch.Scratch() for _ in range(seats)]
 
     def describe(self) -> dict[str, Any]:
         """Where this is, and what."""
@@ -82,14 +85,18 @@ class Place:
             "versions": versions(),
         }
 
+    def prepare(self, seat: int, problem: Mapping[str, Any]) -> None:
+        """As `Measurer.prepare`."""
+        self._measurers[seat].prepare(problem)
+
     def measure(
-        self, problem: Mapping[str, Any], library: Mapping[str, Any], content: bytes, timeout: float
+        self, seat: int, problem: Mapping[str, Any], library: Mapping[str, Any], content: bytes, timeout: float
     ) -> dict[str, Any]:
         """As `Measurer.measure`, of a library with this content."""
-        path = self._scratch.path / "library.so"
+        path = self._scratch[seat].path / "library.so"
         path.unlink(missing_ok=True)  # never written over: a process may have the one before loaded
         path.write_bytes(content)
-        return asdict(self._measurer.measure(problem, {**library, "library": str(path)}, timeout))
+        return asdict(self._measurers[seat].measure(problem, {**library, "library": str(path)}, timeout))
 
 
 def build(request: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], bytes]:
@@ -110,21 +117,31 @@ _builder: Worker | None = None
 
 
 class RemoteMeasurer:
-    """What a `Place` measures, for a fleet."""
+    """What a seat of a `Place` measures, for a fleet."""
 
-    def __init__(self, actor: Any, described: Mapping[str, Any]) -> None:
-        self._actor, self._machine = actor, described["machine"]
+    def __init__(self, actor: Any, seat: int, described: Mapping[str, Any]) -> None:
+        self._actor, self._seat, self._machine = actor, seat, described["machine"]
+        self._prepared: tuple[Any, ...] = ()  # what it was for; the place itself makes what has gone since
         self.node = described["node"]
+
+    def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None:
+        wanted = (problem["problem"], problem["seed"])
+        if self._prepared != wanted:
+            _result(self._actor.prepare.remote(self._seat, problem), abandoned)
+            self._prepared = wanted
 
     def measure(
         self, problem: Mapping[str, Any], library: Mapping[str, Any], timeout: float, abandoned: Callable[[], bool]
     ) -> Reply:
         content = Path(library["library"]).read_bytes()
-        ref = self._actor.measure.remote(problem, library, content, timeout)
-        return Reply(**_result(ref, abandoned))
+        reply = Reply(**_result(self._actor.measure.remote(self._seat, problem, library, content, timeout), abandoned))
+        if not reply.ok:  # perhaps its process has been renewed
+            self._prepared = ()
+        return reply
 
     def recover(self, abandoned: Callable[[], bool]) -> bool:
         """Wait until Ray has started the actor again, if it will. It has to have a device of the same kind."""
+        self._prepared = ()
         dead = _ray().exceptions.ActorDiedError
         while not abandoned():
             try:
@@ -259,10 +276,11 @@ def connected(
         if not 0 < count < cores:
             raise ClusterError(f"ray: the cluster at {address} cannot be used: {missing}")
         # What a lost actor was doing is for the driver to give to another one, not for Ray to do again.
-        place = ray.remote(max_task_retries=0, **options)(Place)
-        actors = [place.remote(kind) for _ in range(count)]
+        seats = GPU_SEATS if kind == "cuda" else 1
+        place = ray.remote(max_task_retries=0, max_concurrency=seats, **options)(Place)
+        actors = [place.remote(kind, seats) for _ in range(count)]
         found = _described(actors, show)
-        devices = _devices(actors, found, target, show)
+        devices = _devices(actors, seats, found, target, show)
         if not devices:
             raise ClusterError(f"ray: the cluster at {address} has no device for the target {target}")
         chosen = of_one_model((device.machine for device in devices), model)
@@ -327,7 +345,7 @@ def _described(actors: Sequence[Any], show: Callable[[str], None]) -> dict[int, 
 
 
 def _devices(
-    actors: Sequence[Any], found: Mapping[int, Mapping[str, Any]], target: str, show: Callable[[str], None]
+    actors: Sequence[Any], seats: int, found: Mapping[int, Mapping[str, Any]], target: str, show: Callable[[str], None]
 ) -> list[Device]:
     builders, ours, devices = RemoteBuilders(), versions(), []
     for number, described in found.items():
@@ -341,6 +359,6 @@ def _devices(
         else:
             machine = Machine(**described["machine"])
             if target in ("auto", "cpu", "llvm", "cuda", machine.arch):
-                measurer = RemoteMeasurer(actors[number], described)
-                devices.append(Device(name, machine, measurer, builders, described["state"]))
+                measurers = [RemoteMeasurer(actors[number], seat, described) for seat in range(seats)]
+                devices.append(Device(name, machine, measurers, builders, described["state"]))
     return devices

@@ -114,7 +114,7 @@ def _measured(
     tables, _ = spaces.searched(problem, machine, named, fixed)
     points = list(spaces.points(problem, machine, tables))
     figure, reduce = FIGURE[machine.kind]
-    session = new_session(lease.device(), seed, problem, "exhaustive")
+    session = new_session(lease.seat(), seed, problem, "exhaustive")
     threads = {"threads": os.environ.get("TVM_NUM_THREADS", "default")} if machine.kind == "llvm" else {}
     limits = {"templates": sorted(named), "fixed": {name: list(values) for name, values in (fixed or {}).items()}}
     session = dataclasses.replace(

@@ -1,11 +1,14 @@
 """Devices that measure, and how the sessions that run at the same time share them.
 
-A session takes a `Lease` for its time. Every device belongs to one lease: so a problem's inputs and references, which
-take seconds to make, are made on as few devices as possible, and where there are as many sessions as devices nobody
-waits for another's measurement. Spare devices help the sessions that run; a new session gets its share of them.
+A device has one or several *seats*: processes that measure on it, one at a time. A session has a seat for its time, so
+that its problem's inputs and references, which take seconds to make, are made there once. While one seat measures, the
+sessions of the others search, build and make references: a GPU waits for none of them. On a CPU they would disturb what
+is timed, and a device has one seat.
 
-A device that is lost gives back what it was measuring, and another one does that again. Nothing here knows where
-devices are: `local` makes those of this machine, `cluster` those of a Ray cluster.
+A session takes a `Lease`. Where there are as many sessions as seats nobody waits for a process. Devices on which no
+session has its seat help the others, and a new session gets one of those. A device that is lost gives back what it was
+measuring, and another one does that again. Nothing here knows where devices are: `local` makes those of this machine,
+`cluster` those of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -35,10 +38,16 @@ logger = logging.getLogger("tvm_sparse")
 MOST_LOST = 3
 # Where no device is left: how long one is waited for that comes back.
 RECOVERY_SECONDS = 120.0
+# Of a GPU. A session has it measure some 40 % of its own time (H200, products that take microseconds).
+GPU_SEATS = 3
+# How often whoever waits for its turn looks whether it is still wanted.
+LOOK_SECONDS = 0.2
 
 
 class Measures(Protocol):
-    """What `Measurer` does; `measure` may also raise `Lost`."""
+    """What `Measurer` does; both may also raise `Lost`."""
+
+    def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None: ...
 
     def measure(
         self, problem: Mapping[str, Any], library: Mapping[str, Any], timeout: float, abandoned: Callable[[], bool]
@@ -63,11 +72,20 @@ class Device:
 
     name: str
     machine: Machine
-    measurer: Measures
+    measurers: Sequence[Measures]  # one a seat
     builders: Builds
     state: Mapping[str, Any] = field(default_factory=dict)  # driver, clocks
     cores: Collection[int] = ()  # the processors that it is bound to
     busy: float = 0.0  # seconds that it has measured
+    turn: threading.Lock = field(default_factory=threading.Lock)  # held by the seat that measures
+
+
+@dataclass(eq=False)
+class Seat:
+    """One of the processes that measure on a device."""
+
+    device: Device
+    measurer: Measures
 
 
 @dataclass(eq=False)
@@ -75,23 +93,26 @@ class _Job:
     problem: Mapping[str, Any]
     library: Mapping[str, Any]
     timeout: float
-    device: Device | None  # the only one that may do it
+    seat: Seat | None  # the only one that may do it
     future: Future[Reply | None]
     lost: int = 0
 
 
 class Lease:
-    """A session's devices. Made by `Fleet.lease`."""
+    """A session's seats: one of its own, the first, and those of devices that nobody else needs.
+
+    Made by `Fleet.lease`.
+    """
 
     def __init__(self, fleet: Fleet, machine: Machine) -> None:
         self.machine = machine
-        self.devices: list[Device] = []
+        self.seats: list[Seat] = []
         self.jobs: deque[_Job] = deque()
         self._fleet = fleet
         self._turn = itertools.count()
 
-    def device(self) -> Device:
-        """One of them, once there is one.
+    def seat(self) -> Seat:
+        """Its own, once it has one.
 
         Raises
         ------
@@ -102,7 +123,7 @@ class Lease:
 
     def build(self, requests: Iterable[Mapping[str, Any]], timeout: float) -> list[Future[Reply]]:
         """Have libraries built, by the builders of its devices in turn."""
-        found = list(dict.fromkeys(device.builders for device in self.devices or [self.device()]))
+        found = list(dict.fromkeys(seat.device.builders for seat in self.seats or [self.seat()]))
         return [found[next(self._turn) % len(found)].submit(request, timeout=timeout) for request in requests]
 
     def measure(
@@ -111,7 +132,7 @@ class Lease:
         problem: Mapping[str, Any],
         library: Callable[[Reply], Mapping[str, Any] | None],
         timeout: float,
-        device: Device | None = None,
+        seat: Seat | None = None,
     ) -> Future[Reply | None]:
         """Have a library measured once it is built; see `Measurer.measure`.
 
@@ -119,7 +140,7 @@ class Lease:
         ----------
         library
             Says what to send of a build's reply; where it is None nothing is measured, and None comes back.
-        device
+        seat
             The only one that may do it. If that is lost, the future's exception is `Lost`.
         """
         future: Future[Reply | None] = Future()
@@ -130,34 +151,35 @@ class Lease:
                 if found is None:
                     future.set_result(None)
                 else:
-                    self._fleet.put(self, _Job(problem, found, timeout, device, future))
+                    self._fleet.put(self, _Job(problem, found, timeout, seat, future))
             except Exception as error:
                 future.set_exception(error)
 
         built.add_done_callback(go_on)
         return future
 
-    def take(self, device: Device) -> _Job | None:
-        """The next job that this device may do."""
+    def take(self, seat: Seat) -> _Job | None:
+        """The next job that this seat may do."""
         for job in self.jobs:
-            if job.device in (None, device):
+            if job.seat in (None, seat):
                 self.jobs.remove(job)
                 return job
         return None
 
 
 class Fleet:
-    """Devices, each with a thread of its own, which starts its processes: these end with the thread."""
+    """Devices, each of whose seats has a thread of its own, which starts its processes: these end with the thread."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
+        self._seats = [Seat(device, measurer) for device in devices for measurer in device.measurers]
         self._usable = list(devices)
         self._coming_back: set[Device] = set()
         self._last_loss, self._last_error = 0.0, StartError("no device is left")
         self._leases: list[Lease] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._threads = [threading.Thread(target=self._serve, args=(one,), name=one.name) for one in devices]
+        self._threads = [threading.Thread(target=self._serve, args=(s,), name=s.device.name) for s in self._seats]
         for thread in self._threads:
             thread.daemon = True
             thread.start()
@@ -178,13 +200,13 @@ class Fleet:
         """The kinds of devices, and how many there are of each."""
         return dict(Counter(device.machine for device in self.devices))
 
-    def count(self, machine: Machine) -> int:
-        """How many devices are of this kind."""
-        return self.machines[machine]
+    def sessions(self, machine: Machine | None = None) -> int:
+        """How many sessions have a seat at the same time, on devices of this kind or on all."""
+        return sum(machine in (None, seat.device.machine) for seat in self._seats)
 
     @contextlib.contextmanager
     def lease(self, machine: Machine) -> Iterator[Lease]:
-        """Devices of this kind, for the time of the block; what is under way at its end is given up."""
+        """Seats of devices of this kind, for the time of the block; what is under way at its end is given up."""
         lease = Lease(self, machine)
         with self._changed:
             self._leases.append(lease)
@@ -197,13 +219,13 @@ class Fleet:
                 self._share()
                 self._drop(lease, CancelledError("the session has ended"))
 
-    def first(self, lease: Lease) -> Device:
+    def first(self, lease: Lease) -> Seat:
         with self._changed:
-            while not lease.devices:
+            while not lease.seats:
                 if self._closed or not self._hopeful(lease.machine):
                     raise self._last_error
                 self._changed.wait()
-            return lease.devices[0]
+            return lease.seats[0]
 
     def put(self, lease: Lease, job: _Job) -> None:
         with self._changed:
@@ -220,49 +242,65 @@ class Fleet:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        for device in self.devices:
-            device.measurer.close()
+        for seat in self._seats:
+            seat.measurer.close()
         for builders in {id(device.builders): device.builders for device in self.devices}.values():
             builders.close()
 
-    def _serve(self, device: Device) -> None:
-        """What the thread of a device does."""
-        pin(device.cores)
-        while (found := self._next(device)) is not None:
+    def _serve(self, seat: Seat) -> None:
+        """What the thread of a seat does."""
+        pin(seat.device.cores)
+        while (found := self._next(seat)) is not None:
             lease, job = found
-            began = time.monotonic()
             try:
-                reply = device.measurer.measure(job.problem, job.library, job.timeout, lambda: self._closed)
+                reply = self._measure(seat, job)
             except (Lost, StartError) as error:
-                self._lose(device, lease, job, error)
-                usable = device.measurer.recover(self._given_up(device))
+                self._lose(seat.device, lease, job, error)
+                usable = seat.measurer.recover(self._given_up(seat.device))
                 with self._changed:
-                    self._coming_back.discard(device)
-                    if usable:
-                        logger.warning("%s is back", device.name)
-                        self._usable.append(device)
+                    self._coming_back.discard(seat.device)
+                    if usable and seat.device not in self._usable:
+                        logger.warning("%s is back", seat.device.name)
+                        self._usable.append(seat.device)
                     self._share()
                 if not usable:
                     return
             except Exception as error:
                 job.future.set_exception(error)
             else:
-                device.busy += time.monotonic() - began
                 job.future.set_result(reply)
 
-    def _next(self, device: Device) -> tuple[Lease, _Job] | None:
+    def _measure(self, seat: Seat, job: _Job) -> Reply:
+        """Prepare beside whoever measures, and measure alone."""
+        seat.measurer.prepare(job.problem, self._is_closed)
+        device = seat.device
+        while not device.turn.acquire(timeout=LOOK_SECONDS):
+            if self._closed:
+                raise CancelledError("the devices are closed")
+        began = time.monotonic()
+        try:
+            return seat.measurer.measure(job.problem, job.library, job.timeout, self._is_closed)
+        finally:
+            device.busy += time.monotonic() - began
+            device.turn.release()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _next(self, seat: Seat) -> tuple[Lease, _Job] | None:
         with self._changed:
             while not self._closed:
-                lease = next((lease for lease in self._leases if device in lease.devices), None)
-                if lease is not None and (job := lease.take(device)) is not None:
+                lease = next((lease for lease in self._leases if seat in lease.seats), None)
+                if lease is not None and (job := lease.take(seat)) is not None:
                     return lease, job
                 self._changed.wait()
         return None
 
     def _lose(self, device: Device, lease: Lease, job: _Job, error: Exception) -> None:
-        logger.warning("%s is lost: %s", device.name, str(error).partition("\n")[0])
         with self._changed:
-            self._usable.remove(device)
+            if device in self._usable:  # else another seat has told of it
+                logger.warning("%s is lost: %s", device.name, str(error).partition("\n")[0])
+                self._usable.remove(device)
             self._coming_back.add(device)
             self._last_loss = time.monotonic()
             self._last_error = error if isinstance(error, StartError) else StartError(f"{device.name}: {error}")
@@ -288,8 +326,8 @@ class Fleet:
         return given_up
 
     def _enter(self, lease: Lease, job: _Job, first: bool = False) -> None:
-        if job.device is not None and job.device not in lease.devices:
-            job.future.set_exception(Lost(f"{job.device.name} has gone"))
+        if job.seat is not None and job.seat not in lease.seats:
+            job.future.set_exception(Lost(f"{job.seat.device.name} has gone"))
         elif not self._hopeful(lease.machine):
             job.future.set_exception(self._last_error)
         else:
@@ -305,20 +343,32 @@ class Fleet:
             lease.jobs.popleft().future.set_exception(error)
 
     def _share(self) -> None:
-        """Give each device to a lease, evenly; it stays where it is if that is even."""
+        """Give a seat to each lease, as long as there are any, and the seats of other devices evenly to all.
+
+        A lease keeps its seats as far as that is even.
+        """
         for machine in {device.machine for device in self.devices}:
-            # Those that hold one first: where devices are fewer than sessions, nobody loses its only one.
-            leases = sorted((one for one in self._leases if one.machine == machine), key=lambda one: not one.devices)
-            free = [device for device in self._usable if device.machine == machine]
-            share, more = divmod(len(free), len(leases)) if leases else (0, 0)
-            sizes = [share + (number < more) for number in range(len(leases))]
-            for lease, size in zip(leases, sizes, strict=True):
-                lease.devices = [device for device in lease.devices if device in free][:size]
-                free = [device for device in free if device not in lease.devices]
-            for lease, size in zip(leases, sizes, strict=True):
-                needed = size - len(lease.devices)
-                lease.devices, free = lease.devices + free[:needed], free[needed:]
-                for job in [job for job in lease.jobs if job.device is not None and job.device not in lease.devices]:
+            seats = [s for s in self._seats if s.device.machine == machine and s.device in self._usable]
+            # Those that hold one first: where seats are fewer than sessions, nobody loses its only one.
+            leases = sorted((one for one in self._leases if one.machine == machine), key=lambda one: not one.seats)
+            held = {seat: lease for lease in leases for seat in lease.seats}
+            own = {lease: lease.seats[0] for lease in leases if lease.seats and lease.seats[0] in seats}
+            for lease in leases:
+                free = [seat for seat in seats if seat not in own.values()]
+                if lease not in own and free:
+                    sessions = Counter(seat.device for seat in own.values())
+                    # The last, as a lease's first is its own.
+                    own[lease] = min(reversed(free), key=lambda seat: (sessions[seat.device], seat in held))
+            more: dict[Lease, list[Seat]] = {lease: [] for lease in own}
+            needed = {seat.device for seat in own.values()}
+            spare = {seat.device: seat for seat in reversed(seats) if own and seat.device not in needed}
+            for seat in reversed(spare.values()):
+                least = min(map(len, more.values()))
+                helped = [lease for lease in own if len(more[lease]) == least]
+                more[held[seat] if held.get(seat) in helped else helped[0]].append(seat)
+            for lease in leases:
+                lease.seats = [own[lease], *more[lease]] if lease in own else []
+                for job in [job for job in lease.jobs if job.seat is not None and job.seat not in lease.seats]:
                     lease.jobs.remove(job)
                     self._enter(lease, job)
                 if not self._hopeful(machine):
@@ -357,7 +407,7 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
     builders
         Processes that compile, for all devices together.
     gpus
-        Which GPUs, as numbers of `core.machine.gpus`. They share their builders.
+        Which GPUs, as numbers of `core.machine.gpus`. Each has `GPU_SEATS`, and all share their builders.
     workers
         Into how many parts the processors are divided. What builds for a part is bound to it like what measures
         there, so that no part disturbs another one.
@@ -370,7 +420,7 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
                 Device(
                     f"GPU {number}",
                     all_gpus[number],
-                    Measurer({"CUDA_VISIBLE_DEVICES": names[number]}),
+                    [Measurer({"CUDA_VISIBLE_DEVICES": names[number]}) for _ in range(GPU_SEATS)],
                     pool,
                     device_state(machine, number),
                 )
@@ -378,7 +428,7 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
             ]
         )
     if workers == 1:
-        return Fleet([Device("CPU", machine, Measurer(), Pool(builders, BUILD_WORKER, name="build"))])
+        return Fleet([Device("CPU", machine, [Measurer()], Pool(builders, BUILD_WORKER, name="build"))])
     parts = cpu_parts(workers)
     # TVM binds its threads to the first cores, whichever those of the process are.
     env = {"TVM_BIND_THREADS": "0"}
@@ -388,7 +438,7 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
             Device(
                 f"CPU {number}",
                 cpu_part(machine, workers),
-                Measurer(env),
+                [Measurer(env)],
                 Pool(share, BUILD_WORKER, name=f"build-{number}", cores=part),
                 cores=part,
             )

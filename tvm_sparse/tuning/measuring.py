@@ -1,4 +1,4 @@
-"""The measuring of one device: a supervised process, which is given each problem's inputs before its candidates."""
+"""What measures on a device: a supervised process, which is given each problem's inputs before its candidates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lost(RuntimeError):
 
 
 class Measurer:
-    """One device of this machine. Not thread-safe: its process ends with the thread that measures first.
+    """A process that measures on one device of this machine. Not thread-safe: it ends with the thread that starts it.
 
     Parameters
     ----------
@@ -36,6 +36,38 @@ class Measurer:
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._worker = Worker(MEASURE_WORKER, env=env, name="measure")
         self._prepared: tuple[Any, ...] = ()  # the process, and what it was prepared for
+        self._ready: int | None = None  # the process whose device was tried
+
+    @property
+    def processes(self) -> int:
+        """How many it has started: one, and one more for each that was ended."""
+        return self._worker.started
+
+    def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool] = lambda: False) -> None:
+        """Have a problem's inputs and references made, unless the process has them. The device is not used.
+
+        Parameters
+        ----------
+        problem
+            The request of `bench.measure`, without a library.
+        abandoned
+            As in `Worker.call`.
+
+        Raises
+        ------
+        PrepareError
+            If they cannot be made.
+        StartError
+            If the process does not start.
+        """
+        self._worker.start()
+        wanted = (self._worker.pid, problem["problem"], problem["seed"])
+        if self._prepared != wanted:
+            reply = self._worker.call(problem, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
+            if not reply.ok:
+                self._try_device(problem["kind"], abandoned)  # which may be why
+                raise PrepareError(reply.message)
+            self._prepared = wanted
 
     def measure(
         self,
@@ -44,33 +76,33 @@ class Measurer:
         timeout: float,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """Verify and time one library, for at most `timeout` seconds.
+        """Verify and time one library, for at most `timeout` seconds; what is not prepared is made before.
 
         Parameters
         ----------
-        problem
-            The request of `bench.measure`, without a library.
+        problem, abandoned
+            As in `prepare`.
         library
-            What it has beyond that: a path, and the layouts of workspaces.
-        abandoned
-            As in `Worker.call`.
+            What the request of `bench.measure` has beyond that: a path, and the layouts of workspaces.
 
         Raises
         ------
         PrepareError
-            If there are no inputs to measure with.
+            As in `prepare`.
         StartError
             If the process does not start, or has no device that works.
         """
-        self._worker.start()
-        wanted = (problem["problem"], problem["seed"])
-        if self._prepared != (self._worker.pid, *wanted):
-            reply = self._worker.call(problem, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
-            if not reply.ok:
-                device = self._worker.call({"kind": problem["kind"]}, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
-                raise PrepareError(reply.message) if device.ok else StartError(f"the device: {device.message}")
-            self._prepared = (self._worker.pid, *wanted)
+        self.prepare(problem, abandoned)
+        if self._ready != self._worker.pid:
+            self._try_device(problem["kind"], abandoned)
         return self._worker.call({**problem, **library}, timeout=timeout, abandoned=abandoned)
+
+    def _try_device(self, kind: str, abandoned: Callable[[], bool]) -> None:
+        """Begin to use the device, which takes a second and is to no candidate's charge."""
+        reply = self._worker.call({"kind": kind}, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
+        if not reply.ok:
+            raise StartError(f"the device: {reply.message}")
+        self._ready = self._worker.pid
 
     def recover(self, abandoned: Callable[[], bool]) -> bool:
         """Whether it can be used again after `StartError` or `Lost`; a process that does not start here never will."""

@@ -43,6 +43,13 @@ def prepare() -> None:
         sys.modules["tvm.s_tir.tensor_intrin"] = types.ModuleType("tvm.s_tir.tensor_intrin")
 
 
+def load() -> None:
+    """Import what searches need, which takes seconds."""
+    prepare()
+    import xgboost  # noqa: F401
+    from tvm.s_tir import meta_schedule  # noqa: F401
+
+
 def placeholder(**attributes: str) -> Any:
     """A module with a function that computes next to nothing, and has these attributes: decisions are noted on it."""
     import tvm

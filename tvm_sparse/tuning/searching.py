@@ -6,6 +6,7 @@ core for what all sessions share, and a fault of the compiler's search costs no 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -90,6 +91,10 @@ class Searcher:
         }
         self._call(self._begin | {"known": _texts(self._known)})  # a failure shows at the first proposal
 
+    def spawn(self) -> None:
+        """Start the process unless it runs, and wait for nothing: it imports for seconds what a search needs."""
+        self._worker.spawn()
+
     def propose(self) -> list[Candidate]:
         """As `Strategy.propose`, after `Strategy.report` of what was measured of the last proposal.
 
@@ -155,10 +160,19 @@ def handle(message: dict[str, Any]) -> Any:
 
 _search: strategies.Strategy | None = None
 
+
+def load() -> None:
+    """Import what most searches need."""
+    from . import search
+
+    with contextlib.suppress(ImportError):  # the first search that needs it tells of it
+        search.load()
+
+
 if __name__ == "__main__":
     # The search needs no PyTorch, which tvm_ffi imports where it is installed. SciPy looks for it here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     import tvm_ffi  # noqa: F401
 
     del sys.modules["torch"]
-    serve(handle)
+    serve(handle, begin=load)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import itertools
 import math
@@ -44,7 +45,7 @@ from ..workers import building
 from ..workers.processes import Reply, StartError
 from . import fleet, strategies
 from .domain import Domain
-from .fleet import Device, Fleet, Lease
+from .fleet import Fleet, Lease, Seat
 from .measuring import Lost, PrepareError
 from .searching import Searcher, SearchError
 
@@ -57,6 +58,7 @@ PREDICTED_SHARE, MOST_PREDICTED = 2, 6
 FINALISTS = 4
 FINAL_ROUNDS = 5
 BUILD_TIMEOUT = 120.0
+# To check and to time a candidate, unless a plan says otherwise.
 MEASURE_TIMEOUT = 30.0
 # Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
 LEAST_DISK = 1 << 20
@@ -83,6 +85,7 @@ class Plan:
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
     strategy: str = strategies.DEFAULT
+    limit: float | None = None  # seconds to check and to time a candidate; None: `MEASURE_TIMEOUT`
 
     @property
     def size(self) -> int:
@@ -114,7 +117,7 @@ class Progress:
     last: Trial | None = None
     phase: str = "search"
     final_share: float = 0.0  # of the final that is through
-    search_seconds: float = 0.0  # spent on proposals
+    search_seconds: float = 0.0  # spent on the search: its beginning and its proposals
 
     @property
     def slowness(self) -> float:
@@ -261,9 +264,10 @@ def tune(
     with scratch.folder() as folder, contextlib.ExitStack() as stack:
         devices = using or stack.enter_context(fleet.local(machine, plan.builders))
         lease = stack.enter_context(devices.lease(machine))
-        session = new_session(lease.device(), seed, problem, plan.strategy)
+        session = new_session(lease.seat(), seed, problem, plan.strategy)
         log.append(session)
-        bench = Bench(problem, machine, fallback, seed, folder, lease)
+        bench = Bench(problem, machine, fallback, seed, folder, lease, limit=plan.limit)
+        stack.callback(bench.give_up)
 
         def require_fallback() -> None:
             """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -311,18 +315,24 @@ def tune(
         model = predicted(problem, machine, tables, log, count)
         proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
         first = [c for c in dict.fromkeys([fallback, *defaults, *model, *proven]) if c not in known]
+        del first[max(plan.trials, fallback not in known) :]
+        trials = plan.trials - len(first)
+        covered = _covered(problem, machine, tables, known | dict.fromkeys(first), trials)
+        asked: Searcher | None = None
+        if trials > 0 and not covered:
+            asked = searcher or stack.enter_context(Searcher(lambda: devices.closed))
+        if machine.kind == "cuda":  # whose measurements are not disturbed by what processors do
+            bench.order(first)
+            if asked:
+                asked.spawn()
         if fallback in known and plan.trials:
             require_fallback()
         for batch in (first[:1], first[1:]):
             known.update(run(batch, {}))
-        trials = plan.trials - len(first)
-        search: strategies.Strategy | None = None
-        if trials > 0 and _covered(problem, machine, tables, known, trials):
-            everything = Domain.of(problem, machine, tables)
-            search = strategies.make(plan.strategy, everything, known=known, trials=trials, batch=BATCH, seed=seed)
-        elif trials > 0:
-            search = searcher = searcher or stack.enter_context(Searcher(lambda: devices.closed))
-            searcher.begin(
+        search: strategies.Strategy | None = asked
+        if asked:
+            began = time.monotonic()
+            asked.begin(
                 problem,
                 machine,
                 plan.strategy,
@@ -334,6 +344,10 @@ def tune(
                 batch=BATCH,
                 seed=seed,
             )
+            progress.search_seconds += time.monotonic() - began
+        elif trials > 0:
+            everything = Domain.of(problem, machine, tables)
+            search = strategies.make(plan.strategy, everything, known=known, trials=trials, batch=BATCH, seed=seed)
         while search and progress.measured < plan.trials and not stop():
             began = time.monotonic()
             try:
@@ -362,8 +376,9 @@ def tune_all(
     show: Callable[[Progress], None] = lambda progress: None,
     end: Callable[[Plan, Best | NoValidRecord], None] = lambda plan, found: None,
     stop: Callable[[], bool] = lambda: False,
+    searchers: Sequence[Searcher] = (),
 ) -> None:
-    """Run plans, as many at the same time as there are devices; one that fails does not keep the others from theirs.
+    """Run plans, as many at the same time as devices have seats; one that fails does not keep the others from theirs.
 
     Parameters
     ----------
@@ -373,6 +388,8 @@ def tune_all(
         Called at a plan's begin, as `tune` says, and at its end; never two of them at the same time.
     stop
         As in `tune`; no plan is begun once it is true.
+    searchers
+        For several runs in a row: as many as `Fleet.sessions`. Without them the run starts its own.
 
     Raises
     ------
@@ -380,7 +397,7 @@ def tune_all(
         Where nothing can go on. All plans end then, and `devices` are closed, as they are after `KeyboardInterrupt`.
     """
     saying, failed = threading.Lock(), threading.Event()
-    searchers: queue.LifoQueue[Searcher] = queue.LifoQueue()
+    free: queue.LifoQueue[Searcher] = queue.LifoQueue()
 
     def said(what: Callable[..., None], *arguments: Any) -> None:
         with saying:
@@ -392,7 +409,7 @@ def tune_all(
         said(begin, plan)
         log = Log(root, plan.machine.arch, plan.problem.operator)
         found: Best | NoValidRecord
-        searcher = searchers.get_nowait()
+        searcher = free.get_nowait()
         try:
             found = tune(
                 plan,
@@ -406,15 +423,17 @@ def tune_all(
         except NoValidRecord as error:
             found = error
         finally:
-            searchers.put(searcher)
+            free.put(searcher)
         said(end, plan, found)
 
+    for searcher in searchers:
+        free.put(searcher)
     with contextlib.ExitStack() as stack:
         running = []
         for machine in dict.fromkeys(plan.machine for plan in plans):
-            count = devices.count(machine)
-            for _ in range(count):
-                searchers.put(stack.enter_context(Searcher(lambda: devices.closed)))
+            count = devices.sessions(machine)
+            for _ in range(0 if searchers else count):
+                free.put(stack.enter_context(Searcher(lambda: devices.closed)))
             # Left first: a searcher's process ends with the thread that started it.
             lanes = stack.enter_context(ThreadPoolExecutor(count, f"tune-{machine.arch}"))
             running += [lanes.submit(run, plan) for plan in plans if plan.machine == machine]
@@ -439,7 +458,8 @@ def _final(
     """Measure the best few and the fallback again, in turn on one device, and record the winner by its median.
 
     One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
-    tuned result cannot lose to not tuning. Devices differ: where this one is lost, all begins anew on another.
+    tuned result cannot lose to not tuning. Devices differ: all is measured by the session's own seat, and where that
+    is lost all begins anew on another.
     """
     problem, machine = progress.plan.problem, progress.plan.machine
     ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
@@ -475,11 +495,11 @@ def _rounds(
     bench: Bench, progress: Progress, finalists: Sequence[Candidate], session: str, show: Callable[[Progress], None]
 ) -> tuple[dict[Candidate, list[float]], Trial | None]:
     """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""
-    device = bench.device()
+    seat = bench.seat()
     times: dict[Candidate, list[float]] = {}
     spoilt: Trial | None = None
     for number in range(FINAL_ROUNDS):
-        for trial in bench.measure(finalists, session, 0, device):
+        for trial in bench.measure(finalists, session, 0, seat):
             if trial.outcome == "ok":
                 times.setdefault(trial.candidate, []).append(trial.median)
             elif trial.outcome == "environment":
@@ -504,17 +524,28 @@ class Bench:
         lease: Lease,
         *,
         undisturbed: bool = False,
+        limit: float | None = None,
     ) -> None:
         self._undisturbed = undisturbed
+        self._limit = MEASURE_TIMEOUT if limit is None else limit
         self._problem, self._machine, self._fallback = problem, machine, fallback
         self._lease, self._folder = lease, folder
         self._built: dict[Candidate, Future[Reply]] = {}
         self._request = {"problem": problem.key, "kind": machine.kind, "seed": seed, "plugins": plugins()}
         self._names = (folder / f"{number}.so" for number in itertools.count())
 
-    def device(self) -> Device:
+    def seat(self) -> Seat:
         """One to measure on alone."""
-        return self._lease.device()
+        return self._lease.seat()
+
+    def order(self, candidates: Sequence[Candidate]) -> None:
+        """Have built what will be measured later."""
+        self._submit(candidates)
+
+    def give_up(self) -> None:
+        """Have nothing built any more that has not been begun."""
+        for future in self._built.values():
+            future.cancel()
 
     def forget(self, candidate: Candidate) -> None:
         """Have it built anew when it is measured next."""
@@ -540,13 +571,13 @@ class Bench:
         return new
 
     def measure(
-        self, candidates: Sequence[Candidate], session: str, order: int, device: Device | None = None
+        self, candidates: Sequence[Candidate], session: str, order: int, seat: Seat | None = None
     ) -> Iterator[Trial]:
-        """One trial a candidate, in order; on one device if it is given, which may raise `Lost`."""
+        """One trial a candidate, in order; by one seat if it is given, which may raise `Lost`."""
         new = self._submit(candidates)
         if self._machine.kind == "llvm":
             wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
-        measured = [self._measured(candidate, device=device) for candidate in candidates]
+        measured = [self._measured(candidate, seat=seat) for candidate in candidates]
         for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
             yield self._finished(candidate, reply, session, order + i)
 
@@ -557,9 +588,7 @@ class Bench:
         """
         return self._finished(candidate, self._measured(candidate, again=again), session, order)
 
-    def _measured(
-        self, candidate: Candidate, *, again: bool = False, device: Device | None = None
-    ) -> Future[Reply | None]:
+    def _measured(self, candidate: Candidate, *, again: bool = False, seat: Seat | None = None) -> Future[Reply | None]:
         """What comes of it once it is built; None for what is not worth its share of a device."""
 
         def library(built: Reply) -> Mapping[str, Any] | None:
@@ -568,7 +597,7 @@ class Bench:
             found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
             return found | {"again": again, "undisturbed": self._undisturbed}
 
-        return self._lease.measure(self._built[candidate], self._request, library, MEASURE_TIMEOUT, device)
+        return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
 
     def _spills(self, candidate: Candidate, built: Reply) -> int:
         """Of registers, in instructions. The fallback's are not asked for."""
@@ -620,15 +649,9 @@ class Bench:
         return trial(outcome, reply.message)
 
 
-def new_session(device: Device, seed: int, problem: Problem, strategy: str) -> Session:
-    """The provenance of a run that starts now, on this device and others of the same kind."""
-    machine = device.machine
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
-        if _installed(name)
-    }
-    versions["python"] = platform.python_version()
+def new_session(seat: Seat, seed: int, problem: Problem, strategy: str) -> Session:
+    """The provenance of a run that starts now, on this seat's device and others of the same kind."""
+    machine = seat.device.machine
     timer = (
         "CUDA graph of repeated calls, inputs not rotated, median over replays"
         if machine.kind == "cuda"
@@ -637,12 +660,19 @@ def new_session(device: Device, seed: int, problem: Problem, strategy: str) -> S
     return Session(
         id=uuid.uuid4().hex[:12],
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **device.state},
-        versions=versions,
+        machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **seat.device.state},
+        versions=_versions(),
         timer=timer,
         inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
         strategy=strategy,
     )
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    names = ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
+    found = {name: importlib.metadata.version(name) for name in names if _installed(name)}
+    return {**found, "python": platform.python_version()}
 
 
 def _installed(name: str) -> bool:

@@ -27,6 +27,7 @@ import faulthandler
 import fcntl
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -47,6 +48,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
 from ..core.scratch import Scratch
+
+logger = logging.getLogger("tvm_sparse")
 
 _VARIABLE = "TVM_SPARSE_WORKER"
 """Tells the child its two file descriptors and its parent: ``requests,replies,pid``."""
@@ -74,12 +77,15 @@ _MEMORY_SHARE = 0.8
 _STARVED_SHARE = 0.75
 """A request that spent as much of its time waiting for a processor timed out for want of one."""
 
+_UNWATCHED_SHARE = 0.1
+"""Of a request's time, which has to pass before the waits of its threads are read: nearly all are through by then."""
+
 _FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Sent by the kernel for want of memory, or by whoever ends processes. No fault in a program raises them."""
 
 _WANTING = re.compile(
     "No space left on device|Disk quota exceeded|Read-only file system|Too many open files|Cannot allocate memory|"
-    "MemoryError|std::bad_alloc|Resource temporarily unavailable|out of memory|OUT_OF_MEMORY"
+    "MemoryError|std::bad_alloc|Resource temporarily unavailable|out of memory|OUT_OF_MEMORY|cudaErrorMemoryAllocation"
 )
 """What systems, compilers and drivers say where the machine lacks something."""
 
@@ -112,6 +118,9 @@ class Reply:
     environment : bool
         Whether it went wrong for want of memory, disk or processors, or because something else ended or stopped the
         child: the same request may well succeed another time.
+    changed : tuple of str
+        What of its process the request left in another state than it found it in (`serve`); the child was given up for
+        it.
     """
 
     kind: Literal["ok", "error", "crash", "timeout"]
@@ -120,6 +129,7 @@ class Reply:
     traceback: str = ""
     fatal: bool = False
     environment: bool = False
+    changed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -151,7 +161,8 @@ class _Job:
     timeout: float
     unsent: memoryview
     deadline: float
-    waited: Mapping[str, float] = field(default_factory=dict)  # of each thread for a processor, before
+    watched: float | None = None  # since when the waits of its threads for a processor are watched
+    waited: Mapping[str, float] = field(default_factory=dict)  # what they were then
 
 
 class Worker:
@@ -192,6 +203,7 @@ class Worker:
         self.name = name
         self.start_timeout = start_timeout
         self.memory = int(_MEMORY_SHARE * _memory()) if memory is None else memory
+        self.started = 0  # children so far
         self._child: _Child | None = None
         self._job: _Job | None = None
 
@@ -214,7 +226,7 @@ class Worker:
         StartError
             If it cannot be started, ends at once, or takes longer than `start_timeout`.
         """
-        self._ensure_child()
+        self.spawn()
         try:
             while self._child and not self._child.ready:
                 self._wait()
@@ -222,6 +234,20 @@ class Worker:
         except BaseException:
             self.close()
             raise
+
+    def spawn(self) -> None:
+        """Start the child unless it runs, and wait for nothing.
+
+        Raises
+        ------
+        StartError
+            If it cannot be started.
+        """
+        if self._child and _has_ended(self._child.process):
+            self.close()
+        if self._child is None:
+            self._child = _spawn(self.argv, self.env, self.name, self.start_timeout)
+            self.started += 1
 
     def call(
         self, request: Mapping[str, Any], *, timeout: float, abandoned: Callable[[], bool] = lambda: False
@@ -264,19 +290,13 @@ class Worker:
             child.output.close()
             child.scratch.close()
 
-    def _ensure_child(self) -> None:
-        if self._child and _has_ended(self._child.process):
-            self.close()
-        if self._child is None:
-            self._child = _spawn(self.argv, self.env, self.name, self.start_timeout)
-
     def _submit(self, request: Mapping[str, Any], timeout: float) -> None:
         if self._job is not None:
             raise ValueError(f"{self.name} is busy")
         # Not a count: what a child has printed or forked in an earlier request must not pass for the reply to this one.
         token = secrets.token_hex(16)
         line = json.dumps({"token": token, "request": dict(request)}).encode() + b"\n"
-        self._ensure_child()
+        self.spawn()
         assert self._child is not None
         self._job = _Job(token, timeout, memoryview(line), deadline=math.inf)
         if self._child.ready:
@@ -287,7 +307,6 @@ class Worker:
     def _begin(self, child: _Child, job: _Job) -> None:
         """The request's time begins now."""
         job.deadline = time.monotonic() + job.timeout
-        job.waited = _waited(child.process.pid)
 
     def _advance(self) -> Reply | None:
         """Send and receive what can be without waiting; the reply, once there is one."""
@@ -324,6 +343,8 @@ class Worker:
             child.look_at = now + _LOOK_SECONDS
             if taken := self._takes_too_much(child):
                 return self._fail("crash", taken)
+            if job and job.watched is None and now > job.deadline - (1 - _UNWATCHED_SHARE) * job.timeout:
+                job.watched, job.waited = now, _waited(child.process.pid)
         if not child.ready and now >= child.ready_by:
             return self._fail("timeout", f"was not ready within {self.start_timeout:g} s")
         if job and now >= job.deadline:
@@ -369,17 +390,20 @@ class Worker:
 
     def _finish(self, message: dict[str, Any]) -> Reply:
         self._job = None
-        fatal = bool(message.get("fatal"))
-        if fatal or message.get("changed"):
+        fatal, changed = bool(message.get("fatal")), tuple(message.get("changed", ()))
+        if changed:
+            logger.info("%s is renewed: a request has changed %s", self.name, ", ".join(changed))
+        if fatal or changed:
             self.close()
         if "error" not in message:
-            return Reply("ok", value=message.get("ok"))
+            return Reply("ok", value=message.get("ok"), changed=changed)
         return Reply(
             "error",
             message=message["error"],
             traceback=message.get("traceback", ""),
             fatal=fatal,
             environment=_WANTING.search(message["error"]) is not None,
+            changed=changed,
         )
 
     def _fail(self, kind: Literal["crash", "timeout"], what: str = "", environment: bool = False) -> Reply:
@@ -467,6 +491,23 @@ class Pool:
         `abandoned` ends it, and so does closing the pool.
         """
         return self._threads.submit(self._run, request, timeout, abandoned)
+
+    def start(self) -> None:
+        """Start the workers that do not run, and wait until all are ready. For a pool that is idle.
+
+        Raises
+        ------
+        StartError
+            As in `Worker.start`.
+        """
+        together = threading.Barrier(len(self.workers))  # each in a thread of its own, which it ends with
+
+        def start(worker: Worker) -> None:
+            together.wait()
+            worker.start()
+
+        for future in [self._threads.submit(start, worker) for worker in self.workers]:
+            future.result()
 
     def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Generator[Reply]:
         """Yield a reply for each request, in the order of the requests; leaving it early ends what is under way.
@@ -596,8 +637,11 @@ def _kept_from_running(pid: int, job: _Job) -> str:
         return ""
     if state in "Tt":
         return "the process was stopped"
+    if job.watched is None:
+        return ""
     waited = max((now - job.waited.get(thread, 0.0) for thread, now in _waited(pid).items()), default=0.0)
-    return f"it waited {waited:.1f} s for a processor" if waited > _STARVED_SHARE * job.timeout else ""
+    starved = waited > _STARVED_SHARE * (time.monotonic() - job.watched)
+    return f"it waited {waited:.1f} s for a processor" if starved else ""
 
 
 def _resident(pid: int) -> int:
@@ -655,9 +699,13 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def serve(
-    handle: Callable[[dict[str, Any]], Any], watched: Callable[[dict[str, Any]], bool] = lambda request: False
+    handle: Callable[[dict[str, Any]], Any],
+    watched: Callable[[dict[str, Any]], bool] = lambda request: False,
+    begin: Callable[[], object] = lambda: None,
 ) -> NoReturn:
     """Answer the requests of the `Worker` that started this process, until it goes away.
+
+    What takes long before the first one belongs into `begin`: from there on this process ends with its parent.
 
     What `handle` returns has to be JSON. What it raises becomes an error with the type, the message
     and the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that
@@ -671,6 +719,7 @@ def serve(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what is in a buffer is lost in a crash
+    begin()
     _send_line(replies, json.dumps({"token": None}))
     with os.fdopen(requests, "rb") as lines:
         for line in lines:
@@ -685,26 +734,31 @@ def serve(
                 reply["error"] = _describe_error(error)
                 reply["traceback"] = traceback.format_exc()[-_TAIL:]
                 reply["fatal"] = bool(getattr(error, "fatal", False))
-            reply["changed"] = before is not None and _state() != before
+            after = _state() if before is not None else {}
+            reply["changed"] = [what for what, state in (before or {}).items() if after.get(what) != state]
             _send_line(replies, json.dumps(reply))
     os._exit(0)  # nobody is left to clean up for, and a driver's exit handlers can hang
 
 
-def _state() -> tuple[Any, ...]:
+def _state() -> dict[str, Any]:
     """What a request may leave behind in this process that others would meet."""
-    timers = [
-        signal.getitimer(which)[0] > 0 for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    ]
-    kept = ("SigBlk", "SigIgn", "SigCgt", "Umask")
-    try:
-        lines = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kept)]
-        lines.append(Path("/proc/self/timers").read_text())
-    except OSError:  # not everywhere
-        lines = []
-    limits = [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
+    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     smallest = sys.float_info.min
-    rounding = ctypes.CDLL(None).fegetround(), smallest / 2 > 0  # whether denormal numbers are flushed to zero
-    return timers, lines, os.getcwd(), limits, rounding
+    found = {
+        "its alarms": [signal.getitimer(which)[0] > 0 for which in timers],
+        "its folder": os.getcwd(),
+        "its limits": [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU)],
+        "its rounding": (ctypes.CDLL(None).fegetround(), smallest / 2 > 0),  # are denormal numbers flushed to zero?
+    }
+    names = {"SigBlk": "signals blocked", "SigIgn": "signals ignored", "SigCgt": "signals caught", "Umask": "its umask"}
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if what := names.get(line.partition(":")[0]):
+                found[what] = line
+        found["its timers"] = Path("/proc/self/timers").read_text()
+    except OSError:  # not everywhere
+        pass
+    return found
 
 
 def _attach() -> tuple[int, int]:

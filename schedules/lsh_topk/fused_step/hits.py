@@ -1,8 +1,8 @@
-"""Hash and look-up of `fused_step`: a thread block a row.
+"""Hash and look-up of `fused_step`, by warps each on its own.
 
-take_bands        some bands, and the columns that they compare
-find_words        their places, codes and buckets: words as one list
-look_up           these, counted
+take_unit         some bands of a row, and the columns that they compare
+find_buckets_of   their places, codes and buckets
+look_up           the words of these, counted
 keep_winners      those with hits enough, on the thread block's list while there is room
 take_waiting      the others, when the list has been multiplied
 """
@@ -22,7 +22,7 @@ from ...device.overlap import CACHE_LINE
 from ...device.selection import FULL_WARP, below, scan_lanes
 from ...lsh.buckets import find_buckets
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import LISTED, PER_CELL, SLOTS, WARP, Extents
+from .space import LISTED, SLOTS, WARP, Extents
 from .state import alloc_hash_state, wait_late
 
 Phase = Callable[..., Any]
@@ -47,54 +47,53 @@ def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def take_bands(e: Extents) -> Phase:
-    """The bands in hand, from `from_band` on, and the columns that they compare; the phase is (s, io, bands).
+def take_unit(e: Extents) -> Phase:
+    """The `at`-th unit of the group's, if there is one: some bands of a row; the phase is (s, io, pieces), `pieces` of
+    a row.
 
-    Reads: permutations. Writes: `many`, `columns`. Barriers: none.
+    Warps of a thread block have rows of their own, so that no block has all words of one.
+
+    Reads: permutations. Writes: where the unit is, `columns`. Barriers: none.
     """
     load = load_first_columns(e.hashing)
 
     @T.inline
-    def phase(s, io, bands):
+    def phase(s, io, pieces):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        s.many = T.min(bands - s.from_band, e.band_tile)
-        load(s, columns, s.from_band * e.units, s.many * e.units, s.t)
+        s.member_row = s.at // pieces
+        s.list = s.first_list + s.member_row // e.beam
+        s.from_band = s.at % pieces * e.unit_bands
+        s.many = T.Select(s.at < s.rows * pieces, T.min(io.bands - s.from_band, e.unit_bands), 0)
+        load(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
 
     return phase
 
 
-def find_words(e: Extents) -> Phase:
-    """Where the words of the bands in hand are, a thread a band; the phase is (s, io).
+def find_buckets_of(e: Extents) -> Phase:
+    """Where the words of `many` bands from `from_band` on are, a lane a band; the phase is (s, io).
 
-    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: some of the thread block.
+    Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
     """
     h = e.hashing
-    find_all, find = find_places(h), find_buckets(e)
+    stage, find_all, find = stage_row(h), find_places(h), find_buckets(e)
 
     @T.inline
     def phase(s, io):
         columns = T.decl_buffer((io.bands * e.units * e.k,), "int16", data=io.permutations.data)
-        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.t)
-        T.cuda.cta_sync()
-        s.band[0] = T.Select(s.t < s.many, s.from_band + s.t, -1)
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        stage(s, rows, (s.first_row + s.member_row) * e.hidden, s.lane)
+        T.cuda.warp_sync()
+        find_all(s, columns, s.from_band * e.units, s.many * e.units, s.lane)
+        T.cuda.warp_sync()
+        s.band[0] = T.Select(s.lane < s.many, s.from_band + s.lane, -1)
         s.code[0] = 0
-        if s.t < s.many:
-            s.code[0] = code_of_places(h, s, s.t)
+        if s.lane < s.many:
+            s.code[0] = code_of_places(h, s, s.lane)
         find(s, io, 1)
-        s.sum[0] = s.last[0] - s.first[0]
-        scan_lanes(s.lane, s.sum, s.other)
-        if s.lane == WARP - 1:
-            s.totals[s.warp] = s.sum[0]
-        T.cuda.cta_sync()
-        s.total = 0
-        for w in T.unroll(e.warps):
-            s.other[0] = s.totals[w]
-            s.total = s.total + s.other[0]
-            s.sum[0] = s.sum[0] + T.Select(w < s.warp, s.other[0], 0)
-        if s.t < s.many:
-            s.upto[s.t] = s.sum[0]
-            s.offset[s.t] = s.last[0] - s.sum[0]
-        T.cuda.cta_sync()
+        s.upto[0] = s.last[0] - s.first[0]
+        scan_lanes(s.lane, s.upto, s.other)
+        s.offset = s.last[0] - s.upto[0]
+        s.total = from_lane(s.upto[0], WARP - 1)
 
     return phase
 
@@ -110,8 +109,8 @@ def prefetch_winners(e: Extents) -> Phase:
     def phase(s, io, j):
         s.left = s.winners[j]
         while s.left != T.uint32(0):
-            s.winner = T.cuda.ffs_u32(s.left) - 1
-            s.lone_word = from_lane(s.word[j], s.winner)
+            s.which = T.cuda.ffs_u32(s.left) - 1
+            s.lone_word = from_lane(s.word[j], s.which)
             s.left = s.left & (s.left - T.uint32(1))
             for i in T.serial((ceildiv(e.hidden, elements) - s.lane + (WARP - 1)) // WARP):
                 T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.lone_word, (i * WARP + s.lane) * elements]))
@@ -202,9 +201,9 @@ def take_waiting(e: Extents) -> Phase:
 
 
 def look_up(e: Extents) -> Phase:
-    """Count the words of the buckets that are of the slice, `loads` of each thread at a time; the phase is (s, io).
+    """Count the words of the buckets, `loads` of each lane at a time; the phase is (s, io).
 
-    Reads: `upto`, `offset`, `total`, words, `always`. Writes: `counts`; and as `keep_winners`. Barriers: of the warp.
+    Reads: `upto`, `offset`, `total`, words, `always`. Writes: counts; and as `keep_winners`. Barriers: of the warp.
     """
     keep = keep_winners(e)
 
@@ -212,31 +211,24 @@ def look_up(e: Extents) -> Phase:
     def phase(s, io):
         words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
         count: T.int32 = s.total
-        for n in T.serial((count + (e.loads * e.threads - 1)) // (e.loads * e.threads)):
-            # A band's words are those from where the words of all bands before end.
+        for n in T.serial((count + (e.loads * WARP - 1)) // (e.loads * WARP)):
             for j in T.unroll(e.loads):
-                s.which[j] = 0
-            for b in T.unroll(e.search_steps):
-                half = T.meta_var(1 << (e.search_steps - 1 - b))
-                for j in T.unroll(e.loads):
-                    s.item = (n * e.loads + j) * e.threads + s.t
-                    if s.which[j] + half <= s.many:
-                        if s.upto[s.which[j] + (half - 1)] <= s.item:
-                            s.which[j] = s.which[j] + half
-            for j in T.unroll(e.loads):
-                s.item = (n * e.loads + j) * e.threads + s.t
+                s.item = (n * e.loads + j) * WARP + s.lane
+                s.which = 0
+                for b in T.unroll(e.search_steps):
+                    half = T.meta_var(1 << (e.search_steps - 1 - b))
+                    s.other[0] = from_lane(s.upto[0], s.which + (half - 1))
+                    s.which = s.which + T.Select(s.item >= s.other[0], half, 0)
+                s.other[0] = from_lane(s.offset, s.which)
                 s.word[j] = -1
                 if s.item < count:
-                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.offset[s.which[j]] + s.item]))
+                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.other[0] + s.item]))
             for j in T.unroll(e.loads):
                 s.old[j] = T.uint32(0)
                 s.anyway[j] = T.uint32(0)
-                if e.slices > 1:
-                    if s.word[j] < s.first_word or s.word[j] >= s.first_word + e.slice:
-                        s.word[j] = -1
                 if s.word[j] >= 0:
                     s.old[j] = T.cuda.atomic_add(
-                        s.counts.ptr_to([(s.word[j] - s.first_word) // PER_CELL]),
+                        io.hits.ptr_to([s.first_row + s.member_row, s.word[j] >> 1]),
                         T.uint32(1) << T.Cast("uint32", (s.word[j] & 1) * 16))
                     T.ptx.ld.global_.u32(s.anyway[j], io.always.ptr_to([s.word[j] >> 5]))
             s.total = 0
@@ -253,26 +245,13 @@ def look_up(e: Extents) -> Phase:
     return phase
 
 
-def clear_counts(e: Extents) -> Phase:
-    """Counts of a slice to 0; the phase is (s). Writes: `counts`. Barriers: none; one has to follow."""
-    vectors = e.slice // (4 * PER_CELL)
+def find_hits(e: Extents) -> Phase:
+    """All bands of the group's rows that are this thread block's; the phase is (s, io), for the warps that hash.
 
-    @T.inline
-    def phase(s):
-        for i in T.serial((vectors - s.t + (e.threads - 1)) // e.threads):
-            T.ptx.st.shared.v4.u32(s.counts.ptr_to([(i * e.threads + s.t) * 4]), *[T.uint32(0)] * 4)
-
-    return phase
-
-
-def find_hits(e: Extents, stage_states: Phase) -> Phase:
-    """All bands of the thread block's row; the phase is (b, io).
-
-    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: `states`; the
-    bitmap, counters; the thread block's list. Barriers: of the thread block; one has to follow.
+    Reads: permutations; once the producer kernel has ended hidden states, tables, `always`. Writes: counts, bitmaps,
+    counters; the thread block's list. Barriers: of the warp.
     """
-    take, find, count = take_bands(e), find_words(e), look_up(e)
-    clear, stage = clear_counts(e), stage_row(e.hashing)
+    take, find, count = take_unit(e), find_buckets_of(e), look_up(e)
 
     def state(s: SimpleNamespace) -> SimpleNamespace:
         return alloc_hash_state(e, s)
@@ -280,27 +259,16 @@ def find_hits(e: Extents, stage_states: Phase) -> Phase:
     @T.inline
     def phase(b, io):
         s = T.meta_var(state(b))
-        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
-        s.list = s.first_list + s.block // e.beam
-        bands: T.int32 = T.Select(s.block < b.rows, io.bands, 0)
-        s.from_band = 0
-        take(s, io, bands)
-        clear(s)
+        pieces: T.int32 = (io.bands + (e.unit_bands - 1)) // e.unit_bands
+        s.at = s.look * e.blocks + s.block
+        take(s, io, pieces)
         wait_late(e.overlap)
-        if s.block < b.rows:
-            stage(s, rows, (s.first_row + s.block) * e.hidden, s.t)
-        stage_states(b, io)
-        for n in T.serial(e.slices):
-            s.first_word = n * e.slice
-            if n > 0:
-                clear(s)
-            for i in T.serial((bands + (e.band_tile - 1)) // e.band_tile):
-                s.from_band = i * e.band_tile
-                if n > 0 or i > 0:
-                    take(s, io, bands)
-                find(s, io)
-                count(s, io)
-                T.cuda.cta_sync()
+        while s.at < s.rows * pieces:
+            find(s, io)
+            count(s, io)
+            T.cuda.warp_sync()
+            s.at = s.at + e.blocks * e.hash_warps
+            take(s, io, pieces)
 
     return phase
 # fmt: on

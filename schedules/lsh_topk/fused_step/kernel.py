@@ -1,7 +1,7 @@
 """The program of `fused_step`: its workspaces, and its kernels, each a list of phases.
 
-first     of some thread blocks find_hits, and then the product of words that were won, as many at a time as the list
-          has room for; of the others the product of frequent words; each block's best keys
+first     the frequent words' tile (`product`) beside find_hits; multiply_rest, of the words that were won as many at a
+          time as the list has room for; the thread block's best keys
 second    `merge`
 """
 
@@ -20,19 +20,28 @@ from ...device.region import device_region
 from ..interface import gpu_program
 from .hits import find_hits, take_waiting
 from .merge import merge
-from .product import clear_slots, first_tile, frequent_words, multiply_words, stage_states, won_words
-from .space import LISTED, Extents
+from .product import (
+    ask_words,
+    clear_slots,
+    first_jobs,
+    frequent_words,
+    multiply_rest,
+    multiply_tile,
+    name_words,
+    stage_states,
+)
+from .space import LISTED, WARP, Extents
 from .state import alloc_state, wait_late
 
 
 # fmt: off
 def step(e: Extents) -> Callable[..., Any]:
     """The first kernel, called with (io)."""
-    stage = stage_states(e)
-    find, take, clear = find_hits(e, stage), take_waiting(e), clear_slots(e)
-    multiply_won = multiply_words(e, won_words(e))
     frequent = frequent_words(e)
-    name, ask, multiply_frequent = *first_tile(e, frequent), multiply_words(e, frequent)
+    stage, find, multiply_others = stage_states(e), find_hits(e), multiply_rest(e, frequent)
+    clear, take = clear_slots(e), take_waiting(e)
+    name, ask = first_jobs(e, frequent, name_words(e, frequent)), first_jobs(e, frequent, ask_words(e))
+    multiply = multiply_tile(e, frequent)
 
     @T.inline
     def begin(s, io, flat):
@@ -40,41 +49,24 @@ def step(e: Extents) -> Callable[..., Any]:
         s.first_list = flat // e.blocks * e.group_lists
         s.first_row = s.first_list * e.beam
         s.rows = T.min(io.lists - s.first_list, e.group_lists) * e.beam
+        each: T.int32 = (io.frequent + (e.blocks - 1)) // e.blocks
+        s.begin = T.min(s.block * each, io.frequent)
+        s.mine = T.min(each, io.frequent - s.begin)
         if s.t < e.rows:
             s.best[s.t] = T.uint32(0)
+        s.spare = T.max(s.mine - e.tile, 0)
         if s.t == 0:
             s.listed[0] = 0
             s.odd[0] = 0
 
     @T.inline
-    def look_up(s, io):
-        """A thread block with a row."""
-        find(s, io)
-        T.cuda.cta_sync()
-        s.is_odd = s.odd[0]
-        turns: T.int32 = (s.listed[0] + (LISTED - 1)) // LISTED
-        for n in T.serial(turns):
-            if n > 0:
-                take(s, io)
-            multiply_won(s, io, T.min(s.listed[0], LISTED), False)
-            if n == 0:
-                clear(s, io)
-        if turns == 0:
-            clear(s, io)
-
-    @T.inline
-    def multiply(s, io):
-        """A thread block with frequent words."""
-        each: T.int32 = (io.frequent + (e.product_blocks - 1)) // e.product_blocks
-        s.begin = T.min((s.block - e.group_rows) * each, io.frequent)
-        s.mine = T.min(each, io.frequent - s.begin)
-        s.round = 0
-        name(s, io, T.min(s.mine, e.tile))
+    def multiply_frequent(s, io):
+        count: T.int32 = T.min(s.mine, e.tile)
+        name(s, io, count)
         wait_late(e.overlap)
-        ask(s, io, T.min(s.mine, e.tile))
+        ask(s, io, count)
         stage(s, io)
-        s.is_odd = s.odd[0]
-        multiply_frequent(s, io, s.mine, True)
+        multiply(s, io, count)
 
     @T.inline
     def finish_block(s, io):
@@ -95,10 +87,19 @@ def step(e: Extents) -> Callable[..., Any]:
                 wait_then_start_consumer()
             if e.overlap == 2:
                 start_consumer()
-            if s.block < e.group_rows:
-                look_up(s, io)
+            if t < e.product_warps * WARP:
+                multiply_frequent(s, io)
             else:
-                multiply(s, io)
+                find(s, io)
+            T.cuda.cta_sync()
+            turns: T.int32 = (T.max(s.listed[0], 1) + (LISTED - 1)) // LISTED
+            for n in T.serial(turns):
+                if n > 0:
+                    take(s, io)
+                multiply_others(s, io, n)
+                if n == 0:
+                    clear(s, io)
+                s.spare = 0
             finish_block(s, io)
 
     return kernel
@@ -109,6 +110,7 @@ def program(problem: LshTopk, e: Extents) -> Program:
     """The program of one point of the space."""
     first, second = step(e), merge(e)
     own = (
+        Workspace("hits", ("rows", e.cells), "uint32"),
         Workspace("bitmap", ("lists", e.bitmap), "uint32"),
         Workspace("found", ("lists", 3), "int32"),
         Workspace("keys", ("rows", "frequent"), "uint64"),

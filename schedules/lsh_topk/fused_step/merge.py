@@ -1,11 +1,11 @@
-"""The second kernel of `fused_step`: a thread block a row finds the best of its keys; others clear bitmaps.
+"""The second kernel of `fused_step`: a thread block a row finds the best of its keys; others clear counts and bitmaps.
 
     find_blocks     of the blocks' best keys the n-th best is a bound: the blocks whose best ones reach it
     join_sums       the blocks' sums of powers
     sum_beyond      those of keys for which blocks had no places of their own: nobody has looked at them yet
     take_keys       the keys that reach the bound, of those blocks and of those beyond
     rank            these, by counting; or one best key after another where they are too many
-    clear           bitmaps
+    clear           counts and bitmaps
 
 The first three are done side by side: the first two by a warp each, the third by all others.
 """
@@ -44,7 +44,7 @@ class State(Buffers):
     flat, index, row, t
         The row of all lists', the list, the row of its beam, and the thread.
     each
-        Frequent words of a block that has such.
+        Frequent words of a block.
     words, beyond
         Candidates of the list beside the frequent ones, and those of them for which blocks had no places of their own.
     heads, parts
@@ -238,11 +238,11 @@ def take_keys(e: Extents) -> Phase:
     def load(io, s, block, at, j):
         """A key of a block, its `at`-th."""
         s.own[j] = T.uint64(0)
-        if block < e.group_rows:
-            if at < SLOTS:
-                load_key(s.own[j], io.others.ptr_to([s.flat, block * SLOTS + at]))
-        elif at < s.each[0] and (block - e.group_rows) * s.each[0] + at < io.frequent:
-            load_key(s.own[j], io.keys.ptr_to([s.flat, (block - e.group_rows) * s.each[0] + at]))
+        if at < s.each[0]:
+            if block * s.each[0] + at < io.frequent:
+                load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
+        elif at < s.each[0] + SLOTS:
+            load_key(s.own[j], io.others.ptr_to([s.flat, block * SLOTS + at - s.each[0]]))
 
     @T.inline
     def load_some(io, s, i, first):
@@ -278,7 +278,7 @@ def take_keys(e: Extents) -> Phase:
             if i > 0:
                 load_some(io, s, i, 0)
             keep_some(s)
-            for j in T.serial((T.max(s.each[0], SLOTS) - 1) // (WARP * AT_ONCE)):
+            for j in T.serial((s.each[0] + SLOTS - 1) // (WARP * AT_ONCE)):
                 load_some(io, s, i, (j + 1) * AT_ONCE)
                 keep_some(s)
         if s.t >= 2 * WARP:
@@ -387,13 +387,20 @@ def finish_list(e: Extents) -> Phase:
 
 
 def clear(e: Extents) -> Phase:
-    """Bitmaps to 0; the phase is (io, block, t)."""
+    """Counts and bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
+
+    @T.inline
+    def zero(buffer, size, at):
+        words = T.decl_buffer((size,), "uint32", data=buffer.data)
+        for i in T.serial((size - at * 4 + (e.blocks * SEARCHERS * 4 - 1)) // (e.blocks * SEARCHERS * 4)):
+            T.ptx.st.global_.v4.u32(
+                words.ptr_to([(i * (e.blocks * SEARCHERS) + at) * 4]),
+                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
     @T.inline
     def phase(io, block, t):
-        words = T.decl_buffer((io.lists * e.bitmap,), "uint32", data=io.bitmap.data)
-        if (block * SEARCHERS + t) * 4 < io.lists * e.bitmap:
-            T.ptx.st.global_.v4.u32(words.ptr_to([(block * SEARCHERS + t) * 4]), *[T.uint32(0)] * 4)
+        zero(io.hits, io.lists * (e.beam * e.cells), block * SEARCHERS + t)
+        zero(io.bitmap, io.lists * e.bitmap, block * SEARCHERS + t)
 
     return phase
 
@@ -407,7 +414,7 @@ def merge(e: Extents) -> Phase:
     @T.inline
     def search(io, s):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        s.each[0] = (io.frequent + (e.product_blocks - 1)) // e.product_blocks
+        s.each[0] = (io.frequent + (e.blocks - 1)) // e.blocks
         T.ptx.ld.global_.s32(s.beyond[0], io.found.ptr_to([s.index, 0]))
         T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 1]))
         s.late[0] = T.uint64(0)
@@ -431,7 +438,7 @@ def merge(e: Extents) -> Phase:
     @T.inline
     def kernel(io):
         with device_region():
-            flat = T.cta_id([io.lists * e.beam + (io.lists * e.bitmap + (SEARCHERS * 4 - 1)) // (SEARCHERS * 4)])
+            flat = T.cta_id([io.lists * e.beam + e.blocks])
             t = T.thread_id([SEARCHERS])
             s = T.meta_var(State.alloc(e, flat=flat, index=flat // e.beam, row=flat % e.beam, t=t))
             if t == 0:

@@ -1,10 +1,10 @@
 """The product of `fused_step`: words from memory times hidden states in shared memory.
 
     stage_states    the group's hidden states
-    first_tile      of words: names, and then the words themselves, asked for
+    first_jobs      of a tile of words: names, and then the words themselves, asked for by some of the warps
     multiply_tile   the tile, part by part
+    multiply_rest   words beyond the first tile, and those that the thread block won, by all warps
     finish_tile     the parts' sums: keys, and the largest of a row
-    multiply_words  tile by tile
     clear_slots     places that no word has
 
 A lane's 16 bytes of a row are eight columns (of float32 four), which it takes in the order in which they lie: both
@@ -27,7 +27,7 @@ from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, FRAGMENT, PER_JOB, SLOTS, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, FRAGMENT, LISTED, PER_JOB, REST, SLOTS, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -45,73 +45,101 @@ class Words:
     ----------
     most
         How many words there is room for.
+    warps
+        Of the thread block, the first ones, that multiply them,
     depth
-        How many jobs a warp has in hand.
+        and how many jobs each of them has in hand.
     named
         Whether their names stay in the thread block's `names`.
+    sums
+        (s) is where their parts go, `[row][word][part]`.
     name
         (s, io, i, word) writes the i-th of them to `word`.
     keep
         (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
     counted
         (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
-
-The i-th one is that of the tile in hand, the `round`-th.
     """
 
     most: int
+    warps: int
     depth: int
     named: bool
+    sums: Callable[..., Any]
     name: Callable[..., Any]
     keep: Callable[..., Any]
     counted: Callable[..., Any]
 
 
+# Barrier 0 is that of the whole thread block.
+MEET = """
+__device__ __forceinline__ void meet_some(int threads) {
+  asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory");
+}
+"""
+
+
+def meet_some(threads: int) -> None:
+    """A barrier of the first threads of the thread block."""
+    T.evaluate(T.cuda.func_call("meet_some", threads, source_code=MEET, return_type="void"))
+
+
 # fmt: off
 def frequent_words(e: Extents) -> Words:
-    """Those of the thread block."""
+    """The first of the thread block's frequent words."""
 
     @T.inline
     def name(s, io, i, word):
-        T.ptx.ld.global_.s32(word[0], io.ids.ptr_to([s.begin + s.round * e.tile + i]))
+        T.ptx.ld.global_.s32(word[0], io.ids.ptr_to([s.begin + i]))
 
     @T.inline
     def keep(s, io, row, i):
-        io.keys[s.first_row + row, s.begin + s.round * e.tile + i] = s.key[0]
+        io.keys[s.first_row + row, s.begin + i] = s.key[0]
 
-    return Words(e.tile, e.depth, True, name, keep, lambda s, i, row: True)
+    return Words(e.tile, e.product_warps, e.depth, True, lambda s: s.sums, name, keep, lambda s, i, row: True)
 
 
-def won_words(e: Extents) -> Words:
-    """Those on the thread block's list."""
+def rest_of_words(e: Extents) -> Words:
+    """Those that had no room, from the `round`-th `REST` of them on, and then the words that the thread block won."""
+
+    def behind(s: Any, i: Any) -> Any:
+        """Its number among the words that were won, if that is not negative."""
+        return s.round * REST + i - s.spare
 
     @T.inline
     def name(s, io, i, word):
-        word[0] = s.won[s.round * e.rest + i]
+        if behind(s, i) >= 0:
+            word[0] = s.won[T.max(behind(s, i), 0)]
+        else:
+            T.ptx.ld.global_.s32(word[0], io.ids.ptr_to([s.begin + e.tile + s.round * REST + i]))
 
     def owned(s: Any, i: Any, row: Any) -> Any:
-        return e.group_lists == 1 or s.owners[s.round * e.rest + i] == row // e.beam
+        return e.group_lists == 1 or s.owners[T.max(behind(s, i), 0)] == row // e.beam
 
     @T.inline
     def keep(s, io, row, i):
-        if owned(s, i, row):
-            io.others[s.first_row + row, s.places[s.round * e.rest + i]] = s.key[0]
+        if behind(s, i) >= 0:
+            if owned(s, i, row):
+                io.others[s.first_row + row, s.places[T.max(behind(s, i), 0)]] = s.key[0]
+        else:
+            io.keys[s.first_row + row, s.begin + e.tile + s.round * REST + i] = s.key[0]
 
     def counted(s: Any, i: Any, row: Any) -> Any:
-        return tirx.all(s.places[s.round * e.rest + i] < e.slots, owned(s, i, row))
+        mine = tirx.all(s.places[T.max(behind(s, i), 0)] < e.slots, owned(s, i, row))
+        return tirx.any(behind(s, i) < 0, mine)
 
-    return Words(e.rest, e.depth, False, name, keep, counted)
+    return Words(REST, e.warps, 1, False, lambda s: s.rest, name, keep, counted)
 
 
 def stage_states(e: Extents) -> Phase:
-    """Hidden states to shared memory; the phase is (s, io).
+    """Hidden states to shared memory, by the warps of the product alone; the phase is (s, io).
 
-    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not; `odd`.
-    Barriers: one of the thread block, at the end.
+    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not; `odd`, `is_odd`.
+    Barriers: one of these warps, at the end.
     """
     each = e.chunks * PER_CHUNK
     elements = VECTOR // e.itemsize
-    threads = e.threads
+    threads = e.product_warps * WARP
     rounds, at_once = ceildiv(e.rows * each, threads), 4
 
     @T.inline
@@ -144,7 +172,8 @@ def stage_states(e: Extents) -> Phase:
                     else:
                         store_shared(s.states.ptr_to([(i // each * e.pitch + i % each) * 4]),
                                      *[held[u * 4 + v] for v in range(4)])
-        T.cuda.cta_sync()
+        meet_some(threads)
+        s.is_odd = s.odd[0]
 
     return phase
 
@@ -267,24 +296,19 @@ def multiply_job(e: Extents) -> Phase:
 
 def first_jobs(e: Extents, words: Words, do: Phase) -> Phase:
     """`do(s, io, slot, job, count)` for the first jobs of a tile of `count` words, as many as a warp has in hand; the
-    phase is (s, io, count)."""
+    phase is (s, io, count), for the words' warps."""
 
     @T.inline
     def phase(s, io, count):
         for d in T.unroll(words.depth):
-            if s.warp + d * e.warps < (count + (TILE - 1)) // TILE * e.parts:
-                do(s, io, d, s.warp + d * e.warps, count)
+            if s.warp + d * words.warps < (count + (TILE - 1)) // TILE * e.parts:
+                do(s, io, d, s.warp + d * words.warps, count)
 
     return phase
 
 
-def first_tile(e: Extents, words: Words) -> tuple[Phase, Phase]:
-    """Two phases: the names of what warps load first, and these loads."""
-    return first_jobs(e, words, name_words(e, words)), first_jobs(e, words, ask_words(e))
-
-
 def multiply_tile(e: Extents, words: Words) -> Phase:
-    """The parts of the scores of `count` words; the phase is (s, io, count).
+    """The parts of the scores of `count` words; the phase is (s, io, count), for the words' warps.
 
     Reads: `hand`, which the first jobs' loads fill; words, `states`. Writes: their sums; of frequent words `names`.
     Barriers: none; one has to follow.
@@ -294,26 +318,26 @@ def multiply_tile(e: Extents, words: Words) -> Phase:
 
     @T.inline
     def put(s, job):
+        sums = T.meta_var(words.sums(s))
         for f in T.unroll(e.fragments):
             for i in T.unroll(4):
                 for c in T.unroll(e.chains - 1):
                     s.chains[f * 4 + i] = s.chains[f * 4 + i] + s.chains[(c + 1) * each + f * 4 + i]
-                row = f * FRAGMENT + i // 2 * 8 + s.group
-                s.sums[(row * words.most + job // e.parts * TILE + s.member * 2 + i % 2) * e.parts + job % e.parts] = (
-                    s.chains[f * 4 + i])
+                sums[((f * FRAGMENT + i // 2 * 8 + s.group) * words.most + job // e.parts * TILE + s.member * 2 + i % 2)
+                     * e.parts + job % e.parts] = s.chains[f * 4 + i]
 
     @T.inline
     def phase(s, io, count):
         jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
-        for n in T.serial((jobs + (e.warps * words.depth - 1)) // (e.warps * words.depth)):
+        for n in T.serial((jobs + (words.warps * words.depth - 1)) // (words.warps * words.depth)):
             for d in T.unroll(words.depth):
-                s.job = (n * words.depth + d) * e.warps + s.warp
+                s.job = (n * words.depth + d) * words.warps + s.warp
                 if s.job < jobs:
                     multiply(s, d, s.job)
                     put(s, s.job)
-                    if s.job + words.depth * e.warps < jobs:
-                        name(s, io, d, s.job + words.depth * e.warps, count)
-                        ask(s, io, d, s.job + words.depth * e.warps, count)
+                    if s.job + words.depth * words.warps < jobs:
+                        name(s, io, d, s.job + words.depth * words.warps, count)
+                        ask(s, io, d, s.job + words.depth * words.warps, count)
 
     return phase
 
@@ -361,6 +385,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
 
     @T.inline
     def phase(s, io, count):
+        sums = T.meta_var(words.sums(s))
         factor: T.float32 = io.scale * T.float32(LOG2_E)
         for r in T.serial((s.rows - s.warp + (e.warps - 1)) // e.warps):
             row: T.int32 = r * e.warps + s.warp
@@ -369,7 +394,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
                 s.held[n] = T.float32("-inf")
                 i = T.meta_var(n * WARP + s.lane)
                 if i < count:
-                    add(s, s.sums, (row * words.most + i) * e.parts)
+                    add(s, sums, (row * words.most + i) * e.parts)
                     if words.named:
                         s.word[0] = s.names[i]
                     else:
@@ -406,25 +431,30 @@ def clear_slots(e: Extents) -> Phase:
     return phase
 
 
-def multiply_words(e: Extents, words: Words) -> Phase:
-    """All words, tile by tile; the phase is (s, io, many, asked), `asked` if the first tile has been asked for.
+def multiply_rest(e: Extents, frequent: Words) -> Phase:
+    """All other words of the thread block, a list of those that it won at a `turn`; the phase is (s, io, turn).
+
+    While memory sends the first of them, the tile of frequent words is finished.
 
     Barriers: some of the thread block; one has to come before.
     """
-    name, ask = first_tile(e, words)
-    multiply, finish = multiply_tile(e, words), finish_tile(e, words)
+    words = rest_of_words(e)
+    name, ask = first_jobs(e, words, name_words(e, words)), first_jobs(e, words, ask_words(e))
+    multiply, finish, finish_frequent = multiply_tile(e, words), finish_tile(e, words), finish_tile(e, frequent)
 
     @T.inline
-    def phase(s, io, many, asked):
-        for n in T.serial((many + (words.most - 1)) // words.most):
+    def phase(s, io, turn):
+        many: T.int32 = s.spare + T.min(s.listed[0], LISTED)
+        s.is_odd = s.odd[0]
+        for n in T.serial((T.max(many, 1) + (REST - 1)) // REST):
             s.round = n
-            count: T.int32 = T.min(many - n * words.most, words.most)
-            if n > 0 or not asked:
-                name(s, io, count)
-                ask(s, io, count)
-            multiply(s, io, count)
+            name(s, io, T.min(many - n * REST, REST))
+            ask(s, io, T.min(many - n * REST, REST))
+            if turn == 0 and n == 0:
+                finish_frequent(s, io, T.min(s.mine, e.tile))
+            multiply(s, io, T.min(many - n * REST, REST))
             T.cuda.cta_sync()
-            finish(s, io, count)
+            finish(s, io, T.min(many - n * REST, REST))
             T.cuda.cta_sync()
 
     return phase

@@ -10,13 +10,14 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ...lsh.extents import SLICES, WARP, HashExtents
+from ...lsh.extents import WARP, HashExtents
 from ...recurrent.sizes import register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (256, 384, 512, 640, 768)
-LOADS = (2, 4, 8)
+HASH_WARPS = (2, 4, 8, 12, 16)
+LOADS = (2, 4, 6)
 DEPTHS = (1, 2, 3, 4)
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
@@ -24,29 +25,21 @@ PER_JOB = 8  # chunks that a warp multiplies in one go
 TILE = 8  # words of a product: columns of an operand of tensor cores
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
 MOST_TILE = 64  # frequent words whose sums a thread block has in shared memory at a time,
-MOST_REST = 64  # or words that it has won
-MOST_PARTS = 64 * 1024  # bytes of these sums
-MOST_AHEAD = 3  # units whose columns a thread holds together
+REST = 32  # and others
+MOST_PARTS = 64 * 1024  # bytes of the former
 LISTED = 512  # words with hits enough that a thread block lists
-SLOTS = 64  # places for keys of such words that each thread block has of its own
-PER_CELL = 2  # words whose hits a word of memory counts
+SLOTS = 16  # places for keys of such words that each thread block has of its own
 SEARCHERS = 512  # threads of a block of the second kernel
 SURVIVORS = 2048  # keys that it ranks side by side
 SMALL = 2048  # bytes of static shared memory beside that list, at most
 BESIDES = 8  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
 
 
-def group_rows(beam: int) -> int:
-    """Rows of a group of lists."""
-    return max(1, FRAGMENT // beam) * beam
-
-
 @dataclass(frozen=True)
 class Extents:
     """The sizes of one point's kernels.
 
-    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of its own: the first
-    `group_rows` have a row each, the others words.
+    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of its own.
     """
 
     beam: int
@@ -62,9 +55,9 @@ class Extents:
     bias: bool
     blocks: int
     threads: int
-    loads: int  # words of buckets that a thread has in flight
+    hash_warps: int
+    loads: int  # words of buckets that a lane has in flight
     depth: int  # jobs of the product whose words a warp has in flight
-    slices: int  # parts of the vocabulary whose hits a thread block counts one after another
     overlap: int
 
     @classmethod
@@ -83,9 +76,9 @@ class Extents:
             bias=bool(problem.bias),
             blocks=decisions["blocks"],
             threads=decisions["threads"],
+            hash_warps=decisions["hash_warps"],
             loads=decisions["loads"],
             depth=decisions["depth"],
-            slices=decisions["slices"],
             overlap=decisions["overlap"],
         )
 
@@ -98,7 +91,7 @@ class Extents:
 
     @property
     def group_rows(self) -> int:
-        return group_rows(self.beam)
+        return self.group_lists * self.beam
 
     @property
     def fragments(self) -> int:
@@ -115,29 +108,25 @@ class Extents:
         return self.threads // WARP
 
     @property
-    def product_blocks(self) -> int:
-        """Of a group, that multiply frequent words."""
-        return self.blocks - self.group_rows
+    def product_warps(self) -> int:
+        return self.warps - self.hash_warps
 
     @property
-    def band_tile(self) -> int:
-        """Bands that a thread block looks up in one go: a thread a band."""
-        return min(self.bands, self.threads)
+    def unit_bands(self) -> int:
+        """Bands of one row that a warp looks up in one go: as many as spread a group's evenly over all of its warps."""
+        warps, bands = self.blocks * self.hash_warps, self.group_rows * self.bands
+        turns = ceildiv(bands, warps * (WARP // self.units))
+        return ceildiv(bands, warps * turns)
 
     @property
     def search_steps(self) -> int:
         """Halvings until one of those bands is left."""
-        return (self.band_tile - 1).bit_length()
+        return (self.unit_bands - 1).bit_length()
 
     @property
     def hashing(self) -> HashExtents:
-        ahead = min(MOST_AHEAD, ceildiv(self.band_tile * self.units, self.threads))
-        return HashExtents(self.hidden, self.k, self.units, self.dtype, self.threads, ahead=ahead)
-
-    @property
-    def slice(self) -> int:
-        """Words of a slice, in whole vectors of counts."""
-        return ceildiv(ceildiv(self.vocab, self.slices), 4 * PER_CELL) * 4 * PER_CELL
+        """A warp hashes a row on its own."""
+        return HashExtents(self.hidden, self.k, self.units, self.dtype, WARP)
 
     # The product. A *job* is a tile of 8 words times 8 chunks of each of them.
 
@@ -168,7 +157,7 @@ class Extents:
     @property
     def tile(self) -> int:
         """Frequent words of a thread block at a time."""
-        each = ceildiv(ceildiv(self.frequent, self.product_blocks), TILE) * TILE
+        each = ceildiv(ceildiv(self.frequent, self.blocks), TILE) * TILE
         room = MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE
         return max(TILE, min(each, room, MOST_TILE))
 
@@ -194,24 +183,22 @@ class Extents:
         return self.halves * self.half_bytes
 
     @property
-    def rest(self) -> int:
-        """Words with hits enough that are multiplied at a time."""
-        return max(TILE, min(MOST_REST, MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE))
+    def tile_bytes(self) -> int:
+        """Sums of the jobs of `tile` words, and of `REST` words."""
+        return self.rows * self.tile * self.parts * 4
 
     @property
-    def sum_bytes(self) -> int:
-        """Sums of the jobs of `tile` words, or of `rest` words."""
-        return self.rows * max(self.tile, self.rest) * self.parts * 4
+    def rest_bytes(self) -> int:
+        return self.rows * REST * self.parts * 4
 
     @property
-    def row_bytes(self) -> int:
-        """A row as float32; `places` of units, `upto` and `offset` of bands."""
-        return ceildiv(self.hidden, 4) * 16 + ceildiv(self.band_tile * (self.units + 2), 4) * 16
+    def hash_bytes(self) -> int:
+        """Rows as float32, and places of units."""
+        return self.hash_warps * (ceildiv(self.hidden, 4) * 16 + WARP * 4)
 
     @property
     def pool_bytes(self) -> int:
-        """Hidden states; and either sums, or what it takes to look words up."""
-        return self.state_bytes + max(self.sum_bytes, self.row_bytes + self.slice // PER_CELL * 4)
+        return self.state_bytes + self.tile_bytes + self.rest_bytes + self.hash_bytes
 
     @property
     def held(self) -> int:
@@ -219,6 +206,11 @@ class Extents:
         return self.depth * PER_JOB * 4 + 2 * 8 * self.halves + self.chains * self.fragments * 4
 
     # Memory.
+
+    @property
+    def cells(self) -> int:
+        """Words of memory with hit counts of a row, two in each, in whole vectors."""
+        return ceildiv(ceildiv(self.vocab, 2), 4) * 4
 
     @property
     def bitmap(self) -> int:
@@ -229,8 +221,8 @@ class Extents:
 
     @property
     def slots(self) -> int:
-        """Places of all thread blocks of a group that look words up, beside which there are some for each word."""
-        return self.group_rows * SLOTS
+        """Places of all thread blocks of a group, beside which there are some for each word."""
+        return self.blocks * SLOTS
 
     @property
     def maxima(self) -> int:
@@ -257,16 +249,15 @@ def require(problem: LshTopk, machine: Machine) -> None:
         raise NotApplicable(f"rows of {size} bytes are no whole vectors of {VECTOR}")
     if problem.units > WARP:
         raise NotApplicable(f"{problem.units} units of a band exceed the {WARP} lanes of a warp")
-    if group_rows(problem.beam) >= machine.cores:
-        raise NotApplicable(f"a beam of {problem.beam} leaves none of {machine.cores} thread blocks for words")
     if problem.n > machine.cores:
         raise NotApplicable(f"n={problem.n} exceeds the {machine.cores} thread blocks that name a word each")
 
 
 def most_blocks(problem: LshTopk, machine: Machine) -> int:
-    """Thread blocks of a group: one a multiprocessor, if each has a row or a tile of frequent words. Each names its
-    best word, so that there are n at least."""
-    return min(machine.cores, max(group_rows(problem.beam) + ceildiv(problem.frequent, TILE), problem.n))
+    """Thread blocks of a group: one a multiprocessor, if each then has a tile of frequent words or a warp's bands. Each
+    names its best word, so that there are n at least."""
+    lookups = ceildiv(max(FRAGMENT, problem.beam) * problem.bands * problem.units, WARP)
+    return min(machine.cores, max(ceildiv(problem.frequent, TILE), ceildiv(lookups, HASH_WARPS[0]), problem.n))
 
 
 def space(problem: LshTopk, machine: Machine) -> Table:
@@ -275,37 +266,39 @@ def space(problem: LshTopk, machine: Machine) -> Table:
     return {
         "blocks": (most_blocks(problem, machine),),
         "threads": THREADS,
+        "hash_warps": HASH_WARPS,
         "loads": LOADS,
         "depth": DEPTHS,
-        "slices": SLICES,
         "overlap": (0, 1, 2) if machine.capability >= OVERLAPS else (0,),
     }
 
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     require(problem, machine)
-    # As measured on an H200: products of float32 take longer, and more registers, as those of larger beams do.
-    wide, large = problem.dtype == "float32", problem.beam > FRAGMENT
-    found = {
-        "blocks": most_blocks(problem, machine),
-        "threads": 384 if wide else 640,
-        "loads": 8,
-        "depth": 1 if wide or large else 2,
-        "slices": 1,
-        "overlap": 2 if machine.capability >= OVERLAPS else 0,
-    }
-    for slices in SLICES:
-        reason = allowed(problem, machine, {**found, "slices": slices})
+    # As measured on an H200 with beams of 12, 24 and 48; products of float32 take longer, and more registers.
+    wide = problem.dtype == "float32"
+    for depth in (1,) if wide else (2, 1):
+        found = {
+            "blocks": most_blocks(problem, machine),
+            "threads": 384 if wide else 512,
+            "hash_warps": 4 if wide else 12,
+            "loads": 4,
+            "depth": depth,
+            "overlap": 2 if machine.capability >= OVERLAPS else 0,
+        }
+        reason = allowed(problem, machine, found)
         if not reason:
-            return {**found, "slices": slices}
+            return found
     raise NotApplicable(reason)
 
 
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
+    limit = shared_limit(machine) - SMALL - LISTED * 12
+    if e.product_warps < 2:
+        return f"{e.hash_warps} warps that hash leave {e.product_warps} of {e.warps} for the product"
     if e.held + BESIDES > register_limit(e.threads):
         return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
-    limit = shared_limit(machine) - SMALL - LISTED * 12
     if e.pool_bytes > limit:
         return f"{e.pool_bytes} bytes exceed shared memory of {limit}"
     return None

@@ -7,11 +7,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import ceildiv
-
 from ...device.overlap import wait_for_producer
 from ...device.state import named, register
-from .space import LISTED, PER_CELL, PER_JOB, WARP, Extents
+from .space import LISTED, PER_JOB, REST, WARP, Extents
 
 
 @T.inline
@@ -31,11 +29,12 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
     ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
+    ``spare``                   how many of these are yet to be multiplied beside words that it won
 
     Of the thread block, in shared memory:
 
     ``states``  hidden states, `pitch` vectors apart
-    ``sums``    parts of scores, `[row][word][part]`, of `tile` frequent words or of `rest` that were won
+    ``sums``    parts of scores of `tile` frequent words, `[row][word][part]`; ``rest``: of `REST` others
     ``names``   words of the former
     ``won``, ``places``, ``owners``   words with hits enough: the word, where its keys go, and its list, of the group
     ``listed``  how many of these there are, and of those for which there is no room
@@ -45,20 +44,13 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     """
     found: dict[str, Any] = {"block": register(), "t": t, "warp": t // WARP, "lane": t % WARP}
     found |= {"group": t % WARP // 4, "member": t % 4}
-    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine")}
+    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine", "spare")}
     pool = T.alloc_buffer([e.pool_bytes // 8], "uint64", scope="shared.dyn")
-    after = e.state_bytes // 4
-    bands = after + ceildiv(e.hidden, 4) * 4
-    for name, kind, at, size in (
-        ("states", "uint32", 0, after),
-        ("sums", "float32", after, e.sum_bytes // 4),
-        ("row", "float32", after, e.hidden),
-        ("upto", "int32", bands, e.band_tile),
-        ("offset", "int32", bands + e.band_tile, e.band_tile),
-        ("unit_places", "int32", bands + 2 * e.band_tile, e.band_tile * e.units),
-        ("counts", "uint32", after + e.row_bytes // 4, e.slice // PER_CELL),
-    ):
-        found[name] = T.decl_buffer([size], kind, data=pool.data, elem_offset=at, scope="shared.dyn")
+    at = 0
+    for name, size in (("states", e.state_bytes), ("sums", e.tile_bytes), ("rest", e.rest_bytes)):
+        kind = "uint32" if name == "states" else "float32"
+        found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
+        at += size
     found |= {
         "names": T.alloc_shared([e.tile], "int32"),
         "won": T.alloc_shared([LISTED], "int32"),
@@ -84,47 +76,44 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
         "largest": T.alloc_local([1], "uint32"),
         "bits": T.alloc_local([1], "uint32"),
         # Scores of a lane, a power of one, and the sum of these.
-        "held": T.alloc_local([ceildiv(max(e.tile, e.rest), WARP)], "float32"),
+        "held": T.alloc_local([max(e.tile, REST) // WARP + 1], "float32"),
         "rest_power": T.alloc_local([1], "float32"),
         "d": T.alloc_local([1], "float64"),
     }
-    return named(SimpleNamespace(**found))
+    return named(SimpleNamespace(**found, pool=pool, pool_at=at))
 
 
 def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
-    """Within a thread block that looks words up: what `schedules.lsh` and the look-up need beside `s`.
-
-    In shared memory, where sums will be:
-
-    ``row``               the row
-    ``places``            of units, of the bands in hand
-    ``upto``, ``offset``  words of these bands' buckets as one list: how many up to a band's, and its offset to where
-                          they lie
-    ``totals``            words of each warp's bands
-    ``counts``            hits of the slice's words, two in a cell
-    """
+    """Within the warps that hash: `s` with what `schedules.lsh` and the look-up need, each warp with its own part of
+    shared memory. `look` is the warp's number among them."""
     h = e.hashing
+    look = s.warp - e.product_warps
+    width = (e.hidden + 3) // 4 * 4
+    places = s.pool_at // 4 + e.hash_warps * width
     more: dict[str, Any] = {
-        **{name: getattr(s, name) for name in ("row", "upto", "offset", "counts")},
-        "places": s.unit_places,
-        "totals": T.alloc_shared([e.warps], "int32"),
+        "look": look,
+        "row": T.decl_buffer(
+            [e.hidden], "float32", data=s.pool.data, elem_offset=s.pool_at // 4 + look * width, scope="shared.dyn"
+        ),
+        "places": T.decl_buffer(
+            [WARP], "int32", data=s.pool.data, elem_offset=places + look * WARP, scope="shared.dyn"
+        ),
         "raw": T.alloc_local([h.vectors * h.vector_words], "uint32"),
-        "columns": T.alloc_local([h.ahead * h.column_loads * h.column_words], "uint32"),
+        "columns": T.alloc_local([h.column_loads * h.column_words], "uint32"),
         "vector": T.alloc_local([h.vec], "float32"),
         "small": T.alloc_local([1], "uint16"),
-        "place": T.alloc_local([h.ahead], "int32"),
-        "best": T.alloc_local([h.ahead], "float32"),
+        "place": T.alloc_local([1], "int32"),
+        "best": T.alloc_local([1], "float32"),
         "value": register("float32"),
         "band": T.alloc_local([1], "int32"),
         "code": T.alloc_local([1], "int32"),
         "first": T.alloc_local([1], "int32"),
         "last": T.alloc_local([1], "int32"),
         "entry": T.alloc_local([8 if e.cuckoo else 1], "int32"),
-        # Words of a thread's bands and those before; words of the buckets: the band, the word, what its counts were,
-        # its bits in `always`, and the ballot of those that were won.
-        "sum": T.alloc_local([1], "int32"),
+        # Words of the buckets as one list: how many up to a lane's, its offset to where they lie, and what a lane has
+        # of them: the word, what its counts were, its bits in `always`, and the ballot of those that were won.
+        "upto": T.alloc_local([1], "int32"),
         "other": T.alloc_local([1], "int32"),
-        "which": T.alloc_local([e.loads], "int32"),
         "word": T.alloc_local([e.loads], "int32"),
         "old": T.alloc_local([e.loads], "uint32"),
         "anyway": T.alloc_local([e.loads], "uint32"),
@@ -135,10 +124,9 @@ def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
     more |= {
         name: register()
         for name in (
-            "unit", "row_of", "slot", "from_band", "many", "list", "total", "item", "first_word", "winner", "slot_at",
-            "place_at", "beyond", "lone_word",
+            "unit", "row_of", "slot", "at", "from_band", "many", "member_row", "list", "total", "offset", "item",
+            "which", "slot_at", "place_at", "beyond", "lone_word",
         )
     }  # fmt: skip
-    return named(SimpleNamespace(
-        **more, t=s.t, lane=s.lane, warp=s.warp, block=s.block, first_row=s.first_row, first_list=s.first_list,
-        block_state=s))  # fmt: skip
+    return named(SimpleNamespace(**more, t=s.t, lane=s.lane, block=s.block, rows=s.rows, first_row=s.first_row,
+                                 first_list=s.first_list, block_state=s))  # fmt: skip
