@@ -255,9 +255,9 @@ def in_turn(
     times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     with scratch.folder() as folder, devices.lease(where) as lease:
         bench = session.Bench(problem, where, spaces.fallback(problem, where), seed, folder, lease)
-        device = bench.device()
+        seat = bench.seat()
         for _ in range(ROUNDS):
-            for trial in bench.measure(list(times), "in-turn", 0, device):
+            for trial in bench.measure(list(times), "in-turn", 0, seat):
                 if trial.outcome != "ok":
                     raise session.NoValidRecord(f"{problem}: {trial.candidate} failed: {trial.reason}")
                 times[trial.candidate].append(trial.median)
