@@ -239,20 +239,24 @@ def test_a_session_without_a_device_waits_for_one() -> None:
 
 
 def test_many_problems_run_at_the_same_time_each_on_its_device(tmp_path: Path) -> None:
-    together = threading.Barrier(2, timeout=10)
-    began: set[str] = set()
+    both, working = threading.Event(), set[str]()
 
     def meets(candidate: str) -> Reply:
-        if threading.current_thread().name not in began:
-            began.add(threading.current_thread().name)
-            together.wait()  # returns only if both devices are at work
-        return timed(candidate)
+        working.add(threading.current_thread().name)
+        if len(working) == 2:
+            both.set()
+        # Not for ever: the first session may have begun on what is the second one's device now.
+        both.wait(2)
+        reply = timed(candidate)
+        working.discard(threading.current_thread().name)
+        return reply
 
     measurers = [Simulated(meets), Simulated(meets)]
     plans = [make_plan(problem, cpu(), 20, log_of(tmp_path, problem), 1) for problem in (PROBLEM, OTHER)]
     ends = {}
     with made(*measurers) as devices:
         tune_all(plans, tmp_path, devices, end=ends.__setitem__)
+    assert both.is_set()
     assert {plan.problem.key: best.problem for plan, best in ends.items()} == {
         problem.key: problem.key for problem in (PROBLEM, OTHER)
     }

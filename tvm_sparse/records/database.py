@@ -298,8 +298,12 @@ def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
     if trial is None or not trial.resources:
         return {}
     found: dict[str, Any] = {name: trial.resources.get(name) for name in _RECORDED}
-    cores = int(session.machine.get("cores", 1)) if session else 1
-    here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
+    cores = session.machine.get("cores", 1) if session else 1
+    cores = cores if isinstance(cores, int) and cores > 0 else 1
+    try:
+        here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
+    except machine.UnknownArch:  # of a file of others, or a later version's
+        return found
     if launch := _launch(trial, here):
         found |= {"threads": launch.threads, "dynamic_shared_bytes": launch.dynamic_shared_bytes}
     # Earlier records do not hold the threads of a block, which is a decision of many templates.

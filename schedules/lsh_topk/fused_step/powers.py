@@ -1,9 +1,9 @@
 """Sums of exponentials that do not depend on the order in which scores come.
 
 Which thread block finds a word differs from run to run, and with it what is summed where. So that results do not, an
-exponential is written as a float32 of about [1, 2), the same wherever it is computed, times a whole power of two. A sum
-of them is a float64 in *units* of the power that belongs to the largest score in it: changing the unit is exact, and
-the order of additions shows in the 53rd bit only.
+exponential is written as a float32, of [1, 2) mostly, the same wherever it is computed, times a whole power of two. A
+sum of them is a float64 in *units* of the power that belongs to the largest score in it: changing the unit is exact,
+and the order of additions shows in the 53rd bit only.
 
 power_unit   the exponent of a score's whole power of two
 two_to       the factor between two such
@@ -22,8 +22,8 @@ from tvm.script import tirx as T
 from ...device.selection import bits_value
 
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
-# From here on a float32 has no fraction, nor is what rounding took from the product of use.
-WHOLE = T.float32(1 << 24)
+# From here on products that differ do so by 128 and more: what rounding took from them says nothing.
+APART = T.float32(1 << 31)
 
 
 def power_unit(score: Any, factor: Any) -> tirx.PrimExpr:
@@ -51,7 +51,7 @@ def is_finite(x: Any) -> tirx.PrimExpr:
 def raise_rest(rest, score, factor, whole):
     """2^(score * factor - whole), with one rounding; NaN for NaN and for plus or minus infinity."""
     T.ptx.fma.rn.f32(rest[0], score, factor, T.float32(0) - whole)
-    if T.abs(whole) >= WHOLE:
+    if T.abs(whole) >= APART:
         rest[0] = T.Select(is_finite(score), T.float32(0), T.float32("nan"))
     rest[0] = T.exp2(rest[0])
 
