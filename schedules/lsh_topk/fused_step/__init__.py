@@ -49,7 +49,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=2,
+    version=3,
     operator="lsh_topk",
     kind="cuda",
     summary="hash, look-up and product side by side, then the best words: two kernels, no list",
