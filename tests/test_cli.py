@@ -29,6 +29,7 @@ from tvm_sparse.cli import common, doctor
 from tvm_sparse.cli.app import app
 from tvm_sparse.core import machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine, UnknownArch
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
@@ -201,6 +202,16 @@ def test_what_calls_ask_for_is_tuned(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named_and_exit_with_2(words: tuple[str, ...], said: str) -> None:
     assert said in call("tune", *words, code=2)
+
+
+def test_a_cpu_measures_what_is_compiled_for_lower_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine("llvm", "x86-64-v3", "a CPU", cores=2)
+    monkeypatch.setattr(machine, "cpu", lambda: here)
+    assert common.machine_here("x86-64-v2", "tuning") == Machine("llvm", "x86-64-v2", "a CPU", cores=2)
+    assert common.machine_here("x86-64-v3", "tuning") == here
+    for target in ("x86-64-v4", "aarch64"):
+        with pytest.raises(UnknownArch, match=f"{target} is not here"):
+            common.machine_here(target, "tuning")
 
 
 @pytest.mark.parametrize(

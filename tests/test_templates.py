@@ -550,13 +550,25 @@ def with_threads() -> list[tuple[Template, Problem]]:
 
 
 @functools.cache
+def own_problems(template: Template) -> list[Problem]:
+    return [problem for one, problem in with_threads() if one == template]
+
+
+def inputs_of(template: Template, problem: Problem) -> list[tuple[int, str]]:
+    """Seeds and structures that a template's default is run with: every second structure, of its next problem the
+    others; all of them where it has one problem."""
+    problems, structures = own_problems(template), list(enumerate(problem.structures))
+    return structures if len(problems) == 1 else structures[problems.index(problem) % 2 :: 2]
+
+
+@functools.cache
 def with_another(template: Template) -> list[Problem]:
-    """The problems at which another point than the default is run as well: every second one, or the only one.
+    """The problems at which another point than the default is run as well: every third one, or the last.
 
     It costs as much as the default, and what differs between problems the default shows.
     """
-    problems = [problem for one, problem in with_threads() if one == template]
-    return problems[1::2] or problems
+    problems = own_problems(template)
+    return problems[1::3] or problems
 
 
 @pytest.mark.parametrize(("template", "problem"), with_threads(), ids=case_id)
@@ -564,9 +576,9 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
     default, *others = sampled(template, problem, SM90, int(problem in with_another(template)))
     program = template.build(problem, default.values)
     # The seed draws the inputs and the order of the threads.
-    for seed, structure in enumerate(problem.structures):
+    for number, (seed, structure) in enumerate(inputs_of(template, problem)):
         # One of them at another batch than the one that the kernel was built for.
-        case = problem.with_batch(problem.batch_extent + (seed == 1))
+        case = problem.with_batch(problem.batch_extent + (number == 1))
         verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
     for candidate in others:
         program = template.build(problem, candidate.values)
@@ -893,8 +905,9 @@ def also_for_sm80(template: Template) -> Problem | None:
 def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
-    default, *others = sampled(template, problem, SM90, 1)
-    compiled = [(SM90, candidate) for candidate in (default, *others)]
+    # Another point at one problem: what differs between problems the default shows.
+    another = problem == next(p for _, p in cases("cuda", REALISTIC, name=template.name))
+    compiled = [(SM90, candidate) for candidate in sampled(template, problem, SM90, int(another))]
     if problem == also_for_sm80(template):
         compiled.append((SM80, template.candidate(template.default(problem, SM80))))
     for number, (machine, candidate) in enumerate(compiled):

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it did not work, 2 what was asked for does not exist, 130 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import shlex
@@ -124,9 +125,14 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
 
 
 def machine_here(target: str, doing: str) -> Machine:
-    """The machine of a target, which has to be this one; `doing` says what for."""
+    """The machine of a target, which has to be this one; `doing` says what for.
+
+    A CPU is also one of each level below its own (`x86-64-v3`): it runs what is compiled for those.
+    """
     wanted = machine.resolve(target)
     present = [*machine.gpus(), machine.cpu()]
+    if wanted.kind == "llvm" and machine.suitability(wanted.arch, machine.cpu()):
+        return dataclasses.replace(wanted, name=machine.cpu().name)
     if wanted not in present:
         names = " and ".join(dict.fromkeys(f"{found.arch} ({found.name})" for found in present))
         raise UnknownArch(
