@@ -364,6 +364,16 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
             {"threads": 256, "hash_warps": 4, "loads": 2, "depth": 2},
         ),
+        (
+            "fused_step",
+            "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
+            {"threads": 256, "hash_warps": 2, "row_blocks": 1, "loads": 2, "blocks": 32},
+        ),
+        (
+            "fused_step",
+            "lsh_topk/lists=1,beam=4,hidden=36,vocab=900,frequent=1,n=40,k=16,units=5,bands=12,table=cuckoo",
+            {"threads": 384, "hash_warps": 2, "row_blocks": 2, "blocks": 88},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" not in value else None,
 )
@@ -387,13 +397,18 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
             here.check(inputs, here.reference(inputs), outputs)
 
 
-def test_a_step_without_lists_leaves_no_word_out() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "more"),
+    [(2, {"hash_warps": 4}), (48, {"hash_warps": 2, "row_blocks": 1}), (48, {"hash_warps": 2, "row_blocks": 2})],
+    ids=["warps", "blocks", "clusters"],
+)
+def test_a_step_without_lists_leaves_no_word_out(blocks: int, more: dict[str, int]) -> None:
     """More words with hits enough than a thread block has places and a list for; whoever finds them first, results are
     the same to the last bit."""
     problem = parse("lsh_topk/lists=1,beam=2,hidden=8,vocab=1600,frequent=3,n=2,k=2,units=1,bands=2")
     template = spaces.find("fused_step")
-    point = {**template.default(problem, SM90), "threads": 256, "hash_warps": 4}
-    assert point["blocks"] == 2
+    point = {**template.default(problem, SM90), "threads": 256, "blocks": blocks, **more}
+    assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     held = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
     for structure, threshold, count in (("every", 1, 1600), ("random", 3, 3)):

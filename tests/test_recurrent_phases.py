@@ -257,5 +257,5 @@ def test_clusters_whose_blocks_run_in_any_order(key: str, point: dict[str, int])
     for structure in ("one_long_row", "ragged"):
         inputs = problem.generate(3, structure)
         expected = problem.reference(inputs)
-        for seed in range(3):
+        for seed in range(2):
             problem.check(inputs, expected, run("cluster_rows", problem, {**CLUSTER, **point}, inputs, seed))

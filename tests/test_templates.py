@@ -471,6 +471,23 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
             verify(here, problem.structures[seed % 2], seed, call, workspaces(program, here))
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "decisions"),
+    [
+        ("row_scan", "softmax_topk/batch=2,vocab=262144,k=5", {"chunk": 64, "simd": 16}),
+        ("softmax_rows", "softmax/batch=2,vocab=262144", {"chunk": 64, "simd": 8, "kept": 1}),
+    ],
+    ids=["row_scan", "softmax_rows"],
+)
+def test_long_rows_are_not_added_up_one_by_one(name: str, key: str, decisions: dict[str, int], tmp_path: Path) -> None:
+    """Equal elements, of which each would be rounded the same way: the errors of a lane's 30,000 would add up."""
+    problem, machine = parse(key), MACHINES["llvm"]
+    compiled = compile_candidate(problem, spaces.find(name).candidate(decisions), machine, tmp_path / "library.so")
+    call = on_llvm(tvm.runtime.load_module(compiled.path)["main"])
+    for seed, structure in enumerate(problem.structures):
+        verify(problem, structure, seed, call)
+
+
 def on_loops(module: tvm.IRModule) -> Callable[[Sequence[Any]], None]:
     function = tvm.compile(serialise(module), target="llvm")["main"]
 

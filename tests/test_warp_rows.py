@@ -38,7 +38,7 @@ def sizes() -> list[SoftmaxTopk]:
     pairs = [(vocab, k) for vocab in vocabs for k in ks if k <= vocab]
     # A part of these: the others differ in nothing that has a branch of its own.
     usual = {(1000, 5), (1000, 50), (1000, 400)}
-    chosen = enumerate([pair for number, pair in enumerate(pairs) if number % 3 == 0 or pair in usual])
+    chosen = enumerate([pair for number, pair in enumerate(pairs) if number % 5 == 0 or pair in usual])
     return [SoftmaxTopk(1 + i % 5, *pair, DTYPES[i % 3], bias=i // 3 % 2, ids=i // 2 % 2 * 3) for i, pair in chosen]
 
 
@@ -52,8 +52,19 @@ def test_every_size(problem: SoftmaxTopk) -> None:
         verify(problem, structure, seed, emulated(program, seed, stale))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [5, COUNTED, COUNTED + 1, 50, 200])
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [
+        (5, "float32"),
+        (5, "bfloat16"),
+        (COUNTED, "float16"),
+        (COUNTED + 1, "bfloat16"),
+        (50, "float32"),
+        (50, "float16"),
+        (200, "float32"),
+        (200, "bfloat16"),
+    ],
+)
 def test_values_that_are_hard_to_tell_apart(k: int, dtype: str) -> None:
     vocab = 515
     rng = np.random.default_rng(k)
@@ -111,8 +122,7 @@ def test_registers_hold_the_row_and_shared_memory_what_survives() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("vocab", [1000, 2047])
-@pytest.mark.parametrize("k", [5, 50, 400])
+@pytest.mark.parametrize(("vocab", "k"), [(1000, 5), (1000, 400), (2047, 50), (2047, 400)])
 def test_machine_code_keeps_to_registers(vocab: int, k: int, tmp_path: Path) -> None:
     cases = [(SM90, 1, "float32"), (SM90, 4, "bfloat16"), (SM80, 4, "float16")]
     for number, (machine, rows, dtype) in enumerate(cases):

@@ -12,9 +12,15 @@ from .extents import WARP, CompactExtents, CountExtents, HashExtents, Room
 
 
 def alloc_state(
-    hashing: HashExtents | None = None, count: CountExtents | None = None, compact: CompactExtents | None = None
+    hashing: HashExtents | None = None,
+    count: CountExtents | None = None,
+    compact: CompactExtents | None = None,
+    pool: Any = None,
+    pool_at: int = 0,
 ) -> SimpleNamespace:
     """Within a kernel: the buffers and registers of those phases that it has.
+
+    Dynamic shared memory is that of `pool`, a uint64 buffer, from its byte `pool_at` on; or their own.
 
     Shared, in dynamic shared memory:
 
@@ -26,12 +32,19 @@ def alloc_state(
     ``bitmap``  of a list
     """
     room = Room.of(hashing, count, compact)
-    pool = T.alloc_buffer([max(1, room.bytes // 8)], "uint64", scope="shared.dyn")
+    if pool is None:
+        pool = T.alloc_buffer([max(1, room.bytes // 8)], "uint64", scope="shared.dyn")
     kinds = {
         "spans": "uint64", "cells": "uint32", "row": "float32", "places": "int32", "codes": "int32", "bitmap": "uint32",
     }  # fmt: skip
     found: dict[str, Any] = {
-        name: T.decl_buffer([size], kinds[name], data=pool.data, elem_offset=room.at(name), scope="shared.dyn")
+        name: T.decl_buffer(
+            [size],
+            kinds[name],
+            data=pool.data,
+            elem_offset=room.at(name) + pool_at // (8 if name == "spans" else 4),
+            scope="shared.dyn",
+        )
         for name, size in vars(room).items()
         if size
     }

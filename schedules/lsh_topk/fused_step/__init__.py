@@ -17,6 +17,12 @@ No list of candidates is made, nobody scans counts, and thread blocks meet only 
 3.  Then all warps multiply the words that their block has won. There may be any number: what the block's list has no
     room for waits in memory until the list has been multiplied.
 
+**row_blocks** gives rows thread blocks of their own instead: some blocks hash, look up and count, the others multiply
+frequent words. A row is a block's, or a cluster's, and its counts are in shared memory: at beams of 36 and 48 global
+atomics took longer than all else. Which words reach the threshold is decided in the end, 64 counts of a warp at a time,
+and their bits are set in the bitmap 32 at a time. At smaller beams this leaves too much of the look-up to too few
+multiprocessors.
+
 Which block finds a word differs from run to run; results do not (`powers`).
 
 Each score becomes a key (ordered bits, word) at a place of its own in global memory: a frequent word's place is fixed,
@@ -49,7 +55,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=3,
+    version=4,
     operator="lsh_topk",
     kind="cuda",
     summary="hash, look-up and product side by side, then the best words: two kernels, no list",

@@ -22,7 +22,7 @@ from ...device.overlap import CACHE_LINE
 from ...device.selection import FULL_WARP, below, scan_lanes
 from ...lsh.buckets import find_buckets
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import LISTED, SLOTS, WARP, Extents
+from .space import LISTED, WARP, Extents
 from .state import alloc_hash_state, wait_late
 
 Phase = Callable[..., Any]
@@ -40,6 +40,11 @@ def ballot(what: Any) -> tirx.PrimExpr:
     return T.cuda.ballot_sync(T.uint32(FULL_WARP), what)
 
 
+def set_bits(where: Any, bits: Any) -> tirx.PrimExpr:
+    """Set them in memory; what was there before."""
+    return T.cuda.func_call("set_bit", where, bits, source_code=SET_BIT, return_type="uint32")
+
+
 def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
     """What stands at the place of a word that its thread block is yet to multiply: no key of a score, whose upper half
     would have to be the ordered bits of a negative NaN."""
@@ -47,6 +52,29 @@ def waiting_key(block: Any, word: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
+def load_word(steps: int) -> Phase:
+    """The `item`-th word of some buckets as one list of `count`; the phase is (s, words, j, count), `2^steps` lanes
+    having a bucket each.
+
+    Reads: `upto`, `offset`, `item`, words. Writes: `word[j]`, -1 for none; as scratch `which`, `other`.
+    Barriers: of the warp.
+    """
+
+    @T.inline
+    def phase(s, words, j, count):
+        s.which = 0
+        for b in T.unroll(steps):
+            half = T.meta_var(1 << (steps - 1 - b))
+            s.other[0] = from_lane(s.upto[0], s.which + (half - 1))
+            s.which = s.which + T.Select(s.item >= s.other[0], half, 0)
+        s.other[0] = from_lane(s.offset, s.which)
+        s.word[j] = -1
+        if s.item < count:
+            T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.other[0] + s.item]))
+
+    return phase
+
+
 def take_unit(e: Extents) -> Phase:
     """The `at`-th unit of the group's, if there is one: some bands of a row; the phase is (s, io, pieces), `pieces` of
     a row.
@@ -134,9 +162,8 @@ def keep_winners(e: Extents) -> Phase:
         for j in T.unroll(e.loads):
             s.old[j] = T.uint32(0xFFFFFFFF)
             if (s.winners[j] >> T.Cast("uint32", s.lane)) & T.uint32(1) != T.uint32(0):
-                s.old[j] = T.cuda.func_call(
-                    "set_bit", io.bitmap.ptr_to([s.list, s.word[j] >> 5]),
-                    T.uint32(1) << T.Cast("uint32", s.word[j] & 31), source_code=SET_BIT, return_type="uint32")
+                s.old[j] = set_bits(
+                    io.bitmap.ptr_to([s.list, s.word[j] >> 5]), T.uint32(1) << T.Cast("uint32", s.word[j] & 31))
         for j in T.unroll(e.loads):
             fetch(s, io, j)
         s.total = 0
@@ -152,7 +179,7 @@ def keep_winners(e: Extents) -> Phase:
                 T.evaluate(T.cuda.atomic_add(io.found.ptr_to([s.list, 1]), s.total))
             s.slot_at = from_lane(s.slot_at, 0)
             # A thread block has few places of its own; others are given out to all.
-            s.beyond = T.max(s.slot_at, SLOTS)
+            s.beyond = T.max(s.slot_at, e.own_slots)
             if s.slot_at + s.total > s.beyond:
                 if s.lane == 0:
                     s.place_at = T.cuda.atomic_add(io.found.ptr_to([s.list, 0]), s.slot_at + s.total - s.beyond)
@@ -164,7 +191,7 @@ def keep_winners(e: Extents) -> Phase:
                         b.won[s.rank[j]] = s.word[j]
                         b.owners[s.rank[j]] = s.list - s.first_list
                         b.places[s.rank[j]] = T.Select(
-                            s.rank[j] < SLOTS, s.block * SLOTS + s.rank[j],
+                            s.rank[j] < e.own_slots, s.block * e.own_slots + s.rank[j],
                             e.slots + s.place_at + s.rank[j] - s.beyond)
                     else:
                         io.others[s.list * e.beam, e.slots + s.place_at + s.rank[j] - s.beyond] = waiting_key(
@@ -205,7 +232,7 @@ def look_up(e: Extents) -> Phase:
 
     Reads: `upto`, `offset`, `total`, words, `always`. Writes: counts; and as `keep_winners`. Barriers: of the warp.
     """
-    keep = keep_winners(e)
+    keep, load = keep_winners(e), load_word(e.search_steps)
 
     @T.inline
     def phase(s, io):
@@ -214,15 +241,7 @@ def look_up(e: Extents) -> Phase:
         for n in T.serial((count + (e.loads * WARP - 1)) // (e.loads * WARP)):
             for j in T.unroll(e.loads):
                 s.item = (n * e.loads + j) * WARP + s.lane
-                s.which = 0
-                for b in T.unroll(e.search_steps):
-                    half = T.meta_var(1 << (e.search_steps - 1 - b))
-                    s.other[0] = from_lane(s.upto[0], s.which + (half - 1))
-                    s.which = s.which + T.Select(s.item >= s.other[0], half, 0)
-                s.other[0] = from_lane(s.offset, s.which)
-                s.word[j] = -1
-                if s.item < count:
-                    T.ptx.ld.global_.s32(s.word[j], words.ptr_to([s.other[0] + s.item]))
+                load(s, words, j, count)
             for j in T.unroll(e.loads):
                 s.old[j] = T.uint32(0)
                 s.anyway[j] = T.uint32(0)

@@ -1,7 +1,7 @@
 """The program of `fused_step`: its workspaces, and its kernels, each a list of phases.
 
-first     the frequent words' tile (`product`) beside find_hits; multiply_rest, of the words that were won as many at a
-          time as the list has room for; the thread block's best keys
+first     the frequent words' tile (`product`) beside find_hits, or `rows` in thread blocks of their own; multiply_rest,
+          of the words that were won as many at a time as the list has room for; the thread block's best keys
 second    `merge`
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
@@ -30,11 +31,37 @@ from .product import (
     name_words,
     stage_states,
 )
+from .rows import alloc_row_state, begin_row, count_hits, take_reached, vote
 from .space import LISTED, WARP, Extents
 from .state import alloc_state, wait_late
 
 
 # fmt: off
+def by_blocks(e: Extents, multiply_frequent: Callable[..., Any], stage: Callable[..., Any]) -> Callable[..., Any]:
+    """Some thread blocks find hits, others multiply frequent words; called with (s, io)."""
+    prepare, count, vote_all, take = begin_row(e), count_hits(e), vote(e), take_reached(e)
+
+    @T.inline
+    def find(b, io):
+        s = T.meta_var(alloc_row_state(e, b))
+        prepare(s, io)
+        wait_late(e.overlap)
+        stage(b, io)
+        count(s, io)
+        vote_all(s, io)
+        T.cuda.cta_sync()
+        take(s, io)
+
+    @T.inline
+    def phase(s, io):
+        if s.block >= e.counters:
+            multiply_frequent(s, io)
+        elif s.block // e.row_blocks < s.rows:
+            find(s, io)
+
+    return phase
+
+
 def step(e: Extents) -> Callable[..., Any]:
     """The first kernel, called with (io)."""
     frequent = frequent_words(e)
@@ -43,15 +70,25 @@ def step(e: Extents) -> Callable[..., Any]:
     name, ask = first_jobs(e, frequent, name_words(e, frequent)), first_jobs(e, frequent, ask_words(e))
     multiply = multiply_tile(e, frequent)
 
+    def number_of_block(io: Any) -> Any:
+        groups = (io.lists + (e.group_lists - 1)) // e.group_lists
+        if e.row_blocks <= 1:
+            return T.cta_id([groups * e.blocks])
+        cluster = T.cluster_id([groups * (e.blocks // e.row_blocks)])
+        return cluster * e.row_blocks + T.cta_id_in_cluster([e.row_blocks])
+
     @T.inline
     def begin(s, io, flat):
         s.block = flat % e.blocks
         s.first_list = flat // e.blocks * e.group_lists
         s.first_row = s.first_list * e.beam
         s.rows = T.min(io.lists - s.first_list, e.group_lists) * e.beam
-        each: T.int32 = (io.frequent + (e.blocks - 1)) // e.blocks
-        s.begin = T.min(s.block * each, io.frequent)
+        each: T.int32 = (io.frequent + (e.multipliers - 1)) // e.multipliers
+        s.begin = T.min((s.block - e.counters) * each, io.frequent)
         s.mine = T.min(each, io.frequent - s.begin)
+        if e.row_blocks > 0:
+            if s.block < e.counters:
+                s.mine = 0
         if s.t < e.rows:
             s.best[s.t] = T.uint32(0)
         s.spare = T.max(s.mine - e.tile, 0)
@@ -69,6 +106,19 @@ def step(e: Extents) -> Callable[..., Any]:
         multiply(s, io, count)
 
     @T.inline
+    def by_warps(s, io):
+        if s.t < e.product_warps * WARP:
+            multiply_frequent(s, io)
+        else:
+            find(s, io)
+
+    find_and_multiply = by_blocks(e, multiply_frequent, stage) if e.row_blocks else by_warps
+
+    def wants_clear(s: Any, n: Any) -> Any:
+        """Once, where there are places to clear."""
+        return tirx.all(n == 0, s.block < e.counters) if e.row_blocks else n == 0
+
+    @T.inline
     def finish_block(s, io):
         if s.t < s.rows:
             io.heads[s.first_row + s.t, s.block] = s.best[s.t]
@@ -78,7 +128,7 @@ def step(e: Extents) -> Callable[..., Any]:
     @T.inline
     def kernel(io):
         with device_region():
-            flat = T.cta_id([(io.lists + (e.group_lists - 1)) // e.group_lists * e.blocks])
+            flat = number_of_block(io)
             t = T.thread_id([e.threads])
             s = T.meta_var(alloc_state(e, flat, t))
             begin(s, io, flat)
@@ -87,17 +137,14 @@ def step(e: Extents) -> Callable[..., Any]:
                 wait_then_start_consumer()
             if e.overlap == 2:
                 start_consumer()
-            if t < e.product_warps * WARP:
-                multiply_frequent(s, io)
-            else:
-                find(s, io)
+            find_and_multiply(s, io)
             T.cuda.cta_sync()
             turns: T.int32 = (T.max(s.listed[0], 1) + (LISTED - 1)) // LISTED
             for n in T.serial(turns):
                 if n > 0:
                     take(s, io)
                 multiply_others(s, io, n)
-                if n == 0:
+                if wants_clear(s, n):
                     clear(s, io)
                 s.spare = 0
             finish_block(s, io)
@@ -109,8 +156,9 @@ def step(e: Extents) -> Callable[..., Any]:
 def program(problem: LshTopk, e: Extents) -> Program:
     """The program of one point of the space."""
     first, second = step(e), merge(e)
+    hits = () if e.row_blocks else (Workspace("hits", ("rows", e.cells), "uint32"),)
     own = (
-        Workspace("hits", ("rows", e.cells), "uint32"),
+        *hits,
         Workspace("bitmap", ("lists", e.bitmap), "uint32"),
         Workspace("found", ("lists", 3), "int32"),
         Workspace("keys", ("rows", "frequent"), "uint64"),

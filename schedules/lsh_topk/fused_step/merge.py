@@ -27,7 +27,7 @@ from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_inde
 from ...device.state import Buffers, local, shared
 from ...output_layer.tiles.best import write_value
 from .powers import LOWEST, add_power, change_unit, over_largest, two_to, unit_of_bits
-from .space import SEARCHERS, SLOTS, SURVIVORS, WARP, Extents
+from .space import SEARCHERS, SURVIVORS, WARP, Extents
 
 Phase = Callable[..., Any]
 AT_ONCE = 2  # keys of a block that a lane loads together
@@ -235,14 +235,30 @@ def take_keys(e: Extents) -> Phase:
     threads = SEARCHERS - 2 * WARP
 
     @T.inline
-    def load(io, s, block, at, j):
-        """A key of a block, its `at`-th."""
+    def load_either(io, s, block, at, j):
+        """A key of a block, its `at`-th: frequent words', and then those at its own places."""
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
             if block * s.each[0] + at < io.frequent:
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
-        elif at < s.each[0] + SLOTS:
-            load_key(s.own[j], io.others.ptr_to([s.flat, block * SLOTS + at - s.each[0]]))
+        elif at < s.each[0] + e.own_slots:
+            load_key(s.own[j], io.others.ptr_to([s.flat, block * e.own_slots + at - s.each[0]]))
+
+    @T.inline
+    def load_one_kind(io, s, block, at, j):
+        """Of a block of a row those at its own places, of others frequent words'."""
+        s.own[j] = T.uint64(0)
+        if block < e.counters:
+            if at < e.own_slots:
+                load_key(s.own[j], io.others.ptr_to([s.flat, block * e.own_slots + at]))
+        elif at < s.each[0] and (block - e.counters) * s.each[0] + at < io.frequent:
+            load_key(s.own[j], io.keys.ptr_to([s.flat, (block - e.counters) * s.each[0] + at]))
+
+    load = load_one_kind if e.row_blocks else load_either
+
+    def most_keys(s: State) -> Any:
+        """Of a block."""
+        return T.max(s.each[0], e.own_slots) if e.row_blocks else s.each[0] + e.own_slots
 
     @T.inline
     def load_some(io, s, i, first):
@@ -278,7 +294,7 @@ def take_keys(e: Extents) -> Phase:
             if i > 0:
                 load_some(io, s, i, 0)
             keep_some(s)
-            for j in T.serial((s.each[0] + SLOTS - 1) // (WARP * AT_ONCE)):
+            for j in T.serial((most_keys(s) - 1) // (WARP * AT_ONCE)):
                 load_some(io, s, i, (j + 1) * AT_ONCE)
                 keep_some(s)
         if s.t >= 2 * WARP:
@@ -399,7 +415,8 @@ def clear(e: Extents) -> Phase:
 
     @T.inline
     def phase(io, block, t):
-        zero(io.hits, io.lists * (e.beam * e.cells), block * SEARCHERS + t)
+        if e.row_blocks == 0:
+            zero(io.hits, io.lists * (e.beam * e.cells), block * SEARCHERS + t)
         zero(io.bitmap, io.lists * e.bitmap, block * SEARCHERS + t)
 
     return phase
@@ -414,7 +431,7 @@ def merge(e: Extents) -> Phase:
     @T.inline
     def search(io, s):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        s.each[0] = (io.frequent + (e.blocks - 1)) // e.blocks
+        s.each[0] = (io.frequent + (e.multipliers - 1)) // e.multipliers
         T.ptx.ld.global_.s32(s.beyond[0], io.found.ptr_to([s.index, 0]))
         T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 1]))
         s.late[0] = T.uint64(0)

@@ -27,7 +27,7 @@ from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, FRAGMENT, LISTED, PER_JOB, REST, SLOTS, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, FRAGMENT, LISTED, PER_JOB, REST, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -128,11 +128,12 @@ def rest_of_words(e: Extents) -> Words:
         mine = tirx.all(s.places[T.max(behind(s, i), 0)] < e.slots, owned(s, i, row))
         return tirx.any(behind(s, i) < 0, mine)
 
-    return Words(REST, e.warps, 1, False, lambda s: s.rest, name, keep, counted)
+    depth = e.depth if e.row_blocks else 1
+    return Words(REST, e.warps, depth, False, lambda s: s.rest, name, keep, counted)
 
 
 def stage_states(e: Extents) -> Phase:
-    """Hidden states to shared memory, by the warps of the product alone; the phase is (s, io).
+    """Hidden states to shared memory, by the first `product_warps` alone; the phase is (s, io).
 
     Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not; `odd`, `is_odd`.
     Barriers: one of these warps, at the end.
@@ -422,11 +423,11 @@ def clear_slots(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io):
-        for n in T.serial((s.rows * SLOTS - s.t + (e.threads - 1)) // e.threads):
-            row = T.meta_var((n * e.threads + s.t) // SLOTS)
-            i = T.meta_var((n * e.threads + s.t) % SLOTS)
+        for n in T.serial((s.rows * e.own_slots - s.t + (e.threads - 1)) // e.threads):
+            row = T.meta_var((n * e.threads + s.t) // e.own_slots)
+            i = T.meta_var((n * e.threads + s.t) % e.own_slots)
             if i >= s.listed[0] or s.owners[i] != row // e.beam:
-                io.others[s.first_row + row, s.block * SLOTS + i] = T.uint64(0)
+                io.others[s.first_row + row, s.block * e.own_slots + i] = T.uint64(0)
 
     return phase
 

@@ -10,13 +10,15 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ...lsh.extents import WARP, HashExtents
+from ...lsh.extents import BUCKET_LANES, WARP, CountExtents, HashExtents, Room
 from ...recurrent.sizes import register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (256, 384, 512, 640, 768)
 HASH_WARPS = (2, 4, 8, 12, 16)
+ROW_BLOCKS = (0, 1, 2, 4)
+WIDE_BEAM = 32  # from which rows have thread blocks of their own by default
 LOADS = (2, 4, 6)
 DEPTHS = (1, 2, 3, 4)
 VECTOR = 16  # bytes of a load
@@ -28,7 +30,10 @@ MOST_TILE = 64  # frequent words whose sums a thread block has in shared memory 
 REST = 32  # and others
 MOST_PARTS = 64 * 1024  # bytes of the former
 LISTED = 512  # words with hits enough that a thread block lists
-SLOTS = 16  # places for keys of such words that each thread block has of its own
+SLOTS = 16  # places for keys of such words that each thread block has of its own,
+ROW_SLOTS = 64  # and each of those of a row
+AHEAD = 3  # units whose columns a thread of these holds,
+COPIES = 16 * 1024  # and bytes of the row's copies in banks of their own
 SEARCHERS = 512  # threads of a block of the second kernel
 SURVIVORS = 2048  # keys that it ranks side by side
 SMALL = 2048  # bytes of static shared memory beside that list, at most
@@ -55,7 +60,8 @@ class Extents:
     bias: bool
     blocks: int
     threads: int
-    hash_warps: int
+    hash_warps: int  # of each thread block that hash and look up
+    row_blocks: int  # thread blocks that do so instead, of each row
     loads: int  # words of buckets that a lane has in flight
     depth: int  # jobs of the product whose words a warp has in flight
     overlap: int
@@ -77,6 +83,7 @@ class Extents:
             blocks=decisions["blocks"],
             threads=decisions["threads"],
             hash_warps=decisions["hash_warps"],
+            row_blocks=decisions["row_blocks"],
             loads=decisions["loads"],
             depth=decisions["depth"],
             overlap=decisions["overlap"],
@@ -109,7 +116,17 @@ class Extents:
 
     @property
     def product_warps(self) -> int:
-        return self.warps - self.hash_warps
+        return self.warps if self.row_blocks else self.warps - self.hash_warps
+
+    @property
+    def counters(self) -> int:
+        """Thread blocks of a group, the first ones, that hash and look up and have no frequent words."""
+        return self.group_rows * self.row_blocks
+
+    @property
+    def multipliers(self) -> int:
+        """Thread blocks of a group that have frequent words."""
+        return self.blocks - self.counters
 
     @property
     def unit_bands(self) -> int:
@@ -125,8 +142,29 @@ class Extents:
 
     @property
     def hashing(self) -> HashExtents:
-        """A warp hashes a row on its own."""
-        return HashExtents(self.hidden, self.k, self.units, self.dtype, WARP)
+        """A warp hashes a row on its own, or a thread block does."""
+        if not self.row_blocks:
+            return HashExtents(self.hidden, self.k, self.units, self.dtype, WARP)
+        ahead = min(AHEAD, ceildiv(self.counting.tile * self.units, self.threads))
+        copies = next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * self.hidden * 4 <= COPIES)
+        return HashExtents(self.hidden, self.k, self.units, self.dtype, self.threads, ahead=ahead, copies=copies)
+
+    @property
+    def counting(self) -> CountExtents:
+        """Of the thread blocks of a row: as many lanes a bucket as it has words on average, and half as many again."""
+        codes = self.k**self.units
+        return CountExtents(
+            vocab=self.vocab,
+            cuckoo=self.cuckoo,
+            threads=self.threads,
+            cluster=self.row_blocks,
+            slices=1,
+            lanes=next((n for n in BUCKET_LANES if 2 * n * codes >= 3 * self.vocab), BUCKET_LANES[-1]),
+            loads=self.loads,
+            exchange=0,
+            finishers=1,
+            bands=self.bands,
+        )
 
     # The product. A *job* is a tile of 8 words times 8 chunks of each of them.
 
@@ -157,7 +195,7 @@ class Extents:
     @property
     def tile(self) -> int:
         """Frequent words of a thread block at a time."""
-        each = ceildiv(ceildiv(self.frequent, self.blocks), TILE) * TILE
+        each = ceildiv(ceildiv(self.frequent, self.multipliers), TILE) * TILE
         room = MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE
         return max(TILE, min(each, room, MOST_TILE))
 
@@ -197,8 +235,17 @@ class Extents:
         return self.hash_warps * (ceildiv(self.hidden, 4) * 16 + WARP * 4)
 
     @property
+    def count_bytes(self) -> int:
+        """Of thread blocks of a row: counts, the row and places of units."""
+        return Room.of(self.hashing, self.counting).bytes
+
+    @property
     def pool_bytes(self) -> int:
-        return self.state_bytes + self.tile_bytes + self.rest_bytes + self.hash_bytes
+        """Thread blocks of a row count where others, and later they themselves, have sums."""
+        sums = self.tile_bytes + self.rest_bytes
+        if self.row_blocks:
+            return self.state_bytes + max(sums, self.count_bytes)
+        return self.state_bytes + sums + self.hash_bytes
 
     @property
     def held(self) -> int:
@@ -220,9 +267,14 @@ class Extents:
     # The second kernel.
 
     @property
+    def own_slots(self) -> int:
+        """Places of each thread block that looks words up."""
+        return ROW_SLOTS if self.row_blocks else SLOTS
+
+    @property
     def slots(self) -> int:
         """Places of all thread blocks of a group, beside which there are some for each word."""
-        return self.blocks * SLOTS
+        return (self.counters or self.blocks) * self.own_slots
 
     @property
     def maxima(self) -> int:
@@ -260,13 +312,21 @@ def most_blocks(problem: LshTopk, machine: Machine) -> int:
     return min(machine.cores, max(ceildiv(problem.frequent, TILE), ceildiv(lookups, HASH_WARPS[0]), problem.n))
 
 
+def blocks_with_rows(problem: LshTopk, machine: Machine) -> int:
+    """As many, and three beside them for each row, if there are multiprocessors; all of them in whole clusters."""
+    rows = max(1, FRAGMENT // problem.beam) * problem.beam
+    whole = ROW_BLOCKS[-1]
+    return min(machine.cores, most_blocks(problem, machine) + 3 * rows) // whole * whole
+
+
 def space(problem: LshTopk, machine: Machine) -> Table:
     require(problem, machine)
     default(problem, machine)
     return {
-        "blocks": (most_blocks(problem, machine),),
+        "blocks": tuple(dict.fromkeys((most_blocks(problem, machine), blocks_with_rows(problem, machine)))),
         "threads": THREADS,
         "hash_warps": HASH_WARPS,
+        "row_blocks": ROW_BLOCKS if machine.has_clusters else ROW_BLOCKS[:2],
         "loads": LOADS,
         "depth": DEPTHS,
         "overlap": (0, 1, 2) if machine.capability >= OVERLAPS else (0,),
@@ -274,27 +334,39 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
+    """As measured on an H200 with beams of 12 to 48."""
     require(problem, machine)
-    # As measured on an H200 with beams of 12, 24 and 48; products of float32 take longer, and more registers.
+    overlap = 2 if machine.capability >= OVERLAPS else 0
+    own = {"blocks": blocks_with_rows(problem, machine), "threads": 512, "hash_warps": HASH_WARPS[0], "row_blocks": 1,
+           "loads": 6}  # fmt: skip
+    # Products of float32 take longer, and more registers.
     wide = problem.dtype == "float32"
-    for depth in (1,) if wide else (2, 1):
-        found = {
-            "blocks": most_blocks(problem, machine),
-            "threads": 384 if wide else 512,
-            "hash_warps": 4 if wide else 12,
-            "loads": 4,
-            "depth": depth,
-            "overlap": 2 if machine.capability >= OVERLAPS else 0,
-        }
-        reason = allowed(problem, machine, found)
-        if not reason:
-            return found
+    shared = {"blocks": most_blocks(problem, machine), "threads": 384 if wide else 512, "hash_warps": 4 if wide else 12,
+              "row_blocks": 0, "loads": 4}  # fmt: skip
+    # Counts of many rows make more traffic than global atomics can do.
+    for point in (own, shared) if problem.beam >= WIDE_BEAM else (shared,):
+        for depth in (1,) if wide else (2, 1):
+            found = {**point, "depth": depth, "overlap": overlap}
+            reason = allowed(problem, machine, found)
+            if not reason:
+                return found
     raise NotApplicable(reason)
 
 
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     limit = shared_limit(machine) - SMALL - LISTED * 12
+    every = blocks_with_rows(problem, machine) if e.row_blocks else most_blocks(problem, machine)
+    if e.blocks != every:
+        return f"{e.blocks} thread blocks, where {every} have something to do"
+    if e.row_blocks and e.hash_warps != HASH_WARPS[0]:
+        return f"hash_warps={e.hash_warps} is the same as {HASH_WARPS[0]} where rows have thread blocks of their own"
+    if e.row_blocks and (e.blocks % e.row_blocks or 4 * e.counters > 3 * e.blocks):
+        return (
+            f"{e.counters} thread blocks of rows, {e.row_blocks} each, leave {e.multipliers} of {e.blocks} for others"
+        )
+    if e.row_blocks > problem.bands:
+        return f"{e.row_blocks} thread blocks have no bands each of bands={problem.bands}"
     if e.product_warps < 2:
         return f"{e.hash_warps} warps that hash leave {e.product_warps} of {e.warps} for the product"
     if e.held + BESIDES > register_limit(e.threads):

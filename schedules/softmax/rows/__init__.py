@@ -24,6 +24,8 @@ from ..problems import RowProblem, algorithm
 CHUNK = (64, 256, 1024, 4096)
 # Elements that a vector loop steps by; those beyond the register width are independent accumulators.
 SIMD = (8, 16, 32, 64)
+# Vectors whose exponentials are added up by themselves, before they go to a sum of the row: to that each is rounded.
+APART = 256
 # Elements that one thread goes through while others would wake up.
 FEW = 16 * 1024
 
@@ -49,7 +51,7 @@ def build(problem: RowProblem, decisions: Decisions) -> Program:
 softmax_rows, logsumexp_rows = (
     Template(
         name=f"{operator}_rows",
-        version=2,
+        version=3,
         operator=operator,
         kind="llvm",
         summary=f"a thread a row, vector loops, {passes}",

@@ -16,7 +16,7 @@ from tvm_sparse.core.template import Decisions, Program
 from ...device.arithmetic import exp_any, exp_nonpositive
 from ..interface import cpu_program
 from ..problems import RowProblem
-from . import FEW
+from . import APART, FEW
 from .extents import Extents
 
 Phase = Callable[..., Any]
@@ -94,15 +94,27 @@ def tail_maximum(ext: Extents) -> Phase:
 
 
 def add_exponentials(ext: Extents) -> Phase:
-    """Reads: the row, `m`. Writes: `part`. After: `part` covers vectors first to first + count."""
+    """Reads: the row, `m`. Writes: `part`; as scratch `fold`. After: `part` covers vectors first to first + count."""
     exp = exponential(ext)
 
     @T.inline
-    def phase(s, X, first, count):
+    def add_some(s, X, first, count):
+        for lane in T.vectorized(ext.simd):
+            s.fold[lane] = T.float32(0)
         for u in range(count):
             for lane in T.vectorized(ext.simd):
-                s.part[lane] = s.part[lane] + exp(
+                s.fold[lane] = s.fold[lane] + exp(
                     T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
+        for lane in T.vectorized(ext.simd):
+            s.part[lane] = s.part[lane] + s.fold[lane]
+
+    @T.inline
+    def phase(s, X, first, count):
+        if ext.chunk <= APART:
+            add_some(s, X, first, count)
+        else:
+            for n in range((count + (APART - 1)) // APART):
+                add_some(s, X, first + n * APART, T.min(APART, count - n * APART))
 
     return phase
 
@@ -113,17 +125,21 @@ def keep_exponentials(ext: Extents) -> Phase:
 
     @T.inline
     def phase(s, X, Y, first, count):
+        for lane in T.vectorized(simd):
+            s.fold[lane] = T.float32(0)
         for u in range(count):
             for lane in T.vectorized(simd):
                 s.top[lane] = exp(T.Cast("float32", X[s.row, (first + u) * simd + lane]) - s.m[0])
             for lane in T.vectorized(simd):
-                s.part[lane] = s.part[lane] + s.top[lane]
+                s.fold[lane] = s.fold[lane] + s.top[lane]
             if scratch:
                 for lane in T.vectorized(simd):
                     s.kept[(first + u) * simd + lane] = s.top[lane]
             else:
                 for lane in T.vectorized(simd):
                     Y[s.row, (first + u) * simd + lane] = s.top[lane]
+        for lane in T.vectorized(simd):
+            s.part[lane] = s.part[lane] + s.fold[lane]
 
     return phase
 

@@ -25,7 +25,7 @@ from .space import FEW, Extents
 class State:
     """What a thread keeps of its row."""
 
-    top: tirx.Buffer  # a chunk's largest element of each lane
+    top: tirx.Buffer  # a chunk's largest element of each lane, then its sum of exponentials
     part: tirx.Buffer  # each lane's sum of exponentials
     m: tirx.Buffer  # the largest element so far
     d: tirx.Buffer  # the sum of exponentials
@@ -262,18 +262,24 @@ def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
 def add_exponentials(extents: Extents) -> Callable[..., Any]:
     """A chunk's exponentials to the sums.
 
+    They are added up by themselves first: to a long row's sum each would be rounded.
+
     Reads: chunk c, `m`.
-    Writes: `part`.
+    Writes: `part`; as scratch `top`.
     """
     lanes, step = extents.lanes, extents.step
 
     @T.inline
     def phase(io, row, s, c):
+        for lane in T.vectorized(lanes):
+            s.top[lane] = T.float32(0)
         for u in range(vectors_of(extents, c)):
             for lane in T.vectorized(lanes):
-                s.part[lane] = s.part[lane] + exp_nonpositive(
+                s.top[lane] = s.top[lane] + exp_nonpositive(
                     (element(io, row, (c * step + u) * lanes + lane) - s.m[0]) * io.scale
                 )
+        for lane in T.vectorized(lanes):
+            s.part[lane] = s.part[lane] + s.top[lane]
 
     return phase
 
