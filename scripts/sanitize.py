@@ -11,13 +11,14 @@ that arrays lie beside each other as the driver places them.
 The tools run one after another, each over the tests in `--workers` processes, which share the GPU. What a test costs is
 mostly on the processor: kernels are compiled, references made, and the tools patch every kernel as it is loaded. So the
 time falls with the processes up to one a core, and with one process 900 tests take hours. How long all of it takes on a
-machine, `--minutes` tells: a tool's line has its tests and seconds. Time that is up ends a tool's run after a test, and
-the tests that other processes have in hand then are not counted.
+machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before its
+time was up. What has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,16 +36,30 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-COLUMNS = ("tool", "tests", "passed", "failed", "skipped", "errors", "seconds", "ended", "messages")
-UNTIL = "TVM_SPARSE_SANITIZE_UNTIL"
+OUTCOMES = ("passed", "failed", "skipped", "left")
+COLUMNS = ("tool", "tests", *OUTCOMES, "errors", "seconds", "ended", "messages")
+# What the tests' processes are told: when the time is up, and the file for what became of each test.
+UNTIL, REPORT = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT"
+UP = "the time is up"
 # The sanitizer's exit status where it has found something; pytest's own are below.
 FOUND = 99
 
 
-def pytest_runtest_teardown(item: Any) -> None:
-    """As a plugin of pytest (`-p sanitize`): end the run where its time is up."""
+def pytest_runtest_setup(item: Any) -> None:
+    """As a plugin of pytest (`-p sanitize`): begin no test once the time is up."""
+    import pytest
+
     if time.time() > float(os.environ.get(UNTIL, "inf")):
-        item.session.shouldstop = "the time is up"
+        pytest.skip(UP)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Likewise, in the process that hears of all tests: note what became of one."""
+    if REPORT in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        outcome = "left" if report.outcome == "skipped" and UP in str(report.longrepr) else report.outcome
+        if outcome != "passed" or report.when == "call":
+            with open(os.environ[REPORT], "a") as file:
+                print(json.dumps([report.nodeid, outcome]), file=file)
 
 
 def program() -> str | None:
@@ -73,14 +87,16 @@ def run(
 ) -> dict[str, Any]:
     """One tool over the tests: a line of the table."""
     with tempfile.TemporaryDirectory() as name:
-        log, junit, printed = Path(name) / "log", Path(name) / "tests.xml", Path(name) / "printed"
+        log, report, printed = Path(name) / "log", Path(name) / "report", Path(name) / "printed"
         # Not the project's own: its groups have all GPU tests run in one process.
         checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-n", str(workers), "--dist", "load"]
-        checked += ["-m", "gpu", "-p", "sanitize", "-p", "no:cacheprovider", "-o", "timeout=0", f"--junitxml={junit}"]
+        checked += ["-m", "gpu", "-p", "sanitize", "-p", "no:cacheprovider", "-o", "timeout=0"]
         checked += [*(["-k", selection] if selection else []), *(f"--deselect={one}" for one in deselected or ())]
         options = ["--target-processes", "all", "--error-exitcode", str(FOUND), "--log-file", str(log)]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        # Whoever runs this may be a process of pytest-xdist; the one that it starts is none.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        environment = own | {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", REPORT: str(report)}
         if minutes:
             environment[UNTIL] = str(time.time() + 60 * minutes)
         started = time.monotonic()
@@ -89,6 +105,7 @@ def run(
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
+            status = None
             try:
                 status = process.wait(90 * minutes + 60 if minutes else None)
                 ended = {0: "whole", 5: "no test"}.get(status, f"status {status}")
@@ -97,10 +114,11 @@ def run(
             finally:
                 _end(process)
         output = printed.read_text(errors="replace")
-        if "the time is up" in output:
-            ended = "time up"
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": round(time.monotonic() - started)}
-        line |= counts(junit) | errors_of("".join(path.read_text(errors="replace") for path in log.parent.glob("log*")))
+        logs = "".join(path.read_text(errors="replace") for path in log.parent.glob("log*"))
+        line |= counts(report) | errors_of(logs)
+    if line["left"] and status is not None:
+        line["ended"] = "time up"
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
@@ -113,13 +131,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def counts(junit: Path) -> dict[str, int]:
-    """How many tests there were, and how they ended."""
-    suite = ElementTree.parse(junit).getroot().find("testsuite") if junit.exists() else None
-    found = {n: int(suite.get(n, 0)) if suite is not None else 0 for n in ("tests", "failures", "errors", "skipped")}
-    failed = found["failures"] + found["errors"]
-    passed = found["tests"] - failed - found["skipped"]
-    return {"tests": found["tests"], "passed": passed, "failed": failed, "skipped": found["skipped"]}
+def counts(report: Path) -> dict[str, int]:
+    """How many tests were begun, and how they ended; and how many were left."""
+    of: dict[str, str] = {}
+    for line in report.read_text().splitlines() if report.exists() else ():
+        test, outcome = json.loads(line)
+        of[test] = "failed" if of.get(test) == "failed" else outcome  # also while what it needs is taken down
+    found = Counter(of.values())
+    return {"tests": len(of) - found["left"]} | {outcome: found[outcome] for outcome in OUTCOMES}
 
 
 def errors_of(log: str) -> dict[str, Any]:
@@ -168,7 +187,7 @@ def main(
         )
         lines.append(line)
         print({column: line[column] for column in COLUMNS}, flush=True)
-    shown = table(*COLUMNS, right=COLUMNS[1:7])
+    shown = table(*COLUMNS, right=COLUMNS[1:8])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in COLUMNS))
     console().print(shown)

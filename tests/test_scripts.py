@@ -325,7 +325,7 @@ def test_without_a_gpu():
 
 def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from sanitize import run
+    from sanitize import counts, run
 
     program, tests = tmp_path / "compute-sanitizer", tmp_path / "tests" / "test_some.py"
     tests.parent.mkdir()
@@ -338,6 +338,9 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 3]
     assert line["messages"] == "Invalid __global__ read of size # (1)" and line["ended"] == "status 99"
     assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) == 2
-    # Whose time is up at once ends after a test.
+    # Whose time is up at once begins no test; what was done counts where the run is killed.
     line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6)
-    assert line["ended"] == "time up" and line["tests"] == line["passed"] == 1
+    assert line["ended"] == "time up" and line["tests"] == line["passed"] == 0 and line["left"] == 8
+    report = tmp_path / "report"
+    report.write_text('["a", "passed"]\n["b", "failed"]\n["b", "passed"]\n["c", "left"]\n["a", "failed"]\n')
+    assert counts(report) == {"tests": 2, "passed": 0, "failed": 2, "skipped": 0, "left": 1}
