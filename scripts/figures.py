@@ -1270,12 +1270,12 @@ def trials_models_sentence() -> str:
 @part
 def trials_transfer() -> str:
     rows = [
-        [code(r["operator"]), r["differs"], r["pairs"], percent(float(r["measured"])), _number(r, "loss"),
+        [code(r["operator"]), r["arch"], r["differs"], r["pairs"], percent(float(r["measured"])), _number(r, "loss"),
          f"{float(r['worst']):.2f}"]
         for r in results("trials-transfer").rows
-        if r["loss"]
+        if r["loss"] and (r["arch"] == TRIALS_GPU or r["differs"] == "arch")
     ]  # fmt: skip
-    return table(["operator", "the two differ in", "pairs", "measured", "loss", "worst"], rows)
+    return table(["operator", "of", "the two differ in", "pairs", "measured", "loss", "worst"], rows)
 
 
 @part

@@ -100,7 +100,8 @@ def transfer(table: pandas.DataFrame) -> pandas.DataFrame:
 
 def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
     """`transfer` by what two problems differ in: their number, the share of them that was measured, and mean and worst
-    loss. `batch` alone, `dtype` alone, another architecture, or anything else.
+    loss. `arch` alone, `batch` alone, `dtype` alone, or anything else: `arch, other` where it is another architecture
+    too.
     """
     import pandas
 
@@ -109,7 +110,7 @@ def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
 
     def kind(row: Any) -> str:
         if row.arch != row.to_arch:
-            return "arch"
+            return "arch" if row.problem == row.to_problem else "arch, other"
         try:
             one, other = registry.parse(row.problem), registry.parse(row.to_problem)
         except ProblemError:
