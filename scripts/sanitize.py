@@ -41,6 +41,7 @@ COLUMNS = ("tool", "tests", *OUTCOMES, "errors", "seconds", "ended", "messages")
 # What the tests' processes are told: when the time is up, and the file for what became of each test.
 UNTIL, REPORT = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT"
 UP = "the time is up"
+KILLED = "killed: the time was up in a test"
 # The sanitizer's exit status where it has found something; pytest's own are below.
 FOUND = 99
 
@@ -105,20 +106,19 @@ def run(
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-            status = None
             try:
                 status = process.wait(90 * minutes + 60 if minutes else None)
                 ended = {0: "whole", 5: "no test"}.get(status, f"status {status}")
             except subprocess.TimeoutExpired:
-                ended = "killed: the time was up in a test"
+                ended = KILLED
             finally:
                 _end(process)
         output = printed.read_text(errors="replace")
-        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": round(time.monotonic() - started)}
+        seconds, found = round(time.monotonic() - started), counts(report)
+        if found["left"] and ended != KILLED:
+            ended = "time up"
         logs = "".join(path.read_text(errors="replace") for path in log.parent.glob("log*"))
-        line |= counts(report) | errors_of(logs)
-    if line["left"] and status is not None:
-        line["ended"] = "time up"
+        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found | errors_of(logs)
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
@@ -187,7 +187,7 @@ def main(
         )
         lines.append(line)
         print({column: line[column] for column in COLUMNS}, flush=True)
-    shown = table(*COLUMNS, right=COLUMNS[1:8])
+    shown = table(*COLUMNS, right=COLUMNS[1 : COLUMNS.index("ended")])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in COLUMNS))
     console().print(shown)

@@ -5,6 +5,9 @@ find_buckets_of   their places, codes and buckets
 look_up           the words of these, counted
 keep_winners      those with hits enough, on the thread block's list while there is room
 take_waiting      the others, when the list has been multiplied
+
+`rows` has some of their parts, too: list_buckets and load_word (the buckets of all lanes as one list, and its words),
+give_places and list_word (of words that were won).
 """
 
 from __future__ import annotations
@@ -75,6 +78,74 @@ def load_word(steps: int) -> Phase:
     return phase
 
 
+def list_buckets(e: Extents) -> Phase:
+    """A lane's bucket as a part of one list of all lanes' words; the phase is (s, io, lane).
+
+    Reads: `band`, `code`, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
+    """
+    find = find_buckets(e)
+
+    @T.inline
+    def phase(s, io, lane):
+        find(s, io, 1)
+        s.upto[0] = s.last[0] - s.first[0]
+        scan_lanes(lane, s.upto, s.other)
+        s.offset = s.last[0] - s.upto[0]
+        s.total = from_lane(s.upto[0], WARP - 1)
+
+    return phase
+
+
+def give_places(e: Extents) -> Phase:
+    """Places on the thread block's list, and among the keys, for the `total` words that a warp won together; the phase
+    is (s, io, b, list), `b` being the thread block's state.
+
+    A thread block has few places of its own; others are given out to all.
+
+    Reads: `total`. Writes: `slot_at`, `place_at`, `beyond`; the list's counters, `listed`. Barriers: of the warp.
+    """
+
+    @T.inline
+    def phase(s, io, b, list):
+        s.slot_at = 0
+        s.place_at = 0
+        if b.lane == 0:
+            s.slot_at = T.cuda.atomic_add(b.listed.ptr_to([0]), s.total)
+            T.evaluate(T.cuda.atomic_add(io.found.ptr_to([list, 1]), s.total))
+        s.slot_at = from_lane(s.slot_at, 0)
+        s.beyond = T.max(s.slot_at, e.own_slots)
+        if s.slot_at + s.total > s.beyond:
+            if b.lane == 0:
+                s.place_at = T.cuda.atomic_add(io.found.ptr_to([list, 0]), s.slot_at + s.total - s.beyond)
+            s.place_at = from_lane(s.place_at, 0)
+
+    return phase
+
+
+def list_word(e: Extents, listed: Phase | None = None) -> Phase:
+    """A word that was won, at its `rank` on the thread block's list; the phase is (s, io, b, list, rank, word).
+
+    What the list has no room for stands for now at its place among the keys (`waiting_key`). `listed(s, io)` is done
+    for what it has room for.
+
+    Reads: what `give_places` wrote. Writes: `won`, `places`, `owners`, or keys. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, b, list, rank, word):
+        if rank < LISTED:
+            b.won[rank] = word
+            b.owners[rank] = list - b.first_list
+            b.places[rank] = T.Select(
+                rank < e.own_slots, b.block * e.own_slots + rank, e.slots + s.place_at + rank - s.beyond)
+            if listed is not None:
+                listed(s, io)
+        else:
+            io.others[list * e.beam, e.slots + s.place_at + rank - s.beyond] = waiting_key(b.block, word)
+
+    return phase
+
+
 def take_unit(e: Extents) -> Phase:
     """The `at`-th unit of the group's, if there is one: some bands of a row; the phase is (s, io, pieces), `pieces` of
     a row.
@@ -103,7 +174,7 @@ def find_buckets_of(e: Extents) -> Phase:
     Reads: `columns`, the row, tables. Writes: `upto`, `offset`, `total`. Barriers: of the warp.
     """
     h = e.hashing
-    stage, find_all, find = stage_row(h), find_places(h), find_buckets(e)
+    stage, find_all, join = stage_row(h), find_places(h), list_buckets(e)
 
     @T.inline
     def phase(s, io):
@@ -117,11 +188,7 @@ def find_buckets_of(e: Extents) -> Phase:
         s.code[0] = 0
         if s.lane < s.many:
             s.code[0] = code_of_places(h, s, s.lane)
-        find(s, io, 1)
-        s.upto[0] = s.last[0] - s.first[0]
-        scan_lanes(s.lane, s.upto, s.other)
-        s.offset = s.last[0] - s.upto[0]
-        s.total = from_lane(s.upto[0], WARP - 1)
+        join(s, io, s.lane)
 
     return phase
 
@@ -149,12 +216,10 @@ def prefetch_winners(e: Extents) -> Phase:
 def keep_winners(e: Extents) -> Phase:
     """Words whose counts have just reached the threshold; the phase is (s, io).
 
-    What the list has no room for stands for now at its place among the keys (`waiting_key`).
-
     Reads: `winners`, `word`. Writes: the bitmap, the list's counters; `won`, `places`, `owners` and `listed` of the
     thread block; `winners`, without those that another row of the list won before. Barriers: of the warp.
     """
-    fetch = prefetch_winners(e)
+    fetch, give, keep = prefetch_winners(e), give_places(e), list_word(e)
 
     @T.inline
     def phase(s, io):
@@ -172,30 +237,11 @@ def keep_winners(e: Extents) -> Phase:
             s.rank[j] = s.total + below(s.lane, s.winners[j])
             s.total = s.total + T.Cast("int32", T.popcount(s.winners[j]))
         if s.total > 0:
-            s.slot_at = 0
-            s.place_at = 0
-            if s.lane == 0:
-                s.slot_at = T.cuda.atomic_add(b.listed.ptr_to([0]), s.total)
-                T.evaluate(T.cuda.atomic_add(io.found.ptr_to([s.list, 1]), s.total))
-            s.slot_at = from_lane(s.slot_at, 0)
-            # A thread block has few places of its own; others are given out to all.
-            s.beyond = T.max(s.slot_at, e.own_slots)
-            if s.slot_at + s.total > s.beyond:
-                if s.lane == 0:
-                    s.place_at = T.cuda.atomic_add(io.found.ptr_to([s.list, 0]), s.slot_at + s.total - s.beyond)
-                s.place_at = from_lane(s.place_at, 0)
+            give(s, io, b, s.list)
             for j in T.unroll(e.loads):
                 s.rank[j] = s.slot_at + s.rank[j]
                 if (s.winners[j] >> T.Cast("uint32", s.lane)) & T.uint32(1) != T.uint32(0):
-                    if s.rank[j] < LISTED:
-                        b.won[s.rank[j]] = s.word[j]
-                        b.owners[s.rank[j]] = s.list - s.first_list
-                        b.places[s.rank[j]] = T.Select(
-                            s.rank[j] < e.own_slots, s.block * e.own_slots + s.rank[j],
-                            e.slots + s.place_at + s.rank[j] - s.beyond)
-                    else:
-                        io.others[s.list * e.beam, e.slots + s.place_at + s.rank[j] - s.beyond] = waiting_key(
-                            s.block, s.word[j])
+                    keep(s, io, b, s.list, s.rank[j], s.word[j])
 
     return phase
 

@@ -20,13 +20,13 @@ from ...device.cluster import cluster_arrive, cluster_barrier, cluster_wait
 from ...device.overlap import CACHE_LINE
 from ...device.selection import scan_lanes
 from ...device.state import named, register
-from ...lsh.buckets import clear_counts, count_hit, find_buckets
+from ...lsh.buckets import clear_counts, count_hit
 from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from ...lsh.rows import Place
 from ...lsh.state import alloc_state
-from .hits import ballot, from_lane, load_word, set_bits, waiting_key
-from .space import LISTED, WARP, Extents
+from .hits import ballot, from_lane, give_places, list_buckets, list_word, load_word, set_bits
+from .space import WARP, Extents
 
 Phase = Callable[..., Any]
 LINE_WORDS = CACHE_LINE // 4
@@ -79,7 +79,6 @@ def begin_row(e: Extents) -> Phase:
         columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
         at.row = s.b.first_row + s.b.block // c.cluster
         at.list = s.b.first_list + s.b.block // c.cluster // e.beam
-        at.slice = 0
         at.rank = s.b.block % c.cluster
         at.share = (io.bands + (c.cluster - 1)) // c.cluster
         at.first = at.rank * at.share
@@ -103,7 +102,7 @@ def count_bands(e: Extents) -> Phase:
     Reads: `places`, tables, words. Writes: counts, of the cluster's other thread blocks too. Barriers: of the warp.
     """
     c, h = e.counting, e.hashing
-    find, hit, load = find_buckets(e), count_hit(c), load_word((WARP - 1).bit_length())
+    join, hit, load = list_buckets(e), count_hit(c), load_word((WARP - 1).bit_length())
 
     @T.inline
     def prefetch(s, words):
@@ -123,11 +122,7 @@ def count_bands(e: Extents) -> Phase:
             if s.b.lane < each and s.at < count:
                 s.band[0] = first + s.at
                 s.code[0] = code_of_places(h, s, s.at)
-            find(s, io, 1)
-            s.upto[0] = s.last[0] - s.first[0]
-            scan_lanes(s.b.lane, s.upto, s.other)
-            s.offset = s.last[0] - s.upto[0]
-            s.total = from_lane(s.upto[0], WARP - 1)
+            join(s, io, s.b.lane)
             prefetch(s, words)
             for m in T.serial((s.total + (e.loads * WARP - 1)) // (e.loads * WARP)):
                 for j in T.unroll(e.loads):
@@ -201,8 +196,6 @@ def vote(e: Extents) -> Phase:
 def take_reached(e: Extents) -> Phase:
     """The words with hits enough; the phase is (s, io).
 
-    What the list has no room for stands for now at its place among the keys (`waiting_key`).
-
     Reads: bits, `always`. Writes: the bitmap, the list's counters; `won`, `places`, `owners` and `listed` of the thread
     block. Barriers: of the warp; one has to come before.
     """
@@ -211,38 +204,12 @@ def take_reached(e: Extents) -> Phase:
     rounds = ceildiv(words, e.threads)
 
     @T.inline
-    def give_places(s, io):
-        """To all words that a warp won together."""
-        s.slot_at = 0
-        s.place_at = 0
-        if s.b.lane == 0:
-            s.slot_at = T.cuda.atomic_add(s.b.listed.ptr_to([0]), s.total)
-            T.evaluate(T.cuda.atomic_add(io.found.ptr_to([s.work.list, 1]), s.total))
-        s.slot_at = from_lane(s.slot_at, 0)
-        s.beyond = T.max(s.slot_at, e.own_slots)
-        if s.slot_at + s.total > s.beyond:
-            if s.b.lane == 0:
-                s.place_at = T.cuda.atomic_add(
-                    io.found.ptr_to([s.work.list, 0]), s.slot_at + s.total - s.beyond)
-            s.place_at = from_lane(s.place_at, 0)
-
-    @T.inline
     def prefetch(s, io):
         """The word's embedding into the L2 cache."""
         for i in T.serial(ceildiv(e.hidden, CACHE_LINE // e.itemsize)):
             T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.found_word, i * (CACHE_LINE // e.itemsize)]))
 
-    @T.inline
-    def keep(s, io):
-        if s.rank < LISTED:
-            s.b.won[s.rank] = s.found_word
-            s.b.owners[s.rank] = s.work.list - s.b.first_list
-            s.b.places[s.rank] = T.Select(
-                s.rank < e.own_slots, s.b.block * e.own_slots + s.rank, e.slots + s.place_at + s.rank - s.beyond)
-            prefetch(s, io)
-        else:
-            io.others[s.work.list * e.beam, e.slots + s.place_at + s.rank - s.beyond] = waiting_key(
-                s.b.block, s.found_word)
+    give, keep = give_places(e), list_word(e, prefetch)
 
     @T.inline
     def phase(s, io):
@@ -267,12 +234,12 @@ def take_reached(e: Extents) -> Phase:
             s.offset = s.upto[0] - s.offset
             s.total = from_lane(s.upto[0], WARP - 1)
             if s.total > 0:
-                give_places(s, io)
+                give(s, io, s.b, s.work.list)
                 s.rank = s.slot_at + s.offset
                 while s.won_bits != T.uint32(0):
                     s.found_word = (
                         (s.work.rank * words + n * e.threads + s.b.t) * WARP + T.cuda.ffs_u32(s.won_bits) - 1)
-                    keep(s, io)
+                    keep(s, io, s.b, s.work.list, s.rank, s.found_word)
                     s.won_bits = s.won_bits & (s.won_bits - T.uint32(1))
                     s.rank = s.rank + 1
 
