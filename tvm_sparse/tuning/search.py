@@ -11,6 +11,7 @@ nothing of restrictions between decisions (`RejectRestricted`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import types
@@ -65,7 +66,8 @@ def placeholder(**attributes: str) -> Any:
 def drawn(module: Any, template: str, table: Table, values: Mapping[str, int] | None = None, **notes: str) -> Any:
     """A schedule of a placeholder whose trace draws each decision of a template: these values, or any.
 
-    `notes` are written down beside the decisions.
+    `notes` are written down beside the decisions. The trace ends with two instructions for each decision, one that
+    draws it and one that writes it down.
     """
     from tvm.s_tir import Schedule
 
@@ -113,9 +115,7 @@ class Search:
         self._mapped: dict[Candidate, Any] = {}
         draws = REPLAY_DRAWS * trials if replay else trials + len(known)
         self._meta = _MetaSchedule(domain, draws, batch, seed, replay)
-        for candidate, seconds in known.items():
-            if candidate in domain.index:
-                self._meta.teach(candidate, seconds)
+        self._meta.teach({c: seconds for c, seconds in known.items() if c in domain.index})
 
     def propose(self) -> list[Candidate]:
         """The next candidates, none of them known; empty when the search has nothing left."""
@@ -172,7 +172,7 @@ class _MetaSchedule:
                 spaces,
                 sch_rules=[],
                 postprocs=[reject_restricted(domain)],
-                mutator_probs={mutate_decision(seed): 1.0},
+                mutator_probs={mutate_decision(domain.tables, seed): 1.0},
             ),
             search_strategy=strategy,
             num_threads=1,
@@ -183,8 +183,9 @@ class _MetaSchedule:
         self._workload = self._database.commit_workload(self._module)
         # A few hundred rows of a few numbers: on several threads training takes ten times as long as on one.
         self._model = ms.cost_model.XGBModel(
-            extractor=decision_features(domain), num_warmup_samples=batch, num_tuning_cores=1
+            extractor=decision_features(domain), num_warmup_samples=batch, num_tuning_cores=1, early_stopping_rounds=50
         )
+        self._untold: list[tuple[Any, Any]] = []
         self._context.pre_tuning(trials, batch, database=self._database, cost_model=self._model)
 
     @contextlib.contextmanager
@@ -199,11 +200,11 @@ class _MetaSchedule:
         finally:
             np.random.set_state(state)
 
-    def teach(self, candidate: Candidate, seconds: float | None) -> None:
-        """Enter a candidate of an earlier run, as if it had been measured in this one."""
-        table = self._domain.tables[candidate.template]
-        schedule = drawn(self._module, candidate.template, table, candidate.values)
-        self.notify({candidate: self._ms.MeasureCandidate(schedule, [])}, [seconds], tell_strategy=False)
+    def teach(self, known: Mapping[Candidate, float | None]) -> None:
+        """Enter candidates of earlier runs, as if they had been measured in this one."""
+        schedules = [drawn(self._module, c.template, self._domain.tables[c.template], c.values) for c in known]
+        measured = [self._ms.MeasureCandidate(schedule, []) for schedule in schedules]
+        self._learn(measured, list(known.values()), self._results(list(known.values())))
 
     def generate(self) -> dict[Candidate, Any]:
         with self._seeded():
@@ -218,24 +219,39 @@ class _MetaSchedule:
         scores = self._model.predict(self._context, list(asked.values()))
         return dict(zip(asked, map(float, scores), strict=True))
 
-    def notify(
-        self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None], tell_strategy: bool = True
-    ) -> None:
-        measured = list(asked.values())
-        results = [self._ms.runner.RunnerResult([s] if s else None, None if s else "failed") for s in seconds]
-        if tell_strategy:
-            self._context.notify_runner_results(measured, results)
-        self._model.update(self._context, measured, results)
+    def notify(self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None]) -> None:
+        measured, results = list(asked.values()), self._results(seconds)
+        self._context.notify_runner_results(measured, results)
+        self._learn(measured, seconds, results)
+
+    def _results(self, seconds: Sequence[float | None]) -> list[Any]:
+        return [self._ms.runner.RunnerResult([s] if s else None, None if s else "failed") for s in seconds]
+
+    def _learn(self, measured: Sequence[Any], seconds: Sequence[float | None], results: Sequence[Any]) -> None:
+        """Tell the cost model and the database.
+
+        The model trains at every update, and is not asked before it has samples enough: the first ones come together.
+        """
+        self._untold += zip(measured, results, strict=True)
+        if self._untold and self._model.data_size + len(self._untold) >= self._model.num_warmup_samples:
+            self._model.update(self._context, *map(list, zip(*self._untold, strict=True)))
+            self._untold.clear()
         for one, s in zip(measured, seconds, strict=True):
             if s:
                 record = self._ms.database.TuningRecord(one.sch.trace, self._workload, [s], self._context.target, [])
                 self._database.commit_tuning_record(record)
 
 
-def mutate_decision(seed: int) -> Any:
+def mutate_decision(tables: Mapping[str, Table], seed: int) -> Any:
     """A mutator that draws one decision of a trace anew."""
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
+
+    # A trace of `drawn` begins with the block and its template; then each decision has two instructions.
+    eligible = {
+        name: [2 + 2 * i for i, choices in enumerate(table.values()) if len(choices) > 1]
+        for name, table in tables.items()
+    }
 
     @derived_object
     class MutateDecision(ms.mutator.PyMutator):
@@ -247,11 +263,11 @@ def mutate_decision(seed: int) -> Any:
             pass
 
         def apply(self, trace: Any, _: Any = None) -> Any:
-            # In the order of the trace: that of its map of decisions is by addresses, and another one in every process.
-            draws = [i for i in trace.insts if i.kind.name == "SampleCategorical" and len(i.attrs[0]) > 1]
+            instructions = trace.insts
+            draws = eligible[str(instructions[1].inputs[1])]
             if not draws:
                 return None
-            instruction = self.random.choice(draws)
+            instruction = instructions[self.random.choice(draws)]
             old = int(trace.decisions[instruction])
             new = self.random.choice([v for v in range(len(instruction.attrs[0])) if v != old])
             return trace.with_decision(instruction, new, True)
@@ -288,6 +304,10 @@ def decision_features(domain: Domain) -> Any:
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
 
+    @functools.cache
+    def row(candidate: Candidate) -> Any:
+        return tvm.runtime.tensor(np.array([domain.row(candidate)]))
+
     @derived_object
     class DecisionFeatures(ms.feature_extractor.PyFeatureExtractor):
         def extract_from(self, context: Any, candidates: list[Any]) -> list[Any]:
@@ -295,7 +315,7 @@ def decision_features(domain: Domain) -> Any:
             for one in candidates:
                 candidate = domain.candidate(*decisions_of(one.sch.mod))
                 assert candidate is not None
-                rows.append(tvm.runtime.tensor(np.array([domain.row(candidate)])))
+                rows.append(row(candidate))
             return rows
 
     return DecisionFeatures()
