@@ -137,27 +137,13 @@ def started(logs: Path, arch: str, operator: str) -> list[Loss]:
             others = without(log, {one.problem.key for one in out}, Path(folder) / f"{len(found)}", kept)
             for one in out:
                 budget = tried[one.problem.key] // 2
-                first = before_search(one, others, budget)
+                tables, _ = spaces.searched(one.problem, one.machine)
+                first = session.before_search(one.problem, one.machine, tables, others, budget)[:budget]
                 times = [one.seconds[c] for c in first if c in one.seconds]
                 if tried[one.problem.key] >= min(LEAST) and times:
                     share = len(times) / len(first)
                     found.append(Loss(operator, "start", tried[one.problem.key], min(times) / one.best, share))
         return found
-
-
-def before_search(one: Measured, log: Log, budget: int) -> list[Candidate]:
-    """What a run of so many trials measures before it asks a search: as `tuning.session.tune` does."""
-    problem, where = one.problem, one.machine
-    tables, _ = spaces.searched(problem, where)
-    templates = [spaces.find(name) for name in tables]
-    model = max(1, min(budget // session.PREDICTED_SHARE, session.MOST_PREDICTED))
-    found = [
-        spaces.fallback(problem, where),
-        *(template.candidate(template.default(problem, where)) for template in templates),
-        *session.predicted(problem, where, tables, log, model),
-        *session.winners_nearby(problem, where, tables, log)[: budget // session.PROVEN_SHARE],
-    ]
-    return list(dict.fromkeys(found))[:budget]
 
 
 def without(log: Log, keys: Collection[str], root: Path, data: Sequence[Measured] | None = None) -> Log:

@@ -184,8 +184,9 @@ def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: i
     rounds = zip(recorded.rounds, picks, strict=True)
     told = [times[int(pick * len(times))] if times else None for times, pick in rounds]
     index = recorded.domain.index
-    first = [*recorded.start, *recorded.proven[: budget // PROVEN_SHARE]]
-    known: dict[Candidate, float | None] = {c: told[index[c]] for c in dict.fromkeys(first[:budget])}
+    proven = [point for point in recorded.proven if point not in recorded.start]
+    first = [*recorded.start, *proven[: budget // PROVEN_SHARE]]
+    known: dict[Candidate, float | None] = {c: told[index[c]] for c in first[:budget]}
     order, thought = list(known), [0.0] * len(known)
     if budget > len(order):
         began = time.perf_counter()

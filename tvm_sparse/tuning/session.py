@@ -54,7 +54,7 @@ BATCH = 16
 # One in this many trials goes to what won for similar problems, before the search begins.
 PROVEN_SHARE = 4
 # One in this many goes to what the log's model takes for the fastest, but no more than so many of a long run.
-PREDICTED_SHARE, MOST_PREDICTED = 2, 6
+PREDICTED_SHARE, MOST_PREDICTED = 2, 8
 FINALISTS = 4
 FINAL_ROUNDS = 5
 BUILD_TIMEOUT = 120.0
@@ -211,6 +211,22 @@ def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], l
     return [candidate for candidate in found if there(candidate)][:count]
 
 
+def before_search(
+    problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, trials: int
+) -> list[Candidate]:
+    """What a run of so many trials measures before it asks a search, the fallback first: each point once.
+
+    The fallback, every template's default, what a model of the log's trials predicts, and what won for other problems.
+    """
+    defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
+    count = max(1, min(trials // PREDICTED_SHARE, MOST_PREDICTED))
+    found = dict.fromkeys(
+        [spaces.fallback(problem, machine), *defaults, *predicted(problem, machine, tables, log, count)]
+    )
+    proven = [point for point in winners_nearby(problem, machine, tables, log) if point not in found]
+    return [*found, *proven[: trials // PROVEN_SHARE]]
+
+
 def _covered(
     problem: Problem,
     machine: Machine,
@@ -310,11 +326,7 @@ def tune(
             return results
 
         show(progress)
-        defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
-        count = max(1, min(plan.trials // PREDICTED_SHARE, MOST_PREDICTED))
-        model = predicted(problem, machine, tables, log, count)
-        proven = winners_nearby(problem, machine, tables, log)[: plan.trials // PROVEN_SHARE]
-        first = [c for c in dict.fromkeys([fallback, *defaults, *model, *proven]) if c not in known]
+        first = [c for c in before_search(problem, machine, tables, log, plan.trials) if c not in known]
         del first[max(plan.trials, fallback not in known) :]
         trials = plan.trials - len(first)
         covered = _covered(problem, machine, tables, known | dict.fromkeys(first), trials)
