@@ -1,26 +1,122 @@
-"""The block recurrent layer on a CPU, step by step: `recurrent.step_rows` with a weight in tiles."""
+"""The block recurrent layer on a CPU, step by step: vectors run along the columns of a group.
+
+States are kept as `(batch, hidden)`, so that a row's 8 values of a group meet 8 states in one load. Of `tile_n` rows of
+a tile, and `tile_m` sequences, a vector each is summed over the tile's groups, and its elements in the end.
+"""
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
+from tvm_sparse.formats.block_recurrent import COLUMNS, ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-from ..recurrent.step_rows import build, default, space
+from ..recurrent import step_rows as steps
+
+# Vectors of sums that are held at once. AVX2 has 16 registers, AVX-512 32.
+MOST_SUMS = 32
+
+
+@dataclass(frozen=True)
+class TileSums:
+    """`recurrent.step_rows.Weight` of tiles and groups."""
+
+    problem: BlockRecurrent
+    sequences: int
+    rows: int  # at a time
+
+    @property
+    def units(self) -> int:
+        return tile_units(self.problem.gates)
+
+    def unit(self, io: Any, slot: Any) -> Any:
+        return slot
+
+    def shape(self, padded: int) -> tuple[int, int]:
+        return padded, self.problem.across * COLUMNS
+
+    def place(self, unit: Any, b: Any) -> tuple[Any, Any]:
+        return b, unit
+
+    def alloc(self) -> dict[str, Any]:
+        from tvm.script import tirx as T
+
+        return {"parts": T.sblock_alloc_buffer((self.rows * self.sequences, COLUMNS), "float32")}
+
+    def sums(self) -> Callable[..., Any]:
+        from tvm.script import tirx as T
+
+        at_once, several = self.rows, self.sequences
+        halvings = COLUMNS.bit_length() - 1
+        full = self.problem.gates * self.units  # rows of a tile that are of units
+
+        # fmt: off
+        @T.inline
+        def phase(io, s, states, turn, tile, base):
+            for r in range(full // at_once):
+                for o in T.unroll(at_once * several):
+                    for v in T.vectorized(COLUMNS):
+                        s.parts[o, v] = T.float32(0)
+                for n in range(io.group_start[tile + 1] - io.group_start[tile]):
+                    group = T.meta_var(io.group_start[tile] + n)
+                    for o in T.unroll(at_once * several):
+                        for v in T.vectorized(COLUMNS):
+                            s.parts[o, v] = s.parts[o, v] + T.Cast(
+                                "float32", io.weights[group, r * at_once + o // several, v]
+                            ) * states[turn, base + o % several, io.groups[group] * COLUMNS + v]
+                # The upper half is added to the lower one until one element is left.
+                for h in T.unroll(halvings):
+                    for o in T.unroll(at_once * several):
+                        for v in T.vectorized(COLUMNS // 2):
+                            # Elements past the half add up again what is no longer looked at.
+                            s.parts[o, v] = s.parts[o, v] + s.parts[o, v + (COLUMNS >> (h + 1))]
+                for o in T.unroll(at_once * several):
+                    s.sums[r * at_once * several + o] = s.parts[o, 0]
+        # fmt: on
+        return phase
+
+
+def space(problem: BlockRecurrent, machine: Machine) -> Table:
+    return {
+        "chunk": steps.chunks(problem),
+        "tile_m": tuple(m for m in powers(1, 8) if m < 2 * problem.batch),
+        "tile_n": powers(1, ROWS if problem.gates != 3 else 4),
+    }
+
+
+def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
+    return {
+        "chunk": steps.default_chunk(problem),
+        "tile_m": min(4, max(space(problem, machine)["tile_m"])),
+        "tile_n": 4,
+    }
+
+
+def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+    sums = decisions["tile_m"] * decisions["tile_n"]
+    return f"{sums} sums at once exceed {MOST_SUMS}" if sums > MOST_SUMS else None
 
 
 def program(problem: BlockRecurrent, decisions: Decisions) -> Program:
     from .interface import cpu_program
 
-    return build(problem, decisions, cpu_program)
+    return steps.build(
+        problem, decisions["chunk"], TileSums(problem, decisions["tile_m"], decisions["tile_n"]), cpu_program
+    )
 
 
 tile_rows = Template(
     name="tile_rows",
-    version=1,
+    version=2,
     operator="block_recurrent",
     kind="llvm",
-    summary="step by step; threads share the units, vectors run along the batch",
+    summary="step by step; threads share the units, vectors run along the columns of a group",
     space=space,
     default=default,
     program=program,
+    allowed=allowed,
 )

@@ -1,4 +1,4 @@
-"""Expressions on float32 that templates share: an exponential for SIMD code, and a test for NaN."""
+"""Expressions on float32 that templates share: exponentials and what is made of them for SIMD code, a test for NaN."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def exp_nonpositive(x: tirx.PrimExpr) -> tirx.PrimExpr:
 def exp_any(x: tirx.PrimExpr) -> tirx.PrimExpr:
     """e^x in float32, computed as `exp_nonpositive` does; infinite where it exceeds the largest float32."""
     return T.Select(x > tirx.const(88.7228, "float32"), T.infinity("float32"), exp_nonpositive(x))
+
+
+def sigmoid(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """1 / (1 + e^-x) in float32, for SIMD code; NaN stays NaN."""
+    power = exp_nonpositive(-T.abs(x))
+    return T.Select(x < tirx.const(0, "float32"), power, tirx.const(1, "float32")) / (tirx.const(1, "float32") + power)
+
+
+def tanh(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Hyperbolic tangent in float32, for SIMD code, with an absolute error of some 2^-23; NaN stays NaN."""
+    one = tirx.const(1, "float32")
+    power = exp_nonpositive(tirx.const(-2, "float32") * T.abs(x))
+    size = (one - power) / (one + power)
+    return T.Select(x < tirx.const(0, "float32"), -size, size)
 
 
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:

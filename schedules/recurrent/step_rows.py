@@ -1,166 +1,193 @@
-"""A recurrent layer on a CPU: in each step threads share the units, SIMD vectors run along the batch.
+"""A recurrent layer on a CPU, step by step: what does not depend on how the weight is kept.
 
-A thread takes `chunk` units at a time. States are kept as float32 `(hidden, batch)`, so that an entry's value meets
-`simd` sequences in one load; two such buffers take turns. A step ends when all threads have: TVM's parallel loop is the
-barrier.
+In each step threads share the units, a thread `chunk` of them at a time. Of these the units of a *tile*, and some
+`sequences` of the batch, are worked on together: a `Weight` makes their sums, gates follow in SIMD vectors, then states
+and outputs are written. States are kept as float32 in two buffers that take turns. A step ends when all threads have:
+TVM's parallel loop is the barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Protocol
 
-from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, ceildiv, powers
+from tvm_sparse.core.template import Program, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
-# Sequences whose sums are held at once, a vector a gate: up to one register of AVX-512.
-SIMD = powers(1, 16)
 # Units that a thread takes at a time; all of them: there is one thread, and no barrier.
 CHUNK = powers(16, 8192)
 # Products for which it pays to ask another thread, some ten microseconds of work.
 WORK = 1 << 15
 
 
-def space(problem: RecurrentLayer, machine: Machine) -> Table:
-    return {
-        "chunk": tuple(c for c in CHUNK if c == CHUNK[0] or c < 2 * problem.hidden),
-        "simd": tuple(s for s in SIMD if s < 2 * problem.batch),
-    }
+class Weight(Protocol):
+    """How a template goes through its weight.
+
+    Attributes
+    ----------
+    units
+        Units of a tile: 1, or what divides 16.
+    sequences
+        Of the batch, worked on together.
+    """
+
+    @property
+    def units(self) -> int: ...
+
+    @property
+    def sequences(self) -> int: ...
+
+    def unit(self, io: Any, slot: Any) -> Any:
+        """The unit at a slot, the order in which tiles lie."""
+
+    def shape(self, padded: int) -> tuple[int, int]:
+        """Of a buffer of states, the batch being `padded` to whole `sequences`."""
+
+    def place(self, unit: Any, b: Any) -> tuple[Any, Any]:
+        """Where a state is in it."""
+
+    def alloc(self) -> dict[str, Any]:
+        """Buffers that `sums` works with, for the attributes of its `s`."""
+
+    def sums(self) -> Callable[..., Any]:
+        """The phase (io, s, states, turn, tile, base): U h of each gate and unit of a tile, for the sequences from
+        `base` on, to `s.sums[(gate * units + unit) * sequences + sequence]`. `turn`: which of the two buffers."""
 
 
-def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
-    table = space(problem, machine)
+def chunks(problem: RecurrentLayer) -> tuple[int, ...]:
+    return tuple(c for c in CHUNK if c == CHUNK[0] or c < 2 * problem.hidden)
+
+
+def default_chunk(problem: RecurrentLayer) -> int:
     each = problem.gates * problem.row_entries * problem.batch
-    enough = [c for c in table["chunk"] if c * each >= WORK]
-    return {"chunk": min(enough, default=max(table["chunk"])), "simd": max(table["simd"])}
+    table = chunks(problem)
+    return min((c for c in table if c * each >= WORK), default=max(table))
 
 
-def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., Program]) -> Program:
+def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[..., Program]) -> Program:
     """The program of one point; `finish` is `cpu_program` of the operator's interface."""
-    from types import SimpleNamespace
-
     from tvm.script import tirx as T
 
     from tvm_sparse.operators.sparse_recurrent.definition import next_state
 
+    from ..device.arithmetic import sigmoid, tanh
+
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
-    simd, chunk = decisions["simd"], decisions["chunk"]
-    chunks = ceildiv(hidden, chunk)
-    loop = T.parallel if chunks > 1 else T.serial
-    parts, padded = ceildiv(batch, simd), ceildiv(batch, simd) * simd
-    whole = batch == padded
-    rows = problem.rows()
-    update = next_state(cell, simd)
+    units, sequences = weight.units, weight.sequences
+    samples, tiles = units * sequences, ceildiv(hidden, units)
+    each = max(1, chunk // units)
+    parts = ceildiv(tiles, each)
+    loop = T.parallel if parts > 1 else T.serial
+    padded = ceildiv(batch, sequences) * sequences
+    shape = weight.shape(padded)
+    add_up, update = weight.sums(), next_state(cell, samples, sigmoid, tanh)
+    alone = units == 1 and batch == padded  # all places of a tile are sequences of units that there are
 
     # fmt: off
     @T.inline
     def begin(io, states, cells):
-        """The states before the first step; zeros in the places that pad the batch."""
+        """The states before the first step; zeros in places that pad the batch and the units."""
+        for row in range(shape[0]):
+            with T.sblock("clear"):
+                i = T.axis.spatial(shape[0], row)
+                for j in range(shape[1]):
+                    states[0, i, j] = T.float32(0)
+                    states[1, i, j] = T.float32(0)
         for unit_of in range(hidden):
             with T.sblock("begin"):
                 unit = T.axis.spatial(hidden, unit_of)
-                for b in range(padded):
-                    states[0, unit, b] = T.float32(0)
-                    states[1, unit, b] = T.float32(0)
-                    cells[unit, b] = T.float32(0)
                 for b in range(batch):
                     io.h_n[b, unit] = io.h0[b, unit]
-                    states[0, unit, b] = T.Cast("float32", io.h0[b, unit])
+                    T.buffer_store(states, T.Cast("float32", io.h0[b, unit]), [0, *weight.place(unit, b)])
                     if lstm:
                         cells[unit, b] = T.Cast("float32", io.c0[b, unit])
                         io.c_n[b, unit] = io.c0[b, unit]
                     if resetting:
                         if io.resets[0, b] != 0:
-                            states[0, unit, b] = T.float32(0)
+                            T.buffer_store(states, T.float32(0), [0, *weight.place(unit, b)])
 
     @T.inline
-    def sum_rows(io, s, states, t, slot, base):
-        """`s.sums`: U h of each gate, for the sequences from `base` on."""
-        for gate in range(gates):
-            for v in T.vectorized(simd):
-                s.sums[gate * simd + v] = T.float32(0)
-            for e in range(rows.stop(io, slot, gate) - rows.start(io, slot, gate)):
-                entry = T.meta_var(rows.start(io, slot, gate) + e)
-                for v in T.vectorized(simd):
-                    s.sums[gate * simd + v] = s.sums[gate * simd + v] + rows.value(
-                        io, slot, gate, entry) * states[t % 2, rows.column(io, slot, gate, entry), base + v]
-
-    @T.inline
-    def write_state(io, s, states, cells, t, unit, b, v):
-        """One sequence: its output, and what the next step starts from."""
-        io.output[t, b, unit] = T.Cast(dtype, s.h[v])
-        io.h_n[b, unit] = T.Cast(dtype, s.h[v])
+    def write_state(io, s, states, cells, t, unit, b, at):
+        """One sequence of a unit: its output, and what the next step starts from."""
+        io.output[t, b, unit] = T.Cast(dtype, s.h[at])
+        io.h_n[b, unit] = T.Cast(dtype, s.h[at])
         # Read back: of two casts, to bfloat16 and from it, TVM makes none.
-        states[(t + 1) % 2, unit, b] = T.Cast("float32", io.output[t, b, unit])
+        T.buffer_store(states, T.Cast("float32", io.output[t, b, unit]), [(t + 1) % 2, *weight.place(unit, b)])
         if lstm:
-            io.c_n[b, unit] = T.Cast(dtype, s.c[v])
-            cells[unit, b] = s.c[v]
+            io.c_n[b, unit] = T.Cast(dtype, s.c[at])
+            cells[unit, b] = s.c[at]
         if resetting:
             if t + 1 < io.steps:
                 if io.resets[t + 1, b] != 0:
-                    states[(t + 1) % 2, unit, b] = T.float32(0)
+                    T.buffer_store(states, T.float32(0), [(t + 1) % 2, *weight.place(unit, b)])
 
     @T.inline
-    def one_sequence(io, s, states, cells, t, unit, b, v):
+    def one_sequence(io, s, states, cells, t, unit, b, at):
         if ragged:
             if t < io.lengths[b]:
-                write_state(io, s, states, cells, t, unit, b, v)
+                write_state(io, s, states, cells, t, unit, b, at)
             else:
                 io.output[t, b, unit] = T.Cast(dtype, T.float32(0))
         else:
-            write_state(io, s, states, cells, t, unit, b, v)
+            write_state(io, s, states, cells, t, unit, b, at)
 
     @T.inline
-    def load_rest(io, s, states, cells, t, unit, b, v):
-        """Beside the sums: what one sequence's gates need."""
+    def load_rest(io, s, states, cells, t, unit, b, at):
+        """Beside the sums: what the gates of one sequence of a unit need."""
         for gate in range(gates):
-            s.x[gate * simd + v] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
+            s.x[gate * samples + at] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
         if gru:
-            s.h[v] = states[t % 2, unit, b]
+            s.h[at] = T.BufferLoad(states, [t % 2, *weight.place(unit, b)])
+            s.bias[at] = T.Cast("float32", io.hidden_bias[unit])
         if lstm:
-            s.c[v] = cells[unit, b]
+            s.c[at] = cells[unit, b]
             if resetting:
                 if io.resets[t, b] != 0:
-                    s.c[v] = T.float32(0)
+                    s.c[at] = T.float32(0)
 
     @T.inline
-    def one_unit(io, s, states, cells, t, slot):
-        unit = T.meta_var(rows.unit(io, slot))
-        if gru:
-            s.bias[0] = T.Cast("float32", io.hidden_bias[unit])
-        for part in range(parts):
-            sum_rows(io, s, states, t, slot, part * simd)
-            for v in range(simd):
-                if whole:
-                    load_rest(io, s, states, cells, t, unit, part * simd + v, v)
-                    update(s, v)
-                    one_sequence(io, s, states, cells, t, unit, part * simd + v, v)
+    def of_all(do, io, s, states, cells, t, tile, base):
+        """`do` for each sequence of each unit of a tile."""
+        for u in range(units):
+            for v in range(sequences):
+                slot = T.meta_var(tile * units + u)
+                if alone:
+                    do(io, s, states, cells, t, weight.unit(io, slot), base + v, u * sequences + v)
                 else:
-                    if part * simd + v < batch:
-                        load_rest(io, s, states, cells, t, unit, part * simd + v, v)
-                        update(s, v)
-                        one_sequence(io, s, states, cells, t, unit, part * simd + v, v)
+                    if slot < hidden and base + v < batch:
+                        do(io, s, states, cells, t, weight.unit(io, slot), base + v, u * sequences + v)
+
+    @T.inline
+    def one_tile(io, s, states, cells, t, tile):
+        for part in range(padded // sequences):
+            add_up(io, s, states, t % 2, tile, part * sequences)
+            of_all(load_rest, io, s, states, cells, t, tile, part * sequences)
+            for v in T.vectorized(samples):
+                update(s, v)
+            of_all(one_sequence, io, s, states, cells, t, tile, part * sequences)
 
     @T.inline
     def all_steps(io, states, cells):
         for step in range(io.steps):
-            for part_of in loop(chunks):
+            for part_of in loop(parts):
                 with T.sblock("chunk"):
                     t = T.axis.opaque(io.steps, step)
-                    n = T.axis.spatial(chunks, part_of)
+                    n = T.axis.spatial(parts, part_of)
                     s = T.meta_var(SimpleNamespace(
-                        x=T.sblock_alloc_buffer((gates * simd,), "float32"),
-                        sums=T.sblock_alloc_buffer((gates * simd,), "float32"),
-                        h=T.sblock_alloc_buffer((simd,), "float32"),
-                        c=T.sblock_alloc_buffer((simd,), "float32"),
-                        bias=T.sblock_alloc_buffer((1,), "float32")))
-                    for i in range(T.min(chunk, hidden - n * chunk)):
-                        one_unit(io, s, states, cells, t, n * chunk + i)
+                        x=T.sblock_alloc_buffer((gates * samples,), "float32"),
+                        sums=T.sblock_alloc_buffer((gates * samples,), "float32"),
+                        h=T.sblock_alloc_buffer((samples,), "float32"),
+                        c=T.sblock_alloc_buffer((samples,), "float32"),
+                        bias=T.sblock_alloc_buffer((samples,), "float32"),
+                        **weight.alloc()))
+                    for i in range(T.min(each, tiles - n * each)):
+                        one_tile(io, s, states, cells, t, n * each + i)
 
     @T.inline
     def body(io):
-        states = T.sblock_alloc_buffer((2, hidden, padded), "float32")
+        states = T.sblock_alloc_buffer((2, *shape), "float32")
         cells = T.sblock_alloc_buffer((hidden, padded), "float32")
         begin(io, states, cells)
         all_steps(io, states, cells)

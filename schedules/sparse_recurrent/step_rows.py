@@ -1,22 +1,105 @@
-"""The sparse recurrent layer on a CPU, step by step: `recurrent.step_rows` with a weight of entries."""
+"""The sparse recurrent layer on a CPU, step by step: vectors run along the batch.
+
+States are kept as `(hidden, batch)`, so that an entry's value meets `simd` sequences in one load. Of a row's entries
+`depth` are in flight, each of which adds to a sum of its own.
+"""
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ..recurrent.step_rows import build, default, space
+from ..recurrent import step_rows as steps
+
+# Sequences whose sums are held at once, a vector a gate: up to one register of AVX-512.
+SIMD = powers(1, 16)
+DEPTHS = powers(1, 8)
+
+
+@dataclass(frozen=True)
+class EntrySums:
+    """`recurrent.step_rows.Weight` of entries: a tile is the unit of a slot."""
+
+    problem: SparseRecurrent
+    sequences: int
+    depth: int
+    units: int = 1
+
+    def unit(self, io: Any, slot: Any) -> Any:
+        return io.units[slot]
+
+    def shape(self, padded: int) -> tuple[int, int]:
+        return self.problem.hidden, padded
+
+    def place(self, unit: Any, b: Any) -> tuple[Any, Any]:
+        return unit, b
+
+    def alloc(self) -> dict[str, Any]:
+        from tvm.script import tirx as T
+
+        return {"parts": T.sblock_alloc_buffer((self.depth * self.sequences,), "float32")}
+
+    def sums(self) -> Callable[..., Any]:
+        from tvm.script import tirx as T
+
+        gates, simd, depth, rows = self.problem.gates, self.sequences, self.depth, self.problem.rows()
+
+        # fmt: off
+        @T.inline
+        def add(io, s, states, turn, slot, base, k, gate, entry):
+            for v in T.vectorized(simd):
+                s.parts[k * simd + v] = s.parts[k * simd + v] + rows.value(
+                    io, slot, gate, entry) * states[turn, rows.column(io, slot, gate, entry), base + v]
+
+        @T.inline
+        def phase(io, s, states, turn, slot, base):
+            for gate in range(gates):
+                for v in T.vectorized(depth * simd):
+                    s.parts[v] = T.float32(0)
+                first = T.meta_var(rows.start(io, slot, gate))
+                many = T.meta_var(rows.stop(io, slot, gate) - first)
+                for n in range(many // depth):
+                    for k in T.unroll(depth):
+                        add(io, s, states, turn, slot, base, k, gate, first + n * depth + k)
+                for n in range(many % depth):
+                    add(io, s, states, turn, slot, base, 0, gate, first + many // depth * depth + n)
+                for k in T.unroll(depth - 1):
+                    for v in T.vectorized(simd):
+                        s.parts[v] = s.parts[v] + s.parts[(k + 1) * simd + v]
+                for v in T.vectorized(simd):
+                    s.sums[gate * simd + v] = s.parts[v]
+        # fmt: on
+        return phase
+
+
+def space(problem: SparseRecurrent, machine: Machine) -> Table:
+    return {
+        "chunk": steps.chunks(problem),
+        "simd": tuple(s for s in SIMD if s < 2 * problem.batch),
+        "depth": tuple(c for c in DEPTHS if c == 1 or c <= problem.row_entries),
+    }
+
+
+def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
+    table = space(problem, machine)
+    return {"chunk": steps.default_chunk(problem), "simd": max(table["simd"]), "depth": min(4, max(table["depth"]))}
 
 
 def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
     from .interface import cpu_program
 
-    return build(problem, decisions, cpu_program)
+    weight = EntrySums(problem, decisions["simd"], decisions["depth"])
+    return steps.build(problem, decisions["chunk"], weight, cpu_program)
 
 
 step_rows = Template(
     name="step_rows",
-    version=2,
+    version=3,
     operator="sparse_recurrent",
     kind="llvm",
     summary="step by step; threads share the units, vectors run along the batch",

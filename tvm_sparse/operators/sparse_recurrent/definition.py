@@ -73,7 +73,7 @@ def next_state(
     `sigmoid` and `tanh`: those of a machine whose compiler has none that are exact enough.
 
     Reads, all float32: `s.sums[gate * samples + v]`, U h of each gate; `s.x`, likewise, the projected input; of an LSTM
-    `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[0]`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
+    `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[v]`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
     """
     if cell in ("tanh", "relu"):
 
@@ -100,7 +100,7 @@ def next_state(
         def phase(s, v):
             # The gates take the places of their sums.
             s.sums[samples + v] = sigmoid(s.x[samples + v] + s.sums[samples + v])
-            s.sums[v] = tanh(s.x[2 * samples + v] + sigmoid(s.x[v] + s.sums[v]) * (s.sums[2 * samples + v] + s.bias[0]))
+            s.sums[v] = tanh(s.x[2 * samples + v] + sigmoid(s.x[v] + s.sums[v]) * (s.sums[2 * samples + v] + s.bias[v]))
             s.h[v] = (T.float32(1) - s.sums[samples + v]) * s.sums[v] + s.sums[samples + v] * s.h[v]
 
     return phase
