@@ -192,8 +192,8 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         (
             "step_rows",
             "sparse_recurrent/steps=3,batch=3,hidden=40,nonzeros=5",
-            {"chunk": (16, 32, 64), "simd": (1, 2, 4)},
-            9,
+            {"chunk": (16, 32, 64), "simd": (1, 2, 4), "depth": (1, 2, 4)},
+            27,
         ),
         (
             "step_kernels",
@@ -475,9 +475,10 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
     ("name", "key", "decisions"),
     [
         ("row_scan", "softmax_topk/batch=2,vocab=262144,k=5", {"chunk": 64, "simd": 16}),
+        ("row_scan", "softmax_topk/batch=2,vocab=151936,k=5", {"chunk": 64, "simd": 64}),
         ("softmax_rows", "softmax/batch=2,vocab=262144", {"chunk": 64, "simd": 8, "kept": 1}),
+        ("logsumexp_rows", "logsumexp/batch=2,vocab=262144", {"chunk": 64, "simd": 64}),
     ],
-    ids=["row_scan", "softmax_rows"],
 )
 def test_long_rows_are_not_added_up_one_by_one(name: str, key: str, decisions: dict[str, int], tmp_path: Path) -> None:
     """Equal elements, of which each would be rounded the same way: the errors of a lane's 30,000 would add up."""

@@ -50,8 +50,9 @@ class TileSums:
     def sums(self) -> Callable[..., Any]:
         from tvm.script import tirx as T
 
+        from ..device.vectors import sum_elements
+
         at_once, several = self.rows, self.sequences
-        halvings = COLUMNS.bit_length() - 1
         full = self.problem.gates * self.units  # rows of a tile that are of units
 
         # fmt: off
@@ -68,13 +69,8 @@ class TileSums:
                             s.parts[o, v] = s.parts[o, v] + T.Cast(
                                 "float32", io.weights[group, r * at_once + o // several, v]
                             ) * states[turn, base + o % several, io.groups[group] * COLUMNS + v]
-                # The upper half is added to the lower one until one element is left.
-                for h in T.unroll(halvings):
-                    for o in T.unroll(at_once * several):
-                        for v in T.vectorized(COLUMNS // 2):
-                            # Elements past the half add up again what is no longer looked at.
-                            s.parts[o, v] = s.parts[o, v] + s.parts[o, v + (COLUMNS >> (h + 1))]
-                for o in T.unroll(at_once * several):
+                for o in range(at_once * several):
+                    sum_elements(s.parts, o, COLUMNS)
                     s.sums[r * at_once * several + o] = s.parts[o, 0]
         # fmt: on
         return phase

@@ -83,7 +83,7 @@ def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
 
 listed_rows = Template(
     name="listed_rows",
-    version=2,
+    version=3,
     operator="lsh_topk",
     kind="llvm",
     summary="lists of candidates, then a vectorised product of tiles of words and a scan of each row",

@@ -112,12 +112,14 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
     def write_state(io, s, states, cells, t, unit, b, at):
         """One sequence of a unit: its output, and what the next step starts from."""
         io.output[t, b, unit] = T.Cast(dtype, s.h[at])
-        io.h_n[b, unit] = T.Cast(dtype, s.h[at])
         # Read back: of two casts, to bfloat16 and from it, TVM makes none.
         T.buffer_store(states, T.Cast("float32", io.output[t, b, unit]), [(t + 1) % 2, *weight.place(unit, b)])
         if lstm:
-            io.c_n[b, unit] = T.Cast(dtype, s.c[at])
             cells[unit, b] = s.c[at]
+        if t + 1 == (io.lengths[b] if ragged else io.steps):
+            io.h_n[b, unit] = T.Cast(dtype, s.h[at])
+            if lstm:
+                io.c_n[b, unit] = T.Cast(dtype, s.c[at])
         if resetting:
             if t + 1 < io.steps:
                 if io.resets[t + 1, b] != 0:

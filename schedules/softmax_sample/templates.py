@@ -72,7 +72,7 @@ def drawing(
 
     return Template(
         name=name,
-        version=3 if base.kind == "llvm" else 1,
+        version=4 if base.kind == "llvm" else 1,
         operator="softmax_sample",
         kind=base.kind,
         summary=summary,

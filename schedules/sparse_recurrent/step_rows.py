@@ -87,7 +87,7 @@ def space(problem: SparseRecurrent, machine: Machine) -> Table:
 
 def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
     table = space(problem, machine)
-    return {"chunk": steps.default_chunk(problem), "simd": max(table["simd"]), "depth": min(4, max(table["depth"]))}
+    return {"chunk": steps.default_chunk(problem), "simd": max(table["simd"]), "depth": min(2, max(table["depth"]))}
 
 
 def program(problem: SparseRecurrent, decisions: Decisions) -> Program:

@@ -43,7 +43,7 @@ def rows(operator: str, name: str) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
         name=name,
-        version=2,
+        version=3,
         operator=operator,
         kind="llvm",
         summary="a vectorised product of tiles of words, then a scan of each row",

@@ -13,6 +13,7 @@ from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
 from tvm_sparse.operators.head_topk.problem import HeadTopk
 
+from ...device.vectors import add_upper_half, halves
 from ...softmax_topk.elements import write_given
 from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
@@ -67,15 +68,40 @@ def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
     )
 
 
+class Strip:
+    """Neighbouring rows of hidden states of a list, from one on; those beyond the beam repeat the last one."""
+
+    def __init__(self, io: Arguments, index: Any, first: Any) -> None:
+        self._io, self._index, self._first = io, index, first
+
+    def __getitem__(self, at: tuple[Any, Any]) -> tirx.PrimExpr:
+        row = T.min(self._first + at[0], self._io.beam - 1)
+        return tirx.BufferLoad(self._io.hidden, self._io.place(self._index, row, at[1]))
+
+
 def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     """Reads: hidden states and words. Writes: `target`, the scores of all positions, -inf beyond a list's words."""
     tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
-    hidden, sums, halvings = problem.hidden, tile_m * tile_n, simd.bit_length() - 1
-    whole = hidden // simd
+    hidden, sums = problem.hidden, tile_m * tile_n
     exact_head = isinstance(problem, HeadTopk)
     static = None if exact_head else most_words(problem)
 
     # fmt: off
+    @T.inline
+    def add_products(io, part, word, rows, o, column, size):
+        """To the first `size` elements of a vector of sums, the products of as many columns."""
+        for lane in T.vectorized(size):
+            part[o, lane] = part[o, lane] + T.Cast(
+                "float32", io.embedding[word[o // tile_m], column + lane]
+            ) * T.Cast("float32", rows[o % tile_m, column + lane])
+
+    def join(io, part, word, rows, o):
+        """A vector's elements to one sum, by halves; columns that no whole vector covers join at their size."""
+        for size in halves(simd):
+            add_upper_half(part, o, size)
+            if hidden & size:
+                add_products(io, part, word, rows, o, hidden // (2 * size) * 2 * size, size)
+
     @T.inline
     def phase(io, target):
         positions = T.meta_var(io.vocab if exact_head else T.int64(static))
@@ -96,37 +122,20 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
                     else:
                         word[n] = T.int64(0)
                 for strip in range((io.beam + (tile_m - 1)) // tile_m):
+                    rows = T.meta_var(Strip(io, index, strip * tile_m))
                     for o in T.unroll(sums):
                         for lane in T.vectorized(simd):
                             part[o, lane] = T.float32(0)
-                    for c in range(whole):
+                    for c in range(hidden // simd):
                         for o in T.unroll(sums):
-                            for lane in T.vectorized(simd):
-                                # Rows beyond the beam repeat the last one and are not stored.
-                                part[o, lane] = part[o, lane] + T.Cast(
-                                    "float32", io.embedding[word[o // tile_m], c * simd + lane]
-                                ) * T.Cast(
-                                    "float32",
-                                    tirx.BufferLoad(io.hidden, io.place(
-                                        index, T.min(strip * tile_m + o % tile_m, io.beam - 1), c * simd + lane)))
-                    # The sum of a vector's elements: its upper half is added to the lower one until one is left.
-                    for h in T.unroll(halvings):
-                        for o in T.unroll(sums):
-                            for lane in T.vectorized(simd // 2):
-                                # Elements past the half add up again what is no longer looked at.
-                                part[o, lane] = part[o, lane] + part[o, lane + (simd >> (h + 1))]
-                    for o in T.unroll(sums):
-                        for c in range(hidden - whole * simd):
-                            part[o, 0] = part[o, 0] + T.Cast(
-                                "float32", io.embedding[word[o // tile_m], whole * simd + c]
-                            ) * T.Cast(
-                                "float32",
-                                tirx.BufferLoad(io.hidden, io.place(
-                                    index, T.min(strip * tile_m + o % tile_m, io.beam - 1), whole * simd + c)))
+                            add_products(io, part, word, rows, o, c * simd, simd)
+                    for o in range(sums):
+                        join(io, part, word, rows, o)
                         if io.bias is not None:
                             part[o, 0] = part[o, 0] + io.bias[word[o // tile_m]]
                         if first + T.int64(o // tile_m) >= words_of(io, index):
                             part[o, 0] = T.float32("-inf")
+                        # What repeats a row is not stored.
                         if strip * tile_m + o % tile_m < io.beam and first + T.int64(o // tile_m) < positions:
                             T.buffer_store(target, part[o, 0], io.place(
                                 index, strip * tile_m + o % tile_m, first + T.int64(o // tile_m)))

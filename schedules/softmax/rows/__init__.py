@@ -51,7 +51,7 @@ def build(problem: RowProblem, decisions: Decisions) -> Program:
 softmax_rows, logsumexp_rows = (
     Template(
         name=f"{operator}_rows",
-        version=3,
+        version=4,
         operator=operator,
         kind="llvm",
         summary=f"a thread a row, vector loops, {passes}",

@@ -54,7 +54,7 @@ class RowState:
         self.m = T.sblock_alloc_buffer((1,), "float32")
         self.d = T.sblock_alloc_buffer((1,), "float32")
         self.top = T.sblock_alloc_buffer((ext.simd,), "float32")
-        self.part = T.sblock_alloc_buffer((ext.simd,), "float32")
+        self.part = T.sblock_alloc_buffer((ext.simd,), "float64")
         self.fold = T.sblock_alloc_buffer((ext.simd,), "float32")
         self.base = T.sblock_alloc_buffer((ext.chunks if ext.kept else 1,), "float32")
         self.kept = T.sblock_alloc_buffer((max(ext.scratch, 1),), "float32")
@@ -106,7 +106,7 @@ def add_exponentials(ext: Extents) -> Phase:
                 s.fold[lane] = s.fold[lane] + exp(
                     T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
         for lane in T.vectorized(ext.simd):
-            s.part[lane] = s.part[lane] + s.fold[lane]
+            s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
 
     @T.inline
     def phase(s, X, first, count):
@@ -139,7 +139,7 @@ def keep_exponentials(ext: Extents) -> Phase:
                 for lane in T.vectorized(simd):
                     Y[s.row, (first + u) * simd + lane] = s.top[lane]
         for lane in T.vectorized(simd):
-            s.part[lane] = s.part[lane] + s.fold[lane]
+            s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
 
     return phase
 
@@ -155,7 +155,7 @@ def accumulate(ext: Extents) -> Phase:
     @T.inline
     def phase(s, X, log, Y):
         for lane in T.vectorized(ext.simd):
-            s.part[lane] = T.float32(0)
+            s.part[lane] = T.float64(0)
         if ext.algorithm == "naive":
             s.m[0] = T.float32(0)
             added(s, X, 0, ext.vectors)
@@ -177,7 +177,7 @@ def accumulate(ext: Extents) -> Phase:
                     s.fold[0] = T.min(s.fold[0], HIGHEST)
                 if s.fold[0] > s.m[0]:
                     for lane in T.vectorized(ext.simd):
-                        s.part[lane] = s.part[lane] * T.exp(s.m[0] - s.fold[0])
+                        s.part[lane] = s.part[lane] * T.Cast("float64", T.exp(s.m[0] - s.fold[0]))
                     s.m[0] = s.fold[0]
                 if ext.kept:
                     if log == 0:
@@ -196,11 +196,11 @@ def join_lanes(ext: Extents) -> Phase:
 
     @T.inline
     def phase(s, X):
-        s.d[0] = T.float32(0)
         for i in range(ext.vocab - ext.tail):
-            s.d[0] = s.d[0] + T.exp(T.Cast("float32", X[s.row, ext.tail + i]) - s.m[0])
-        for lane in range(ext.simd):
-            s.d[0] = s.d[0] + s.part[lane]
+            s.part[0] = s.part[0] + T.Cast("float64", T.exp(T.Cast("float32", X[s.row, ext.tail + i]) - s.m[0]))
+        for lane in range(ext.simd - 1):
+            s.part[0] = s.part[0] + s.part[lane + 1]
+        s.d[0] = T.Cast("float32", s.part[0])
 
     return phase
 

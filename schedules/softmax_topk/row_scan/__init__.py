@@ -28,7 +28,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 row_scan = Template(
     name="row_scan",
-    version=4,
+    version=5,
     operator="softmax_topk",
     kind="llvm",
     summary="a thread a row, one pass in chunks, a heap behind a threshold",

@@ -26,7 +26,7 @@ class State:
     """What a thread keeps of its row."""
 
     top: tirx.Buffer  # a chunk's largest element of each lane, then its sum of exponentials
-    part: tirx.Buffer  # each lane's sum of exponentials
+    part: tirx.Buffer  # each lane's sum of exponentials, one more term a chunk: float64, as float32 rounds each time
     m: tirx.Buffer  # the largest element so far
     d: tirx.Buffer  # the sum of exponentials
     tau: tirx.Buffer  # the k-th largest element so far
@@ -42,7 +42,7 @@ class State:
         return named(
             cls(
                 top=T.sblock_alloc_buffer((extents.lanes,), "float32"),
-                part=T.sblock_alloc_buffer((extents.lanes,), "float32"),
+                part=T.sblock_alloc_buffer((extents.lanes,), "float64"),
                 m=T.sblock_alloc_buffer((1,), "float32"),
                 d=T.sblock_alloc_buffer((1,), "float32"),
                 tau=T.sblock_alloc_buffer((1,), "float32"),
@@ -182,7 +182,7 @@ def begin_row(extents: Extents) -> Callable[..., Any]:
     def phase(io, row, s):
         s.m[0] = lowest
         for lane in T.vectorized(extents.lanes):
-            s.part[lane] = T.float32(0)
+            s.part[lane] = T.float64(0)
         fill(io, row, s)
         s.tau[0] = value_of(s.heap[0])
 
@@ -227,7 +227,7 @@ def rescale_sums(extents: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, s):
         for lane in T.vectorized(extents.lanes):
-            s.part[lane] = s.part[lane] * T.exp((s.m[0] - s.fold[0]) * io.scale)
+            s.part[lane] = s.part[lane] * T.Cast("float64", T.exp((s.m[0] - s.fold[0]) * io.scale))
         s.m[0] = s.fold[0]
 
     return phase
@@ -279,7 +279,7 @@ def add_exponentials(extents: Extents) -> Callable[..., Any]:
                     (element(io, row, (c * step + u) * lanes + lane) - s.m[0]) * io.scale
                 )
         for lane in T.vectorized(lanes):
-            s.part[lane] = s.part[lane] + s.top[lane]
+            s.part[lane] = s.part[lane] + T.Cast("float64", s.top[lane])
 
     return phase
 
@@ -296,9 +296,9 @@ def finish_row(extents: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, s):
-        s.d[0] = T.float32(0)
-        for lane in range(extents.lanes):
-            s.d[0] = s.d[0] + s.part[lane]
+        for lane in range(extents.lanes - 1):
+            s.part[0] = s.part[0] + s.part[lane + 1]
+        s.d[0] = T.Cast("float32", s.part[0])
         for i in range(extents.vocab - scalars):
             s.top[0] = element(io, row, scalars + i)
             if s.top[0] > s.m[0]:
