@@ -33,9 +33,6 @@ class TileSums:
     def units(self) -> int:
         return tile_units(self.problem.gates)
 
-    def unit(self, io: Any, slot: Any) -> Any:
-        return slot
-
     def shape(self, padded: int) -> tuple[int, int]:
         return padded, self.problem.across * COLUMNS
 

@@ -38,9 +38,6 @@ class Weight(Protocol):
     @property
     def sequences(self) -> int: ...
 
-    def unit(self, io: Any, slot: Any) -> Any:
-        """The unit at a slot, the order in which tiles lie."""
-
     def shape(self, padded: int) -> tuple[int, int]:
         """Of a buffer of states, the batch being `padded` to whole `sequences`."""
 
@@ -56,10 +53,12 @@ class Weight(Protocol):
 
 
 def chunks(problem: RecurrentLayer) -> tuple[int, ...]:
+    """What `chunk` may be."""
     return tuple(c for c in CHUNK if c == CHUNK[0] or c < 2 * problem.hidden)
 
 
 def default_chunk(problem: RecurrentLayer) -> int:
+    """The fewest units that are work enough for a thread."""
     each = problem.gates * problem.row_entries * problem.batch
     table = chunks(problem)
     return min((c for c in table if c * each >= WORK), default=max(table))
@@ -82,6 +81,7 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
     loop = T.parallel if parts > 1 else T.serial
     padded = ceildiv(batch, sequences) * sequences
     shape = weight.shape(padded)
+    rows = problem.rows()
     add_up, update = weight.sums(), next_state(cell, samples, sigmoid, tanh)
     alone = units == 1 and batch == padded  # all places of a tile are sequences of units that there are
 
@@ -156,10 +156,10 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
             for v in range(sequences):
                 slot = T.meta_var(tile * units + u)
                 if alone:
-                    do(io, s, states, cells, t, weight.unit(io, slot), base + v, u * sequences + v)
+                    do(io, s, states, cells, t, rows.unit(io, slot), base + v, u * sequences + v)
                 else:
                     if slot < hidden and base + v < batch:
-                        do(io, s, states, cells, t, weight.unit(io, slot), base + v, u * sequences + v)
+                        do(io, s, states, cells, t, rows.unit(io, slot), base + v, u * sequences + v)
 
     @T.inline
     def one_tile(io, s, states, cells, t, tile):

@@ -30,9 +30,6 @@ class EntrySums:
     depth: int
     units: int = 1
 
-    def unit(self, io: Any, slot: Any) -> Any:
-        return io.units[slot]
-
     def shape(self, padded: int) -> tuple[int, int]:
         return self.problem.hidden, padded
 
