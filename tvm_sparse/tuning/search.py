@@ -183,7 +183,7 @@ class _MetaSchedule:
         self._workload = self._database.commit_workload(self._module)
         # A few hundred rows of a few numbers: on several threads training takes ten times as long as on one.
         self._model = ms.cost_model.XGBModel(
-            extractor=decision_features(domain), num_warmup_samples=batch, num_tuning_cores=1, early_stopping_rounds=50
+            extractor=decision_features(domain), num_warmup_samples=batch, num_tuning_cores=1
         )
         self._untold: list[tuple[Any, Any]] = []
         self._context.pre_tuning(trials, batch, database=self._database, cost_model=self._model)
