@@ -290,6 +290,11 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
     refused("multipliers: expected none", look_up, codes, *tables, 3, multipliers=hashed.multipliers)
     bad = built.words + 700
     refused("words: expected ids in [0, 700)", look_up, codes, bad, built.table, always, 3, validate=True)
+    for code in (-1, built.table.shape[1] - 1, 2**31 - 1):
+        outside = codes.copy()
+        outside[0, 0, 1] = code
+        message = f"codes: codes[0, 0, 1]={code} is outside [0, {built.table.shape[1] - 1})"
+        refused(message, look_up, outside, built.words, built.table, always, 3, validate=True)
     refused("chosen: expected shape (lists, 22) and dtype int32 for vocab=700", compact, codes[0], 700, 50)
     refused("capacity: expected an integer of at least 1, got 0", compact, np.zeros((1, 22), np.int32), 700, 0)
     refused("out: expected 2 arrays", compact, np.zeros((1, 22), np.int32), 700, 50, out=always)

@@ -514,6 +514,13 @@ def test_verify_names_what_is_damaged_and_what_is_gone(log: Log):
     ]
 
 
+def test_verify_counts_gaps_of_any_size(log: Log):
+    """What a damaged line claims to be the number of its trial costs no memory."""
+    log.append(session(), trial(1), trial(10**40))
+    [damage] = database.verify(log.root)
+    assert damage.what == f"session s1 lacks {10**40 - 1} trials: 0, 2, 3, 4, 5, ..."
+
+
 def test_merged_folders_have_all_records_once(tmp_path: Path):
     one, two = (Log(tmp_path / name, ARCH, "softmax_topk") for name in ("one", "two"))
     one.append(session(id="new", date="2025-02-02T00:00:00Z"), trial(0, session="new"))

@@ -327,6 +327,14 @@ def check_tables(words: np.ndarray, table: np.ndarray) -> None:
         raise ValueError(f"table: entries (code, start, length, 0) must lie within the vocab={vocab} words of a band")
 
 
+def check_codes(codes: np.ndarray, bits: int) -> None:
+    """Raise `ValueError` unless all codes are in [0, 2^bits)."""
+    outside = np.argwhere((codes < 0) | (codes >= 1 << bits))
+    if len(outside):
+        at = tuple(map(int, outside[0]))
+        raise ValueError(f"codes: codes{list(at)}={codes[at]} is outside [0, {1 << bits}) (2^bits)")
+
+
 def find_buckets(
     codes: np.ndarray, table: np.ndarray, multipliers: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

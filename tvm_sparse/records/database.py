@@ -6,6 +6,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,16 +60,20 @@ def verify(root: Path) -> list[Damage]:
             problems[trial.session][trial.problem] += 1
         known = {session.id for session in trials.sessions}
         for session, order in orders.items():
-            lacking = set(range(max(order))) - set(order)
+            there = sorted(number for number in order if number >= 0)
+            # Counted, not listed: a line may claim any number.
+            lacking = there[-1] + 1 - len(there) if there else 0
             if session not in known:
                 found.append(Damage(log.trials_path, 0, f"session {session} has trials, and no line of its own"))
             if lacking:
-                numbers = ", ".join(map(str, sorted(lacking)[:5])) + (", ..." if len(lacking) > 5 else "")
-                found.append(Damage(log.trials_path, 0, f"session {session} lacks {len(lacking)} trials: {numbers}"))
+                gaps = (range(before + 1, number) for before, number in itertools.pairwise([-1, *there]))
+                first = list(itertools.islice(itertools.chain.from_iterable(gaps), 5))
+                numbers = ", ".join(map(str, first)) + (", ..." if lacking > 5 else "")
+                found.append(Damage(log.trials_path, 0, f"session {session} lacks {lacking} trials: {numbers}"))
         for best in bests.bests:
-            there = problems[best.session][best.problem]
-            if best.trials is not None and there < best.trials:
-                what = f"session {best.session} had {best.trials} trials of {best.problem}, of which {there} are here"
+            left = problems[best.session][best.problem]
+            if best.trials is not None and left < best.trials:
+                what = f"session {best.session} had {best.trials} trials of {best.problem}, of which {left} are here"
                 found.append(Damage(log.trials_path, 0, what))
     return found
 

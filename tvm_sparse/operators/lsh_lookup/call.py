@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import machine_of, outputs_for, passed
@@ -47,8 +48,8 @@ def lsh_lookup(
     out
         `(lists, ceil(vocab / 32))` int32 array to write into, contiguous and on the same device.
     validate
-        Check what the tables hold, wherever they lie, which on a GPU costs a synchronisation and a copy. Codes and
-        tables that are bad and unchecked read and write out of bounds.
+        Check what codes and tables hold, wherever they lie, which on a GPU costs a synchronisation and a copy. Those
+        that are bad and unchecked read and write out of bounds.
 
     Returns
     -------
@@ -60,8 +61,8 @@ def lsh_lookup(
     TypeError
         If an argument is no array.
     ValueError
-        For other shapes, dtypes or devices, a threshold below 1, tables that are malformed, or an `out` that does not
-        fit; naming the argument.
+        For other shapes, dtypes or devices, a threshold below 1, codes or tables that are bad, or an `out` that does
+        not fit; naming the argument.
 
     When not to use it: from hidden states to a list of words `lsh_candidates` goes in one program.
 
@@ -82,6 +83,8 @@ def lsh_lookup(
         )
     lists, beam, bands = known.shape
     tables = checked_tables(words, table, multipliers, always, threshold, known, "codes are", bands, validate)
+    if validate:
+        wta.check_codes(arrays.as_numpy(codes), tables.bits if tables.kind == "direct" else 31)
     [result] = outputs_for(out, (("out", (lists, bitmap_words(tables.vocab)), "int32"),), codes, known)
     if lists:
         try:
