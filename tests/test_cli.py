@@ -218,6 +218,7 @@ def test_a_cpu_measures_what_is_compiled_for_lower_levels(monkeypatch: pytest.Mo
     "text, said",
     [
         ("[[softmax_topk]\n", r"shapes\.toml: not TOML: .*line 1"),
+        ("[[softmax_topk]]\nk = " + 5000 * "1", r"shapes\.toml: not TOML: .*digits"),
         ("", r"no shapes"),
         ("[[softmax_topk]]\nbatch = 1\nvocab = 10\nk = 1\n[[softmax_topk]]\nbatch = 1\nvocabb = 10\nk = 1\n",
          r"shapes\.toml: \[\[softmax_topk\]\] number 2: .*unknown axis 'vocabb'; did you mean vocab"),

@@ -45,7 +45,7 @@ def read(path: Path) -> list[Problem]:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise ShapesError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of a whole number of thousands of digits
         raise ShapesError(f"{path}: not TOML: {error}") from None
     problems: dict[Problem, None] = {}
     for operator, tables in content.items():
