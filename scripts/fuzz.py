@@ -720,7 +720,7 @@ def changed_array(array: np.ndarray, draw: Callable[[Any], Any]) -> Any:
         return array  # PyTorch has no such
     import torch
 
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = torch.from_numpy(array.copy())  # of one element strides may be negative else
     return tensor if how == 14 else torch.empty((array.shape[0], 0)) if array.ndim else tensor
 
 

@@ -296,7 +296,9 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         message = f"codes: codes[0, 0, 1]={code} is outside [0, {built.table.shape[1] - 1})"
         refused(message, look_up, outside, built.words, built.table, always, 3, validate=True)
     refused("chosen: expected shape (lists, 22) and dtype int32 for vocab=700", compact, codes[0], 700, 50)
-    refused("capacity: expected an integer of at least 1, got 0", compact, np.zeros((1, 22), np.int32), 700, 0)
+    for capacity in (0, 2**31):
+        message = f"capacity: expected an integer of at least 1 and below 2^31, got {capacity}"
+        refused(message, compact, np.zeros((1, 22), np.int32), 700, capacity)
     refused("out: expected 2 arrays", compact, np.zeros((1, 22), np.int32), 700, 50, out=always)
     candidates = tvm_sparse.lsh_candidates
     refused("hidden: expected shape (lists, beam, hidden)", candidates, embedding, permutations, *tables, 3, 50)

@@ -266,6 +266,17 @@ def test_large_weights_take_seconds() -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+class Foreign:
+    """An array that speaks DLPack and nothing else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.__dlpack_device__ = array.__dlpack_device__
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+
 @pytest.mark.parametrize(
     ("matrix", "options", "error", "message"),
     [
@@ -289,6 +300,7 @@ def test_large_weights_take_seconds() -> None:
         (np.zeros((2, 2)), {"units": "sorted"}, ValueError, "units: expected one of balanced, plain, got 'sorted'"),
         (np.zeros((2, 2)), {"banks": 0}, ValueError, "banks: expected one of 1, 2, 4, 8, 16, 32, got 0"),
         (np.zeros((2, 2)), {"gates": True}, ValueError, "gates: expected an integer of at least 1, got True"),
+        (Foreign(np.eye(3, dtype=">f4")), {}, TypeError, "weights: its library does not hand it over by DLPack"),
         ([[1.0]], {}, TypeError, "weights: expected a SciPy sparse matrix, .* got list"),
     ],
 )

@@ -330,7 +330,10 @@ def _coordinates(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple
                 "weights: expected a SciPy sparse matrix, a torch tensor, a NumPy array or another DLPack array on the"
                 f" host, got {type(matrix).__name__}"
             )
-        matrix = np.from_dlpack(matrix)
+        try:
+            matrix = np.from_dlpack(matrix)
+        except BufferError as error:
+            raise TypeError(f"weights: its library does not hand it over by DLPack: {error}") from None
     own = _floating(own or matrix.dtype.name)
     if matrix.ndim != 2:
         return *_NO_ENTRIES, tuple(matrix.shape), own

@@ -53,8 +53,8 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
 
     known = arrays.facts("chosen", chosen)
     for name, value in (("vocab", vocab), ("capacity", capacity)):
-        if not hasattr(value, "__index__") or isinstance(value, bool) or index(value) < 1:
-            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if not hasattr(value, "__index__") or isinstance(value, bool) or not 1 <= index(value) < 2**31:
+            raise ValueError(f"{name}: expected an integer of at least 1 and below 2^31, got {value!r}")
     vocab, capacity = index(vocab), index(capacity)
     if len(known.shape) != 2 or known.shape[1] != bitmap_words(vocab) or known.dtype != "int32":
         raise ValueError(

@@ -81,8 +81,8 @@ def lsh_candidates(
 
     known = checked_states(hidden)
     refuse_gradient("hidden", hidden)
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
-        raise ValueError(f"capacity: expected an integer of at least 1, got {capacity!r}")
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or not 1 <= capacity < 2**31:
+        raise ValueError(f"capacity: expected an integer of at least 1 and below 2^31, got {capacity!r}")
     lists, beam, columns = known.shape
     where, tables = checked_hashing(
         permutations, words, table, multipliers, always, threshold, known, "hidden is", validate
