@@ -93,3 +93,16 @@ __all__ = [
     "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
     "settings_of", "use_dispatcher",
 ]  # fmt: skip
+
+
+class Foreign:
+    """An array that speaks DLPack and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()

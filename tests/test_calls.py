@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import calls_run
+from cases import Foreign, calls_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,19 +66,6 @@ def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]
     """The kernels: fallbacks of `KEYS` and `FUSED`, compiled together, in a cache of the module's own."""
     with calls_run((*KEYS, *FUSED), tmp_path_factory.mktemp("kernels")) as own:
         yield own
-
-
-class Foreign:
-    """An array that speaks DLPack and nothing else."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()
 
 
 class Standard(Foreign):

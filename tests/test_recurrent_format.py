@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
+from cases import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -264,17 +265,6 @@ def test_large_weights_take_seconds() -> None:
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
-class Foreign:
-    """An array that speaks DLPack and nothing else."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.__dlpack_device__ = array.__dlpack_device__
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Recorded:
         What a tuning run measures before it searches, as far as the space has it: the fallback and the templates'
         defaults.
     proven
-        What won for similar problems, the most similar first: a run that has their log measures some of them, too.
+        What else won for similar problems, the most similar first: a run that has their log measures some of them.
     complete
         Whether every point of the space was measured.
     """
@@ -149,7 +149,8 @@ def _before(
     if logs is not None:
         log = Log(logs, where.arch, problem.operator)
         proven = winners_nearby(problem, where, domain.tables, log, itself=False)
-    return [p for p in dict.fromkeys(start) if p in domain.index], [p for p in proven if p in domain.index]
+    there = dict.fromkeys(p for p in start if p in domain.index)
+    return list(there), [p for p in proven if p in domain.index and p not in there]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +185,7 @@ def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: i
     rounds = zip(recorded.rounds, picks, strict=True)
     told = [times[int(pick * len(times))] if times else None for times, pick in rounds]
     index = recorded.domain.index
-    proven = [point for point in recorded.proven if point not in recorded.start]
-    first = [*recorded.start, *proven[: budget // PROVEN_SHARE]]
+    first = [*recorded.start, *recorded.proven[: budget // PROVEN_SHARE]]
     known: dict[Candidate, float | None] = {c: told[index[c]] for c in first[:budget]}
     order, thought = list(known), [0.0] * len(known)
     if budget > len(order):
