@@ -21,11 +21,7 @@ DECISIONS: Mapping[str, str] = {
     "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
-    "hash_warps": "Warps of a thread block that hash and look words up while the others multiply.",
-    "row_blocks": (
-        "Thread blocks of each row that hash, look up and count in shared memory while the others multiply; 0: warps of"
-        " all thread blocks do, and count in global memory."
-    ),
+    "hash_threads": "Threads of a thread block of the kernel that hashes and looks words up.",
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (

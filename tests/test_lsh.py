@@ -369,17 +369,17 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 256, "hash_warps": 4, "loads": 2, "depth": 2},
+            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 2},
         ),
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 256, "hash_warps": 2, "row_blocks": 1, "loads": 2, "blocks": 32},
+            {"threads": 128, "hash_threads": 256, "cluster": 4, "slices": 2, "loads": 2},
         ),
         (
             "fused_step",
             "lsh_topk/lists=1,beam=4,hidden=36,vocab=900,frequent=1,n=40,k=16,units=5,bands=12,table=cuckoo",
-            {"threads": 384, "hash_warps": 2, "row_blocks": 2, "blocks": 88},
+            {"threads": 384, "hash_threads": 256, "cluster": 2, "slices": 1, "overlap": 0},
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" not in value else None,
@@ -405,20 +405,20 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "more"),
-    [(2, {"hash_warps": 4}), (48, {"hash_warps": 2, "row_blocks": 1}), (48, {"hash_warps": 2, "row_blocks": 2})],
-    ids=["warps", "blocks", "clusters"],
+    ("bands", "more"),
+    [(2, {"cluster": 1, "slices": 1}), (2, {"cluster": 2, "slices": 4}), (300, {"cluster": 1, "slices": 2})],
+    ids=["blocks", "clusters", "more hits than a byte counts"],
 )
-def test_a_step_without_lists_leaves_no_word_out(blocks: int, more: dict[str, int]) -> None:
-    """More words with hits enough than a thread block has places and a list for; whoever finds them first, results are
-    the same to the last bit."""
-    problem = parse("lsh_topk/lists=1,beam=2,hidden=8,vocab=1600,frequent=3,n=2,k=2,units=1,bands=2")
+def test_a_step_of_a_head_leaves_no_word_out(bands: int, more: dict[str, int]) -> None:
+    """More words with hits enough than a thread block multiplies at a time; whoever finds them first, results are the
+    same to the last bit."""
+    problem = parse(f"lsh_topk/lists=1,beam=2,hidden=8,vocab=1600,frequent=3,n=2,k=2,units=1,bands={bands}")
     template = spaces.find("fused_step")
-    point = {**template.default(problem, SM90), "threads": 256, "blocks": blocks, **more}
+    point = {**template.default(problem, SM90), "threads": 128, "hash_threads": 256, **more}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     held = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
-    for structure, threshold, count in (("every", 1, 1600), ("random", 3, 3)):
+    for structure, threshold, count in (("every", bands, 1600), ("random", bands + 1, 3)):
         inputs = problem.generate(0, structure, {"threshold": threshold, "scale": 1.0, "log": 0})
         found = []
         for seed in range(2):
@@ -431,7 +431,7 @@ def test_a_step_without_lists_leaves_no_word_out(blocks: int, more: dict[str, in
         assert found[0] == found[1]
 
 
-def test_a_step_without_lists_is_taken_where_it_fits() -> None:
+def test_a_step_of_a_head_in_one_program_is_taken_where_it_fits() -> None:
     fits = parse("lsh_topk/lists=1,beam=12,hidden=1000,vocab=40000,frequent=5500,n=12,dtype=float16")
     for more, template in (
         ({}, "fused_step"), ({"hidden": 1001}, "listed_dots"), ({"n": 133}, "listed_dots"),

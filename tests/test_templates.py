@@ -672,7 +672,7 @@ OVERLAPPED = {
     "lsh_topk": ("lsh_topk/lists=2,beam=3,hidden=40,vocab=517,frequent=13,n=5,k=7,units=2,bands=13,dtype=float16",),
 }
 # Arguments that a head has from the beginning, and that a template reads early by its description.
-CONSTANT = {"fused_step": ("permutations", "ids")}
+CONSTANT = {"fused_step": ("permutations",)}
 
 
 def overlapping() -> list[tuple[Template, dict[str, int]]]:

@@ -1,13 +1,12 @@
-"""The second kernel of `fused_step`: a thread block a row finds the best of its keys; others clear counts and bitmaps.
+"""The third kernel of `fused_step`: a thread block a row finds the best of its keys; others clear bitmaps.
 
     find_blocks     of the blocks' best keys the n-th best is a bound: the blocks whose best ones reach it
     join_sums       the blocks' sums of powers
-    sum_beyond      those of keys for which blocks had no places of their own: nobody has looked at them yet
-    take_keys       the keys that reach the bound, of those blocks and of those beyond
+    take_keys       those blocks' keys that reach the bound
     rank            these, by counting; or one best key after another where they are too many
-    clear           counts and bitmaps
+    clear           bitmaps
 
-The first three are done side by side: the first two by a warp each, the third by all others.
+The first two are done side by side, by a warp each.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
 from ...output_layer.tiles.best import write_value
-from .powers import LOWEST, add_power, change_unit, over_largest, two_to, unit_of_bits
+from .powers import LOWEST, over_largest, two_to, unit_of_bits
+from .product import each_block, turn_of
 from .space import SEARCHERS, SURVIVORS, WARP, Extents
 
 Phase = Callable[..., Any]
@@ -43,18 +43,16 @@ class State(Buffers):
     ----------
     flat, index, row, t
         The row of all lists', the list, the row of its beam, and the thread.
-    each
-        Frequent words of a block.
-    words, beyond
-        Candidates of the list beside the frequent ones, and those of them for which blocks had no places of their own.
+    each, reached
+        Of a block, frequent words, and words that reach the threshold; ``words``: how many of the latter the list has.
     heads, parts
         Ordered bits of the blocks' best keys, and the blocks' sums of powers.
     maxima, ranks
         Of groups of blocks the largest of `heads`, and their ranks.
     found, chosen
         How many blocks reach the bound; a ballot of them.
-    own, key, other, late
-        Keys of a block, a key in hand, another one, and one of those beyond.
+    own, key, other, last
+        Keys of a block, a key in hand, another one, and the last one that was written.
     top, d
         The largest score, and the sum of all exponentials over its own.
     sum, value
@@ -68,8 +66,7 @@ class State(Buffers):
     counts, keys
         Shared: how many keys reach it (`counts[0]`), and they themselves.
     largest, sums
-        Shared: ordered bits of largest scores, and their sums of powers: of all blocks, and behind that of other warps'
-        keys beyond.
+        Shared: ordered bits of the row's largest score, and the sum of powers.
     bests
         Shared: each warp's best key.
     """
@@ -80,7 +77,7 @@ class State(Buffers):
     t: Any
     each: Any = local("int32")
     words: Any = local("int32")
-    beyond: Any = local("int32")
+    reached: Any = local("int32")
     heads: Any = local("uint32", lambda e: e.heads_each * e.maxima)
     parts: Any = local("float64", lambda e: e.heads_each * e.maxima)
     maxima: Any = local("uint32", lambda e: e.maxima)
@@ -90,7 +87,7 @@ class State(Buffers):
     own: Any = local("uint64", AT_ONCE)
     key: Any = local("uint64")
     other: Any = local("uint64")
-    late: Any = local("uint64")
+    last: Any = local("uint64")
     top: Any = local("float32")
     d: Any = local("float32")
     sum: Any = local("float64")
@@ -102,8 +99,8 @@ class State(Buffers):
     blocks: Any = shared("int32", lambda e: e.blocks)
     counts: Any = shared("int32", 2)
     keys: Any = shared("uint64", SURVIVORS)
-    largest: Any = shared("uint32", lambda e: e.searchers - 1)
-    sums: Any = shared("float64", lambda e: e.searchers - 1)
+    largest: Any = shared("uint32", 1)
+    sums: Any = shared("float64", 1)
     bests: Any = shared("uint64", lambda e: e.searchers)
 
 
@@ -122,18 +119,6 @@ def load_heads(e: Extents) -> Phase:
                 load_sum(s.parts[i], io.sums.ptr_to([s.flat, i * WARP + s.t % WARP]))
 
     return phase
-
-
-@T.inline
-def add_up(s, factor, slot):
-    """Put all lanes' `sum`, whose largest scores `bits` are, together to the warp's part of `sums`."""
-    largest: T.uint32 = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
-    change_unit(s.sum, unit_of_bits(s.bits[0], factor), unit_of_bits(largest, factor))
-    for b in T.unroll(5):
-        s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
-    if s.t % WARP == 0:
-        s.largest[slot] = largest
-        s.sums[slot] = s.sum[0]
 
 
 def find_blocks(e: Extents) -> Phase:
@@ -177,7 +162,7 @@ def find_blocks(e: Extents) -> Phase:
 def join_sums(e: Extents) -> Phase:
     """The second warp's; the phase is (s, factor).
 
-    Reads: `heads`, `parts`. Writes: the first of `sums`. Barriers: of the warp.
+    Reads: `heads`, `parts`. Writes: `largest`, `sums`. Barriers: of the warp.
     """
 
     @T.inline
@@ -185,36 +170,16 @@ def join_sums(e: Extents) -> Phase:
         s.bits[0] = T.uint32(0)
         for i in T.unroll(e.heads_each * e.maxima):
             s.bits[0] = T.max(s.bits[0], s.heads[i])
+        s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
         s.sum[0] = T.float64(0)
         for i in T.unroll(e.heads_each * e.maxima):
             s.sum[0] = s.sum[0] + s.parts[i] * T.Cast(
                 "float64", two_to(unit_of_bits(s.heads[i], factor) - unit_of_bits(s.bits[0], factor)))
-        add_up(s, factor, 0)
-
-    return phase
-
-
-def sum_beyond(e: Extents) -> Phase:
-    """The other warps'; the phase is (io, s, factor).
-
-    Reads: `late`, further keys beyond. Writes: the warp's `sums`. Barriers: of the warp.
-    """
-    threads = SEARCHERS - 2 * WARP
-
-    @T.inline
-    def phase(io, s, factor):
-        s.bits[0] = T.uint32(0)
-        s.sum[0] = T.float64(0)
-        for i in T.serial((s.beyond[0] - (s.t - 2 * WARP) + (threads - 1)) // threads):
-            s.other[0] = s.late[0]
-            if i > 0:
-                load_key(s.other[0], io.others.ptr_to([s.flat, e.slots + i * threads + s.t - 2 * WARP]))
-            if key_bits(s.other[0]) > s.bits[0]:
-                change_unit(s.sum, unit_of_bits(s.bits[0], factor), unit_of_bits(key_bits(s.other[0]), factor))
-                s.bits[0] = key_bits(s.other[0])
-            add_power(s.sum, s.value, key_value(s.other[0]), factor, unit_of_bits(s.bits[0], factor))
-        T.cuda.warp_sync()
-        add_up(s, factor, s.t // WARP - 1)
+        for b in T.unroll(5):
+            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
+        if s.t % WARP == 0:
+            s.largest[0] = s.bits[0]
+            s.sums[0] = s.sum[0]
 
     return phase
 
@@ -229,36 +194,21 @@ def keep_key(s):
 
 
 def take_keys(e: Extents) -> Phase:
-    """Reads: keys of the blocks that reach the bound, a warp a block; keys beyond. Writes: `keys`; `top` and `d`, of
-    the row. Barriers: of the warp; one has to come before, and one after. The phase is (io, s, factor).
+    """Reads: keys of the blocks that reach the bound, a warp a block. Writes: `keys`; `top` and `d`, of the row.
+    Barriers: of the warp; one has to come before, and one after. The phase is (io, s, factor).
     """
-    threads = SEARCHERS - 2 * WARP
 
     @T.inline
-    def load_either(io, s, block, at, j):
-        """A key of a block, its `at`-th: frequent words', and then those at its own places."""
+    def load(io, s, block, at, j):
+        """A key of a block, its `at`-th: frequent words', and then those that reach the threshold."""
+        turn = T.meta_var(turn_of(e, block, s.index % e.group_lists) * s.reached[0])
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
             if block * s.each[0] + at < io.frequent:
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
-        elif at < s.each[0] + e.own_slots:
-            load_key(s.own[j], io.others.ptr_to([s.flat, block * e.own_slots + at - s.each[0]]))
-
-    @T.inline
-    def load_one_kind(io, s, block, at, j):
-        """Of a block of a row those at its own places, of others frequent words'."""
-        s.own[j] = T.uint64(0)
-        if block < e.counters:
-            if at < e.own_slots:
-                load_key(s.own[j], io.others.ptr_to([s.flat, block * e.own_slots + at]))
-        elif at < s.each[0] and (block - e.counters) * s.each[0] + at < io.frequent:
-            load_key(s.own[j], io.keys.ptr_to([s.flat, (block - e.counters) * s.each[0] + at]))
-
-    load = load_one_kind if e.row_blocks else load_either
-
-    def most_keys(s: State) -> Any:
-        """Of a block."""
-        return T.max(s.each[0], e.own_slots) if e.row_blocks else s.each[0] + e.own_slots
+        elif at < s.each[0] + s.reached[0]:
+            if turn + at - s.each[0] < s.words[0]:
+                load_key(s.own[j], io.others.ptr_to([s.flat, turn + at - s.each[0]]))
 
     @T.inline
     def load_some(io, s, i, first):
@@ -275,34 +225,23 @@ def take_keys(e: Extents) -> Phase:
 
     @T.inline
     def total(s, factor):
-        """Of the parts in `sums`, by each warp for itself."""
-        lane: T.int32 = T.min(s.t % WARP, e.searchers - 2)
-        s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.largest[lane])
-        s.sum[0] = T.if_then_else(s.t % WARP < e.searchers - 1, s.sums[lane], T.float64(0))
-        change_unit(s.sum, unit_of_bits(s.largest[lane], factor), unit_of_bits(s.bits[0], factor))
-        for b in T.unroll(5):
-            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
-        s.top[0] = T.max(bits_value(s.bits[0]), LOWEST)
+        """Of each warp for itself."""
+        s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
+        s.sum[0] = s.sums[0]
         over_largest(s.d, s.value, s.sum, s.top[0], factor)
 
     @T.inline
     def phase(io, s, factor):
-        # Those of the first block are on their way while sums are joined.
+        # Those of the first block are on their way meanwhile.
         load_some(io, s, 0, 0)
         total(s, factor)
         for i in T.serial((s.counts[1] - s.t // WARP + (e.searchers - 1)) // e.searchers):
             if i > 0:
                 load_some(io, s, i, 0)
             keep_some(s)
-            for j in T.serial((most_keys(s) - 1) // (WARP * AT_ONCE)):
+            for j in T.serial((s.each[0] + s.reached[0] - 1) // (WARP * AT_ONCE)):
                 load_some(io, s, i, (j + 1) * AT_ONCE)
                 keep_some(s)
-        if s.t >= 2 * WARP:
-            for i in T.serial((s.beyond[0] - (s.t - 2 * WARP) + (threads - 1)) // threads):
-                s.other[0] = s.late[0]
-                if i > 0:
-                    load_key(s.other[0], io.others.ptr_to([s.flat, e.slots + i * threads + s.t - 2 * WARP]))
-                keep_key(s)
 
     return phase
 
@@ -356,11 +295,11 @@ def rank(e: Extents) -> Phase:
 
     @T.inline
     def one_by_one(io, s, factor):
-        s.late[0] = ~T.uint64(0)
+        s.last[0] = ~T.uint64(0)
         for r in T.serial(e.n):
             s.key[0] = T.uint64(0)
-            best_of(s, io.keys, io.frequent, s.late[0])
-            best_of(s, io.others, e.slots + s.beyond[0], s.late[0])
+            best_of(s, io.keys, io.frequent, s.last[0])
+            best_of(s, io.others, s.words[0], s.last[0])
             for b in T.unroll(5):
                 s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
             if s.t % WARP == 0:
@@ -369,7 +308,7 @@ def rank(e: Extents) -> Phase:
             s.key[0] = T.uint64(0)
             for w in T.serial(e.searchers):
                 s.key[0] = T.max(s.key[0], s.bests[w])
-            s.late[0] = s.key[0]
+            s.last[0] = s.key[0]
             if s.t == 0:
                 write(io, s, r, factor)
             T.cuda.cta_sync()
@@ -395,29 +334,25 @@ def finish_list(e: Extents) -> Phase:
             io.normaliser[s.index, s.row] = s.top[0] * io.scale + T.log(s.d[0])
             if s.row == 0:
                 io.counts[s.index] = io.frequent + s.words[0]
-            if T.cuda.atomic_add(io.found.ptr_to([s.index, 2]), T.int32(1)) == e.beam - 1:
-                for i in T.unroll(3):
+            if T.cuda.atomic_add(io.found.ptr_to([s.index, 1]), T.int32(1)) == e.beam - 1:
+                for i in T.unroll(2):
                     io.found[s.index, i] = 0
 
     return phase
 
 
 def clear(e: Extents) -> Phase:
-    """Counts and bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
-
-    @T.inline
-    def zero(buffer, size, at):
-        words = T.decl_buffer((size,), "uint32", data=buffer.data)
-        for i in T.serial((size - at * 4 + (e.blocks * SEARCHERS * 4 - 1)) // (e.blocks * SEARCHERS * 4)):
-            T.ptx.st.global_.v4.u32(
-                words.ptr_to([(i * (e.blocks * SEARCHERS) + at) * 4]),
-                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
+    """Bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
+    stride = e.blocks * SEARCHERS * 4
 
     @T.inline
     def phase(io, block, t):
-        if e.row_blocks == 0:
-            zero(io.hits, io.lists * (e.beam * e.cells), block * SEARCHERS + t)
-        zero(io.bitmap, io.lists * e.bitmap, block * SEARCHERS + t)
+        at = T.meta_var(block * SEARCHERS + t)
+        words = T.decl_buffer((io.lists * e.bitmap,), "uint32", data=io.bitmap.data)
+        for i in T.serial((io.lists * e.bitmap - at * 4 + (stride - 1)) // stride):
+            T.ptx.st.global_.v4.u32(
+                words.ptr_to([i * stride + at * 4]),
+                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
     return phase
 
@@ -425,27 +360,21 @@ def clear(e: Extents) -> Phase:
 def merge(e: Extents) -> Phase:
     """The kernel, called with (io)."""
     do = SimpleNamespace(
-        load=load_heads(e), find=find_blocks(e), join=join_sums(e), sum_beyond=sum_beyond(e), take=take_keys(e),
-        rank=rank(e), finish=finish_list(e), clear=clear(e))
+        load=load_heads(e), find=find_blocks(e), join=join_sums(e), take=take_keys(e), rank=rank(e),
+        finish=finish_list(e), clear=clear(e))
 
     @T.inline
     def search(io, s):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        s.each[0] = (io.frequent + (e.multipliers - 1)) // e.multipliers
-        T.ptx.ld.global_.s32(s.beyond[0], io.found.ptr_to([s.index, 0]))
-        T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 1]))
-        s.late[0] = T.uint64(0)
+        T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 0]))
+        s.each[0] = each_block(e, io.frequent)
+        s.reached[0] = each_block(e, s.words[0])
         if s.t < 2 * WARP:
             do.load(io, s)
             if s.t < WARP:
                 do.find(s)
             else:
                 do.join(s, factor)
-        else:
-            # Perhaps nobody's: before it is known how many there are.
-            if s.t - 2 * WARP < e.vocab:
-                load_key(s.late[0], io.others.ptr_to([s.flat, e.slots + s.t - 2 * WARP]))
-            do.sum_beyond(io, s, factor)
         T.cuda.cta_sync()
         do.take(io, s, factor)
         T.cuda.cta_sync()

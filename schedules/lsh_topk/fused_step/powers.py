@@ -8,7 +8,6 @@ and the order of additions shows in the 53rd bit only.
 power_unit   the exponent of a score's whole power of two
 two_to       the factor between two such
 add_power    a score's exponential, to a sum
-change_unit  of a sum
 over_largest what a sum is over the exponential of its largest score
 """
 
@@ -63,12 +62,6 @@ def add_power(total, rest, score, factor, unit):
     raise_rest(rest, score, factor, whole)
     if score != T.float32("-inf"):
         total[0] = total[0] + T.Cast("float64", rest[0] * two_to(whole - unit))
-
-
-@T.inline
-def change_unit(total, unit, larger):
-    """Write a sum in a larger unit."""
-    total[0] = total[0] * T.Cast("float64", two_to(unit - larger))
 
 
 @T.inline

@@ -1,11 +1,11 @@
 """The product of `fused_step`: words from memory times hidden states in shared memory.
 
     stage_states    the group's hidden states
-    first_jobs      of a tile of words: names, and then the words themselves, asked for by some of the warps
-    multiply_tile   the tile, part by part
-    multiply_rest   words beyond the first tile, and those that the thread block won, by all warps
-    finish_tile     the parts' sums: keys, and the largest of a row
-    clear_slots     places that no word has
+    find_share      which of the words that reach the threshold are the thread block's
+    multiply_all    all of some words, a tile at a time:
+    ask_first       words asked for,
+    multiply_tile   multiplied part by part, while further ones come,
+    finish_tile     and the parts' sums: keys, and the largest of a row
 
 A lane's 16 bytes of a row are eight columns (of float32 four), which it takes in the order in which they lie: both
 operands of a product have them in the same order, whatever that is.
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -27,11 +26,12 @@ from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, FRAGMENT, LISTED, PER_JOB, REST, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, FRAGMENT, PER_JOB, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
-load_vector = T.ptx.ld.global_.v4.u32
+load_anew = T.ptx.ld.relaxed.gpu.global_.v4.u32
+AT_ONCE = 8  # vectors of hidden states that a thread has in flight
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
 PER_CHUNK = CHUNK // VECTOR
@@ -39,54 +39,26 @@ PER_CHUNK = CHUNK // VECTOR
 
 @dataclass(frozen=True)
 class Words:
-    """What is multiplied together.
+    """What is multiplied together, `tile` words at a time.
 
     Attributes
     ----------
-    most
-        How many words there is room for.
-    warps
-        Of the thread block, the first ones, that multiply them,
-    depth
-        and how many jobs each of them has in hand.
-    named
-        Whether their names stay in the thread block's `names`.
-    sums
-        (s) is where their parts go, `[row][word][part]`.
     name
-        (s, io, i, word) writes the i-th of them to `word`.
+        (s, io, i, word) writes the i-th of all to `word`.
     keep
         (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
     counted
-        (s, i, row) is whether the i-th one is a candidate of a row of the group, and at one of the block's own places.
+        (s, i, row) is whether the i-th one is a candidate of a row of the group.
     """
 
-    most: int
-    warps: int
-    depth: int
-    named: bool
-    sums: Callable[..., Any]
     name: Callable[..., Any]
     keep: Callable[..., Any]
     counted: Callable[..., Any]
 
 
-# Barrier 0 is that of the whole thread block.
-MEET = """
-__device__ __forceinline__ void meet_some(int threads) {
-  asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory");
-}
-"""
-
-
-def meet_some(threads: int) -> None:
-    """A barrier of the first threads of the thread block."""
-    T.evaluate(T.cuda.func_call("meet_some", threads, source_code=MEET, return_type="void"))
-
-
 # fmt: off
 def frequent_words(e: Extents) -> Words:
-    """The first of the thread block's frequent words."""
+    """The thread block's frequent words."""
 
     @T.inline
     def name(s, io, i, word):
@@ -96,55 +68,105 @@ def frequent_words(e: Extents) -> Words:
     def keep(s, io, row, i):
         io.keys[s.first_row + row, s.begin + i] = s.key[0]
 
-    return Words(e.tile, e.product_warps, e.depth, True, lambda s: s.sums, name, keep, lambda s, i, row: True)
+    return Words(name, keep, lambda s, i, row: True)
 
 
-def rest_of_words(e: Extents) -> Words:
-    """Those that had no room, from the `round`-th `REST` of them on, and then the words that the thread block won."""
-
-    def behind(s: Any, i: Any) -> Any:
-        """Its number among the words that were won, if that is not negative."""
-        return s.round * REST + i - s.spare
-
-    @T.inline
-    def name(s, io, i, word):
-        if behind(s, i) >= 0:
-            word[0] = s.won[T.max(behind(s, i), 0)]
-        else:
-            T.ptx.ld.global_.s32(word[0], io.ids.ptr_to([s.begin + e.tile + s.round * REST + i]))
-
-    def owned(s: Any, i: Any, row: Any) -> Any:
-        return e.group_lists == 1 or s.owners[T.max(behind(s, i), 0)] == row // e.beam
-
-    @T.inline
-    def keep(s, io, row, i):
-        if behind(s, i) >= 0:
-            if owned(s, i, row):
-                io.others[s.first_row + row, s.places[T.max(behind(s, i), 0)]] = s.key[0]
-        else:
-            io.keys[s.first_row + row, s.begin + e.tile + s.round * REST + i] = s.key[0]
-
-    def counted(s: Any, i: Any, row: Any) -> Any:
-        mine = tirx.all(s.places[T.max(behind(s, i), 0)] < e.slots, owned(s, i, row))
-        return tirx.any(behind(s, i) < 0, mine)
-
-    depth = e.depth if e.row_blocks else 1
-    return Words(REST, e.warps, depth, False, lambda s: s.rest, name, keep, counted)
+def each_block(e: Extents, words: Any) -> Any:
+    """How many of a list's `words` a thread block has."""
+    return (words + (e.blocks - 1)) // e.blocks
 
 
-def stage_states(e: Extents) -> Phase:
-    """Hidden states to shared memory, by the first `product_warps` alone; the phase is (s, io).
+def turn_of(e: Extents, block: Any, index: Any) -> Any:
+    """When the thread block takes its words that reach the threshold of the group's `index`-th list: lists begin with
+    different thread blocks, as they mostly have fewer such words than there are thread blocks."""
+    return (block + (e.blocks - index * (e.blocks // e.group_lists))) % e.blocks
 
-    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not; `odd`, `is_odd`.
-    Barriers: one of these warps, at the end.
+
+def find_share(e: Extents) -> Phase:
+    """Which words that reach the threshold are the thread block's; the phase is (s, io).
+
+    Reads: the lengths of the group's lists. Writes: `firsts`, `upto`. Barriers: none.
     """
-    each = e.chunks * PER_CHUNK
-    elements = VECTOR // e.itemsize
-    threads = e.product_warps * WARP
-    rounds, at_once = ceildiv(e.rows * each, threads), 4
 
     @T.inline
     def phase(s, io):
+        for n in T.unroll(e.group_lists):
+            s.upto[n] = 0
+            if n < s.rows // e.beam:
+                T.ptx.ld.global_.s32(s.upto[n], io.found.ptr_to([s.first_list + n, 0]))
+        for n in T.unroll(e.group_lists):
+            each: T.int32 = each_block(e, s.upto[n])
+            s.firsts[n] = T.min(turn_of(e, s.block, n) * each, s.upto[n])
+            s.upto[n] = T.min(each, s.upto[n] - s.firsts[n])
+        for n in T.unroll(e.group_lists - 1):
+            s.upto[n + 1] = s.upto[n + 1] + s.upto[n]
+
+    return phase
+
+
+def reached_words(e: Extents) -> Words:
+    """The words of `find_share`, those of one list after those of another."""
+
+    def owner(s: Any, i: Any) -> Any:
+        """The list, of the group's."""
+        found: Any = 0
+        for n in range(e.group_lists - 1):
+            found = found + T.Cast("int32", i >= s.upto[n])
+        return found
+
+    def place(s: Any, i: Any) -> Any:
+        """Where it stands there."""
+        found = s.firsts[0] + i
+        for n in range(1, e.group_lists):
+            found = T.Select(i >= s.upto[n - 1], s.firsts[n] + i - s.upto[n - 1], found)
+        return found
+
+    def owned(s: Any, i: Any, row: Any) -> Any:
+        return e.group_lists == 1 or owner(s, i) == row // e.beam
+
+    @T.inline
+    def name(s, io, i, word):
+        T.ptx.ld.global_.s32(word[0], io.queue.ptr_to([s.first_list + owner(s, i), place(s, i)]))
+
+    @T.inline
+    def keep(s, io, row, i):
+        if owned(s, i, row):
+            io.others[s.first_row + row, place(s, i)] = s.key[0]
+
+    return Words(name, keep, owned)
+
+
+def stage_states(e: Extents) -> Phase:
+    """Begin to bring hidden states to shared memory; the phase is (s, io). `await_states` has to follow.
+
+    They are read past the L1 cache: this kernel does not wait for the one that wrote them, as the one before it has.
+
+    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not; `odd`. Barriers: none.
+    """
+    each = e.chunks * PER_CHUNK
+    elements = VECTOR // e.itemsize
+    rounds = ceildiv(e.rows * each, e.threads)
+    at_once = min(AT_ONCE, rounds)
+
+    def place(i: Any) -> Any:
+        return (i // each * e.pitch + i % each) * 4
+
+    @T.inline
+    def copy(s, io):
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        for n in T.serial(rounds):
+            i: T.int32 = n * e.threads + s.t
+            if i < e.rows * each:
+                if i // each < s.rows and i % each < e.vectors:
+                    T.ptx.cp.async_.cg.shared.global_(
+                        s.states.ptr_to([place(i)]),
+                        rows.ptr_to([(s.first_row + i // each) * e.hidden + i % each * elements]), VECTOR)
+                else:
+                    store_shared(s.states.ptr_to([place(i)]), *[T.uint32(0) for _ in range(4)])
+        T.ptx.cp.async_.commit_group()
+
+    @T.inline
+    def split_all(s, io):
         rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
         held = T.alloc_local([at_once * 4], "uint32")
         high = T.alloc_local([4], "uint32")
@@ -152,87 +174,107 @@ def stage_states(e: Extents) -> Phase:
         finite = T.alloc_local([4], "uint32")
         for n in T.serial(ceildiv(rounds, at_once)):
             for u in T.unroll(at_once):
-                i = T.meta_var((n * at_once + u) * threads + s.t)
+                i = T.meta_var((n * at_once + u) * e.threads + s.t)
                 for v in T.unroll(4):
                     held[u * 4 + v] = T.uint32(0)
                 if i // each < s.rows and i % each < e.vectors:
-                    load_vector(*[held[u * 4 + v] for v in range(4)],
-                                rows.ptr_to([(s.first_row + i // each) * e.hidden + i % each * elements]))
+                    load_anew(*[held[u * 4 + v] for v in range(4)],
+                              rows.ptr_to([(s.first_row + i // each) * e.hidden + i % each * elements]))
             for u in T.unroll(at_once):
-                i = T.meta_var((n * at_once + u) * threads + s.t)
+                i = T.meta_var((n * at_once + u) * e.threads + s.t)
                 if i < e.rows * each:
-                    if e.halves == 2:
-                        for v in T.unroll(4):
-                            split(held[u * 4 + v], high, low, finite, v)
-                            if finite[v] != high[v]:
-                                s.odd[0] = 1
-                        store_shared(s.states.ptr_to([(i // each * e.pitch + i % each) * 4]),
-                                     *[high[v] for v in range(4)])
-                        store_shared(s.states.ptr_to([e.half_bytes // 4 + (i // each * e.pitch + i % each) * 4]),
-                                     *[low[v] for v in range(4)])
-                    else:
-                        store_shared(s.states.ptr_to([(i // each * e.pitch + i % each) * 4]),
-                                     *[held[u * 4 + v] for v in range(4)])
-        meet_some(threads)
+                    for v in T.unroll(4):
+                        split(held[u * 4 + v], high, low, finite, v)
+                        if finite[v] != high[v]:
+                            s.odd[0] = 1
+                    store_shared(s.states.ptr_to([place(i)]), *[high[v] for v in range(4)])
+                    store_shared(s.states.ptr_to([e.half_bytes // 4 + place(i)]), *[low[v] for v in range(4)])
+
+    return split_all if e.halves == 2 else copy
+
+
+def await_states(e: Extents) -> Phase:
+    """Reads: `odd`. Writes: `is_odd`. Barriers: one, at the end. The phase is (s)."""
+
+    @T.inline
+    def phase(s):
+        if e.halves == 1:
+            T.ptx.cp.async_.wait_group(0)
+        T.cuda.cta_sync()
         s.is_odd = s.odd[0]
 
     return phase
 
 
-def name_words(e: Extents, words: Words) -> Phase:
-    """The word that a lane loads for a job; the phase is (s, io, slot, job, count).
+def name_words(e: Extents, words: Words, meanwhile: Phase | None = None) -> Phase:
+    """The names of a tile of `count` words, a thread a word; the phase is (s, io, count).
 
-    Reads: names. Writes: `word`; of frequent words `names`. Barriers: none.
+    `meanwhile(s, io)` is done before they are waited for, with the first tile.
+
+    Reads: names. Writes: `names`. Barriers: one, at the end.
     """
 
     @T.inline
-    def phase(s, io, slot, job, count):
-        s.word[slot] = 0
-        if job // e.parts * TILE + s.group < count:
-            name = T.alloc_local([1], "int32")
-            words.name(s, io, job // e.parts * TILE + s.group, name)
-            s.word[slot] = name[0]
-            if words.named:
-                if job % e.parts == 0 and s.member == 0:
-                    s.names[job // e.parts * TILE + s.group] = name[0]
+    def phase(s, io, count):
+        name = T.alloc_local([1], "int32")
+        name[0] = -1
+        if s.t < count:
+            words.name(s, io, s.round * e.tile + s.t, name)
+        if meanwhile is not None:
+            if s.round == 0:
+                meanwhile(s, io)
+        if s.t < count:
+            s.names[s.t] = name[0]
+        T.cuda.cta_sync()
 
     return phase
 
 
-def ask_words(e: Extents) -> Phase:
-    """Begin the loads of a job; the phase is (s, io, slot, job, count).
+def ask_chunk(e: Extents) -> Phase:
+    """Begin the load of a job's `c`-th chunk; the phase is (s, io, slot, job, c).
 
     Reads: `word`, `embedding`. Writes: `hand`, zeros behind columns and words that there are not. Barriers: none.
     """
     elements = VECTOR // e.itemsize
 
     @T.inline
-    def phase(s, io, slot, job, count):
-        for c in T.unroll(PER_JOB):
-            vector = T.meta_var((job % e.parts * PER_JOB + c) * PER_CHUNK + s.member)
-            at = (slot * PER_JOB + c) * 4
-            for v in T.unroll(4):
-                s.hand[at + v] = T.uint32(0)
-            if vector < e.vectors and job // e.parts * TILE + s.group < count:
-                load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
-                          io.embedding.ptr_to([s.word[slot], vector * elements]))
+    def phase(s, io, slot, job, c):
+        vector = T.meta_var((job % e.parts * PER_JOB + c) * PER_CHUNK + s.member)
+        at = (slot * PER_JOB + c) * 4
+        for v in T.unroll(4):
+            s.hand[at + v] = T.uint32(0)
+        if vector < e.vectors and s.word[slot] >= 0:
+            load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
+                      io.embedding.ptr_to([s.word[slot], vector * elements]))
 
     return phase
 
 
+@T.inline
+def take_word(e, s, slot, job, count):
+    """The word that a lane loads for a job, -1 for none. Reads: `names`. Writes: `word`. Barriers: none."""
+    s.word[slot] = -1
+    if job // e.parts * TILE + s.group < count:
+        s.word[slot] = s.names[job // e.parts * TILE + s.group]
+
+
 def multiply_job(e: Extents) -> Phase:
-    """Multiply a job with all hidden states; the phase is (s, slot, job).
+    """Multiply a job with all hidden states; the phase is (s, io, slot, job, following).
+
+    As soon as a chunk has been multiplied, its place goes to that of the job that follows: `following`, -1 for none,
+    whose word is in `word`.
 
     Sums are made in chains that do not wait for each other: of float32 one for each of three products of tf32, as
     `output_layer.tiles` makes them, else one for each half of a chunk. Hidden states are asked for a step ahead.
 
-    Reads: `hand`, `states`. Writes: `chains`. Barriers: none, but all lanes take part.
+    Reads: `hand`, `states`. Writes: `chains`, `hand`. Barriers: none, but all lanes take part.
     """
     kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
     halves = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
     floats = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
     each, vectors = e.fragments * 4, 2 * e.halves
     steps = PER_JOB * e.fragments
+    ask = ask_chunk(e)
 
     @T.inline
     def of_halves(s, f, w, at):
@@ -272,7 +314,7 @@ def multiply_job(e: Extents) -> Phase:
                                      + step // e.fragments * CHUNK))
 
     @T.inline
-    def phase(s, slot, job):
+    def phase(s, io, slot, job, following):
         # Held, so that what all chunks share is not computed for each of them.
         states: T.uint32 = held_address(
             "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(s.group * e.pitch + s.member) * 4])))
@@ -291,93 +333,94 @@ def multiply_job(e: Extents) -> Phase:
                     for v in T.unroll(4):
                         split(s.hand[(slot * PER_JOB + c) * 4 + v], s.b_high, s.b_low, s.b_finite, v)
                 multiply(s, step % e.fragments, (slot * PER_JOB + c) * 4, step % 2 * (vectors * 4))
+            if step % e.fragments == e.fragments - 1:
+                if following >= 0:
+                    ask(s, io, slot, following, c)
 
     return phase
 
 
-def first_jobs(e: Extents, words: Words, do: Phase) -> Phase:
-    """`do(s, io, slot, job, count)` for the first jobs of a tile of `count` words, as many as a warp has in hand; the
-    phase is (s, io, count), for the words' warps."""
+def ask_first(e: Extents) -> Phase:
+    """Begin the loads of the first jobs of a tile of `count` words, as many as a warp has in hand; the phase is (s, io,
+    count).
+
+    Reads: `names`. Writes: `word`, `hand`. Barriers: none.
+    """
+    ask = ask_chunk(e)
 
     @T.inline
     def phase(s, io, count):
-        for d in T.unroll(words.depth):
-            if s.warp + d * words.warps < (count + (TILE - 1)) // TILE * e.parts:
-                do(s, io, d, s.warp + d * words.warps, count)
+        for d in T.unroll(e.depth):
+            if s.warp + d * e.warps < (count + (TILE - 1)) // TILE * e.parts:
+                take_word(e, s, d, s.warp + d * e.warps, count)
+                for c in T.unroll(PER_JOB):
+                    ask(s, io, d, s.warp + d * e.warps, c)
 
     return phase
 
 
-def multiply_tile(e: Extents, words: Words) -> Phase:
-    """The parts of the scores of `count` words; the phase is (s, io, count), for the words' warps.
+def multiply_tile(e: Extents) -> Phase:
+    """The parts of the scores of `count` words, whose first jobs are in hand; the phase is (s, io, count).
 
-    Reads: `hand`, which the first jobs' loads fill; words, `states`. Writes: their sums; of frequent words `names`.
-    Barriers: none; one has to follow.
+    Reads: `hand`, `names`, words, `states`. Writes: `sums`. Barriers: none; one has to follow.
     """
-    name, ask, multiply = name_words(e, words), ask_words(e), multiply_job(e)
+    multiply = multiply_job(e)
     each = e.fragments * 4
 
     @T.inline
     def put(s, job):
-        sums = T.meta_var(words.sums(s))
         for f in T.unroll(e.fragments):
             for i in T.unroll(4):
                 for c in T.unroll(e.chains - 1):
                     s.chains[f * 4 + i] = s.chains[f * 4 + i] + s.chains[(c + 1) * each + f * 4 + i]
-                sums[((f * FRAGMENT + i // 2 * 8 + s.group) * words.most + job // e.parts * TILE + s.member * 2 + i % 2)
-                     * e.parts + job % e.parts] = s.chains[f * 4 + i]
+                row = T.meta_var(f * FRAGMENT + i // 2 * 8 + s.group)
+                s.sums[(job % e.parts * e.rows + row) * e.sum_pitch + job // e.parts * TILE + s.member * 2 + i % 2] = (
+                    s.chains[f * 4 + i])
 
     @T.inline
     def phase(s, io, count):
         jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
-        for n in T.serial((jobs + (words.warps * words.depth - 1)) // (words.warps * words.depth)):
-            for d in T.unroll(words.depth):
-                s.job = (n * words.depth + d) * words.warps + s.warp
+        for n in T.serial((jobs + (e.warps * e.depth - 1)) // (e.warps * e.depth)):
+            for d in T.unroll(e.depth):
+                s.job = (n * e.depth + d) * e.warps + s.warp
                 if s.job < jobs:
-                    multiply(s, d, s.job)
+                    s.following = s.job + e.depth * e.warps
+                    if s.following < jobs:
+                        take_word(e, s, d, s.following, count)
+                    else:
+                        s.following = -1
+                    multiply(s, io, d, s.job, s.following)
                     put(s, s.job)
-                    if s.job + words.depth * words.warps < jobs:
-                        name(s, io, d, s.job + words.depth * words.warps, count)
-                        ask(s, io, d, s.job + words.depth * words.warps, count)
 
     return phase
 
 
 def finish_tile(e: Extents, words: Words) -> Phase:
-    """Scores to keys, a warp a row, by all warps; the phase is (s, io, count).
+    """Scores to keys, `row_lanes` lanes a row; the phase is (s, io, count).
 
-    Reads: sums, `bias`. Writes: keys; `best` and `exponentials`, of words that count. Barriers: of the warp; one of
-    the thread block has to come before.
+    Reads: `sums`, `names`, `bias`. Writes: keys; `best` and `exponentials`. Barriers: of the warp; one of the thread
+    block has to come before.
     """
+    lanes = e.row_lanes
+    per_warp, rounds, steps = WARP // lanes, ceildiv(e.tile, lanes), (lanes - 1).bit_length()
 
     @T.inline
-    def add_parts(s, sums, at):
-        four = T.alloc_local([4], "uint32")
-        s.score[0] = T.float32(0)
-        for p in T.unroll(e.parts // 4):
-            load_shared(four[0], four[1], four[2], four[3], sums.ptr_to([at + p * 4]))
-            for v in T.unroll(4):
-                s.score[0] = s.score[0] + T.reinterpret("float32", four[v])
-
-    @T.inline
-    def add_each(s, sums, at):
+    def add(s, row, i):
         s.score[0] = T.float32(0)
         for p in T.unroll(e.parts):
-            s.score[0] = s.score[0] + sums[at + p]
-
-    add = add_parts if e.parts % 4 == 0 else add_each
-    rounds = ceildiv(words.most, WARP)
+            s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + i]
 
     @T.inline
-    def join(s, row, factor):
+    def join(s, row, count, factor):
         """The powers of this tile's scores and those before, which `best` is the largest of."""
         unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
         s.d[0] = T.float64(0)
         for n in T.unroll(rounds):
-            add_power(s.d, s.rest_power, s.held[n], factor, unit)
-        for b in T.unroll(5):
+            if n * lanes < count:
+                add_power(s.d, s.rest_power, s.held[n], factor, unit)
+        for b in T.unroll(steps):
             s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
-        if s.lane == 0:
+        if s.lane % lanes == 0 and s.largest[0] != T.uint32(0):
             if s.best[row] != T.uint32(0):
                 s.d[0] = s.d[0] + s.exponentials[row] * T.Cast(
                     "float64", two_to(unit_of_bits(s.best[row], factor) - unit))
@@ -386,76 +429,56 @@ def finish_tile(e: Extents, words: Words) -> Phase:
 
     @T.inline
     def phase(s, io, count):
-        sums = T.meta_var(words.sums(s))
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        for r in T.serial((s.rows - s.warp + (e.warps - 1)) // e.warps):
-            row: T.int32 = r * e.warps + s.warp
+        for r in T.serial((s.rows - s.warp * per_warp + (per_warp * e.warps - 1)) // (per_warp * e.warps)):
+            row: T.int32 = (r * e.warps + s.warp) * per_warp + s.lane // lanes
             s.largest[0] = T.uint32(0)
             for n in T.unroll(rounds):
                 s.held[n] = T.float32("-inf")
-                i = T.meta_var(n * WARP + s.lane)
-                if i < count:
-                    add(s, sums, (row * words.most + i) * e.parts)
-                    if words.named:
-                        s.word[0] = s.names[i]
-                    else:
-                        words.name(s, io, i, s.word)
+                i = T.meta_var(n * lanes + s.lane % lanes)
+                at = T.meta_var(s.round * e.tile + i)
+                if i < count and row < s.rows:
+                    add(s, row, i)
                     if e.bias:
-                        s.score[0] = s.score[0] + io.bias[s.word[0]]
+                        s.score[0] = s.score[0] + io.bias[s.names[i]]
                     s.bits[0] = order_bits(s.score[0])
-                    s.key[0] = join_key(s.bits[0], s.word[0])
-                    words.keep(s, io, row, i)
-                    if words.counted(s, i, row):
+                    s.key[0] = join_key(s.bits[0], s.names[i])
+                    words.keep(s, io, row, at)
+                    if words.counted(s, at, row):
                         s.held[n] = s.score[0]
                         s.largest[0] = T.max(s.largest[0], s.bits[0])
-            s.largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.largest[0])
-            if s.largest[0] != T.uint32(0):
-                join(s, row, factor)
+            for b in T.unroll(steps):
+                s.other_bits[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32)
+                s.largest[0] = T.max(s.largest[0], s.other_bits[0])
+            join(s, T.min(row, e.rows - 1), count, factor)
 
     return phase
 
 
-def clear_slots(e: Extents) -> Phase:
-    """0 at the thread block's own places that no word has; the phase is (s, io).
+def multiply_all(e: Extents, words: Words, stage: bool) -> Phase:
+    """The scores of `many` words; the phase is (s, io, many).
 
-    Reads: `listed`, `owners`. Writes: keys. Barriers: none; one has to come before.
+    `stage`: hidden states are brought to shared memory first, while memory sends the first words.
+
+    Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """
+    name, ready = name_words(e, words, stage_states(e) if stage else None), await_states(e)
+    ask, multiply, finish = ask_first(e), multiply_tile(e), finish_tile(e, words)
+    least = 1 if stage else 0
 
     @T.inline
-    def phase(s, io):
-        for n in T.serial((s.rows * e.own_slots - s.t + (e.threads - 1)) // e.threads):
-            row = T.meta_var((n * e.threads + s.t) // e.own_slots)
-            i = T.meta_var((n * e.threads + s.t) % e.own_slots)
-            if i >= s.listed[0] or s.owners[i] != row // e.beam:
-                io.others[s.first_row + row, s.block * e.own_slots + i] = T.uint64(0)
-
-    return phase
-
-
-def multiply_rest(e: Extents, frequent: Words) -> Phase:
-    """All other words of the thread block, a list of those that it won at a `turn`; the phase is (s, io, turn).
-
-    While memory sends the first of them, the tile of frequent words is finished.
-
-    Barriers: some of the thread block; one has to come before.
-    """
-    words = rest_of_words(e)
-    name, ask = first_jobs(e, words, name_words(e, words)), first_jobs(e, words, ask_words(e))
-    multiply, finish, finish_frequent = multiply_tile(e, words), finish_tile(e, words), finish_tile(e, frequent)
-
-    @T.inline
-    def phase(s, io, turn):
-        many: T.int32 = s.spare + T.min(s.listed[0], LISTED)
-        s.is_odd = s.odd[0]
-        for n in T.serial((T.max(many, 1) + (REST - 1)) // REST):
+    def phase(s, io, many):
+        for n in T.serial(T.max((many + (e.tile - 1)) // e.tile, least)):
             s.round = n
-            name(s, io, T.min(many - n * REST, REST))
-            ask(s, io, T.min(many - n * REST, REST))
-            if turn == 0 and n == 0:
-                finish_frequent(s, io, T.min(s.mine, e.tile))
-            multiply(s, io, T.min(many - n * REST, REST))
+            count: T.int32 = T.min(many - n * e.tile, e.tile)
+            name(s, io, count)
+            ask(s, io, count)
+            if stage:
+                if n == 0:
+                    ready(s)
+            multiply(s, io, count)
             T.cuda.cta_sync()
-            finish(s, io, T.min(many - n * REST, REST))
+            finish(s, io, count)
             T.cuda.cta_sync()
 
     return phase

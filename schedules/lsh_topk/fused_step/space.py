@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
@@ -10,41 +11,50 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ...lsh.extents import BUCKET_LANES, WARP, CountExtents, HashExtents, Room
+from ...lsh.extents import CLUSTERS, WARP, HashExtents
 from ...recurrent.sizes import register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
-THREADS = (256, 384, 512, 640, 768)
-HASH_WARPS = (2, 4, 8, 12, 16)
-ROW_BLOCKS = (0, 1, 2, 4)
-WIDE_BEAM = 32  # from which rows have thread blocks of their own by default
-LOADS = (2, 4, 6)
+THREADS = (128, 256, 384, 512)
+HASH_THREADS = (256, 384, 512)
+WIDE_BEAM = 32  # above which the product of a group has three fragments and more
+LEAST_LANES = 4  # of a bucket, by default
+SLICES = (1, 2, 4, 8)
+BUCKET_LANES = (1, 2, 4, 8, 16)
+LOADS = (1, 2, 3, 4, 6)
 DEPTHS = (1, 2, 3, 4)
+# The first kernel.
+PER_CELL = 4  # words whose hits a cell of shared memory counts, in 8 bits each,
+MOST_HITS = 255  # so that a thread block looks at most so many bands up with counts of 8 bits
+PER_CHUNK = 2 * WARP  # cells that a warp adds up together,
+AT_ONCE = 4  # and of how many such chunks at most before it votes,
+MOST_PAIRS = 16  # of how many of all thread blocks
+PER_VECTOR = 4  # words of a bucket that a thread loads together
+AHEAD = 3  # units whose columns a thread holds
+COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
+# The product.
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
 PER_JOB = 8  # chunks that a warp multiplies in one go
 TILE = 8  # words of a product: columns of an operand of tensor cores
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
-MOST_TILE = 64  # frequent words whose sums a thread block has in shared memory at a time,
-REST = 32  # and others
-MOST_PARTS = 64 * 1024  # bytes of the former
-LISTED = 512  # words with hits enough that a thread block lists
-SLOTS = 16  # places for keys of such words that each thread block has of its own,
-ROW_SLOTS = 64  # and each of those of a row
-AHEAD = 3  # units whose columns a thread of these holds,
-COPIES = 16 * 1024  # and bytes of the row's copies in banks of their own
-SEARCHERS = 512  # threads of a block of the second kernel
-SURVIVORS = 2048  # keys that it ranks side by side
-SMALL = 2048  # bytes of static shared memory beside that list, at most
+MOST_TILE = 64  # words whose sums a thread block has in shared memory at a time,
+MOST_PARTS = 24 * 1024  # bytes of these
+ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
+WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
 BESIDES = 8  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
+# The third kernel.
+SEARCHERS = 512  # threads of a block
+SURVIVORS = 2048  # keys that it ranks side by side
+SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 
 
 @dataclass(frozen=True)
 class Extents:
     """The sizes of one point's kernels.
 
-    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of its own.
+    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of the product.
     """
 
     beam: int
@@ -59,10 +69,12 @@ class Extents:
     dtype: str
     bias: bool
     blocks: int
-    threads: int
-    hash_warps: int  # of each thread block that hash and look up
-    row_blocks: int  # thread blocks that do so instead, of each row
-    loads: int  # words of buckets that a lane has in flight
+    threads: int  # of a thread block of the product
+    hash_threads: int  # and of one that hashes
+    cluster: int  # of thread blocks that hash a row,
+    slices: int  # and look up what is in one slice of the vocabulary
+    bucket_lanes: int  # that go through a bucket together,
+    loads: int  # and how many vectors each of them has in flight
     depth: int  # jobs of the product whose words a warp has in flight
     overlap: int
 
@@ -80,16 +92,80 @@ class Extents:
             cuckoo=problem.table == "cuckoo",
             dtype=problem.dtype,
             bias=bool(problem.bias),
-            blocks=decisions["blocks"],
-            threads=decisions["threads"],
-            hash_warps=decisions["hash_warps"],
-            row_blocks=decisions["row_blocks"],
-            loads=decisions["loads"],
-            depth=decisions["depth"],
-            overlap=decisions["overlap"],
+            **decisions,
         )
 
-    # Who does what.
+    # The first kernel: a cluster hashes a row. Each of its thread blocks looks some bands up, and counts hits of all
+    # words of a slice of the vocabulary; each then has a part of that, whose counts it adds up over the cluster.
+
+    @property
+    def hash_warps(self) -> int:
+        return self.hash_threads // WARP
+
+    @property
+    def tile_bands(self) -> int:
+        """Bands of a thread block whose places are in shared memory together."""
+        return min(MOST_HITS, ceildiv(self.bands, self.cluster))
+
+    @property
+    def part(self) -> int:
+        """Chunks of cells of a thread block's part of the slice."""
+        return ceildiv(self.vocab, PER_CHUNK * PER_CELL * self.cluster * self.slices)
+
+    @property
+    def cells(self) -> int:
+        """Words of shared memory that count the hits of a slice."""
+        return self.cluster * self.part * PER_CHUNK
+
+    @property
+    def slice(self) -> int:
+        """Words of a slice."""
+        return self.cells * PER_CELL
+
+    @property
+    def votes(self) -> int:
+        """Words of the bitmap of a part."""
+        return self.part * PER_CHUNK * PER_CELL // WARP
+
+    @property
+    def at_once(self) -> int:
+        """Chunks that a warp adds up together."""
+        return min(AT_ONCE, MOST_PAIRS // self.cluster, ceildiv(self.part, self.hash_warps))
+
+    @property
+    def rounds(self) -> int:
+        """How often, until all of the part are."""
+        return ceildiv(self.part, self.hash_warps * self.at_once)
+
+    @property
+    def hashing(self) -> HashExtents:
+        ahead = min(AHEAD, ceildiv(self.tile_bands * self.units, self.hash_threads))
+        copies = next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * self.hidden * 4 <= COPIES)
+        return HashExtents(self.hidden, self.k, self.units, self.dtype, self.hash_threads, ahead=ahead, copies=copies)
+
+    @property
+    def places(self) -> int:
+        """Units of those bands."""
+        return self.tile_bands * self.units
+
+    @property
+    def hash_bytes(self) -> int:
+        """Shared memory of a thread block: counts, the row, places of units, and votes."""
+        return ceildiv(self.cells + self.hashing.row_words + self.places + self.votes, 2) * 8
+
+    # Registers. A multiprocessor is to have some for a thread block of either kernel side by side, if they overlap.
+
+    @property
+    def hash_resident(self) -> int:
+        """Thread blocks of the first kernel that one has registers for: as many as leave a thread 56 or 64."""
+        return ceildiv(1024, self.hash_threads) if self.overlap else 1
+
+    @property
+    def resident(self) -> int:
+        """And of the second."""
+        return 1 + self.overlap
+
+    # The product. A *job* is a tile of 8 words times 8 chunks of each of them.
 
     @property
     def group_lists(self) -> int:
@@ -113,60 +189,6 @@ class Extents:
     @property
     def warps(self) -> int:
         return self.threads // WARP
-
-    @property
-    def product_warps(self) -> int:
-        return self.warps if self.row_blocks else self.warps - self.hash_warps
-
-    @property
-    def counters(self) -> int:
-        """Thread blocks of a group, the first ones, that hash and look up and have no frequent words."""
-        return self.group_rows * self.row_blocks
-
-    @property
-    def multipliers(self) -> int:
-        """Thread blocks of a group that have frequent words."""
-        return self.blocks - self.counters
-
-    @property
-    def unit_bands(self) -> int:
-        """Bands of one row that a warp looks up in one go: as many as spread a group's evenly over all of its warps."""
-        warps, bands = self.blocks * self.hash_warps, self.group_rows * self.bands
-        turns = ceildiv(bands, warps * (WARP // self.units))
-        return ceildiv(bands, warps * turns)
-
-    @property
-    def search_steps(self) -> int:
-        """Halvings until one of those bands is left."""
-        return (self.unit_bands - 1).bit_length()
-
-    @property
-    def hashing(self) -> HashExtents:
-        """A warp hashes a row on its own, or a thread block does."""
-        if not self.row_blocks:
-            return HashExtents(self.hidden, self.k, self.units, self.dtype, WARP)
-        ahead = min(AHEAD, ceildiv(self.counting.tile * self.units, self.threads))
-        copies = next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * self.hidden * 4 <= COPIES)
-        return HashExtents(self.hidden, self.k, self.units, self.dtype, self.threads, ahead=ahead, copies=copies)
-
-    @property
-    def counting(self) -> CountExtents:
-        """Of the thread blocks of a row: as many lanes a bucket as it has words on average, and half as many again."""
-        codes = self.k**self.units
-        return CountExtents(
-            vocab=self.vocab,
-            cuckoo=self.cuckoo,
-            threads=self.threads,
-            cluster=self.row_blocks,
-            slices=1,
-            lanes=next((n for n in BUCKET_LANES if 2 * n * codes >= 3 * self.vocab), BUCKET_LANES[-1]),
-            loads=self.loads,
-            exchange=0,
-            finishers=1,
-            bands=self.bands,
-        )
-
-    # The product. A *job* is a tile of 8 words times 8 chunks of each of them.
 
     @property
     def itemsize(self) -> int:
@@ -194,12 +216,10 @@ class Extents:
 
     @property
     def tile(self) -> int:
-        """Frequent words of a thread block at a time."""
-        each = ceildiv(ceildiv(self.frequent, self.multipliers), TILE) * TILE
+        """Words of a thread block at a time: its frequent ones, if there is room for all of them."""
+        each = ceildiv(ceildiv(self.frequent, self.blocks), TILE) * TILE
         room = MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE
         return max(TILE, min(each, room, MOST_TILE))
-
-    # Shared memory of the first kernel, in bytes; each begins at a multiple of 16.
 
     @property
     def halves(self) -> int:
@@ -221,31 +241,24 @@ class Extents:
         return self.halves * self.half_bytes
 
     @property
+    def sum_pitch(self) -> int:
+        """Sums from one row to the next: an odd multiple of 8, so that four rows have eight banks each."""
+        return self.tile if self.tile % 16 == 8 else self.tile + 8
+
+    @property
     def tile_bytes(self) -> int:
-        """Sums of the jobs of `tile` words, and of `REST` words."""
-        return self.rows * self.tile * self.parts * 4
+        """Sums of the jobs of `tile` words."""
+        return self.parts * self.rows * self.sum_pitch * 4
 
     @property
-    def rest_bytes(self) -> int:
-        return self.rows * REST * self.parts * 4
+    def row_lanes(self) -> int:
+        """Lanes that finish a row: as many as let all warps take part at once."""
+        return next((n for n in ROW_LANES if n * self.rows <= self.threads), ROW_LANES[-1])
 
     @property
-    def hash_bytes(self) -> int:
-        """Rows as float32, and places of units."""
-        return self.hash_warps * (ceildiv(self.hidden, 4) * 16 + WARP * 4)
-
-    @property
-    def count_bytes(self) -> int:
-        """Of thread blocks of a row: counts, the row and places of units."""
-        return Room.of(self.hashing, self.counting).bytes
-
-    @property
-    def pool_bytes(self) -> int:
-        """Thread blocks of a row count where others, and later they themselves, have sums."""
-        sums = self.tile_bytes + self.rest_bytes
-        if self.row_blocks:
-            return self.state_bytes + max(sums, self.count_bytes)
-        return self.state_bytes + sums + self.hash_bytes
+    def product_bytes(self) -> int:
+        """Shared memory of a thread block; both begin at a multiple of 16."""
+        return self.state_bytes + self.tile_bytes
 
     @property
     def held(self) -> int:
@@ -255,26 +268,11 @@ class Extents:
     # Memory.
 
     @property
-    def cells(self) -> int:
-        """Words of memory with hit counts of a row, two in each, in whole vectors."""
-        return ceildiv(ceildiv(self.vocab, 2), 4) * 4
-
-    @property
     def bitmap(self) -> int:
-        """Those of a list's bitmap, in whole vectors."""
+        """Words of a list's bitmap, in whole vectors."""
         return ceildiv(bitmap_words(self.vocab), 4) * 4
 
-    # The second kernel.
-
-    @property
-    def own_slots(self) -> int:
-        """Places of each thread block that looks words up."""
-        return ROW_SLOTS if self.row_blocks else SLOTS
-
-    @property
-    def slots(self) -> int:
-        """Places of all thread blocks of a group, beside which there are some for each word."""
-        return (self.counters or self.blocks) * self.own_slots
+    # The third kernel.
 
     @property
     def maxima(self) -> int:
@@ -288,7 +286,7 @@ class Extents:
 
     @property
     def searchers(self) -> int:
-        """Warps of the second kernel."""
+        """Warps of a thread block."""
         return SEARCHERS // WARP
 
 
@@ -299,78 +297,71 @@ def require(problem: LshTopk, machine: Machine) -> None:
     size = problem.hidden * numpy_dtype(problem.dtype).itemsize
     if size % VECTOR:
         raise NotApplicable(f"rows of {size} bytes are no whole vectors of {VECTOR}")
-    if problem.units > WARP:
-        raise NotApplicable(f"{problem.units} units of a band exceed the {WARP} lanes of a warp")
     if problem.n > machine.cores:
         raise NotApplicable(f"n={problem.n} exceeds the {machine.cores} thread blocks that name a word each")
 
 
 def most_blocks(problem: LshTopk, machine: Machine) -> int:
-    """Thread blocks of a group: one a multiprocessor, if each then has a tile of frequent words or a warp's bands. Each
-    names its best word, so that there are n at least."""
-    lookups = ceildiv(max(FRAGMENT, problem.beam) * problem.bands * problem.units, WARP)
-    return min(machine.cores, max(ceildiv(problem.frequent, TILE), ceildiv(lookups, HASH_WARPS[0]), problem.n))
-
-
-def blocks_with_rows(problem: LshTopk, machine: Machine) -> int:
-    """As many, and three beside them for each row, if there are multiprocessors; all of them in whole clusters."""
-    rows = max(1, FRAGMENT // problem.beam) * problem.beam
-    whole = ROW_BLOCKS[-1]
-    return min(machine.cores, most_blocks(problem, machine) + 3 * rows) // whole * whole
+    """Thread blocks of a group: one a multiprocessor, if each then has some words. Each names its best word, so that
+    there are n at least."""
+    some = max(ceildiv(problem.frequent, TILE), ceildiv(problem.vocab, WORDS_EACH))
+    return min(machine.cores, max(some, problem.n))
 
 
 def space(problem: LshTopk, machine: Machine) -> Table:
     require(problem, machine)
     default(problem, machine)
     return {
-        "blocks": tuple(dict.fromkeys((most_blocks(problem, machine), blocks_with_rows(problem, machine)))),
+        "blocks": (most_blocks(problem, machine),),
         "threads": THREADS,
-        "hash_warps": HASH_WARPS,
-        "row_blocks": ROW_BLOCKS if machine.has_clusters else ROW_BLOCKS[:2],
+        "hash_threads": HASH_THREADS,
+        "cluster": CLUSTERS if machine.has_clusters else CLUSTERS[:1],
+        "slices": SLICES,
+        "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
         "depth": DEPTHS,
-        "overlap": (0, 1, 2) if machine.capability >= OVERLAPS else (0,),
+        "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
     }
 
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
-    """As measured on an H200 with beams of 12 to 48."""
+    """As many thread blocks of a row as leave each a multiprocessor, and as few slices as have room; the rest as
+    measured on an H200 with beams of 12 to 48."""
     require(problem, machine)
-    overlap = 2 if machine.capability >= OVERLAPS else 0
-    own = {"blocks": blocks_with_rows(problem, machine), "threads": 512, "hash_warps": HASH_WARPS[0], "row_blocks": 1,
-           "loads": 6}  # fmt: skip
-    # Products of float32 take longer, and more registers.
-    wide = problem.dtype == "float32"
-    shared = {"blocks": most_blocks(problem, machine), "threads": 384 if wide else 512, "hash_warps": 4 if wide else 12,
-              "row_blocks": 0, "loads": 4}  # fmt: skip
-    # Counts of many rows make more traffic than global atomics can do.
-    for point in (own, shared) if problem.beam >= WIDE_BEAM else (shared,):
-        for depth in (1,) if wide else (2, 1):
-            found = {**point, "depth": depth, "overlap": overlap}
-            reason = allowed(problem, machine, found)
-            if not reason:
-                return found
+    # The product takes more of a multiprocessor then.
+    wide = problem.beam > WIDE_BEAM
+    hash_threads = 384 if wide or problem.dtype == "float32" else 512
+    rows = problem.lists * problem.beam
+    clusters = [n for n in CLUSTERS if machine.has_clusters and n <= problem.bands]
+    for threads, slices in itertools.product((384, 256) if wide else (256,), SLICES):
+        cluster = max((n for n in clusters if n * slices * rows <= machine.cores), default=1)
+        # Those of all bands together are all threads, or more.
+        lanes = max(n for n in BUCKET_LANES if n <= max(hash_threads // ceildiv(problem.bands, cluster), LEAST_LANES))
+        found = {
+            "blocks": most_blocks(problem, machine),
+            "threads": threads,
+            "hash_threads": hash_threads,
+            "cluster": cluster,
+            "slices": slices,
+            "bucket_lanes": lanes,
+            "loads": 3,
+            "depth": 1,
+            "overlap": 1 if machine.capability >= OVERLAPS else 0,
+        }
+        reason = allowed(problem, machine, found)
+        if not reason:
+            return found
     raise NotApplicable(reason)
 
 
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
-    limit = shared_limit(machine) - SMALL - LISTED * 12
-    every = blocks_with_rows(problem, machine) if e.row_blocks else most_blocks(problem, machine)
-    if e.blocks != every:
-        return f"{e.blocks} thread blocks, where {every} have something to do"
-    if e.row_blocks and e.hash_warps != HASH_WARPS[0]:
-        return f"hash_warps={e.hash_warps} is the same as {HASH_WARPS[0]} where rows have thread blocks of their own"
-    if e.row_blocks and (e.blocks % e.row_blocks or 4 * e.counters > 3 * e.blocks):
-        return (
-            f"{e.counters} thread blocks of rows, {e.row_blocks} each, leave {e.multipliers} of {e.blocks} for others"
-        )
-    if e.row_blocks > problem.bands:
-        return f"{e.row_blocks} thread blocks have no bands each of bands={problem.bands}"
-    if e.product_warps < 2:
-        return f"{e.hash_warps} warps that hash leave {e.product_warps} of {e.warps} for the product"
-    if e.held + BESIDES > register_limit(e.threads):
+    limit = shared_limit(machine) - SMALL
+    if e.cluster > problem.bands:
+        return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
+    if e.held + BESIDES > register_limit(e.resident * e.threads):
         return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
-    if e.pool_bytes > limit:
-        return f"{e.pool_bytes} bytes exceed shared memory of {limit}"
+    for what, size in (("counts", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
+        if size > limit:
+            return f"{size} bytes of {what} exceed shared memory of {limit}"
     return None

@@ -1,4 +1,4 @@
-"""What the phases of the first kernel of `fused_step` share: buffers and registers."""
+"""What the phases of the first two kernels of `fused_step` share, each its own: buffers and registers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,80 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.overlap import wait_for_producer
+from tvm_sparse.core.template import ceildiv
+
 from ...device.state import named, register
-from .space import LISTED, PER_JOB, REST, WARP, Extents
+from .space import PER_JOB, PER_VECTOR, WARP, Extents
 
 
-@T.inline
-def wait_late(overlap: Any):
-    """Wait for the producer kernel, where that was not done at the beginning."""
-    if overlap == 2:
-        wait_for_producer()
+def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> SimpleNamespace:
+    """Within the kernel that hashes: what `schedules.lsh` needs, and
+
+    ``work_row``, ``work_list``, ``slice``, ``rank``   which row of all lists, which list and which slice are the
+                                                       thread block's, and which of its cluster it is
+    ``share``, ``from_band``, ``bands``   bands of a thread block, the first of its own, and how many these are
+    ``begin``, ``many``                   of them those that it looks up before counts are added up
+
+    Of the thread block, in shared memory:
+
+    ``cells``            how often it hit words, see `look_up`; ``pairs``: the same, two cells at a time
+    ``row``, ``places``  see `schedules.lsh.hashing`
+    ``votes``            words of the thread block's part that reach the threshold, as bits
+    ``listed``           words for the list, then where they go
+
+    Of all its threads:
+
+    ``wide``, ``span``, ``base``   whether counts have 16 bits; how many words are counted together, and the first
+    """
+    h = e.hashing
+    each = ceildiv(e.votes, e.hash_threads)
+    pool = T.alloc_buffer([e.hash_bytes // 8], "uint64", scope="shared.dyn")
+    found: dict[str, Any] = {"work_row": row, "work_list": row // e.beam, "slice": slice, "rank": rank}
+    found |= {"t": t, "warp": t // WARP, "lane": t % WARP}
+    at = 0
+    sizes = {"cells": e.cells, "row": h.row_words, "places": e.places, "votes": e.votes}
+    for (name, size), kind in zip(sizes.items(), ("uint32", "float32", "int32", "uint32"), strict=True):
+        found[name] = T.decl_buffer([size], kind, data=pool.data, elem_offset=at, scope="shared.dyn")
+        at += size
+    found["pairs"] = T.decl_buffer([e.cells // 2], "uint64", data=pool.data, scope="shared.dyn")
+    found |= {
+        "raw": T.alloc_local([h.vectors * h.vector_words], "uint32"),
+        "columns": T.alloc_local([h.ahead * h.column_loads * h.column_words], "uint32"),
+        "vector": T.alloc_local([h.vec], "float32"),
+        "small": T.alloc_local([1], "uint16"),
+        "place": T.alloc_local([h.ahead], "int32"),
+        "best": T.alloc_local([h.ahead], "float32"),
+        "value": register("float32"),
+        "band": T.alloc_local([1], "int32"),
+        "code": T.alloc_local([1], "int32"),
+        "first": T.alloc_local([1], "int32"),
+        "last": T.alloc_local([1], "int32"),
+        "entry": T.alloc_local([8 if e.cuckoo else 1], "int32"),
+        "listed": T.alloc_shared([1], "int32"),
+        # Of a thread: words in flight.
+        "word": T.alloc_local([e.loads * PER_VECTOR], "int32"),
+        # Pairs of cells in all thread blocks, and their sums, of every other word.
+        "parts": T.alloc_local([e.at_once * e.cluster], "uint64"),
+        "sums": T.alloc_local([2 * e.at_once], "uint64"),
+        "ballot": register("uint32"),
+        "mine": register("uint32"),
+        # Words of votes, of the bitmap as it was, and of `always`; how many words a lane has, and another one.
+        **{name: T.alloc_local([each], "uint32") for name in ("reached", "before", "anyway")},
+        "upto": T.alloc_local([1], "int32"),
+        "other": T.alloc_local([1], "int32"),
+        **{
+            name: register()
+            for name in (
+                "share", "from_band", "bands", "begin", "many", "wide", "span", "base", "unit",
+                "row_of", "slot", "at", "upcoming", "local", "place_at",
+            )
+        },
+    }  # fmt: skip
+    return named(SimpleNamespace(**found))
 
 
-def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
-    """Within the kernel.
+def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
+    """Within the kernel of the product.
 
     Where a thread is:
 
@@ -29,104 +89,52 @@ def alloc_state(e: Extents, block: Any, t: Any) -> SimpleNamespace:
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
     ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
-    ``spare``                   how many of these are yet to be multiplied beside words that it won
+    ``firsts``, ``upto``        of the words that reach the threshold the thread block's first one of each of the
+                                group's lists, and how many it has up to that list
 
     Of the thread block, in shared memory:
 
     ``states``  hidden states, `pitch` vectors apart
-    ``sums``    parts of scores of `tile` frequent words, `[row][word][part]`; ``rest``: of `REST` others
-    ``names``   words of the former
-    ``won``, ``places``, ``owners``   words with hits enough: the word, where its keys go, and its list, of the group
-    ``listed``  how many of these there are, and of those for which there is no room
+    ``sums``    parts of scores of `tile` words, `[part][row][word]`, rows `sum_pitch` apart
+    ``names``   these words
     ``odd``     whether a float32 hidden state has an infinity or NaN
-    ``best``    ordered bits of the largest score of each row, of words with places of the block's own;
-                ``exponentials``: the sum of their powers
+    ``best``    ordered bits of the largest score of each row; ``exponentials``: the sum of their powers
     """
     found: dict[str, Any] = {"block": register(), "t": t, "warp": t // WARP, "lane": t % WARP}
     found |= {"group": t % WARP // 4, "member": t % 4}
-    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine", "spare")}
-    pool = T.alloc_buffer([e.pool_bytes // 8], "uint64", scope="shared.dyn")
+    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine")}
+    pool = T.alloc_buffer([e.product_bytes // 8], "uint64", scope="shared.dyn")
     at = 0
-    for name, size in (("states", e.state_bytes), ("sums", e.tile_bytes), ("rest", e.rest_bytes)):
-        kind = "uint32" if name == "states" else "float32"
+    for name, kind, size in (("states", "uint32", e.state_bytes), ("sums", "float32", e.tile_bytes)):
         found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
         at += size
     found |= {
         "names": T.alloc_shared([e.tile], "int32"),
-        "won": T.alloc_shared([LISTED], "int32"),
-        "places": T.alloc_shared([LISTED], "int32"),
-        "owners": T.alloc_shared([LISTED], "int32"),
-        "listed": T.alloc_shared([1], "int32"),
         "odd": T.alloc_shared([1], "int32"),
         "best": T.alloc_shared([e.rows], "uint32"),
         "exponentials": T.alloc_shared([e.rows], "float64"),
+        "firsts": T.alloc_local([e.group_lists], "int32"),
+        "upto": T.alloc_local([e.group_lists], "int32"),
         # The product: words of the jobs in hand, and of hidden states of two steps in turn; sums; which word a lane
-        # loads; the number of a job; `odd`.
+        # loads; the numbers of a job and of a tile; `odd`.
         "hand": T.alloc_local([e.depth * PER_JOB * 4], "uint32"),
         "state": T.alloc_local([2 * 8 * e.halves], "uint32"),
         **{name: T.alloc_local([4], "uint32") for name in ("b_high", "b_low", "b_finite") if e.halves == 2},
         "chains": T.alloc_local([e.chains * e.fragments * 4], "float32"),
         "word": T.alloc_local([e.depth], "int32"),
         "job": register(),
+        "following": register(),
         "round": register(),
         "is_odd": register(),
-        # Of a lane: a score, its ordered bits and key, and the largest of these bits.
+        # Of a lane: a score, its ordered bits and key, and the largest of these bits and another lane's.
         "score": T.alloc_local([1], "float32"),
         "key": T.alloc_local([1], "uint64"),
         "largest": T.alloc_local([1], "uint32"),
+        "other_bits": T.alloc_local([1], "uint32"),
         "bits": T.alloc_local([1], "uint32"),
         # Scores of a lane, a power of one, and the sum of these.
-        "held": T.alloc_local([max(e.tile, REST) // WARP + 1], "float32"),
+        "held": T.alloc_local([ceildiv(e.tile, e.row_lanes)], "float32"),
         "rest_power": T.alloc_local([1], "float32"),
         "d": T.alloc_local([1], "float64"),
     }
-    return named(SimpleNamespace(**found, pool=pool, pool_at=at))
-
-
-def alloc_hash_state(e: Extents, s: SimpleNamespace) -> SimpleNamespace:
-    """Within the warps that hash: `s` with what `schedules.lsh` and the look-up need, each warp with its own part of
-    shared memory. `look` is the warp's number among them."""
-    h = e.hashing
-    look = s.warp - e.product_warps
-    width = (e.hidden + 3) // 4 * 4
-    places = s.pool_at // 4 + e.hash_warps * width
-    more: dict[str, Any] = {
-        "look": look,
-        "row": T.decl_buffer(
-            [e.hidden], "float32", data=s.pool.data, elem_offset=s.pool_at // 4 + look * width, scope="shared.dyn"
-        ),
-        "places": T.decl_buffer(
-            [WARP], "int32", data=s.pool.data, elem_offset=places + look * WARP, scope="shared.dyn"
-        ),
-        "raw": T.alloc_local([h.vectors * h.vector_words], "uint32"),
-        "columns": T.alloc_local([h.column_loads * h.column_words], "uint32"),
-        "vector": T.alloc_local([h.vec], "float32"),
-        "small": T.alloc_local([1], "uint16"),
-        "place": T.alloc_local([1], "int32"),
-        "best": T.alloc_local([1], "float32"),
-        "value": register("float32"),
-        "band": T.alloc_local([1], "int32"),
-        "code": T.alloc_local([1], "int32"),
-        "first": T.alloc_local([1], "int32"),
-        "last": T.alloc_local([1], "int32"),
-        "entry": T.alloc_local([8 if e.cuckoo else 1], "int32"),
-        # Words of the buckets as one list: how many up to a lane's, its offset to where they lie, and what a lane has
-        # of them: the word, what its counts were, its bits in `always`, and the ballot of those that were won.
-        "upto": T.alloc_local([1], "int32"),
-        "other": T.alloc_local([1], "int32"),
-        "word": T.alloc_local([e.loads], "int32"),
-        "old": T.alloc_local([e.loads], "uint32"),
-        "anyway": T.alloc_local([e.loads], "uint32"),
-        "winners": T.alloc_local([e.loads], "uint32"),
-        "rank": T.alloc_local([e.loads], "int32"),
-        "left": register("uint32"),
-    }
-    more |= {
-        name: register()
-        for name in (
-            "unit", "row_of", "slot", "at", "from_band", "many", "member_row", "list", "total", "offset", "item",
-            "which", "slot_at", "place_at", "beyond", "lone_word",
-        )
-    }  # fmt: skip
-    return named(SimpleNamespace(**more, t=s.t, lane=s.lane, block=s.block, rows=s.rows, first_row=s.first_row,
-                                 first_list=s.first_list, block_state=s))  # fmt: skip
+    return named(SimpleNamespace(**found))
