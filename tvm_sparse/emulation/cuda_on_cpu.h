@@ -83,6 +83,7 @@ struct Thread {
   // Vector clock over the lanes of the own warp, for the race detector.
   uint32_t clock[32];
   const Knowledge* heard = nullptr;  // what it knows through mbarriers
+  bool waited_for_producer = false;
   // Cluster barriers: how many it arrived at and waited for, and the last one known to be behind
   // all threads of the cluster, also from a block barrier with one that waited.
   uint32_t arrived = 0, waited = 0, known = 0;
@@ -148,6 +149,12 @@ struct Stale {
   std::vector<char> before, after;
 };
 
+// An array when a kernel began, and what its threads may have found there instead before they waited.
+struct Held {
+  char* array;
+  std::vector<char> begun, found;
+};
+
 struct PendingWrite {
   char* address = nullptr;
   size_t size;
@@ -177,6 +184,11 @@ struct Machine {
   PendingWrite pending;
   std::vector<Stale> stale;
   size_t unfinished = 0;  // how often threads still find the producer kernel at work; 0 when it is done
+  // Of the kernel before, for one that overlaps it: what arrays held; how often its threads waited for
+  // its own producer, and whether some let the consumer start before they did.
+  std::vector<Held> held;
+  size_t waits = 0;
+  bool early = false;
 };
 extern Machine machine;
 
@@ -186,6 +198,7 @@ constexpr size_t kStack = 64 << 10, kPage = 4096;
 void suspend();
 void yield_point(bool always = false);
 void await_previous();
+void launch_dependents();
 Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value);
 int block_barrier(const char* op, int line, int id, int count, bool predicate, bool wait = true);
 void grid_barrier(int line);
@@ -397,7 +410,33 @@ static void keep_written() {
   for (Stale& s : machine.stale) s.after.assign(s.array, s.array + s.after.size());
 }
 
+// A consumer may start beside a kernel that has begun itself beside its producer. It may find what was
+// there before the kernel in between wrote; and before its producer did, unless that was waited for.
+static void follow_previous() {
+  Machine& m = machine;
+  bool both = m.early || !m.waits;
+  for (Held& h : m.held) {
+    std::vector<char> now(h.array, h.array + h.begun.size());
+    std::vector<char>& before = both ? h.found : h.begun;
+    if (before != now) m.stale.push_back({h.array, before, now});
+  }
+  m.held.clear();
+  for (const Region& r : m.regions)
+    if (!r.owner) m.held.push_back({r.begin, {r.begin, r.end}, {r.begin, r.end}});
+  for (Held& h : m.held)
+    for (Stale& s : m.stale)
+      if (s.array == h.array) h.found = s.before;
+  m.early = false, m.waits = 0;
+}
+
+void launch_dependents() {
+  if (!self().waited_for_producer) machine.early = true;
+  yield_point();
+}
+
 void await_previous() {
+  self().waited_for_producer = true;
+  machine.waits++;
   while (machine.unfinished > 1) {
     machine.unfinished--;
     yield_point(true);
@@ -1228,7 +1267,8 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
     size_t j = random_number() % (i + 1);
     order[i] = order[j], order[j] = i;
   }
-  if (!overlapping) m.stale.clear();
+  if (overlapping) follow_previous();
+  else m.stale.clear(), m.held.clear();
   std::vector<Block> resident(slots);
   for (size_t next = 0; next < blocks; next += slots) {
     m.blocks.clear();
@@ -1244,7 +1284,7 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
     if (m.unfinished) end_previous();  // none of them has waited
     keep_written();
   }
-  m.stale.clear();  // the kernels behind start when this one has waited
+  m.stale.clear();
   // Shared memory is left mapped; its regions are not.
   m.regions.erase(std::remove_if(m.regions.begin(), m.regions.end(),
                                  [](const Region& r) { return r.owner; }), m.regions.end());

@@ -15,8 +15,10 @@ in a forked child, which turns crashes, hangs and misbehaviour into an `Emulatio
   drawn from `seed`);
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1);
-* in a launch that overlaps its producer kernel, use of what was read ahead of `griddepcontrol.wait`
-  (`stale` contents of arrays, which some threads find and others no longer).
+* in a launch that overlaps its producer kernel, use of what was read ahead of `griddepcontrol.wait`: what
+  arrays held before that kernel wrote, which some threads find and others no longer. For the first kernel
+  these are `stale` contents. A kernel that lets its consumer start before it has waited itself, or that
+  never waits, leaves to it also what was there before its own producer wrote.
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
 barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
@@ -69,7 +71,7 @@ DIMS = ["blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", 
 CLUSTER_DIMS = ["clusterCtaIdx.x", "clusterCtaIdx.y", "clusterCtaIdx.z"]
 DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
 COOPERATIVE = "tirx.use_cooperative_launch"
-# Programmatic dependent launch: kernels run one after another here, which it permits; `stale` is for the rest.
+# Programmatic dependent launch: kernels run one after another here, which it permits; stale contents are for the rest.
 OVERLAPPING = "tirx.use_programtic_dependent_launch"
 FLAGS = {COOPERATIVE, OVERLAPPING}
 
@@ -113,8 +115,8 @@ def run_on_cpu(
         that synchronises threads of a block by other means than barriers and warp collectives.
     stale : what arrays hold while the producer kernel still runs, by their place in `args`; it then
         writes what they hold in `args`, outputs included. It is done at a moment drawn from `seed`,
-        before any `griddepcontrol.wait` returns. Only for the first kernel, and only if that is
-        launched to overlap (programmatic dependent launch).
+        before any `griddepcontrol.wait` returns. Only if the kernels are launched to overlap
+        (programmatic dependent launch).
 
     Raises
     ------
@@ -489,7 +491,6 @@ BITS = {
 NO_EFFECT = re.compile(
     r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*"
     r"|fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async\.shared::cta"
-    r"|griddepcontrol\.launch_dependents"
 )
 MBARRIER = re.compile(
     r"mbarrier\.(init|arrive\.expect_tx|try_wait\.parity)(\.(acquire|release)\.(cta|cluster))?\.shared(::cta)?\.b64"
@@ -663,6 +664,8 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return _set(ops[0], f"cuda_on_cpu::ptx::map_shared_address({ops[1]}, {ops[2]})")
     if opcode == "griddepcontrol.wait":
         return "cuda_on_cpu::await_previous();"
+    if opcode == "griddepcontrol.launch_dependents":
+        return "cuda_on_cpu::launch_dependents();"
     if NO_EFFECT.fullmatch(opcode):
         return "cuda_on_cpu::yield_point();"
     modifiers = {"rn", "ftz", "approx", "full", parts[-1]}
