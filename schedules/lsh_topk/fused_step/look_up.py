@@ -32,7 +32,7 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP, scan_lanes
 from ...lsh.buckets import find_buckets
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import MOST_HITS, PER_CELL, PER_CHUNK, PER_VECTOR, WARP, Extents
+from .space import MOST_HITS, PER_CELL, PER_STRETCH, PER_VECTOR, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
@@ -118,7 +118,7 @@ def load_vectors(e: Extents) -> Phase:
 def cell_of(local: Any, wide: Any) -> Any:
     """The cell that counts a word of the span: 32 neighbouring words are counted in the same bytes of every other cell,
     so that a warp whose lanes have two cells each votes on 32 neighbouring words together."""
-    return (local >> (8 - wide)) * PER_CHUNK + (local & (WARP - 1)) * 2 + ((local >> (7 - wide)) & 1)
+    return (local >> (8 - wide)) * PER_STRETCH + (local & (WARP - 1)) * 2 + ((local >> (7 - wide)) & 1)
 
 
 def shift_of(local: Any, wide: Any) -> tirx.PrimExpr:
@@ -176,7 +176,7 @@ def vote(e: Extents, wide: int) -> Phase:
     width = 8 << wide
 
     def hits(s: Any, u: Any, q: Any) -> tirx.PrimExpr:
-        """Of the `q`-th 32 words of a chunk: the first of a lane's two cells counts the first half of them."""
+        """Of the `q`-th 32 words of a stretch: the first of a lane's two cells counts the first half of them."""
         shift = T.Cast("uint64", q // per_cell * 32 + q % per_cell // 2 * 16)
         return T.Cast("int32", (s.sums[u * 2 + q % per_cell % 2] >> shift) & T.uint64(0xFFFF))
 
@@ -184,17 +184,17 @@ def vote(e: Extents, wide: int) -> Phase:
     def phase(s, io):
         for i in T.serial(e.rounds, unroll=False):
             for u in T.unroll(e.at_once):
-                chunk = T.meta_var((i * e.at_once + u) * e.hash_warps + s.warp)
-                at = T.meta_var((s.rank * e.part + chunk) * (PER_CHUNK // 2) + s.lane)
+                stretch = T.meta_var((i * e.at_once + u) * e.hash_warps + s.warp)
+                at = T.meta_var((s.rank * e.part + stretch) * (PER_STRETCH // 2) + s.lane)
                 for r in T.unroll(e.cluster):
                     s.parts[u * e.cluster + r] = T.uint64(0)
-                    if chunk < e.part:
+                    if stretch < e.part:
                         if e.cluster > 1:
                             s.parts[u * e.cluster + r] = counts_of(s.pairs.ptr_to([at]), r)
                         else:
                             s.parts[u] = s.pairs[at]
             for u in T.unroll(e.at_once):
-                chunk = T.meta_var((i * e.at_once + u) * e.hash_warps + s.warp)
+                stretch = T.meta_var((i * e.at_once + u) * e.hash_warps + s.warp)
                 for half in T.unroll(2):
                     s.sums[u * 2 + half] = T.uint64(0)
                     for r in T.unroll(e.cluster):
@@ -205,8 +205,8 @@ def vote(e: Extents, wide: int) -> Phase:
                     s.ballot = T.cuda.ballot_sync(T.uint32(FULL_WARP), hits(s, u, q) >= io.threshold)
                     if s.lane == q:
                         s.mine = s.ballot
-                if s.lane < 2 * per_cell and chunk < e.part:
-                    s.votes[chunk * (2 * per_cell) + s.lane] = s.mine
+                if s.lane < 2 * per_cell and stretch < e.part:
+                    s.votes[stretch * (2 * per_cell) + s.lane] = s.mine
 
     return phase
 

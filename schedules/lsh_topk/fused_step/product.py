@@ -31,7 +31,7 @@ from .space import CHUNK, FRAGMENT, PER_JOB, TILE, VECTOR, WARP, Extents
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_anew = T.ptx.ld.relaxed.gpu.global_.v4.u32
-AT_ONCE = 8  # vectors of hidden states that a thread has in flight
+IN_FLIGHT = 8  # vectors of hidden states that a thread asks for together, where it splits them
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
 PER_CHUNK = CHUNK // VECTOR
@@ -146,7 +146,7 @@ def stage_states(e: Extents) -> Phase:
     each = e.chunks * PER_CHUNK
     elements = VECTOR // e.itemsize
     rounds = ceildiv(e.rows * each, e.threads)
-    at_once = min(AT_ONCE, rounds)
+    at_once = min(IN_FLIGHT, rounds)
 
     def place(i: Any) -> Any:
         return (i // each * e.pitch + i % each) * 4

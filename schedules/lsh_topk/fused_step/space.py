@@ -27,9 +27,9 @@ DEPTHS = (1, 2, 3, 4)
 # The first kernel.
 PER_CELL = 4  # words whose hits a cell of shared memory counts, in 8 bits each,
 MOST_HITS = 255  # so that a thread block looks at most so many bands up with counts of 8 bits
-PER_CHUNK = 2 * WARP  # cells that a warp adds up together,
-AT_ONCE = 4  # and of how many such chunks at most before it votes,
-MOST_PAIRS = 16  # of how many of all thread blocks
+PER_STRETCH = 2 * WARP  # cells that a warp adds up together,
+MOST_STRETCHES = 4  # of how many such stretches at most before it votes,
+MOST_PAIRS = 16  # and of how many of all thread blocks
 PER_VECTOR = 4  # words of a bucket that a thread loads together
 AHEAD = 3  # units whose columns a thread holds
 COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
@@ -109,13 +109,13 @@ class Extents:
 
     @property
     def part(self) -> int:
-        """Chunks of cells of a thread block's part of the slice."""
-        return ceildiv(self.vocab, PER_CHUNK * PER_CELL * self.cluster * self.slices)
+        """Stretches of cells of a thread block's part of the slice."""
+        return ceildiv(self.vocab, PER_STRETCH * PER_CELL * self.cluster * self.slices)
 
     @property
     def cells(self) -> int:
         """Words of shared memory that count the hits of a slice."""
-        return self.cluster * self.part * PER_CHUNK
+        return self.cluster * self.part * PER_STRETCH
 
     @property
     def slice(self) -> int:
@@ -125,12 +125,12 @@ class Extents:
     @property
     def votes(self) -> int:
         """Words of the bitmap of a part."""
-        return self.part * PER_CHUNK * PER_CELL // WARP
+        return self.part * PER_STRETCH * PER_CELL // WARP
 
     @property
     def at_once(self) -> int:
-        """Chunks that a warp adds up together."""
-        return min(AT_ONCE, MOST_PAIRS // self.cluster, ceildiv(self.part, self.hash_warps))
+        """Stretches that a warp adds up together."""
+        return min(MOST_STRETCHES, MOST_PAIRS // self.cluster, ceildiv(self.part, self.hash_warps))
 
     @property
     def rounds(self) -> int:
