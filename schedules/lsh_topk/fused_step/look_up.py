@@ -5,11 +5,11 @@ count_bands    the hits of some bands, in the thread block's own shared memory
 vote           words of its part of the vocabulary that reach the threshold with the whole cluster's hits
 list_reached   those that no row of the list had before
 
-Thread blocks of a cluster do not send hits to each other, which took four times as long as counting them where they are
-found. Each counts all words; in the end it reads the others' counts of its part. That takes 2 microseconds of 10 (H200,
-40,000 words, 8 thread blocks), as a thread block reads about as many bytes as there are words. To ask only of words
-that one of the thread blocks had hit often was no faster with four thread blocks and a threshold of 6, and took twice
-as long with eight, for whom that is any word that was hit at all.
+Thread blocks of a cluster do not send hits to each other, which took longer than counting them where they are found.
+Each counts all words; in the end it reads the others' counts of its part. That takes a good part of the kernel's time,
+as a thread block reads about as many bytes as there are words. To ask only of words that one of the thread blocks had
+hit often gained nothing with four of them and a threshold of 6, and lost with eight, for whom that is any word that was
+hit at all; heads use thresholds from 1 on.
 
 Counts have 8 bits, four in a 32-bit cell. A thread block that looks up more than 255 bands has *wide* counts, of 16
 bits: it counts the two halves of its slice of the vocabulary, the *spans*, one after the other.
