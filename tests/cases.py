@@ -89,12 +89,6 @@ def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
         yield own
 
 
-__all__ = [
-    "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
-    "settings_of", "use_dispatcher",
-]  # fmt: skip
-
-
 class Foreign:
     """An array that speaks DLPack and nothing else."""
 
@@ -106,3 +100,9 @@ class Foreign:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._array.__dlpack_device__()
+
+
+__all__ = [
+    "AWKWARD", "Foreign", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
+    "settings_of", "use_dispatcher",
+]  # fmt: skip

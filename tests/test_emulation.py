@@ -824,10 +824,12 @@ def test_nothing_is_stale_where_launches_do_not_overlap():
     assert (y == 1).all()
 
 
-def chain(reads, waits, starts_first):
-    """Y = W: the first kernel writes 1 to W, the second something else, and the last one reads it into Y, each launched
-    to overlap the one before: `reads` "early" or "late". The second one `waits`, and may start its consumer before.
-    """
+def chain(reads, between=None):
+    """Y = W: the first kernel writes 1 to W, and the last one reads it into Y, `reads` "early" or "late". There may be
+    another `between` them: whether it waits for the first, and whether it starts its consumer before. Each is launched
+    to overlap the one before."""
+    three = between is not None
+    waits, starts_first = between or (False, False)
 
     @T.prim_func
     def func(W: T.Buffer((4,), "float32"), Z: T.Buffer((4,), "float32"), Y: T.Buffer((6, 64), "float32")):
@@ -838,16 +840,17 @@ def chain(reads, waits, starts_first):
             T.ptx.griddepcontrol.wait()
             T.ptx.griddepcontrol.launch_dependents()
             W[t] = T.float32(1)
-        with device_region():
-            b = T.cta_id([1])
-            t = T.thread_id([4])
-            if starts_first:
-                T.ptx.griddepcontrol.launch_dependents()
-            if waits:
-                T.ptx.griddepcontrol.wait()
-            if not starts_first:
-                T.ptx.griddepcontrol.launch_dependents()
-            Z[t] = T.float32(1)
+        if three:
+            with device_region():
+                b = T.cta_id([1])
+                t = T.thread_id([4])
+                if starts_first:
+                    T.ptx.griddepcontrol.launch_dependents()
+                if waits:
+                    T.ptx.griddepcontrol.wait()
+                if not starts_first:
+                    T.ptx.griddepcontrol.launch_dependents()
+                Z[t] = T.float32(1)
         with device_region():
             b = T.cta_id([6])
             t = T.thread_id([64])
@@ -862,46 +865,26 @@ def chain(reads, waits, starts_first):
     return func
 
 
-def run_chain(*how):
+def run_chain(reads, between=None):
     found = set()
     for seed in range(4):
         w, z, y = np.full(4, 9, "float32"), np.full(4, 9, "float32"), np.full((6, 64), 2, "float32")
-        run_tirx(chain(*how), [w, z, y], seed=seed)
-        assert (w == 1).all() and (z == 1).all()
+        run_tirx(chain(reads, between), [w, z, y], seed=seed)
+        assert (w == 1).all() and (z == (1 if between else 9)).all()
         found |= {*y.flat}
     return found
 
 
-def test_a_kernel_that_starts_its_consumer_before_it_has_waited_leaves_it_what_was_before_its_producer():
-    assert run_chain("early", True, False) == {1}  # the second kernel has waited for the first
-    assert run_chain("early", True, True) == {1, 9}
-    assert run_chain("early", False, False) == {1, 9}
-    assert run_chain("late", True, True) == {1}
-
-
 def test_what_the_kernel_before_writes_is_stale_for_one_that_overlaps_it():
-    @T.prim_func
-    def func(W: T.Buffer((4,), "float32"), Y: T.Buffer((6, 64), "float32")):
-        T.func_attr({"tirx.kernel_launch_params": ["tirx.use_programtic_dependent_launch"]})
-        with device_region():
-            b = T.cta_id([1])
-            t = T.thread_id([4])
-            T.ptx.griddepcontrol.wait()
-            W[t] = T.float32(1)
-        with device_region():
-            b = T.cta_id([6])
-            t = T.thread_id([64])
-            x = T.alloc_local([1], "float32")
-            T.ptx.ld.global_.f32(x[0], W.ptr_to([0]))
-            T.ptx.griddepcontrol.wait()
-            Y[b, t] = x[0]
+    assert run_chain("early") == {1, 9}
+    assert run_chain("late") == {1}
 
-    y = np.full((6, 64), 2, "float32")
-    for seed in range(4):
-        run_tirx(func, [np.full(4, 9, "float32"), y], seed=seed)
-        if {*y.flat} == {1, 9}:
-            return
-    raise AssertionError("no thread read too early")
+
+def test_a_kernel_that_starts_its_consumer_before_it_has_waited_leaves_it_what_was_before_its_producer():
+    assert run_chain("early", (True, False)) == {1}  # the second kernel has waited for the first
+    assert run_chain("early", (True, True)) == {1, 9}
+    assert run_chain("early", (False, False)) == {1, 9}
+    assert run_chain("late", (True, True)) == {1}
 
 
 def test_stale_contents_are_of_the_array():

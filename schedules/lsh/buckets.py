@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -29,10 +30,15 @@ __device__ __forceinline__ void add_at_peer(void* p, int r, unsigned int v) {
   atomicAdd((unsigned int*)__cluster_map_shared_rank(p, r), v);
 }
 """
-OR = """
-__device__ __forceinline__ void set_bits(void* p, unsigned int v) { atomicOr((unsigned int*)p, v); }
+SET_BITS = """
+__device__ __forceinline__ unsigned int set_bits(void* p, unsigned int v) { return atomicOr((unsigned int*)p, v); }
 """
 put_span = peer_store("put_span", "unsigned long long")
+
+
+def set_bits(where: Any, bits: Any) -> tirx.PrimExpr:
+    """Set bits of a word that others set bits of, too; what was there before."""
+    return T.cuda.func_call("set_bits", where, bits, source_code=SET_BITS, return_type="uint32")
 
 
 def clear_counts(e: CountExtents) -> Phase:
@@ -242,9 +248,7 @@ def set_reached(e: CountExtents) -> Phase:
                 if t % WARP == 1:
                     s.low = s.high
                 if t % WARP < 2 and s.low != T.uint32(0):
-                    T.evaluate(T.cuda.func_call(
-                        "set_bits",
-                        bits.ptr_to([row, first // WARP + (n * e.warps + t // WARP) * 2 + t % WARP]),
-                        s.low, source_code=OR, return_type="void"))
+                    T.evaluate(set_bits(
+                        bits.ptr_to([row, first // WARP + (n * e.warps + t // WARP) * 2 + t % WARP]), s.low))
     # fmt: on
     return phase

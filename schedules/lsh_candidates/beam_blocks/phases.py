@@ -17,7 +17,7 @@ from tvm_sparse.formats.bitmap import BITS
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ...device.cluster import cluster_barrier, peer_load, peer_store
-from ...lsh.buckets import OR, find_buckets
+from ...lsh.buckets import find_buckets, set_bits
 from ...lsh.compact import sum_of_warp
 from ...lsh.extents import WARP, HashExtents
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
@@ -139,10 +139,9 @@ def count_row(e: BlockExtents) -> Phase:
                         s.low = T.Select(s.word[u] < e.cells, T.uint32(0xFFFF), T.uint32(0xFFFF0000))
                         s.cell = T.cuda.atomic_add(s.cells.ptr_to([s.local]), s.low & T.uint32(0x10001))
                         if (s.cell ^ s.target) & s.low == T.uint32(0):
-                            T.evaluate(T.cuda.func_call(
-                                "set_bits", s.bitmap.ptr_to([s.word[u] // BITS]),
-                                T.uint32(1) << T.Cast("uint32", s.word[u] % BITS),
-                                source_code=OR, return_type="void"))
+                            T.evaluate(set_bits(
+                                s.bitmap.ptr_to([s.word[u] // BITS]),
+                                T.uint32(1) << T.Cast("uint32", s.word[u] % BITS)))
                 s.next = s.next + e.lanes
             s.at = s.at + e.loads * e.groups
     # fmt: on

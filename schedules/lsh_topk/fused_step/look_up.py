@@ -30,24 +30,14 @@ from ...device.cluster import cluster_arrive, cluster_wait, peer_load
 from ...device.overlap import CACHE_LINE, wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, scan_lanes
-from ...lsh.buckets import find_buckets
+from ...lsh.buckets import find_buckets, set_bits
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from .space import MOST_HITS, PER_CELL, PER_STRETCH, PER_VECTOR, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
 NO_WORD = -(1 << 30)  # which is negative in every span
-SET_BITS = """
-__device__ __forceinline__ unsigned int set_bits(void* p, unsigned int bits) {
-  return atomicOr((unsigned int*)p, bits);
-}
-"""
 counts_of = peer_load("counts_of", "unsigned long long", "uint64")
-
-
-def set_bits(where: Any, bits: Any) -> tirx.PrimExpr:
-    """Set them in memory; what was there before."""
-    return T.cuda.func_call("set_bits", where, bits, source_code=SET_BITS, return_type="uint32")
 
 
 # fmt: off

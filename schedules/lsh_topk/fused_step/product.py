@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -151,16 +152,21 @@ def stage_states(e: Extents) -> Phase:
     def place(i: Any) -> Any:
         return (i // each * e.pitch + i % each) * 4
 
+    def there(s: Any, i: Any) -> Any:
+        return tirx.all(i // each < s.rows, i % each < e.vectors)
+
+    def source(s: Any, i: Any) -> Any:
+        return (s.first_row + i // each) * e.hidden + i % each * elements
+
     @T.inline
     def copy(s, io):
         rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
         for n in T.serial(rounds):
             i: T.int32 = n * e.threads + s.t
             if i < e.rows * each:
-                if i // each < s.rows and i % each < e.vectors:
+                if there(s, i):
                     T.ptx.cp.async_.cg.shared.global_(
-                        s.states.ptr_to([place(i)]),
-                        rows.ptr_to([(s.first_row + i // each) * e.hidden + i % each * elements]), VECTOR)
+                        s.states.ptr_to([place(i)]), rows.ptr_to([source(s, i)]), VECTOR)
                 else:
                     store_shared(s.states.ptr_to([place(i)]), *[T.uint32(0) for _ in range(4)])
         T.ptx.cp.async_.commit_group()
@@ -177,9 +183,8 @@ def stage_states(e: Extents) -> Phase:
                 i = T.meta_var((n * at_once + u) * e.threads + s.t)
                 for v in T.unroll(4):
                     held[u * 4 + v] = T.uint32(0)
-                if i // each < s.rows and i % each < e.vectors:
-                    load_anew(*[held[u * 4 + v] for v in range(4)],
-                              rows.ptr_to([(s.first_row + i // each) * e.hidden + i % each * elements]))
+                if there(s, i):
+                    load_anew(*[held[u * 4 + v] for v in range(4)], rows.ptr_to([source(s, i)]))
             for u in T.unroll(at_once):
                 i = T.meta_var((n * at_once + u) * e.threads + s.t)
                 if i < e.rows * each:
