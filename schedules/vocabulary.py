@@ -14,6 +14,7 @@ DECISIONS: Mapping[str, str] = {
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
     "cluster": "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory.",
     "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all that is looked up.",
+    "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
     "tile_m": "Rows of x that a tile of the product covers.",

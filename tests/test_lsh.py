@@ -378,6 +378,11 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         ),
         (
             "fused_step",
+            "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
+            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 2, "loads": 2},
+        ),
+        (
+            "fused_step",
             "lsh_topk/lists=1,beam=4,hidden=36,vocab=900,frequent=1,n=40,k=16,units=5,bands=12,table=cuckoo",
             {"threads": 384, "hash_threads": 256, "cluster": 2, "slices": 1, "overlap": 0},
         ),
@@ -406,8 +411,8 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
 
 @pytest.mark.parametrize(
     ("bands", "more"),
-    [(2, {"cluster": 1, "slices": 1}), (2, {"cluster": 2, "slices": 4}), (300, {"cluster": 1, "slices": 2})],
-    ids=["blocks", "clusters", "more hits than a byte counts"],
+    [(2, {"cluster": 1, "slices": 1}), (2, {"cluster": 2, "slices": 4}), (60, {"cluster": 4, "slices": 1})],
+    ids=["blocks", "clusters", "more hits than there is room for"],
 )
 def test_a_step_of_a_head_leaves_no_word_out(bands: int, more: dict[str, int]) -> None:
     """More words with hits enough than a thread block multiplies at a time; whoever finds them first, results are the

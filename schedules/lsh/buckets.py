@@ -41,6 +41,11 @@ def set_bits(where: Any, bits: Any) -> tirx.PrimExpr:
     return T.cuda.func_call("set_bits", where, bits, source_code=SET_BITS, return_type="uint32")
 
 
+def add_at_peer(where: Any, rank: Any, value: Any) -> tirx.PrimExpr:
+    """Add to what is there in the shared memory of the rank-th thread block of the cluster."""
+    return T.cuda.func_call("add_at_peer", where, rank, value, source_code=ADD, return_type="void")
+
+
 def clear_counts(e: CountExtents) -> Phase:
     """All counts to 0; called with (s, t).
 
@@ -118,8 +123,7 @@ def count_hit(e: CountExtents) -> Phase:
             cell = T.meta_var(s.cells.ptr_to([(s.local >> 6) * 32 + (s.local & 31)]))
             one = T.meta_var(T.uint32(1) << T.Cast("uint32", (s.local & 32) >> 1))
             if away:
-                T.evaluate(T.cuda.func_call(
-                    "add_at_peer", cell, s.owner, one, source_code=ADD, return_type="void"))
+                T.evaluate(add_at_peer(cell, s.owner, one))
             else:
                 T.evaluate(T.cuda.atomic_add(cell, one))
     # fmt: on

@@ -5,18 +5,19 @@ built: their product need not wait for the hash. What hits add is small, and few
 of a beam. So the second kernel starts beside the first, multiplies the frequent words, and only then waits for the
 list of the others.
 
-**look_up.** A cluster of thread blocks has a row of hidden states. Each thread block hashes some bands, goes through
-their buckets, `bucket_lanes` lanes a bucket and 16 bytes a lane, and counts hits of all words in shared memory, in 8
-bits. Then each has a part of the vocabulary, whose counts it adds up over the cluster; votes of warps tell what reaches
-the threshold, 32 words at a time. Bits are set in the list's bitmap, and words whose bits were not there before, nor in
-`always`, go to the list: each list has a place for every word, so that nothing is left out. A vocabulary that shared
-memory has no room for is cut into `slices`, each with thread blocks of its own.
+**look_up.** A cluster of thread blocks has a row of hidden states. Each thread block hashes some bands and goes through
+their buckets; it counts, in shared memory, the hits of a part of the vocabulary, and the others tell it what they have
+found of that. Votes of warps tell what reaches the threshold, 32 words at a time. Bits are set in the list's bitmap,
+and words whose bits were not there before, nor in `always`, go to the list: each list has a place for every word, so
+that nothing is left out. A vocabulary that a cluster's shared memory has no room for is cut into `slices`, each with a
+cluster of its own.
 
-**product.** A thread block a multiprocessor, for each group of up to 16 rows. Hidden states are in shared memory. The
-thread block's share of the frequent words comes from memory into registers, and goes to tensor cores: a warp has a tile
-of 8 words and a part of their columns, and as soon as a piece is multiplied the next word's takes its place. Parts of a
-score are added up from shared memory. Then the same with its share of the list. Each score becomes a key (ordered bits,
-word) in global memory; each thread block also says which key of a row is its best one, and its sum of exponentials.
+**product.** A thread block a multiprocessor, for each group of up to 16 rows; or some for each of the `row_groups` into
+which a wide beam is cut. Hidden states are in shared memory. The thread block's share of the frequent words comes from
+memory into registers, and goes to tensor cores: a warp has a tile of 8 words and a part of their columns, and as soon
+as a piece is multiplied the next word's takes its place. Parts of a score are added up from shared memory. Then the
+same with its share of the list. Each score becomes a key (ordered bits, word) in global memory; each thread block also
+says which key of a row is its best one, and its sum of exponentials.
 
 **merge.** A thread block a row: the n-th best of the thread blocks' best keys is a bound that few keys reach. Those of
 the thread blocks that reach it are read and ranked. Other thread blocks clear bitmaps for the next step.
@@ -45,7 +46,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=5,
+    version=6,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

@@ -33,10 +33,14 @@ def product(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def begin(s, io, flat):
-        s.block = flat % e.blocks
-        s.first_list = flat // e.blocks * e.group_lists
-        s.first_row = s.first_list * e.beam
-        s.rows = T.min(io.lists - s.first_list, e.group_lists) * e.beam
+        s.block = flat % e.group_blocks
+        group: T.int32 = flat // e.group_blocks
+        s.first_list = group // e.row_groups * e.group_lists
+        s.first_row = s.first_list * e.beam + group % e.row_groups * e.group_rows
+        if e.row_groups == 1:
+            s.rows = T.min(io.lists - s.first_list, e.group_lists) * e.beam
+        else:
+            s.rows = T.min(e.beam - group % e.row_groups * e.group_rows, e.group_rows)
         s.begin = T.min(s.block * each_block(e, io.frequent), io.frequent)
         s.mine = T.min(each_block(e, io.frequent), io.frequent - s.begin)
         for n in T.serial((e.rows - s.t + (e.threads - 1)) // e.threads):
@@ -56,7 +60,8 @@ def product(e: Extents) -> Callable[..., Any]:
     def kernel(io):
         with device_region():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.resident})
-            flat = T.cta_id([(io.lists + (e.group_lists - 1)) // e.group_lists * e.blocks])
+            groups = T.meta_var((io.lists + (e.group_lists - 1)) // e.group_lists * e.row_groups)
+            flat = T.cta_id([groups * e.group_blocks])
             t = T.thread_id([e.threads])
             s = T.meta_var(alloc_product_state(e, t))
             begin(s, io, flat)
@@ -83,8 +88,8 @@ def program(problem: LshTopk, e: Extents) -> Program:
         Workspace("queue", ("lists", e.vocab), "int32", fill=None),  # these words
         Workspace("keys", ("rows", "frequent"), "uint64", fill=None),
         Workspace("others", ("rows", e.vocab), "uint64", fill=None),
-        Workspace("heads", ("rows", e.blocks), "uint32", fill=None),
-        Workspace("sums", ("rows", e.blocks), "float64", fill=None),
+        Workspace("heads", ("rows", e.group_blocks), "uint32", fill=None),
+        Workspace("sums", ("rows", e.group_blocks), "float64", fill=None),
     )
 
     # fmt: off

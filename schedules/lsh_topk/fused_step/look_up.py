@@ -1,18 +1,20 @@
 """The first kernel of `fused_step`: a cluster of thread blocks finds the words that reach the threshold in a row.
 
 begin          what needs nothing of the producer kernel: counts to 0, columns of the first units
-count_bands    the hits of some bands, in the thread block's own shared memory
-vote           words of its part of the vocabulary that reach the threshold with the whole cluster's hits
+find_pieces    where the buckets of a thread block's bands are
+count_pieces   their words: those of the thread block's part of the vocabulary are counted, others sent
+receive        what the others have sent
+vote           words of the part that reach the threshold
 list_reached   those that no row of the list had before
 
-Thread blocks of a cluster do not send hits to each other, which took longer than counting them where they are found.
-Each counts all words; in the end it reads the others' counts of its part. That takes a good part of the kernel's time,
-as a thread block reads about as many bytes as there are words. To ask only of words that one of the thread blocks had
-hit often gained nothing with four of them and a threshold of 6, and lost with eight, for whom that is any word that was
-hit at all; heads use thresholds from 1 on.
+Each thread block of a cluster hashes some bands, goes through their buckets, and counts the hits of a part of the
+vocabulary. A hit of another one's part is *sent*: written down in the sender's shared memory, which the other one reads
+when all have come to a barrier. Hits that there is no room for are added to the other's counts at once, which takes
+longer.
 
-Counts have 8 bits, four in a 32-bit cell. A thread block that looks up more than 255 bands has *wide* counts, of 16
-bits: it counts the two halves of its slice of the vocabulary, the *spans*, one after the other.
+A bucket is gone through in *pieces* of what `bucket_lanes` lanes load together, because some are very long: two units
+of a band that share a column make buckets ten times as long as others, and two such pairs hundred times. Pieces beside
+the first of each band are *further* ones; those that there is no room for stay in one piece with the last of these.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -30,22 +31,26 @@ from ...device.cluster import cluster_arrive, cluster_wait, peer_load
 from ...device.overlap import CACHE_LINE, wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, scan_lanes
-from ...lsh.buckets import find_buckets, set_bits
+from ...lsh.buckets import add_at_peer, clear_counts, find_buckets, set_bits
+from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import MOST_HITS, PER_CELL, PER_STRETCH, PER_VECTOR, WARP, Extents
+from .space import PER_VECTOR, STRETCHES, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
-NO_WORD = -(1 << 30)  # which is negative in every span
-counts_of = peer_load("counts_of", "unsigned long long", "uint64")
+NO_WORD = -(1 << 30)  # which no part has
+PER_LOAD = 4  # hits in 8 bytes
+RECEIVED = 2  # such loads that a lane has in flight
+many_of = peer_load("many_of", "int", "int32")
+hits_of = peer_load("hits_of", "unsigned long long", "uint64")
 
 
 # fmt: off
 def begin(e: Extents) -> Phase:
-    """Reads: permutations. Writes: the thread block's bands, how it counts, counts, columns. Barriers: none; one has to
-    follow before counts. The phase is (s, io)."""
+    """Reads: permutations. Writes: the thread block's bands and its part, counts to 0, columns. Barriers: none; one of
+    the cluster has to follow before pieces are told. The phase is (s, io)."""
     h = e.hashing
-    load_first, clear = load_first_columns(h), clear_counts(e)
+    load_first, clear = load_first_columns(h), clear_counts(e.counting)
 
     @T.inline
     def phase(s, io):
@@ -53,168 +58,205 @@ def begin(e: Extents) -> Phase:
         s.share = (io.bands + (e.cluster - 1)) // e.cluster
         s.from_band = s.rank * s.share
         s.bands = T.max(T.min(io.bands - s.from_band, s.share), 0)
-        s.wide = T.Cast("int32", s.share > MOST_HITS)
-        s.span = e.slice >> s.wide
-        clear(s)
-        load_first(s, columns, s.from_band * h.units, T.min(s.bands, e.tile_bands) * h.units, s.t)
-
-    return phase
-
-
-def clear_counts(e: Extents) -> Phase:
-    """Writes: counts to 0, and none is listed. Barriers: none. The phase is (s)."""
-
-    @T.inline
-    def phase(s):
-        for n in T.serial(ceildiv(e.cells, e.hash_threads)):
-            if n * e.hash_threads + s.t < e.cells:
-                s.cells[n * e.hash_threads + s.t] = T.uint32(0)
+        s.base = (s.slice * e.cluster + s.rank) * e.counting.part
+        clear(s, s.t)
         if s.t == 0:
             s.listed[0] = 0
+            s.further[0] = 0
+        if s.t < e.cluster * e.segments:
+            s.many_sent[s.t] = 0
+        load_first(s, columns, s.from_band * h.units, T.min(s.bands, e.counting.tile) * h.units, s.t)
 
     return phase
 
 
-def load_vectors(e: Extents) -> Phase:
-    """A lane's next vectors of its bucket; the phase is (s, io, words).
+def find_pieces(e: Extents) -> Phase:
+    """Where the buckets of `many` bands from `begin` on are, whose units' places are known; the phase is (s, io).
 
-    Reads: `first`, `last`, `upcoming`, words. Writes: `word`, `NO_WORD` for what is not of the bucket. Barriers: none.
+    Reads: `places`, tables; `further`, 0. Writes: `spans`, `further`. Barriers: none; one has to come before, and one
+    after.
+    """
+    find = find_buckets(e.counting)
+    turn = e.turn
+
+    @T.inline
+    def put(s, place, first, last):
+        s.spans[place] = (T.Cast("uint64", last) << T.uint64(32)) | T.Cast("uint64", first)
+
+    @T.inline
+    def phase(s, io):
+        for n in T.serial((s.many - s.t + (e.hash_threads - 1)) // e.hash_threads):
+            s.at = n * e.hash_threads + s.t
+            s.band[0] = s.begin + s.at
+            s.code[0] = code_of_places(e.hashing, s, s.at)
+            find(s, io, 1)
+            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + turn
+            s.more = T.max((s.last[0] - s.next + (turn - 1)) // turn, 0)
+            s.place_at = 0
+            if s.more > 0:
+                s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
+                s.more = T.max(T.min(s.more, e.spare - s.place_at), 0)
+            put(s, s.at, s.first[0], T.Select(s.more > 0, s.next, s.last[0]))
+            for j in T.serial(s.more):
+                put(s, s.many + s.place_at + j, s.next, T.Select(j + 1 < s.more, s.next + turn, s.last[0]))
+                s.next = s.next + turn
+
+    return phase
+
+
+def load_pieces(e: Extents) -> Phase:
+    """A lane's vectors of `loads` pieces; the phase is (s, io, words).
+
+    Reads: `first`, `last`, `upcoming`, words. Writes: `word`, `NO_WORD` for what is not of the piece. Barriers: none.
     """
 
     @T.inline
     def phase(s, io, words):
-        for j in T.unroll(e.loads):
-            at = T.meta_var([j * PER_VECTOR + v for v in range(PER_VECTOR)])
+        for u in T.unroll(e.loads):
+            at = T.meta_var([u * PER_VECTOR + v for v in range(PER_VECTOR)])
             for v in T.unroll(PER_VECTOR):
-                s.word[j * PER_VECTOR + v] = NO_WORD
-            place: T.let = (s.upcoming + j * e.bucket_lanes) * PER_VECTOR
-            if place < s.last[0]:
-                if place + PER_VECTOR <= io.bands * e.vocab:
-                    T.ptx.ld.global_.v4.s32(*[s.word[i] for i in at], words.ptr_to([place]))
+                s.word[u * PER_VECTOR + v] = NO_WORD
+            if s.upcoming[u] < s.last[u]:
+                if s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
+                    T.ptx.ld.global_.v4.s32(*[s.word[i] for i in at], words.ptr_to([s.upcoming[u]]))
                 else:
                     for v in T.unroll(PER_VECTOR):
-                        if place + v < io.bands * e.vocab:
-                            T.ptx.ld.global_.s32(s.word[j * PER_VECTOR + v], words.ptr_to([place + v]))
-        for j in T.unroll(e.loads):
+                        if s.upcoming[u] + v < io.bands * e.vocab:
+                            T.ptx.ld.global_.s32(s.word[u * PER_VECTOR + v], words.ptr_to([s.upcoming[u] + v]))
+        for u in T.unroll(e.loads):
             for v in T.unroll(PER_VECTOR):
                 # A number below 0 is a large one without a sign.
-                within: T.let = (s.upcoming + j * e.bucket_lanes) * PER_VECTOR + v - s.first[0]
-                if T.Cast("uint32", within) >= T.Cast("uint32", s.last[0] - s.first[0]):
-                    s.word[j * PER_VECTOR + v] = NO_WORD
+                if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) >= T.Cast("uint32", s.last[u] - s.first[u]):
+                    s.word[u * PER_VECTOR + v] = NO_WORD
 
     return phase
 
 
-def cell_of(local: Any, wide: Any) -> Any:
-    """The cell that counts a word of the span: 32 neighbouring words are counted in the same bytes of every other cell,
-    so that a warp whose lanes have two cells each votes on 32 neighbouring words together."""
-    return (local >> (8 - wide)) * PER_STRETCH + (local & (WARP - 1)) * 2 + ((local >> (7 - wide)) & 1)
+def cell_of(local: Any) -> Any:
+    """The cell that counts a word of a part: of 64 neighbouring words the first 32 have the low halves of 32 cells."""
+    return (local >> 6) * WARP + (local & (WARP - 1))
 
 
-def shift_of(local: Any, wide: Any) -> tirx.PrimExpr:
-    """Where in it its count begins."""
-    return T.Cast("uint32", ((local >> 5) & (3 >> wide)) << (3 + wide))
+def one_of(local: Any) -> Any:
+    """A hit of it, in that cell."""
+    return T.uint32(1) << T.Cast("uint32", (local & WARP) >> 1)
 
 
-def count_bands(e: Extents, wide: int) -> Phase:
-    """The hits of `many` bands from `begin` on, whose units' places are known; the phase is (s, io).
+def count_pieces(e: Extents) -> Phase:
+    """The hits of these pieces; the phase is (s, io). `bucket_lanes` lanes have a piece, and `loads` pieces in flight.
 
-    `bucket_lanes` lanes go through a bucket together.
-
-    Reads: `places`, tables, words. Writes: counts. Barriers: none; one of the thread block has to follow.
+    Reads: `spans`, `further`, words. Writes: counts, of the whole cluster; `sent`, `many_sent`. Barriers: none; one of
+    the cluster has to come before, and one after.
     """
-    find, load = find_buckets(e), load_vectors(e)
-    groups = e.hash_threads // e.bucket_lanes
+    load, groups, part = load_pieces(e), e.counting.groups, e.counting.part
 
     @T.inline
-    def hit(s, j):
-        s.local = s.word[j] - s.base
+    def send(s, local, owner):
+        segment: T.int32 = owner * e.segments + s.warp % e.segments
+        at: T.int32 = T.cuda.atomic_add(s.many_sent.ptr_to([segment]), T.int32(1))
+        if at < e.room:
+            s.sent[segment * e.room + at] = T.Cast("uint16", local)
+        else:
+            T.evaluate(add_at_peer(s.cells.ptr_to([cell_of(local)]), owner, one_of(local)))
+
+    @T.inline
+    def hit(s, word):
         # A number below 0 is a large one without a sign.
-        if T.Cast("uint32", s.local) < T.Cast("uint32", s.span):
-            T.evaluate(T.cuda.atomic_add(
-                s.cells.ptr_to([cell_of(s.local, wide)]), T.uint32(1) << shift_of(s.local, wide)))
+        local: T.int32 = word - s.base
+        if T.Cast("uint32", local) < T.uint32(part):
+            T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
+        elif e.cluster > 1:
+            within: T.int32 = word - s.slice * (e.cluster * part)
+            if T.Cast("uint32", within) < T.uint32(e.cluster * part):
+                send(s, within % part, within // part)
 
     @T.inline
     def phase(s, io):
         words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
-        for n in T.serial((s.many + (groups - 1)) // groups):
-            s.at = n * groups + s.t // e.bucket_lanes
-            s.band[0] = -1
-            s.code[0] = 0
-            if s.at < s.many:
-                s.band[0] = s.begin + s.at
-                s.code[0] = code_of_places(e.hashing, s, s.at)
-            find(s, io, 1)
-            s.upcoming = s.first[0] // PER_VECTOR + s.t % e.bucket_lanes
-            while s.upcoming * PER_VECTOR < s.last[0]:
+        pieces: T.int32 = s.many + T.min(s.further[0], e.spare)
+        for n in T.serial((pieces + (groups * e.loads - 1)) // (groups * e.loads)):
+            for u in T.unroll(e.loads):
+                at = T.meta_var((n * e.loads + u) * groups + s.t // e.bucket_lanes)
+                s.span = T.uint64(0)
+                if at < pieces:
+                    s.span = s.spans[at]
+                s.first[u] = T.Cast("int32", s.span & T.uint64(0xFFFFFFFF))
+                s.last[u] = T.Cast("int32", s.span >> T.uint64(32))
+                s.upcoming[u] = (s.first[u] // PER_VECTOR + s.t % e.bucket_lanes) * PER_VECTOR
+            s.going = 1
+            while s.going != 0:
                 load(s, io, words)
-                for j in T.unroll(e.loads * PER_VECTOR):
-                    hit(s, j)
-                s.upcoming = s.upcoming + e.loads * e.bucket_lanes
+                s.going = 0
+                for u in T.unroll(e.loads):
+                    for v in T.unroll(PER_VECTOR):
+                        hit(s, s.word[u * PER_VECTOR + v])
+                    s.upcoming[u] = s.upcoming[u] + e.turn
+                    if s.upcoming[u] < s.last[u]:
+                        s.going = 1
 
     return phase
 
 
-def vote(e: Extents, wide: int) -> Phase:
-    """What reaches the threshold in the thread block's part of the span; the phase is (s, io).
+def receive(e: Extents) -> Phase:
+    """The hits that the cluster's thread blocks have sent, a warp a segment; the phase is (s).
 
-    Reads: counts, of the cluster's other thread blocks too. Writes: `votes`. Barriers: of the warp; one of the cluster
-    has to come before and after.
+    Reads: `sent` and `many_sent`, of the others. Writes: counts. Barriers: none; one of the cluster has to come before,
+    and one of the thread block after.
     """
-    per_cell = PER_CELL >> wide
-    low = T.uint64(0x0000FFFF0000FFFF if wide else 0x00FF00FF00FF00FF)
-    width = 8 << wide
+    per_warp = WARP * PER_LOAD
 
-    def hits(s: Any, u: Any, q: Any) -> tirx.PrimExpr:
-        """Of the `q`-th 32 words of a stretch: the first of a lane's two cells counts the first half of them."""
-        shift = T.Cast("uint64", q // per_cell * 32 + q % per_cell // 2 * 16)
-        return T.Cast("int32", (s.sums[u * 2 + q % per_cell % 2] >> shift) & T.uint64(0xFFFF))
+    @T.inline
+    def phase(s):
+        held = T.alloc_local([RECEIVED], "uint64")
+        for n in T.serial((e.cluster * e.segments - s.warp + (e.counting.warps - 1)) // e.counting.warps):
+            sender: T.int32 = (n * e.counting.warps + s.warp) // e.segments
+            segment: T.int32 = s.rank * e.segments + (n * e.counting.warps + s.warp) % e.segments
+            # The first ones come with their number.
+            s.many = many_of(s.many_sent.ptr_to([segment]), sender)
+            s.at = s.lane * PER_LOAD
+            s.going = 1
+            while s.going != 0:
+                for u in T.unroll(RECEIVED):
+                    held[u] = hits_of(
+                        s.sent.ptr_to([segment * e.room + T.min(s.at + u * per_warp, e.room - PER_LOAD)]), sender)
+                for u in T.unroll(RECEIVED):
+                    for v in T.unroll(PER_LOAD):
+                        if s.at + u * per_warp + v < T.min(s.many, e.room):
+                            local: T.int32 = T.Cast("int32", (held[u] >> T.uint64(16 * v)) & T.uint64(0xFFFF))
+                            T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
+                s.at = s.at + RECEIVED * per_warp
+                s.going = T.Cast("int32", s.at < T.min(s.many, e.room))
+
+    return phase
+
+
+def vote(e: Extents) -> Phase:
+    """What reaches the threshold in the thread block's part, 64 words of it at a time; the phase is (s, io).
+
+    Reads: counts. Writes: `votes`. Barriers: of the warp; one of the thread block has to come before and after.
+    """
+    stretches = e.counting.part // PER_WARP
+    at_once = min(STRETCHES, ceildiv(stretches, e.counting.warps))
 
     @T.inline
     def phase(s, io):
-        for i in T.serial(e.rounds, unroll=False):
-            for u in T.unroll(e.at_once):
-                stretch = T.meta_var((i * e.at_once + u) * e.hash_warps + s.warp)
-                at = T.meta_var((s.rank * e.part + stretch) * (PER_STRETCH // 2) + s.lane)
-                for r in T.unroll(e.cluster):
-                    s.parts[u * e.cluster + r] = T.uint64(0)
-                    if stretch < e.part:
-                        if e.cluster > 1:
-                            s.parts[u * e.cluster + r] = counts_of(s.pairs.ptr_to([at]), r)
-                        else:
-                            s.parts[u] = s.pairs[at]
-            for u in T.unroll(e.at_once):
-                stretch = T.meta_var((i * e.at_once + u) * e.hash_warps + s.warp)
-                for half in T.unroll(2):
-                    s.sums[u * 2 + half] = T.uint64(0)
-                    for r in T.unroll(e.cluster):
-                        s.sums[u * 2 + half] = s.sums[u * 2 + half] + (
-                            (s.parts[u * e.cluster + r] >> T.Cast("uint64", half * width)) & low)
-                s.mine = T.uint32(0)
-                for q in T.unroll(2 * per_cell):
-                    s.ballot = T.cuda.ballot_sync(T.uint32(FULL_WARP), hits(s, u, q) >= io.threshold)
-                    if s.lane == q:
-                        s.mine = s.ballot
-                if s.lane < 2 * per_cell and stretch < e.part:
-                    s.votes[stretch * (2 * per_cell) + s.lane] = s.mine
+        held = T.alloc_local([at_once], "uint32")
+        for n in T.serial(ceildiv(stretches, e.counting.warps * at_once)):
+            for u in T.unroll(at_once):
+                stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
+                held[u] = T.uint32(0)
+                if stretch < stretches:
+                    held[u] = s.cells[stretch * WARP + s.lane]
+            for u in T.unroll(at_once):
+                stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
+                low: T.uint32 = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), T.Cast("int32", held[u] & T.uint32(0xFFFF)) >= io.threshold)
+                high: T.uint32 = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), T.Cast("int32", held[u] >> T.uint32(16)) >= io.threshold)
+                if s.lane < 2 and stretch < stretches:
+                    s.votes[stretch * 2 + s.lane] = T.Select(s.lane == 0, low, high)
 
     return phase
-
-
-@T.inline
-def arrive(e):
-    """The first half of a barrier of the thread blocks of a row."""
-    if e.cluster > 1:
-        cluster_arrive()
-
-
-@T.inline
-def wait(e):
-    """The second half."""
-    if e.cluster > 1:
-        cluster_wait()
-    else:
-        T.cuda.cta_sync()
 
 
 def list_reached(e: Extents) -> Phase:
@@ -234,13 +276,12 @@ def list_reached(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io):
-        votes: T.int32 = e.votes >> s.wide
-        first: T.int32 = s.base // WARP + s.rank * votes
+        first: T.int32 = s.base // WARP
         for i in T.unroll(rounds):
             s.reached[i] = T.uint32(0)
             s.before[i] = T.uint32(0)
             s.anyway[i] = T.uint32(0)
-            if i * e.hash_threads + s.t < votes:
+            if i * e.hash_threads + s.t < e.votes:
                 s.reached[i] = s.votes[i * e.hash_threads + s.t]
             if s.reached[i] != T.uint32(0):
                 s.before[i] = set_bits(
@@ -274,12 +315,27 @@ def list_reached(e: Extents) -> Phase:
     return phase
 
 
+@T.inline
+def arrive(e):
+    """The first half of a barrier of the thread blocks of a row."""
+    if e.cluster > 1:
+        cluster_arrive()
+
+
+@T.inline
+def wait(e):
+    """The second half."""
+    if e.cluster > 1:
+        cluster_wait()
+    else:
+        T.cuda.cta_sync()
+
+
 def look_up(e: Extents) -> Phase:
     """The kernel, called with (io)."""
-    h = e.hashing
+    h, tile = e.hashing, e.counting.tile
     prepare, stage, load_first, find = begin(e), stage_row(h), load_first_columns(h), find_places(h)
-    clear, take = clear_counts(e), list_reached(e)
-    count, count_wide, elect, elect_wide = count_bands(e, 0), count_bands(e, 1), vote(e, 0), vote(e, 1)
+    seek, count, receive_all, elect, take = find_pieces(e), count_pieces(e), receive(e), vote(e), list_reached(e)
 
     def state(io: Any, t: Any) -> SimpleNamespace:
         many = io.lists * (e.beam * e.slices)
@@ -298,38 +354,37 @@ def look_up(e: Extents) -> Phase:
             columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
             rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
             prepare(s, io)
+            arrive(e)
             if e.overlap == 1:
                 wait_then_start_consumer()
             stage(s, rows, s.work_row * e.hidden, s.t)
             T.cuda.cta_sync()
-            turns: T.int32 = (s.share + (e.tile_bands - 1)) // e.tile_bands
-            for n in T.serial(turns << s.wide):
-                # A span after another; all bands for each.
-                s.begin = s.from_band + n % turns * e.tile_bands
-                s.many = T.max(T.min(s.bands - n % turns * e.tile_bands, e.tile_bands), 0)
-                s.base = s.slice * e.slice + n // turns * s.span
+            for n in T.serial((s.share + (tile - 1)) // tile):
+                s.begin = s.from_band + n * tile
+                s.many = T.max(T.min(s.bands - n * tile, tile), 0)
                 if n > 0:
-                    T.cuda.cta_sync()
                     load_first(s, columns, s.begin * h.units, s.many * h.units, s.t)
                 find(s, columns, s.begin * h.units, s.many * h.units, s.t)
                 T.cuda.cta_sync()
-                if s.wide == 0:
-                    count(s, io)
-                else:
-                    count_wide(s, io)
-                if (n + 1) % turns == 0:
-                    arrive(e)
+                seek(s, io)
+                T.cuda.cta_sync()
+                if n == 0:
                     wait(e)
-                    if s.wide == 0:
-                        elect(s, io)
-                    else:
-                        elect_wide(s, io)
-                    arrive(e)
-                    T.cuda.cta_sync()
-                    take(s, io)
-                    wait(e)
-                    if n + 1 < turns << s.wide:
-                        clear(s)
+                count(s, io)
+                T.cuda.cta_sync()
+                if s.t == 0:
+                    s.further[0] = 0
+            arrive(e)
+            wait(e)
+            if e.cluster > 1:
+                receive_all(s)
+                arrive(e)
+                T.cuda.cta_sync()
+            elect(s, io)
+            T.cuda.cta_sync()
+            take(s, io)
+            if e.cluster > 1:
+                wait(e)
 
     return kernel
 # fmt: on

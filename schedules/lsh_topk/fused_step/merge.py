@@ -96,7 +96,7 @@ class State(Buffers):
     rank: Any = local("int32")
     place: Any = local("int32")
     bound: Any = shared("uint32", 1)
-    blocks: Any = shared("int32", lambda e: e.blocks)
+    blocks: Any = shared("int32", lambda e: e.group_blocks)
     counts: Any = shared("int32", 2)
     keys: Any = shared("uint64", SURVIVORS)
     largest: Any = shared("uint32", 1)
@@ -114,7 +114,7 @@ def load_heads(e: Extents) -> Phase:
         for i in T.unroll(e.heads_each * e.maxima):
             s.heads[i] = T.uint32(0)
             s.parts[i] = T.float64(0)
-            if i * WARP + s.t % WARP < e.blocks:
+            if i * WARP + s.t % WARP < e.group_blocks:
                 T.ptx.ld.global_.u32(s.heads[i], io.heads.ptr_to([s.flat, i * WARP + s.t % WARP]))
                 load_sum(s.parts[i], io.sums.ptr_to([s.flat, i * WARP + s.t % WARP]))
 

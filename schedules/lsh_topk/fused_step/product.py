@@ -27,7 +27,7 @@ from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, FRAGMENT, PER_JOB, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, FRAGMENT, HALF, PER_JOB, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -74,13 +74,13 @@ def frequent_words(e: Extents) -> Words:
 
 def each_block(e: Extents, words: Any) -> Any:
     """How many of a list's `words` a thread block has."""
-    return (words + (e.blocks - 1)) // e.blocks
+    return (words + (e.group_blocks - 1)) // e.group_blocks
 
 
 def turn_of(e: Extents, block: Any, index: Any) -> Any:
     """When the thread block takes its words that reach the threshold of the group's `index`-th list: lists begin with
     different thread blocks, as they mostly have fewer such words than there are thread blocks."""
-    return (block + (e.blocks - index * (e.blocks // e.group_lists))) % e.blocks
+    return (block + (e.group_blocks - index * (e.group_blocks // e.group_lists))) % e.group_blocks
 
 
 def find_share(e: Extents) -> Phase:
@@ -93,7 +93,7 @@ def find_share(e: Extents) -> Phase:
     def phase(s, io):
         for n in T.unroll(e.group_lists):
             s.upto[n] = 0
-            if n < s.rows // e.beam:
+            if s.first_list + n < io.lists:
                 T.ptx.ld.global_.s32(s.upto[n], io.found.ptr_to([s.first_list + n, 0]))
         for n in T.unroll(e.group_lists):
             each: T.int32 = each_block(e, s.upto[n])
@@ -211,28 +211,31 @@ def await_states(e: Extents) -> Phase:
     return phase
 
 
-def name_words(e: Extents, words: Words, meanwhile: Phase | None = None) -> Phase:
-    """The names of a tile of `count` words, a thread a word; the phase is (s, io, count).
+def name_at(e: Extents, round: Any, i: Any) -> Any:
+    """Where the `i`-th name of a tile is: those of two tiles are there at a time."""
+    return round % 2 * e.tile + i
 
-    `meanwhile(s, io)` is done before they are waited for, with the first tile.
 
-    Reads: names. Writes: `names`. Barriers: one, at the end.
+def fetch_names(e: Extents, words: Words) -> Phase:
+    """Begin to load the names of a tile of `count` words, a thread a word; the phase is (s, io, round, count).
+
+    Reads: names. Writes: `name`. Barriers: none.
     """
 
     @T.inline
-    def phase(s, io, count):
-        name = T.alloc_local([1], "int32")
-        name[0] = -1
+    def phase(s, io, round, count):
+        s.name[0] = -1
         if s.t < count:
-            words.name(s, io, s.round * e.tile + s.t, name)
-        if meanwhile is not None:
-            if s.round == 0:
-                meanwhile(s, io)
-        if s.t < count:
-            s.names[s.t] = name[0]
-        T.cuda.cta_sync()
+            words.name(s, io, round * e.tile + s.t, s.name)
 
     return phase
+
+
+@T.inline
+def put_names(e, s, round, count):
+    """Reads: `name`. Writes: `names`. Barriers: none; one has to follow."""
+    if s.t < count:
+        s.names[name_at(e, round, s.t)] = s.name[0]
 
 
 def ask_chunk(e: Extents) -> Phase:
@@ -256,11 +259,11 @@ def ask_chunk(e: Extents) -> Phase:
 
 
 @T.inline
-def take_word(e, s, slot, job, count):
+def take_word(e, s, slot, job, round, count):
     """The word that a lane loads for a job, -1 for none. Reads: `names`. Writes: `word`. Barriers: none."""
     s.word[slot] = -1
     if job // e.parts * TILE + s.group < count:
-        s.word[slot] = s.names[job // e.parts * TILE + s.group]
+        s.word[slot] = s.names[name_at(e, round, job // e.parts * TILE + s.group)]
 
 
 def multiply_job(e: Extents) -> Phase:
@@ -309,14 +312,21 @@ def multiply_job(e: Extents) -> Phase:
     multiply = of_halves if kind else of_floats
 
     @T.inline
-    def bring(s, from_part, step):
+    def bring(s, from_part, from_last, step):
         for y in T.unroll(vectors):
             at = step % 2 * (vectors * 4) + y * 4
-            load_shared(
-                s.state[at], s.state[at + 1], s.state[at + 2], s.state[at + 3],
-                from_part + T.uint32(y // 2 * e.half_bytes
-                                     + (step % e.fragments * FRAGMENT + y % 2 * 8) * e.pitch * VECTOR
-                                     + step // e.fragments * CHUNK))
+            first = step % e.fragments * FRAGMENT + y % 2 * HALF
+            beside = y // 2 * e.half_bytes + step // e.fragments * CHUNK
+            if first + HALF <= e.rows:
+                load_shared(
+                    s.state[at], s.state[at + 1], s.state[at + 2], s.state[at + 3],
+                    from_part + T.uint32(beside + first * e.pitch * VECTOR))
+            elif first < e.rows:
+                load_shared(
+                    s.state[at], s.state[at + 1], s.state[at + 2], s.state[at + 3], from_last + T.uint32(beside))
+            else:
+                for v in T.unroll(4):
+                    s.state[at + v] = T.uint32(0)
 
     @T.inline
     def phase(s, io, slot, job, following):
@@ -324,16 +334,23 @@ def multiply_job(e: Extents) -> Phase:
         states: T.uint32 = held_address(
             "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(s.group * e.pitch + s.member) * 4])))
         from_part: T.uint32 = states + T.Cast("uint32", job % e.parts * (PER_JOB * CHUNK))
+        # Of the last half of a fragment, if that has fewer than eight rows: lanes without one read the last.
+        of_last = T.meta_var(T.min(e.rows // HALF * HALF + s.group, e.rows - 1))
+        from_last: T.uint32 = T.uint32(0)
+        if e.rows % HALF != 0:
+            from_last = held_address(
+                "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(of_last * e.pitch + s.member) * 4]))
+            ) + T.Cast("uint32", job % e.parts * (PER_JOB * CHUNK))
         for i in T.unroll(e.chains * each):
             s.chains[i] = T.float32(0)
-        bring(s, from_part, 0)
+        bring(s, from_part, from_last, 0)
         for step in T.unroll(steps):
             c = step // e.fragments
             # Chunks beyond a row's last one are those of the next row's.
             if e.chunks % PER_JOB == 0 or job % e.parts * PER_JOB + c < e.chunks:
                 if step + 1 < steps:
                     if e.chunks % PER_JOB == 0 or job % e.parts * PER_JOB + (step + 1) // e.fragments < e.chunks:
-                        bring(s, from_part, step + 1)
+                        bring(s, from_part, from_last, step + 1)
                 if e.halves == 2 and step % e.fragments == 0:
                     for v in T.unroll(4):
                         split(s.hand[(slot * PER_JOB + c) * 4 + v], s.b_high, s.b_low, s.b_finite, v)
@@ -347,17 +364,17 @@ def multiply_job(e: Extents) -> Phase:
 
 def ask_first(e: Extents) -> Phase:
     """Begin the loads of the first jobs of a tile of `count` words, as many as a warp has in hand; the phase is (s, io,
-    count).
+    round, count).
 
     Reads: `names`. Writes: `word`, `hand`. Barriers: none.
     """
     ask = ask_chunk(e)
 
     @T.inline
-    def phase(s, io, count):
+    def phase(s, io, round, count):
         for d in T.unroll(e.depth):
             if s.warp + d * e.warps < (count + (TILE - 1)) // TILE * e.parts:
-                take_word(e, s, d, s.warp + d * e.warps, count)
+                take_word(e, s, d, s.warp + d * e.warps, round, count)
                 for c in T.unroll(PER_JOB):
                     ask(s, io, d, s.warp + d * e.warps, c)
 
@@ -365,7 +382,7 @@ def ask_first(e: Extents) -> Phase:
 
 
 def multiply_tile(e: Extents) -> Phase:
-    """The parts of the scores of `count` words, whose first jobs are in hand; the phase is (s, io, count).
+    """The parts of the scores of `count` words, whose first jobs are in hand; the phase is (s, io, round, count).
 
     Reads: `hand`, `names`, words, `states`. Writes: `sums`. Barriers: none; one has to follow.
     """
@@ -378,12 +395,13 @@ def multiply_tile(e: Extents) -> Phase:
             for i in T.unroll(4):
                 for c in T.unroll(e.chains - 1):
                     s.chains[f * 4 + i] = s.chains[f * 4 + i] + s.chains[(c + 1) * each + f * 4 + i]
-                row = T.meta_var(f * FRAGMENT + i // 2 * 8 + s.group)
-                s.sums[(job % e.parts * e.rows + row) * e.sum_pitch + job // e.parts * TILE + s.member * 2 + i % 2] = (
-                    s.chains[f * 4 + i])
+                row = T.meta_var(f * FRAGMENT + i // 2 * HALF + s.group)
+                of_row = T.meta_var((job % e.parts * e.rows + row) * e.sum_pitch)
+                if row < e.rows:
+                    s.sums[of_row + job // e.parts * TILE + s.member * 2 + i % 2] = s.chains[f * 4 + i]
 
     @T.inline
-    def phase(s, io, count):
+    def phase(s, io, round, count):
         jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
         for n in T.serial((jobs + (e.warps * e.depth - 1)) // (e.warps * e.depth)):
             for d in T.unroll(e.depth):
@@ -391,7 +409,7 @@ def multiply_tile(e: Extents) -> Phase:
                 if s.job < jobs:
                     s.following = s.job + e.depth * e.warps
                     if s.following < jobs:
-                        take_word(e, s, d, s.following, count)
+                        take_word(e, s, d, s.following, round, count)
                     else:
                         s.following = -1
                     multiply(s, io, d, s.job, s.following)
@@ -401,7 +419,7 @@ def multiply_tile(e: Extents) -> Phase:
 
 
 def finish_tile(e: Extents, words: Words) -> Phase:
-    """Scores to keys, `row_lanes` lanes a row; the phase is (s, io, count).
+    """Scores to keys, `row_lanes` lanes a row; the phase is (s, io, round, count).
 
     Reads: `sums`, `names`, `bias`. Writes: keys; `best` and `exponentials`. Barriers: of the warp; one of the thread
     block has to come before.
@@ -433,7 +451,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
             s.best[row] = T.max(s.best[row], s.largest[0])
 
     @T.inline
-    def phase(s, io, count):
+    def phase(s, io, round, count):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
         for r in T.serial((s.rows - s.warp * per_warp + (per_warp * e.warps - 1)) // (per_warp * e.warps)):
             row: T.int32 = (r * e.warps + s.warp) * per_warp + s.lane // lanes
@@ -441,13 +459,13 @@ def finish_tile(e: Extents, words: Words) -> Phase:
             for n in T.unroll(rounds):
                 s.held[n] = T.float32("-inf")
                 i = T.meta_var(n * lanes + s.lane % lanes)
-                at = T.meta_var(s.round * e.tile + i)
+                at = T.meta_var(round * e.tile + i)
                 if i < count and row < s.rows:
                     add(s, row, i)
                     if e.bias:
-                        s.score[0] = s.score[0] + io.bias[s.names[i]]
+                        s.score[0] = s.score[0] + io.bias[s.names[name_at(e, round, i)]]
                     s.bits[0] = order_bits(s.score[0])
-                    s.key[0] = join_key(s.bits[0], s.names[i])
+                    s.key[0] = join_key(s.bits[0], s.names[name_at(e, round, i)])
                     words.keep(s, io, row, at)
                     if words.counted(s, at, row):
                         s.held[n] = s.score[0]
@@ -463,27 +481,34 @@ def finish_tile(e: Extents, words: Words) -> Phase:
 def multiply_all(e: Extents, words: Words, stage: bool) -> Phase:
     """The scores of `many` words; the phase is (s, io, many).
 
-    `stage`: hidden states are brought to shared memory first, while memory sends the first words.
+    `stage`: hidden states are brought to shared memory first, while memory sends the first words. The first words of a
+    tile are asked for before the one before is finished.
 
     Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """
-    name, ready = name_words(e, words, stage_states(e) if stage else None), await_states(e)
+    fetch, begin_states, ready = fetch_names(e, words), stage_states(e), await_states(e)
     ask, multiply, finish = ask_first(e), multiply_tile(e), finish_tile(e, words)
-    least = 1 if stage else 0
 
     @T.inline
     def phase(s, io, many):
-        for n in T.serial(T.max((many + (e.tile - 1)) // e.tile, least)):
-            s.round = n
-            count: T.int32 = T.min(many - n * e.tile, e.tile)
-            name(s, io, count)
-            ask(s, io, count)
-            if stage:
-                if n == 0:
-                    ready(s)
-            multiply(s, io, count)
+        count: T.int32 = T.min(many, e.tile)
+        fetch(s, io, 0, count)
+        if stage:
+            begin_states(s, io)
+        put_names(e, s, 0, count)
+        T.cuda.cta_sync()
+        ask(s, io, 0, count)
+        if stage:
+            ready(s)
+        for n in T.serial((many + (e.tile - 1)) // e.tile):
+            now: T.int32 = T.min(many - n * e.tile, e.tile)
+            coming: T.int32 = T.max(T.min(many - (n + 1) * e.tile, e.tile), 0)
+            fetch(s, io, n + 1, coming)
+            multiply(s, io, n, now)
+            put_names(e, s, n + 1, coming)
             T.cuda.cta_sync()
-            finish(s, io, count)
+            ask(s, io, n + 1, coming)
+            finish(s, io, n, now)
             T.cuda.cta_sync()
 
     return phase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
@@ -11,7 +11,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ...lsh.extents import CLUSTERS, WARP, HashExtents
+from ...lsh.extents import CLUSTERS, WARP, CountExtents, HashExtents
 from ...recurrent.sizes import register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
@@ -19,17 +19,18 @@ OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (128, 256, 384, 512)
 HASH_THREADS = (256, 384, 512)
 WIDE_BEAM = 32  # above which the product of a group has three fragments and more
-LEAST_LANES = 4  # of a bucket, by default
 SLICES = (1, 2, 4, 8)
+ROW_GROUPS = (1, 2, 3, 4)
 BUCKET_LANES = (1, 2, 4, 8, 16)
-LOADS = (1, 2, 3, 4, 6)
+LOADS = (1, 2, 4, 6, 8)
 DEPTHS = (1, 2, 3, 4)
 # The first kernel.
-PER_CELL = 4  # words whose hits a cell of shared memory counts, in 8 bits each,
-MOST_HITS = 255  # so that a thread block looks at most so many bands up with counts of 8 bits
-PER_STRETCH = 2 * WARP  # cells that a warp adds up together,
-MOST_STRETCHES = 4  # of how many such stretches at most before it votes,
-MOST_PAIRS = 16  # and of how many of all thread blocks
+MOST_BESIDE = 112 * 1024  # bytes of which a multiprocessor of compute capability 9.0 has twice
+SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
+MOST_PART = 1 << 16  # words, for hits of 16 bits
+SEGMENTS = 16  # of what a thread block sends,
+SENT = 8192  # hits of all of these
+STRETCHES = 8  # of 64 words whose counts a warp compares in one go
 PER_VECTOR = 4  # words of a bucket that a thread loads together
 AHEAD = 3  # units whose columns a thread holds
 COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
@@ -39,8 +40,9 @@ CHUNK = 64  # bytes of a row that four lanes load together
 PER_JOB = 8  # chunks that a warp multiplies in one go
 TILE = 8  # words of a product: columns of an operand of tensor cores
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
-MOST_TILE = 64  # words whose sums a thread block has in shared memory at a time,
-MOST_PARTS = 24 * 1024  # bytes of these
+MOST_TILE = 96  # words whose sums a thread block has in shared memory at a time,
+MOST_PARTS = 40 * 1024  # bytes of these
+HALF = 8  # of a fragment: rows of which a lane has one
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
 WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
 BESIDES = 8  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
@@ -54,7 +56,8 @@ SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 class Extents:
     """The sizes of one point's kernels.
 
-    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of the product.
+    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of the product; or a
+    list is cut into `row_groups` groups, which share so many.
     """
 
     beam: int
@@ -69,6 +72,7 @@ class Extents:
     dtype: str
     bias: bool
     blocks: int
+    row_groups: int  # parts into which the product cuts a beam
     threads: int  # of a thread block of the product
     hash_threads: int  # and of one that hashes
     cluster: int  # of thread blocks that hash a row,
@@ -95,63 +99,73 @@ class Extents:
             **decisions,
         )
 
-    # The first kernel: a cluster hashes a row. Each of its thread blocks looks some bands up, and counts hits of all
-    # words of a slice of the vocabulary; each then has a part of that, whose counts it adds up over the cluster.
+    # The first kernel: a cluster hashes a row. Each of its thread blocks hashes some bands, and counts hits of a part
+    # of the vocabulary.
 
     @property
-    def hash_warps(self) -> int:
-        return self.hash_threads // WARP
+    def counting(self) -> CountExtents:
+        return CountExtents(
+            self.vocab, self.cuckoo, self.hash_threads, self.cluster, self.slices, self.bucket_lanes, self.loads,
+            exchange=0, finishers=1, bands=self.bands,
+        )  # fmt: skip
 
     @property
-    def tile_bands(self) -> int:
-        """Bands of a thread block whose places are in shared memory together."""
-        return min(MOST_HITS, ceildiv(self.bands, self.cluster))
+    def turn(self) -> int:
+        """Words of a piece of a bucket: what `bucket_lanes` lanes load together."""
+        return self.bucket_lanes * PER_VECTOR
 
     @property
-    def part(self) -> int:
-        """Stretches of cells of a thread block's part of the slice."""
-        return ceildiv(self.vocab, PER_STRETCH * PER_CELL * self.cluster * self.slices)
+    def spare(self) -> int:
+        """Further pieces of its buckets that a thread block has room for, beside the first of each."""
+        return SPARE * self.counting.tile
 
     @property
-    def cells(self) -> int:
-        """Words of shared memory that count the hits of a slice."""
-        return self.cluster * self.part * PER_STRETCH
+    def segments(self) -> int:
+        """Of the hits that a thread block sends another one; warps write to them in turn."""
+        return SEGMENTS // self.cluster
 
     @property
-    def slice(self) -> int:
-        """Words of a slice."""
-        return self.cells * PER_CELL
+    def room(self) -> int:
+        """Hits of a segment."""
+        return SENT // SEGMENTS
 
     @property
     def votes(self) -> int:
         """Words of the bitmap of a part."""
-        return self.part * PER_STRETCH * PER_CELL // WARP
-
-    @property
-    def at_once(self) -> int:
-        """Stretches that a warp adds up together."""
-        return min(MOST_STRETCHES, MOST_PAIRS // self.cluster, ceildiv(self.part, self.hash_warps))
-
-    @property
-    def rounds(self) -> int:
-        """How often, until all of the part are."""
-        return ceildiv(self.part, self.hash_warps * self.at_once)
+        return self.counting.part // WARP
 
     @property
     def hashing(self) -> HashExtents:
-        ahead = min(AHEAD, ceildiv(self.tile_bands * self.units, self.hash_threads))
+        ahead = min(AHEAD, ceildiv(self.places, self.hash_threads))
         copies = next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * self.hidden * 4 <= COPIES)
         return HashExtents(self.hidden, self.k, self.units, self.dtype, self.hash_threads, ahead=ahead, copies=copies)
 
     @property
     def places(self) -> int:
-        """Units of those bands."""
-        return self.tile_bands * self.units
+        """Units of the bands that a thread block hashes together."""
+        return self.counting.tile * self.units
+
+    @property
+    def hash_arrays(self) -> Mapping[str, int]:
+        """Arrays in shared memory of a thread block, in 4-byte elements, in the order in which they lie."""
+        return {
+            "spans": 2 * (self.counting.tile + self.spare),
+            "sent": SENT // 2 if self.cluster > 1 else 2,
+            "cells": self.counting.cells,
+            "row": self.hashing.row_words,
+            "places": self.places,
+            "votes": self.votes,
+        }
 
     @property
     def hash_bytes(self) -> int:
-        """Shared memory of a thread block: counts, the row, places of units, and votes."""
-        return ceildiv(self.cells + self.hashing.row_words + self.places + self.votes, 2) * 8
+        """Shared memory of a thread block.
+
+        It takes no less than one of the second kernel. The driver gives a multiprocessor that runs the first kernel the
+        shared memory of two of its thread blocks, and one of the second is to find room beside one of the first.
+        """
+        own = ceildiv(sum(self.hash_arrays.values()), 2) * 8
+        return max(own, self.product_bytes) if self.overlap and self.product_bytes <= MOST_BESIDE else own
 
     # Registers. A multiprocessor is to have some for a thread block of either kernel side by side, if they overlap.
 
@@ -169,12 +183,17 @@ class Extents:
 
     @property
     def group_lists(self) -> int:
-        """Lists of a group."""
-        return max(1, FRAGMENT // self.beam)
+        """Lists of a group, or 1 of which a group has some rows."""
+        return max(1, FRAGMENT // self.beam) if self.row_groups == 1 else 1
 
     @property
     def group_rows(self) -> int:
-        return self.group_lists * self.beam
+        return ceildiv(self.group_lists * self.beam, self.row_groups)
+
+    @property
+    def group_blocks(self) -> int:
+        """Thread blocks of a group."""
+        return self.blocks // self.row_groups
 
     @property
     def fragments(self) -> int:
@@ -183,8 +202,8 @@ class Extents:
 
     @property
     def rows(self) -> int:
-        """Rows of all fragments."""
-        return self.fragments * FRAGMENT
+        """Rows in shared memory."""
+        return self.group_rows
 
     @property
     def warps(self) -> int:
@@ -216,10 +235,10 @@ class Extents:
 
     @property
     def tile(self) -> int:
-        """Words of a thread block at a time: its frequent ones, if there is room for all of them."""
-        each = ceildiv(ceildiv(self.frequent, self.blocks), TILE) * TILE
-        room = MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE
-        return max(TILE, min(each, room, MOST_TILE))
+        """Words of a thread block at a time: its frequent ones, in as few tiles as there is room for."""
+        each = ceildiv(self.frequent, self.group_blocks)
+        room = max(TILE, min(MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE, MOST_TILE))
+        return ceildiv(ceildiv(each, ceildiv(each, room)), TILE) * TILE
 
     @property
     def halves(self) -> int:
@@ -282,7 +301,7 @@ class Extents:
     @property
     def heads_each(self) -> int:
         """Thread blocks of one such group."""
-        return ceildiv(self.blocks, self.maxima * WARP)
+        return ceildiv(self.group_blocks, self.maxima * WARP)
 
     @property
     def searchers(self) -> int:
@@ -313,6 +332,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
     default(problem, machine)
     return {
         "blocks": (most_blocks(problem, machine),),
+        "row_groups": ROW_GROUPS,
         "threads": THREADS,
         "hash_threads": HASH_THREADS,
         "cluster": CLUSTERS if machine.has_clusters else CLUSTERS[:1],
@@ -328,23 +348,20 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and as few slices as have room; the rest as
     measured on an H200 with beams of 12 to 48."""
     require(problem, machine)
-    # The product takes more of a multiprocessor then.
     wide = problem.beam > WIDE_BEAM
-    hash_threads = 384 if wide or problem.dtype == "float32" else 512
     rows = problem.lists * problem.beam
     clusters = [n for n in CLUSTERS if machine.has_clusters and n <= problem.bands]
-    for threads, slices in itertools.product((384, 256) if wide else (256,), SLICES):
+    for slices in SLICES:
         cluster = max((n for n in clusters if n * slices * rows <= machine.cores), default=1)
-        # Those of all bands together are all threads, or more.
-        lanes = max(n for n in BUCKET_LANES if n <= max(hash_threads // ceildiv(problem.bands, cluster), LEAST_LANES))
         found = {
             "blocks": most_blocks(problem, machine),
-            "threads": threads,
-            "hash_threads": hash_threads,
+            "row_groups": 2 if wide and most_blocks(problem, machine) // 2 >= problem.n else 1,
+            "threads": 256,
+            "hash_threads": 512,
             "cluster": cluster,
             "slices": slices,
-            "bucket_lanes": lanes,
-            "loads": 3,
+            "bucket_lanes": 4,
+            "loads": 2,
             "depth": 1,
             "overlap": 1 if machine.capability >= OVERLAPS else 0,
         }
@@ -357,11 +374,17 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     limit = shared_limit(machine) - SMALL
+    if e.row_groups > 1 and e.group_rows < FRAGMENT:
+        return f"{e.row_groups} groups of the beam's {e.beam} rows fill no tile of {FRAGMENT}"
+    if problem.n > e.group_blocks:
+        return f"n={problem.n} exceeds the {e.group_blocks} thread blocks of a group, which name a word each"
+    if e.cluster > 1 and e.counting.part > MOST_PART:
+        return f"a part of {e.counting.part} words: hits are sent in 16 bits"
     if e.cluster > problem.bands:
         return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
     if e.held + BESIDES > register_limit(e.resident * e.threads):
         return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
-    for what, size in (("counts", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
+    for what, size in (("counts and pieces", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
         if size > limit:
             return f"{size} bytes of {what} exceed shared memory of {limit}"
     return None

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.state import named, register
-from .space import PER_JOB, PER_VECTOR, WARP, Extents
+from .space import PER_JOB, PER_VECTOR, SEGMENTS, WARP, Extents
 
 
 def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> SimpleNamespace:
@@ -19,30 +19,36 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
     ``work_row``, ``work_list``, ``slice``, ``rank``   which row of all lists, which list and which slice are the
                                                        thread block's, and which of its cluster it is
     ``share``, ``from_band``, ``bands``   bands of a thread block, the first of its own, and how many these are
-    ``begin``, ``many``                   of them those that it looks up before counts are added up
+    ``begin``, ``many``                   of them those whose places are in shared memory
 
     Of the thread block, in shared memory:
 
-    ``cells``            how often it hit words, see `look_up`; ``pairs``: the same, two cells at a time
+    ``cells``            how often words of its part were hit
+    ``spans``            pieces of buckets: where they begin and, in the high half, end; ``further``: how many there are
+                         beside the first of each band
+    ``sent``             hits of other parts, as words of these, in segments; ``many_sent``: how many each of them has,
+                         or would have, had it room
     ``row``, ``places``  see `schedules.lsh.hashing`
     ``votes``            words of the thread block's part that reach the threshold, as bits
     ``listed``           words for the list, then where they go
 
     Of all its threads:
 
-    ``wide``, ``span``, ``base``   whether counts have 16 bits; how many words are counted together, and the first
+    ``base``   the first word of its part
     """
     h = e.hashing
-    each = ceildiv(e.votes, e.hash_threads)
+    rounds = ceildiv(e.votes, e.hash_threads)
     pool = T.alloc_buffer([e.hash_bytes // 8], "uint64", scope="shared.dyn")
     found: dict[str, Any] = {"work_row": row, "work_list": row // e.beam, "slice": slice, "rank": rank}
     found |= {"t": t, "warp": t // WARP, "lane": t % WARP}
     at = 0
-    sizes = {"cells": e.cells, "row": h.row_words, "places": e.places, "votes": e.votes}
-    for (name, size), kind in zip(sizes.items(), ("uint32", "float32", "int32", "uint32"), strict=True):
-        found[name] = T.decl_buffer([size], kind, data=pool.data, elem_offset=at, scope="shared.dyn")
-        at += size
-    found["pairs"] = T.decl_buffer([e.cells // 2], "uint64", data=pool.data, scope="shared.dyn")
+    kinds = {"spans": ("uint64", 8), "sent": ("uint16", 2), "row": ("float32", 4), "places": ("int32", 4)}
+    for name, words in e.hash_arrays.items():
+        kind, size = kinds.get(name, ("uint32", 4))
+        found[name] = T.decl_buffer(
+            [words * 4 // size], kind, data=pool.data, elem_offset=at // size, scope="shared.dyn"
+        )
+        at += words * 4
     found |= {
         "raw": T.alloc_local([h.vectors * h.vector_words], "uint32"),
         "columns": T.alloc_local([h.ahead * h.column_loads * h.column_words], "uint32"),
@@ -53,26 +59,25 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
         "value": register("float32"),
         "band": T.alloc_local([1], "int32"),
         "code": T.alloc_local([1], "int32"),
-        "first": T.alloc_local([1], "int32"),
-        "last": T.alloc_local([1], "int32"),
+        "first": T.alloc_local([e.loads], "int32"),
+        "last": T.alloc_local([e.loads], "int32"),
+        "upcoming": T.alloc_local([e.loads], "int32"),
         "entry": T.alloc_local([8 if e.cuckoo else 1], "int32"),
         "listed": T.alloc_shared([1], "int32"),
+        "further": T.alloc_shared([1], "int32"),
+        "many_sent": T.alloc_shared([SEGMENTS], "int32"),
+        "span": register("uint64"),
         # Of a thread: words in flight.
         "word": T.alloc_local([e.loads * PER_VECTOR], "int32"),
-        # Pairs of cells in all thread blocks, and their sums, of every other word.
-        "parts": T.alloc_local([e.at_once * e.cluster], "uint64"),
-        "sums": T.alloc_local([2 * e.at_once], "uint64"),
-        "ballot": register("uint32"),
-        "mine": register("uint32"),
         # Words of votes, of the bitmap as it was, and of `always`; how many words a lane has, and another one.
-        **{name: T.alloc_local([each], "uint32") for name in ("reached", "before", "anyway")},
+        **{name: T.alloc_local([rounds], "uint32") for name in ("reached", "before", "anyway")},
         "upto": T.alloc_local([1], "int32"),
         "other": T.alloc_local([1], "int32"),
         **{
             name: register()
             for name in (
-                "share", "from_band", "bands", "begin", "many", "wide", "span", "base", "unit",
-                "row_of", "slot", "at", "upcoming", "local", "place_at",
+                "share", "from_band", "bands", "begin", "many", "base", "unit", "row_of", "slot", "at", "next",
+                "more", "going", "local", "place_at",
             )
         },
     }  # fmt: skip
@@ -96,7 +101,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
 
     ``states``  hidden states, `pitch` vectors apart
     ``sums``    parts of scores of `tile` words, `[part][row][word]`, rows `sum_pitch` apart
-    ``names``   these words
+    ``names``   these words, and those of the tile that follows
     ``odd``     whether a float32 hidden state has an infinity or NaN
     ``best``    ordered bits of the largest score of each row; ``exponentials``: the sum of their powers
     """
@@ -109,7 +114,8 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
         at += size
     found |= {
-        "names": T.alloc_shared([e.tile], "int32"),
+        "names": T.alloc_shared([2 * e.tile], "int32"),
+        "name": T.alloc_local([1], "int32"),
         "odd": T.alloc_shared([1], "int32"),
         "best": T.alloc_shared([e.rows], "uint32"),
         "exponentials": T.alloc_shared([e.rows], "float64"),
@@ -124,7 +130,6 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "word": T.alloc_local([e.depth], "int32"),
         "job": register(),
         "following": register(),
-        "round": register(),
         "is_odd": register(),
         # Of a lane: a score, its ordered bits and key, and the largest of these bits and another lane's.
         "score": T.alloc_local([1], "float32"),
