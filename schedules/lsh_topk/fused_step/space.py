@@ -19,13 +19,14 @@ OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (128, 256, 384, 512)
 HASH_THREADS = (256, 384, 512)
 WIDE_BEAM = 32  # above which the product of a group has three fragments and more
-SLICES = (1, 2, 4, 8)
+SLICES = (1, 2, 4, 8, 16)
 ROW_GROUPS = (1, 2, 3, 4)
 BUCKET_LANES = (1, 2, 4, 8, 16)
 LOADS = (1, 2, 4, 6, 8)
 DEPTHS = (1, 2, 3, 4)
 # The first kernel.
 MOST_BESIDE = 112 * 1024  # bytes of which a multiprocessor of compute capability 9.0 has twice
+TILE_BANDS = 256  # that a thread block looks up together, at most
 SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
 MOST_PART = 1 << 16  # words, for hits of 16 bits
 SEGMENTS = 16  # of what a thread block sends,
@@ -104,9 +105,10 @@ class Extents:
 
     @property
     def counting(self) -> CountExtents:
+        bands = min(self.bands, TILE_BANDS * self.cluster)
         return CountExtents(
             self.vocab, self.cuckoo, self.hash_threads, self.cluster, self.slices, self.bucket_lanes, self.loads,
-            exchange=0, finishers=1, bands=self.bands,
+            exchange=0, finishers=1, bands=bands,
         )  # fmt: skip
 
     @property
