@@ -63,6 +63,12 @@ def pytest_runtest_logreport(report: Any) -> None:
                 print(json.dumps([report.nodeid, outcome]), file=file)
 
 
+def device_tier(folder: Path) -> list[str]:
+    """The files of tests that are for a GPU, some of them at least. Every process collects what it is given, under the
+    sanitizer; the other files are most, and ask for packages that a machine with a GPU may not have."""
+    return [str(path) for path in sorted(folder.glob("test_*.py")) if "mark.gpu" in path.read_text()]
+
+
 def program() -> str | None:
     """The sanitizer: on the path, of a toolkit, or of a package."""
     roots = [os.environ.get(name) for name in ("CUDA_PATH", "CUDA_HOME")]
@@ -157,7 +163,7 @@ def main(
     workers: Annotated[int, typer.Option(min=0, help="Processes that run tests; 0: this one's child alone.")] = 0,
     minutes: Annotated[float, typer.Option(help="For each tool; 0: as long as it takes.")] = 0,
     tool: Annotated[list[str] | None, typer.Option(help="One of the four; may be given again.")] = None,
-    tests: Annotated[list[str] | None, typer.Option(help="Files of tests.  [default: all]")] = None,
+    tests: Annotated[list[str] | None, typer.Option(help="Files of tests.  [default: those for a GPU]")] = None,
     sanitizer: Annotated[str | None, typer.Option(help="The program.  [default: looked for]")] = None,
     csv: Annotated[Path | None, typer.Option(help="Where the table goes, too.")] = None,
 ) -> None:
@@ -178,7 +184,7 @@ def main(
         line = run(
             sanitizer,
             name,
-            tests or ["tests"],
+            tests or device_tier(ROOT / "tests"),
             selection=selection,
             deselected=deselect,
             minutes=minutes,

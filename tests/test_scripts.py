@@ -325,13 +325,15 @@ def test_without_a_gpu():
 
 def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from sanitize import counts, run
+    from sanitize import counts, device_tier, run
 
     program, tests = tmp_path / "compute-sanitizer", tmp_path / "tests" / "test_some.py"
     tests.parent.mkdir()
     program.write_text(SANITIZER.format(python=sys.executable))
     program.chmod(0o755)
     tests.write_text(SANITIZED)
+    tests.with_name("test_others.py").write_text("import a_package_that_is_not_here")
+    assert device_tier(tests.parent) == [str(tests)]
     line = run(
         str(program), "memcheck", [str(tests)], workers=2, selection="not 3", deselected=["test_some.py::test_some[4]"]
     )
