@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -482,6 +483,24 @@ def test_bench_checks_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     numpy = next(t for t in others if t["name"] == "NumPy dense")
     assert numpy["correct"] and numpy["seconds"] > 0
     assert all(t["correct"] or "absent" in t["note"] or "not available" in t["note"] for t in others)
+
+
+def test_bench_notes_in_a_record_which_way_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse("head_topk/batch=2,vocab=400,hidden=32,k=3")
+    words = ("bench", problem.key, "--target", "cpu", "--record", "--logs", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(timing, "ROUND_SECONDS", 1e-4)
+    monkeypatch.setattr(timing, "REST_SECONDS", 1e-4)
+    assert "has none of head_topk" in " ".join(call(*words, code=2).split())
+    log, fallback = Log(tmp_path, HERE.arch, "head_topk"), spaces.fallback(problem, HERE)
+    best = Best(problem.key, HERE.arch, fallback, 1e-6, fallback, 1e-6, rounds=1, session="none")
+    log.append_best(best)
+    found = json.loads(call(*words, "--json"))["ways"]
+    assert found.keys() == {"kernel", "product"} and min(found.values()) > 0
+    assert log.best()[problem.key] == dataclasses.replace(best, ways=found)
+    assert "kernel: " in call(*words) and call("db", "verify", "--logs", tmp_path)
+    text = " ".join(call("bench", *TINY, "--target", "cpu", "--record", "--logs", tmp_path, code=2).split())
+    assert "bsr_matmul has no other way to its result" in text
 
 
 def test_a_comparison_takes_a_structure_and_names_one_that_is_unknown() -> None:

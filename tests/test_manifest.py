@@ -233,6 +233,7 @@ def test_a_candidate_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
         ("workspaces", [{"name": "a", "shape": [4], "dtype": "float32"}]),
         ("workspaces", [7]),
         ("figures", {"seconds": 1.0}),
+        ("figures", {"seconds": 1.0, "fallback_seconds": 1.0, "way_seconds": "1", "machine": "", "date": ""}),
         ("figures", {"seconds": float("nan"), "fallback_seconds": 1.0, "machine": "", "date": ""}),
         ("resources", {"registers": "many"}),
         ("resident", {"blocks": -1, "threads": 32, "shared_bytes": 0}),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tvm_sparse
-from tvm_sparse.core import spaces
+from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.head_topk import call as head_call
+from tvm_sparse.operators.head_topk.call import KERNEL, PRODUCT
 
 torch = pytest.importorskip("torch")
 
@@ -156,6 +159,31 @@ def test_many_rows_on_a_gpu(rows: int) -> None:
     torch.testing.assert_close(values.double(), wanted.values, rtol=1e-4, atol=1e-3)
     assert (indices == wanted.indices).float().mean() > 0.99
     torch.testing.assert_close(normaliser.double(), torch.logsumexp(logits / 0.7, -1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", [KERNEL, PRODUCT])
+def test_a_call_takes_the_way_that_it_is_told(way: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that repeat, too; and arrays that are no torch tensors know one way only."""
+    problem = parse("head_topk/batch=3,vocab=500,hidden=48,k=5,dtype=bfloat16,bias=1,ids=2")
+    where, products = machine.resolve(place), []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(1) or linear(*args))
+    inputs = problem.generate(0)
+    bias, ids = (there(one, place) for one in problem.extras(inputs))
+    states, words = (there(one, place) for one in inputs[:2])
+    logits = states.double() @ words.double().T + bias
+    expected = torch.topk(torch.log_softmax(logits, -1), 5).values
+    with head_call.dispatcher.taking(problem, where, way):
+        for count in (1, 2):
+            found = tvm_sparse.head_topk(states, words, 5, log=True, bias=bias, ids=ids, normaliser=True)
+            torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=0.05)
+            torch.testing.assert_close(found[2].double(), torch.logsumexp(logits, -1), rtol=0, atol=0.05)
+            assert len(products) == (count if way == PRODUCT else 0)
+        plain = dataclasses.replace(problem, bias=0, ids=0, dtype="float32")
+        with head_call.dispatcher.taking(plain, where, way):
+            tvm_sparse.head_topk(host(states.float()), host(words.float()), 5)
+        assert len(products) == (2 if way == PRODUCT else 0)
 
 
 STATES, WORDS = np.zeros((4, 16), np.float32), np.zeros((50, 16), np.float32)

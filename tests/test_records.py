@@ -90,6 +90,15 @@ def reasons(contents: Contents) -> dict[int, str]:
 # Values ---------------------------------------------------------------------------------------
 
 
+def test_a_best_record_has_times_of_ways(log):
+    timed = best(ways={"kernel": 2e-6, "product": 1e-6})
+    log.append_best(best(), timed)
+    assert log.best() == {PROBLEM: timed} and hash(timed) == hash(best())
+    for ways in ({}, {"": 1e-6}, {"kernel": 0.0}, {"kernel": "1"}, {1: 1e-6}):
+        with pytest.raises((ValueError, TypeError)):
+            best(ways=ways)
+
+
 def test_candidate_text():
     assert str(CANDIDATE) == "warp_shuffle@1(rows=4, lanes=32)"
     assert str(FALLBACK) == "per_element@1()"
@@ -531,6 +540,17 @@ def test_merged_folders_have_all_records_once(tmp_path: Path):
     assert database.merge([two.root], one.root) == 0
     assert one.best()[PROBLEM].session == "new" and len(one.read().trials) == 2
     assert list(database.differences(one.root, two.root)) == [(ARCH, PROBLEM, one.best()[PROBLEM], best(session="old"))]
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_of_two_rankings_of_a_session_the_one_with_times_of_ways_is_kept(tmp_path: Path, of: int):
+    logs = [Log(tmp_path / name, ARCH, "softmax_topk") for name in ("one", "two")]
+    timed = best(ways={"kernel": 1e-6})
+    for log, one in zip(logs, (best(), timed) if of else (timed, best()), strict=True):
+        log.append(session())
+        log.append_best(one)
+    database.merge([logs[1].root], logs[0].root)
+    assert logs[0].best() == {PROBLEM: timed} and database.merge([logs[1].root], logs[0].root) == 0
 
 
 def test_pruning_leaves_what_is_used(log: Log):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -353,6 +354,24 @@ def test_the_public_explain(tmp_path: Path, logs: Path, monkeypatch: pytest.Monk
         tvm_sparse.explain(topk(3), target="sm90")
     with pytest.raises(TypeError, match="problem: expected a Problem, its key or an operator's name, got int"):
         tvm_sparse.explain(7)
+
+
+def test_a_record_says_which_way_of_a_call_is_the_fastest(tmp_path: Path) -> None:
+    """Its own, or that of the next larger batch; and what nearby problems found says nothing of this one."""
+    logs = tmp_path / "logs"
+    record(logs, TOPK.format(batch=4), point(64))
+    log = Log(logs, CPU.arch, "softmax_topk")
+    kernels = dispatcher(tmp_path, logs)
+    assert kernels.way(topk(4), CPU) is None and "way" not in str(kernels.explain(topk(4), CPU))
+    log.append_best(dataclasses.replace(log.best()[topk(4).key], ways={"kernel": 3e-6, "product": 2e-6}))
+    kernels = dispatcher(tmp_path, logs)
+    assert [kernels.way(topk(batch), CPU) for batch in (4, 3, 5)] == ["product", "product", None]
+    assert "fastest way of a call of torch tensors: product, 2.00 us" in str(kernels.explain(topk(3), CPU))
+    assert "fastest way" not in str(kernels.explain(topk(5), CPU))
+    launchers = kernels.launchers
+    with kernels.taking(topk(4), CPU, "kernel"):
+        assert kernels.way(topk(4), CPU) == "kernel" and kernels.launchers is not launchers
+    assert kernels.way(topk(4), CPU) == "product" and kernels.launchers is launchers
 
 
 def test_weights_that_differ_in_their_blocks_share_a_library(tmp_path: Path, builds: list[Any]) -> None:

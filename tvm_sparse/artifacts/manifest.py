@@ -239,10 +239,10 @@ def _is_workspace(value: Any) -> bool:
 
 
 def _are_figures(value: Any) -> bool:
-    """Empty, or what was measured: two times, and texts."""
+    """Empty, or what was measured: two times, perhaps a third, and texts."""
     if not isinstance(value, dict) or len(value) > 20:
         return False
-    times = ("seconds", "fallback_seconds")
+    times = ("seconds", "fallback_seconds", *(["way_seconds"] if "way_seconds" in value else []))
     return not value or (
         all(type(value.get(name)) in (int, float) and 0 < value[name] < math.inf for name in times)
         and all(isinstance(value.get(name), str) for name in ("machine", "date"))

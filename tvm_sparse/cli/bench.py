@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..bench.compare import compare
+from ..bench.ways import time_ways, ways_of
+from ..core.machine import Machine
+from ..core.problem import Problem, ProblemError
+from ..records import Log
+from ..runtime import paths
 from .common import (
     AsJson,
     Axes,
@@ -37,6 +44,16 @@ def bench(
     axes: Axes = None,
     target: Target = "auto",
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record",
+            help="Time the ways of an operator that has more than one instead, and note them.",
+        ),
+    ] = False,
+    logs: Annotated[
+        Path | None, typer.Option(help="Of --record: folder of records.  \\[default: your data folder]")
+    ] = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
@@ -47,11 +64,21 @@ def bench(
         from ..core.problem import Mismatch
 
         try:
-            result = compare(problem, where, seed=seed)
+            if record:
+                found = record_ways(problem, where, logs or paths.user_logs(), seed)
+            else:
+                result = compare(problem, where, seed=seed)
         except Mismatch as error:
             fail(f"{problem}: our own result is wrong: {error}")
         except ModuleNotFoundError as error:
             fail(str(error))
+        if record and as_json:
+            echo_json({"problem": problem.key, "arch": where.arch, "ways": found})
+            return
+        if record:
+            typer.echo(f"{problem.typed} on {where.name} ({where.arch})")
+            typer.echo("\n".join(f"{name}: {us(seconds)} us a call" for name, seconds in found.items()))
+            return
         if as_json:
             echo_json(as_dict(result))
             return
@@ -59,6 +86,18 @@ def bench(
         typer.echo(f"kernel: {result.kernel} ({result.how})")
         console().print(comparison_table(result))
         typer.echo("\n".join(notes(result)))
+
+
+def record_ways(problem: Problem, where: Machine, logs: Path, seed: int) -> dict[str, float]:
+    """What `time_ways` finds, noted in the problem's record. Raises `ProblemError` if it has none in this folder."""
+    ways_of(problem)
+    log = Log(logs, where.arch, problem.operator)
+    best = log.best().get(problem.key)
+    if best is None:
+        raise ProblemError(f"record: {logs} has none of {problem.typed} on {where.arch}; tvm-sparse tune makes it")
+    found = time_ways(problem, where, seed=seed)
+    log.append_best(dataclasses.replace(best, ways=found))
+    return found
 
 
 def comparison_table(result: Comparison) -> Table:

@@ -8,7 +8,8 @@ module            holds                                                         
 ================  ==================================================================  ==================================
 ``problem``       ``PROBLEM``, the class that declares it                             everybody
 ``call``          the public functions and classes that `Operator.public` names       `import tvm_sparse`
-``peers``         ``PEERS``, and ``ours`` to call the public function with inputs     `bench`, `quickstart`
+``peers``         ``PEERS``, and ``ours`` to call the public function with inputs;    `bench`, `quickstart`
+                  ``ways`` to call it by each of them, if it has several
 ``shapes``        ``QUICKSTART``, ``AWKWARD`` and ``REALISTIC`` problem keys          `quickstart`, the generic tests
 ``torch_op``      custom operators of PyTorch for public functions; optional          `runtime.custom`
 the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine                 tuning, look-up, export

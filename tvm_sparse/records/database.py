@@ -93,9 +93,9 @@ def merge(sources: Sequence[Path], target: Path) -> int:
             mine = into.read_best().bests
             added = [best for best in theirs if best not in mine]
             dates = {session.id: session.date for session in into.sessions().values()}
-            latest = {
-                best.problem: best for best in sorted((*mine, *added), key=lambda best: dates.get(best.session, ""))
-            }
+            # Of one session's what says more, whoever has it.
+            ranked = sorted((*mine, *added), key=lambda best: (dates.get(best.session, ""), best.ways is not None))
+            latest = {best.problem: best for best in ranked}
             added.sort(key=lambda best: best == latest[best.problem])
             last = {best.problem: best for best in (*mine, *added)}
             added += [best for problem, best in latest.items() if last[problem] != best]

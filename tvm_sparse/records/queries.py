@@ -76,5 +76,8 @@ def best_records(
                     "machine": session.machine.get("name", "") if session else "",
                     "date": session.date if session else "",
                 }
+                if record.ways:
+                    seconds, way = min((seconds, way) for way, seconds in record.ways.items())
+                    figures |= {"way": way, "way_seconds": seconds}
                 found[key] = (record, figures)
     return found

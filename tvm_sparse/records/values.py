@@ -143,6 +143,9 @@ class Best:
         `Session.id` of the tuning session.
     trials : int, optional
         How many trials that session had recorded by then: fewer in the log mean that it was cut.
+    ways : mapping, optional
+        Median time of a call by the name of its way, where the operator has other ways to its result than the kernel,
+        and `tvm-sparse bench --record` has timed them in turn.
     """
 
     kind: ClassVar[str] = "best"
@@ -156,6 +159,8 @@ class Best:
     rounds: int
     session: str
     trials: int | None = None
+    # Left out of the hash, not of the comparison: a dict has no hash.
+    ways: Mapping[str, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check_texts(self, "problem", "arch", "session")
@@ -170,6 +175,11 @@ class Best:
             raise ValueError(f"a ranking has at least one round, not {self.rounds}")
         if self.trials is not None:
             object.__setattr__(self, "trials", index(self.trials))
+        if self.ways is not None:
+            ways = {name: _time(seconds, "ways") for name, seconds in dict(self.ways).items()}
+            if not ways or not all(isinstance(name, str) and name for name in ways):
+                raise ValueError(f"ways: expected times by name, got {self.ways!r}")
+            object.__setattr__(self, "ways", ways)
 
 
 @dataclass(frozen=True)

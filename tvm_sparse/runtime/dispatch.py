@@ -40,6 +40,9 @@ from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, 
 
 logger = logging.getLogger("tvm_sparse")
 
+# How decisions were found where times of their record are times of the call.
+RECORDED = ("exact", "bucket")
+
 # The environment variable that says which decisions a call may run, unless `configure` did.
 POLICY = "TVM_SPARSE_POLICY"
 
@@ -53,7 +56,7 @@ class Explanation:
     how: str  # one of `lookup.HOW`
     candidate: str  # template, version and decisions
     record: str | None  # key of the problem whose record gave the decisions; None if predicted, and for the fallback
-    figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date
+    figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date; perhaps way, way_seconds
     library: str | None  # None: not compiled yet; the first call compiles it into the user's cache, if `compiles`
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
@@ -68,6 +71,9 @@ class Explanation:
                 f" on {self.figures['machine'] or 'an unknown machine'}:"
                 f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
             )
+            if "way" in self.figures and self.how in RECORDED:
+                way, seconds = self.figures["way"], self.figures["way_seconds"]
+                lines.append(f"  fastest way of a call of torch tensors: {way}, {seconds * 1e6:.2f} us")
         otherwise = "compiled at the first call" if self.compiles else "none at hand, and none can be compiled here"
         lines.append(f"  library: {self.library or otherwise}")
         if self.tune:
@@ -119,6 +125,7 @@ class Dispatcher:
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
+        self._ways: dict[tuple[Problem, Machine], str | None] = {}
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[tuple[str, str], dict[str, Any]] = {}
         self._predictors: dict[tuple[str, str], Any] = {}
@@ -135,8 +142,7 @@ class Dispatcher:
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
-            self._kernels = {}
-            self.launchers = {}
+            self._forget()
 
     def add(self, folder: Path, signed: Signed | None = None) -> tuple[Entry, ...]:
         """Use the kernels of an exported folder before all others; later folders come first.
@@ -150,9 +156,12 @@ class Dispatcher:
             if signed is not None:
                 self._signed[folder] = signed
             self._folders.insert(0, _Source("folder", folder, entries))
-            self._kernels = {}
-            self.launchers = {}
+            self._forget()
         return entries
+
+    def _forget(self) -> None:
+        """What calls have found."""
+        self._kernels, self._ways, self.launchers = {}, {}, {}
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
         """The kernel for a problem on a machine, loaded and if need be compiled.
@@ -182,6 +191,29 @@ class Dispatcher:
             choice, located = self._decide(problem, machine, self._sources(machine))
             return _explanation(problem, machine, choice, located, self._may_compile())
 
+    def way(self, problem: Problem, machine: Machine) -> str | None:
+        """The fastest way to an operator's result, by the record of the problem or of the next larger batch.
+
+        None if there is none, or it does not say. `Best.ways` has the times.
+        """
+        try:
+            return self._ways[problem, machine]
+        except KeyError:
+            found = self.explain(problem, machine)
+            way = found.figures.get("way") if found.how in RECORDED else None
+            self._ways[problem, machine] = way
+            return way
+
+    @contextlib.contextmanager
+    def taking(self, problem: Problem, machine: Machine, way: str) -> Iterator[None]:
+        """Let calls take this way within the block, whatever records say: to time it. For one thread at a time."""
+        before = self._ways, self.launchers
+        self._ways, self.launchers = {(problem, machine): way}, {}
+        try:
+            yield
+        finally:
+            self._ways, self.launchers = before
+
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
         with self._lock:
@@ -210,7 +242,7 @@ class Dispatcher:
 
     def _after_fork(self) -> None:
         self._forked, self._lock = True, threading.RLock()
-        self._kernels, self.launchers = {}, {}
+        self._forget()
 
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
         sources = self._sources(machine)

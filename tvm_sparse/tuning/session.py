@@ -488,6 +488,7 @@ def _final(
     winner = min(medians, key=lambda c: medians[c])
     if medians.get(fallback, float("inf")) <= medians[winner]:
         winner = fallback
+    before = log.best().get(problem.key)
     best = Best(
         problem=problem.key,
         arch=machine.arch,
@@ -498,6 +499,7 @@ def _final(
         rounds=FINAL_ROUNDS,
         session=session,
         trials=progress.measured,
+        ways=before.ways if before is not None and before.candidate == winner else None,
     )
     log.append_best(best)
     return best

@@ -6,6 +6,7 @@ import operator
 import sys
 from typing import Any
 
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -23,8 +24,10 @@ from tvm_sparse.runtime.dispatch import dispatcher
 from .problem import HeadTopk
 
 WHERE = "the hidden states are"
-# Rows up to which the fused kernels are the faster way on an H200: of 64 they take twice as long as of 16. Beyond,
-# arithmetic and hidden states in shared memory keep them from the speed of memory; the framework's product comes first.
+# The ways to the result: the kernel of this operator, or PyTorch's product and `softmax_topk`.
+KERNEL, PRODUCT = "kernel", "product"
+# Rows up to which the kernel is the faster way on an H200, where no record says more: of 64 it takes twice as long as
+# of 16. Beyond, arithmetic and hidden states in shared memory keep it from the speed of memory.
 FUSED_ROWS = 16
 
 
@@ -81,8 +84,9 @@ def head_topk(
     RuntimeError
         If an argument requires a gradient.
 
-    Of torch tensors on a GPU, more than 16 rows go through torch's product, whose scores are rounded to the dtype of
-    `hidden`, and `softmax_topk`: that is faster there. `explain` speaks of the fused kernels.
+    Torch tensors go through torch's product, whose scores are rounded to the dtype of `hidden`, and `softmax_topk`
+    where that is faster: by the record of the problem (`tvm-sparse bench --record`), and where that does not say, on a
+    GPU with more than 16 rows. `explain` speaks of the kernel, and says which way a record found faster.
 
     When not to use it: where the logits are needed afterwards.
 
@@ -126,18 +130,22 @@ def head_topk(
         outputs[2:2] = outputs_for(None, (sums,), hidden, known)
     if arrays.is_fake(hidden):
         return tuple(shown)
-    of_torch = arrays.is_torch(hidden) and arrays.is_torch(embedding)
-    if batch > FUSED_ROWS and width and of_torch and hidden.is_cuda:
+    if not batch:
+        return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+    if not width:
+        raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
+    problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
+    machine = machine_of("hidden", known)
+    if arrays.is_torch(hidden) and arrays.is_torch(embedding) and way(problem, machine) == PRODUCT:
         torch = sys.modules["torch"]
         logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
         of_softmax = (*outputs[:2], *outputs[3:])
         softmax_topk(logits, k, log=log or normaliser, temperature=temperature, bias=bias, ids=ids, out=of_softmax)
         if normaliser:
             _normalise(logits, outputs, log, temperature, bias, torch)
-    elif batch and width:
-        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
+    else:
         launchers = dispatcher.launchers
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+        function = dispatcher.kernel(problem, machine).function
         passed = outputs if n or ids is None else outputs[:3]  # no kernel takes an empty array
         function(
             arrays.argument(arrays.ready("hidden", hidden, known)),
@@ -149,9 +157,13 @@ def head_topk(
         )
         if arrays.is_torch(hidden) and len(passed) == len(outputs):
             repeat.put_down(launchers, ("head_topk", k), tensors, repeat.launcher(function, tuple(outputs)))
-    elif batch:
-        raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+
+
+def way(problem: HeadTopk, machine: Machine) -> str:
+    """Which way calls of torch tensors take: the faster one by record; where that does not say, by rows."""
+    default = PRODUCT if machine.kind == "cuda" and problem.batch > FUSED_ROWS else KERNEL
+    return dispatcher.way(problem, machine) or default
 
 
 def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:

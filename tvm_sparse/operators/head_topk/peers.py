@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, CPU, CUDA, Call, Peer, torch_tensor
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
+from tvm_sparse.runtime.dispatch import dispatcher
 
-from .call import head_topk
+from .call import KERNEL, PRODUCT, head_topk
 from .problem import HeadTopk
 
 
@@ -75,9 +77,24 @@ def ours(problem: HeadTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]
     return lambda: head_topk(hidden, embedding, problem.k, bias=bias, ids=ids, normaliser=True), problem
 
 
+def ways(problem: HeadTopk, inputs: Sequence[Any], machine: Machine) -> dict[str, Call]:
+    """The public function by each of its ways, for torch tensors."""
+    hidden, embedding = (torch_tensor(array, machine.device) for array in inputs[:2])
+    bias, ids = (None if a is None else torch_tensor(a, machine.device) for a in problem.extras(inputs))
+
+    def by(way: str) -> Call:
+        def call() -> Any:
+            with dispatcher.taking(problem, machine, way):
+                return head_topk(hidden, embedding, problem.k, bias=bias, ids=ids)
+
+        return call
+
+    return {way: by(way) for way in (KERNEL, PRODUCT)}
+
+
 PEERS = (
     Peer("torch linear + softmax + topk", "torch", BOTH, _torch_head),
-    Peer("torch linear + softmax_topk", "torch", CUDA, _torch_product_ours),
+    Peer("torch linear + softmax_topk", "torch", BOTH, _torch_product_ours),
     Peer("torch.compile linear + softmax + topk", "triton", CUDA, _torch_compiled_head),
     Peer("NumPy", "numpy", CPU, _numpy_head),
 )
