@@ -36,11 +36,11 @@ def product(e: Extents) -> Callable[..., Any]:
         s.block = flat % e.group_blocks
         group: T.int32 = flat // e.group_blocks
         s.first_list = group // e.row_groups * e.group_lists
-        s.first_row = s.first_list * e.beam + group % e.row_groups * e.group_rows
+        s.first_row = s.first_list * e.beam + group % e.row_groups * e.rows
         if e.row_groups == 1:
             s.rows = T.min(io.lists - s.first_list, e.group_lists) * e.beam
         else:
-            s.rows = T.min(e.beam - group % e.row_groups * e.group_rows, e.group_rows)
+            s.rows = T.min(e.beam - group % e.row_groups * e.rows, e.rows)
         s.begin = T.min(s.block * each_block(e, io.frequent), io.frequent)
         s.mine = T.min(each_block(e, io.frequent), io.frequent - s.begin)
         for n in T.serial((e.rows - s.t + (e.threads - 1)) // e.threads):

@@ -77,7 +77,6 @@ def find_pieces(e: Extents) -> Phase:
     after.
     """
     find = find_buckets(e.counting)
-    turn = e.turn
 
     @T.inline
     def put(s, place, first, last):
@@ -90,16 +89,16 @@ def find_pieces(e: Extents) -> Phase:
             s.band[0] = s.begin + s.at
             s.code[0] = code_of_places(e.hashing, s, s.at)
             find(s, io, 1)
-            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + turn
-            s.more = T.max((s.last[0] - s.next + (turn - 1)) // turn, 0)
+            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + e.piece
+            s.more = T.max((s.last[0] - s.next + (e.piece - 1)) // e.piece, 0)
             s.place_at = 0
             if s.more > 0:
                 s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
                 s.more = T.max(T.min(s.more, e.spare - s.place_at), 0)
             put(s, s.at, s.first[0], T.Select(s.more > 0, s.next, s.last[0]))
             for j in T.serial(s.more):
-                put(s, s.many + s.place_at + j, s.next, T.Select(j + 1 < s.more, s.next + turn, s.last[0]))
-                s.next = s.next + turn
+                put(s, s.many + s.place_at + j, s.next, T.Select(j + 1 < s.more, s.next + e.piece, s.last[0]))
+                s.next = s.next + e.piece
 
     return phase
 
@@ -190,7 +189,7 @@ def count_pieces(e: Extents) -> Phase:
                 for u in T.unroll(e.loads):
                     for v in T.unroll(PER_VECTOR):
                         hit(s, s.word[u * PER_VECTOR + v])
-                    s.upcoming[u] = s.upcoming[u] + e.turn
+                    s.upcoming[u] = s.upcoming[u] + e.piece
                     if s.upcoming[u] < s.last[u]:
                         s.going = 1
 

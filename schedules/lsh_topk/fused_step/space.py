@@ -112,7 +112,7 @@ class Extents:
         )  # fmt: skip
 
     @property
-    def turn(self) -> int:
+    def piece(self) -> int:
         """Words of a piece of a bucket: what `bucket_lanes` lanes load together."""
         return self.bucket_lanes * PER_VECTOR
 
@@ -189,7 +189,8 @@ class Extents:
         return max(1, FRAGMENT // self.beam) if self.row_groups == 1 else 1
 
     @property
-    def group_rows(self) -> int:
+    def rows(self) -> int:
+        """Rows of a group."""
         return ceildiv(self.group_lists * self.beam, self.row_groups)
 
     @property
@@ -200,12 +201,7 @@ class Extents:
     @property
     def fragments(self) -> int:
         """Of 16 rows, of a group."""
-        return ceildiv(self.group_rows, FRAGMENT)
-
-    @property
-    def rows(self) -> int:
-        """Rows in shared memory."""
-        return self.group_rows
+        return ceildiv(self.rows, FRAGMENT)
 
     @property
     def warps(self) -> int:
@@ -376,7 +372,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     limit = shared_limit(machine) - SMALL
-    if e.row_groups > 1 and e.group_rows < FRAGMENT:
+    if e.row_groups > 1 and e.rows < FRAGMENT:
         return f"{e.row_groups} groups of the beam's {e.beam} rows fill no tile of {FRAGMENT}"
     if problem.n > e.group_blocks:
         return f"n={problem.n} exceeds the {e.group_blocks} thread blocks of a group, which name a word each"
