@@ -134,9 +134,14 @@ def head_topk(
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
     if not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-    problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
-    machine = machine_of("hidden", known)
-    if arrays.is_torch(hidden) and arrays.is_torch(embedding) and way(problem, machine) == PRODUCT:
+    launchers = dispatcher.launchers
+    # Which way is kept beside launchers: a problem takes the host longer to make than the rest of a call.
+    asked = ("head_topk by", known.shape, vocab, k, known.dtype, known.device, bias is None, n)
+    taken = launchers.get(asked)
+    if taken is None:
+        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
+        taken = launchers[asked] = way(problem, machine_of("hidden", known))
+    if arrays.is_torch(hidden) and arrays.is_torch(embedding) and taken == PRODUCT:
         torch = sys.modules["torch"]
         logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
         of_softmax = (*outputs[:2], *outputs[3:])
@@ -144,8 +149,8 @@ def head_topk(
         if normaliser:
             _normalise(logits, outputs, log, temperature, bias, torch)
     else:
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(problem, machine).function
+        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
+        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         passed = outputs if n or ids is None else outputs[:3]  # no kernel takes an empty array
         function(
             arrays.argument(arrays.ready("hidden", hidden, known)),
