@@ -716,7 +716,7 @@ def _fits(fused: Sequence[Problem], machine: Machine) -> bool:
 def _recorded(kernels: Sequence[Explanation]) -> float | None:
     """Seconds of these kernels one after the other, if records of this machine tell them."""
     # A library that was compiled without a record has decisions of its own, and no figures.
-    if not kernels or any(one.how not in ("exact", "bucket") or "seconds" not in one.figures for one in kernels):
+    if not kernels or any(one.how not in dispatch.RECORDED or "seconds" not in one.figures for one in kernels):
         return None
     # Where the operator has another way, what a call of torch tensors takes.
     return sum(one.figures.get("way_seconds", one.figures["seconds"]) for one in kernels)

@@ -205,10 +205,15 @@ class Dispatcher:
             return way
 
     @contextlib.contextmanager
-    def taking(self, problem: Problem, machine: Machine, way: str) -> Iterator[None]:
-        """Let calls take this way within the block, whatever records say: to time it. For one thread at a time."""
+    def taking(
+        self, problem: Problem, machine: Machine, way: str, launchers: dict[tuple, Any] | None = None
+    ) -> Iterator[None]:
+        """Let calls take this way within the block, whatever records say: to time it. For one thread at a time.
+
+        `launchers`: what calls within find and keep in place of `self.launchers`.
+        """
         before = self._ways, self.launchers
-        self._ways, self.launchers = {(problem, machine): way}, {}
+        self._ways, self.launchers = {(problem, machine): way}, {} if launchers is None else launchers
         try:
             yield
         finally:
@@ -559,7 +564,7 @@ def _explanation(
 
 def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | None:
     """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
-    if choice.how in ("exact", "bucket"):
+    if choice.how in RECORDED:
         return None
     words = ["tvm-sparse", "tune", *problem.typed.split()]
     if machine.arch != machines.resolve("auto").arch:

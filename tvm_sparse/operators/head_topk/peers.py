@@ -83,8 +83,10 @@ def ways(problem: HeadTopk, inputs: Sequence[Any], machine: Machine) -> dict[str
     bias, ids = (None if a is None else torch_tensor(a, machine.device) for a in problem.extras(inputs))
 
     def by(way: str) -> Call:
+        launchers: dict[tuple, Any] = {}
+
         def call() -> Any:
-            with dispatcher.taking(problem, machine, way):
+            with dispatcher.taking(problem, machine, way, launchers):
                 return head_topk(hidden, embedding, problem.k, bias=bias, ids=ids)
 
         return call
