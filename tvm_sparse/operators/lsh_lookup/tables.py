@@ -28,6 +28,10 @@ STRUCTURES = ("random", "skewed", "unseen", "every", "nothing")
 SETTINGS = ({"threshold": 6}, {"threshold": 1}, {"threshold": 260})
 # Words that resemble a hidden state, and bands and rows of a beam of a problem that is cheap to check.
 NEAR, FEW_BANDS, FEW_ROWS = 64, 48, 3
+# In which share of the bands a row has a long bucket, which shares of all words are in one, and how often. As in tables
+# of 40,000 normal embeddings, k=16 and units=3, with 10 words in most buckets: 80 where two units share a column, 850
+# where two pairs of them do.
+CROWDED, SHARES, ODDS = 0.02, (1 / 500, 1 / 47), (0.97, 0.03)
 
 
 def require_tables(problem: Problem, bits: int) -> None:
@@ -66,7 +70,8 @@ def word_codes(
     """Codes of words `(vocab, bands)`, of which rows with the codes `rows` `(rows, bands)` hit some.
 
     `draw(shape)` draws codes. `random`: words have codes of their own, except that `NEAR` words of each row have its
-    code in some of the bands, each word in a share of its own. `skewed`: in each band up to half of all words have the
+    code in some of the bands, each word in a share of its own; and that of each row a few buckets are long, as they are
+    in bands two of whose units share a column. `skewed`: in each band up to half of all words have the
     code of one row. `unseen`: no word has the code of a row, if there are other codes. `every`: all words have the
     codes of the first row.
     """
@@ -88,6 +93,9 @@ def word_codes(
         codes = np.where(rng.random(codes.shape, np.float32) < 0.5 * rng.random(bands), popular, codes)
     else:
         for row in rows:
+            crowded = np.flatnonzero(rng.random(bands) < CROWDED)
+            shares = rng.choice(SHARES, len(crowded), p=ODDS)
+            codes[:, crowded] = np.where(rng.random((vocab, len(crowded))) < shares, row[crowded], codes[:, crowded])
             near = rng.permutation(vocab)[: min(NEAR, max(1, vocab // 8))]
             share = rng.random((len(near), 1))
             codes[near] = np.where(rng.random((len(near), bands)) < share, row, codes[near])
