@@ -46,6 +46,29 @@ def add_at_peer(where: Any, rank: Any, value: Any) -> tirx.PrimExpr:
     return T.cuda.func_call("add_at_peer", where, rank, value, source_code=ADD, return_type="void")
 
 
+def cell_of(local: Any) -> Any:
+    """The cell that counts a word of a part: of 64 neighbouring words the first 32 have the low halves of 32 cells."""
+    return (local >> 6) * WARP + (local & (WARP - 1))
+
+
+def one_of(local: Any) -> tirx.PrimExpr:
+    """A hit of it, in that cell."""
+    return T.uint32(1) << T.Cast("uint32", (local & WARP) >> 1)
+
+
+def span_of(first: Any, last: Any) -> tirx.PrimExpr:
+    """Where a bucket, or a piece of one, begins and ends, in one word."""
+    return (T.Cast("uint64", last) << T.uint64(32)) | T.Cast("uint64", first)
+
+
+def first_of(span: Any) -> tirx.PrimExpr:
+    return T.Cast("int32", span & T.uint64(0xFFFFFFFF))
+
+
+def last_of(span: Any) -> tirx.PrimExpr:
+    return T.Cast("int32", span >> T.uint64(32))
+
+
 def clear_counts(e: CountExtents) -> Phase:
     """All counts to 0; called with (s, t).
 
@@ -120,12 +143,11 @@ def count_hit(e: CountExtents) -> Phase:
             if away:
                 s.owner = s.local // e.part
                 s.local = s.local - s.owner * e.part
-            cell = T.meta_var(s.cells.ptr_to([(s.local >> 6) * 32 + (s.local & 31)]))
-            one = T.meta_var(T.uint32(1) << T.Cast("uint32", (s.local & 32) >> 1))
+            cell = T.meta_var(s.cells.ptr_to([cell_of(s.local)]))
             if away:
-                T.evaluate(add_at_peer(cell, s.owner, one))
+                T.evaluate(add_at_peer(cell, s.owner, one_of(s.local)))
             else:
-                T.evaluate(T.cuda.atomic_add(cell, one))
+                T.evaluate(T.cuda.atomic_add(cell, one_of(s.local)))
     # fmt: on
     return phase
 
@@ -198,8 +220,7 @@ def share_spans(e: CountExtents, code_of: Callable[..., Any]) -> Phase:
             find(s, io, 1)
             for r in T.unroll(e.cluster):
                 T.evaluate(put_span(
-                    s.spans.ptr_to([rank * e.tile + s.at]), r,
-                    (T.Cast("uint64", s.last[0]) << T.uint64(32)) | T.Cast("uint64", s.first[0])))
+                    s.spans.ptr_to([rank * e.tile + s.at]), r, span_of(s.first[0], s.last[0])))
             s.at = s.at + e.threads
     # fmt: on
     return phase
@@ -222,8 +243,8 @@ def count_spans(e: CountExtents) -> Phase:
                 s.last[u] = 0
                 if s.at + u * e.groups < e.spans:
                     s.span = s.spans[s.at + u * e.groups]
-                    s.first[u] = T.Cast("int32", s.span & T.uint64(0xFFFFFFFF))
-                    s.last[u] = T.Cast("int32", s.span >> T.uint64(32))
+                    s.first[u] = first_of(s.span)
+                    s.last[u] = last_of(s.span)
             count_all(s, words, total, t % e.lanes)
             s.at = s.at + e.loads * e.groups
     # fmt: on

@@ -31,10 +31,20 @@ from ...device.cluster import cluster_arrive, cluster_wait, peer_load
 from ...device.overlap import CACHE_LINE, wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, scan_lanes
-from ...lsh.buckets import add_at_peer, clear_counts, find_buckets, set_bits
+from ...lsh.buckets import (
+    add_at_peer,
+    cell_of,
+    clear_counts,
+    find_buckets,
+    first_of,
+    last_of,
+    one_of,
+    set_bits,
+    span_of,
+)
 from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import PER_VECTOR, STRETCHES, WARP, Extents
+from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
@@ -48,7 +58,7 @@ hits_of = peer_load("hits_of", "unsigned long long", "uint64")
 # fmt: off
 def begin(e: Extents) -> Phase:
     """Reads: permutations. Writes: the thread block's bands and its part, counts to 0, columns. Barriers: none; one of
-    the cluster has to follow before pieces are told. The phase is (s, io)."""
+    the cluster has to follow before hits are added to the counts of others. The phase is (s, io)."""
     h = e.hashing
     load_first, clear = load_first_columns(h), clear_counts(e.counting)
 
@@ -63,7 +73,7 @@ def begin(e: Extents) -> Phase:
         if s.t == 0:
             s.listed[0] = 0
             s.further[0] = 0
-        if s.t < e.cluster * e.segments:
+        if s.t < SEGMENTS:
             s.many_sent[s.t] = 0
         load_first(s, columns, s.from_band * h.units, T.min(s.bands, e.counting.tile) * h.units, s.t)
 
@@ -79,10 +89,6 @@ def find_pieces(e: Extents) -> Phase:
     find = find_buckets(e.counting)
 
     @T.inline
-    def put(s, place, first, last):
-        s.spans[place] = (T.Cast("uint64", last) << T.uint64(32)) | T.Cast("uint64", first)
-
-    @T.inline
     def phase(s, io):
         for n in T.serial((s.many - s.t + (e.hash_threads - 1)) // e.hash_threads):
             s.at = n * e.hash_threads + s.t
@@ -95,9 +101,10 @@ def find_pieces(e: Extents) -> Phase:
             if s.more > 0:
                 s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
                 s.more = T.max(T.min(s.more, e.spare - s.place_at), 0)
-            put(s, s.at, s.first[0], T.Select(s.more > 0, s.next, s.last[0]))
+            s.spans[s.at] = span_of(s.first[0], T.Select(s.more > 0, s.next, s.last[0]))
             for j in T.serial(s.more):
-                put(s, s.many + s.place_at + j, s.next, T.Select(j + 1 < s.more, s.next + e.piece, s.last[0]))
+                s.spans[s.many + s.place_at + j] = span_of(
+                    s.next, T.Select(j + 1 < s.more, s.next + e.piece, s.last[0]))
                 s.next = s.next + e.piece
 
     return phase
@@ -129,16 +136,6 @@ def load_pieces(e: Extents) -> Phase:
                     s.word[u * PER_VECTOR + v] = NO_WORD
 
     return phase
-
-
-def cell_of(local: Any) -> Any:
-    """The cell that counts a word of a part: of 64 neighbouring words the first 32 have the low halves of 32 cells."""
-    return (local >> 6) * WARP + (local & (WARP - 1))
-
-
-def one_of(local: Any) -> Any:
-    """A hit of it, in that cell."""
-    return T.uint32(1) << T.Cast("uint32", (local & WARP) >> 1)
 
 
 def count_pieces(e: Extents) -> Phase:
@@ -179,8 +176,8 @@ def count_pieces(e: Extents) -> Phase:
                 s.span = T.uint64(0)
                 if at < pieces:
                     s.span = s.spans[at]
-                s.first[u] = T.Cast("int32", s.span & T.uint64(0xFFFFFFFF))
-                s.last[u] = T.Cast("int32", s.span >> T.uint64(32))
+                s.first[u] = first_of(s.span)
+                s.last[u] = last_of(s.span)
                 s.upcoming[u] = (s.first[u] // PER_VECTOR + s.t % e.bucket_lanes) * PER_VECTOR
             s.going = 1
             while s.going != 0:
@@ -207,7 +204,7 @@ def receive(e: Extents) -> Phase:
     @T.inline
     def phase(s):
         held = T.alloc_local([RECEIVED], "uint64")
-        for n in T.serial((e.cluster * e.segments - s.warp + (e.counting.warps - 1)) // e.counting.warps):
+        for n in T.serial((SEGMENTS - s.warp + (e.counting.warps - 1)) // e.counting.warps):
             sender: T.int32 = (n * e.counting.warps + s.warp) // e.segments
             segment: T.int32 = s.rank * e.segments + (n * e.counting.warps + s.warp) % e.segments
             # The first ones come with their number.
