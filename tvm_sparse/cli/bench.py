@@ -65,20 +65,13 @@ def bench(
 
         try:
             if record:
-                found = record_ways(problem, where, logs or paths.user_logs(), seed)
-            else:
-                result = compare(problem, where, seed=seed)
+                show_ways(problem, where, record_ways(problem, where, logs or paths.user_logs(), seed), as_json)
+                return
+            result = compare(problem, where, seed=seed)
         except Mismatch as error:
             fail(f"{problem}: our own result is wrong: {error}")
         except ModuleNotFoundError as error:
             fail(str(error))
-        if record and as_json:
-            echo_json({"problem": problem.key, "arch": where.arch, "ways": found})
-            return
-        if record:
-            typer.echo(f"{problem.typed} on {where.name} ({where.arch})")
-            typer.echo("\n".join(f"{name}: {us(seconds)} us a call" for name, seconds in found.items()))
-            return
         if as_json:
             echo_json(as_dict(result))
             return
@@ -98,6 +91,14 @@ def record_ways(problem: Problem, where: Machine, logs: Path, seed: int) -> dict
     found = time_ways(problem, where, seed=seed)
     log.append_best(dataclasses.replace(best, ways=found))
     return found
+
+
+def show_ways(problem: Problem, where: Machine, found: dict[str, float], as_json: bool) -> None:
+    if as_json:
+        echo_json({"problem": problem.key, "arch": where.arch, "ways": found})
+        return
+    typer.echo(f"{problem.typed} on {where.name} ({where.arch})")
+    typer.echo("\n".join(f"{name}: {us(seconds)} us a call" for name, seconds in found.items()))
 
 
 def comparison_table(result: Comparison) -> Table:

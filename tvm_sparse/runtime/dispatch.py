@@ -125,7 +125,7 @@ class Dispatcher:
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
-        self._ways: dict[tuple[Problem, Machine], str | None] = {}
+        self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
         self._records: dict[tuple[str, str], dict[str, Any]] = {}
         self._predictors: dict[tuple[str, str], Any] = {}
@@ -161,7 +161,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         """What calls have found."""
-        self._kernels, self._ways, self.launchers = {}, {}, {}
+        self._kernels, self.launchers = {}, {}
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
         """The kernel for a problem on a machine, loaded and if need be compiled.
@@ -196,13 +196,10 @@ class Dispatcher:
 
         None if there is none, or it does not say. `Best.ways` has the times.
         """
-        try:
-            return self._ways[problem, machine]
-        except KeyError:
-            found = self.explain(problem, machine)
-            way = found.figures.get("way") if found.how in RECORDED else None
-            self._ways[problem, machine] = way
-            return way
+        if self._taken is not None and self._taken[:2] == (problem, machine):
+            return self._taken[2]
+        found = self.explain(problem, machine)
+        return found.figures.get("way") if found.how in RECORDED else None
 
     @contextlib.contextmanager
     def taking(
@@ -212,12 +209,12 @@ class Dispatcher:
 
         `launchers`: what calls within find and keep in place of `self.launchers`.
         """
-        before = self._ways, self.launchers
-        self._ways, self.launchers = {(problem, machine): way}, {} if launchers is None else launchers
+        before = self._taken, self.launchers
+        self._taken, self.launchers = (problem, machine, way), {} if launchers is None else launchers
         try:
             yield
         finally:
-            self._ways, self.launchers = before
+            self._taken, self.launchers = before
 
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""

@@ -6,7 +6,6 @@ import operator
 import sys
 from typing import Any
 
-from tvm_sparse.core.machine import Machine
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -134,14 +133,8 @@ def head_topk(
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
     if not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-    launchers = dispatcher.launchers
-    # Which way is kept beside launchers: a problem takes the host longer to make than the rest of a call.
-    asked = ("head_topk by", known.shape, vocab, k, known.dtype, known.device, bias is None, n)
-    taken = launchers.get(asked)
-    if taken is None:
-        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
-        taken = launchers[asked] = way(problem, machine_of("hidden", known))
-    if arrays.is_torch(hidden) and arrays.is_torch(embedding) and taken == PRODUCT:
+    axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n)
+    if arrays.is_torch(hidden) and arrays.is_torch(embedding) and way(axes, known) == PRODUCT:
         torch = sys.modules["torch"]
         logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
         of_softmax = (*outputs[:2], *outputs[3:])
@@ -149,8 +142,8 @@ def head_topk(
         if normaliser:
             _normalise(logits, outputs, log, temperature, bias, torch)
     else:
-        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), n)
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+        launchers = dispatcher.launchers
+        function = dispatcher.kernel(HeadTopk(*axes), machine_of("hidden", known)).function
         passed = outputs if n or ids is None else outputs[:3]  # no kernel takes an empty array
         function(
             arrays.argument(arrays.ready("hidden", hidden, known)),
@@ -165,10 +158,18 @@ def head_topk(
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
 
 
-def way(problem: HeadTopk, machine: Machine) -> str:
-    """Which way calls of torch tensors take: the faster one by record; where that does not say, by rows."""
-    default = PRODUCT if machine.kind == "cuda" and problem.batch > FUSED_ROWS else KERNEL
-    return dispatcher.way(problem, machine) or default
+def way(axes: tuple[Any, ...], known: Facts) -> str:
+    """Which way calls of torch tensors take: the faster one by record; where that does not say, by rows.
+
+    It is kept beside launchers: a problem takes the host longer to make than the rest of a call.
+    """
+    launchers, asked = dispatcher.launchers, ("head_topk by", known.device, *axes)
+    found = launchers.get(asked)
+    if found is None:
+        problem, machine = HeadTopk(*axes), machine_of("hidden", known)
+        default = PRODUCT if machine.kind == "cuda" and problem.batch > FUSED_ROWS else KERNEL
+        found = launchers[asked] = dispatcher.way(problem, machine) or default
+    return found
 
 
 def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
