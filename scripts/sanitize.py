@@ -8,16 +8,18 @@ memcheck: accesses out of bounds or misaligned, leaks of errors. racecheck: race
 global memory that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so
 that arrays lie beside each other as the driver places them.
 
-The tools run one after another, each over the tests in `--workers` processes, which share the GPU. What a test costs is
-mostly on the processor: kernels are compiled, references made, and the tools patch every kernel as it is loaded. So the
-time falls with the processes up to one a core, and with one process 900 tests take hours. How long all of it takes on a
-machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before its
-time was up. What has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
+The tools run one after another, each over the tests in `--workers` processes, which share the GPU. Every process has a
+sanitizer of its own, and takes the next test that none of the others has taken. (Under one sanitizer the processes of
+pytest-xdist never began a test.) What a test costs is mostly on the processor: kernels are compiled, once for all
+tools, references made, and every kernel is patched as it is loaded. How long all of it takes on a machine, `--minutes`
+tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before its time was up. What
+has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -32,35 +34,46 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import pytest
 import typer
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OUTCOMES = ("passed", "failed", "skipped", "left")
 COLUMNS = ("tool", "tests", *OUTCOMES, "errors", "seconds", "ended", "messages")
-# What the tests' processes are told: when the time is up, and the file for what became of each test.
-UNTIL, REPORT = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT"
-UP = "the time is up"
+# What the tests' processes are told: when the time is up, the file for what became of each test, and the folder with a
+# file for each test that one of them has taken.
+UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT", "TVM_SPARSE_SANITIZE_TAKEN"
+# The tests' own, for the folder that keeps what they build.
+BUILDS = "TVM_SPARSE_TEST_BUILDS"
+UP, OTHERS = "the time is up", "another process has taken it"
 KILLED = "killed: the time was up in a test"
 # The sanitizer's exit status where it has found something; pytest's own are below.
 FOUND = 99
+# The first port by which a process and its sanitizer talk, and how many they may try.
+PORT, PORTS = 49152, 64
 
 
-def pytest_runtest_setup(item: Any) -> None:
-    """As a plugin of pytest (`-p sanitize`): begin no test once the time is up."""
-    import pytest
-
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """As a plugin of pytest (`-p sanitize`): take a test that nobody has, and begin none once the time is up."""
+    if TAKEN not in os.environ:
+        return
+    try:
+        (Path(os.environ[TAKEN]) / hashlib.sha256(item.nodeid.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        pytest.skip(OTHERS)
     if time.time() > float(os.environ.get(UNTIL, "inf")):
         pytest.skip(UP)
 
 
-def pytest_runtest_logreport(report: Any) -> None:
-    """Likewise, in the process that hears of all tests: note what became of one."""
-    if REPORT in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Likewise: note what became of one, and how many seconds it took."""
+    if REPORT in os.environ and OTHERS not in str(report.longrepr):
         outcome = "left" if report.outcome == "skipped" and UP in str(report.longrepr) else report.outcome
         if outcome != "passed" or report.when == "call":
             with open(os.environ[REPORT], "a") as file:
-                print(json.dumps([report.nodeid, outcome]), file=file)
+                print(json.dumps([report.nodeid, outcome, round(report.duration, 1)]), file=file)
 
 
 def device_tier(folder: Path) -> list[str]:
@@ -89,45 +102,69 @@ def run(
     selection: str = "",
     deselected: list[str] | None = None,
     minutes: float = 0,
-    workers: int = 0,
+    workers: int = 1,
     more: list[str] | None = None,
+    builds: Path | None = None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """One tool over the tests: a line of the table."""
+    """One tool over the tests: a line of the table. What they build is kept in the folder `builds`, or not at all; what
+    pytest and the sanitizer said in the folder `keep`."""
     with tempfile.TemporaryDirectory() as name:
-        log, report, printed = Path(name) / "log", Path(name) / "report", Path(name) / "printed"
-        # Not the project's own: its groups have all GPU tests run in one process.
-        checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-n", str(workers), "--dist", "load"]
-        checked += ["-m", "gpu", "-p", "sanitize", "-p", "no:cacheprovider", "-o", "timeout=0"]
+        folder = Path(name)
+        report, taken, printed = folder / "report", folder / "taken", folder / "printed"
+        taken.mkdir()
+        # Not the project's own options: its groups have all GPU tests run in one process.
+        checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", "gpu", "-o", "timeout=0"]
+        checked += ["-p", "sanitize", "-p", "no:cacheprovider", "-p", "no:xdist"]
         checked += [*(["-k", selection] if selection else []), *(f"--deselect={one}" for one in deselected or ())]
-        options = ["--target-processes", "all", "--error-exitcode", str(FOUND), "--log-file", str(log)]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-        # Whoever runs this may be a process of pytest-xdist; the one that it starts is none.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        environment = own | {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", REPORT: str(report)}
+        told = {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", REPORT: str(report), TAKEN: str(taken)}
+        if builds is not None:
+            told[BUILDS] = str(builds)
         if minutes:
-            environment[UNTIL] = str(time.time() + 60 * minutes)
-        started = time.monotonic()
-        command = [sanitizer, "--tool", tool, *options, *(more or ()), *checked, *tests]
+            told[UNTIL] = str(time.time() + 60 * minutes)
+        started, processes = time.monotonic(), []
         with printed.open("w") as file:  # no pipe, which a process that is left behind would hold
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
             try:
-                status = process.wait(90 * minutes + 60 if minutes else None)
-                ended = {0: "whole", 5: "no test"}.get(status, f"status {status}")
-            except subprocess.TimeoutExpired:
-                ended = KILLED
+                for number in range(workers):
+                    options = ["--target-processes", "all", "--error-exitcode", str(FOUND)]
+                    options += ["--port", str(PORT + number * PORTS), "--max-connections", str(PORTS)]
+                    command = [sanitizer, "--tool", tool, *options, "--log-file", str(folder / f"log{number}")]
+                    processes.append(
+                        subprocess.Popen(
+                            [*command, *(more or ()), *checked, *tests],
+                            cwd=ROOT,
+                            env=os.environ | told,
+                            stdout=file,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+                ended = _await(processes, started + 90 * minutes + 60 if minutes else None)
             finally:
-                _end(process)
+                for process in processes:
+                    _end(process)
         output = printed.read_text(errors="replace")
         seconds, found = round(time.monotonic() - started), counts(report)
         if found["left"] and ended != KILLED:
             ended = "time up"
-        logs = "".join(path.read_text(errors="replace") for path in log.parent.glob("log*"))
+        logs = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
+        if keep is not None:
+            shutil.copytree(name, keep / tool, dirs_exist_ok=True)
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found | errors_of(logs)
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
+
+
+def _await(processes: list[subprocess.Popen[bytes]], until: float | None) -> str:
+    """Wait for all of them: how they ended."""
+    try:
+        statuses = {process.wait(None if until is None else until - time.monotonic()) for process in processes}
+    except subprocess.TimeoutExpired:
+        return KILLED
+    failed = sorted(statuses - {0, 5})
+    return f"status {', '.join(map(str, failed))}" if failed else "no test" if statuses == {5} else "whole"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -141,7 +178,7 @@ def counts(report: Path) -> dict[str, int]:
     """How many tests were begun, and how they ended; and how many were left."""
     of: dict[str, str] = {}
     for line in report.read_text().splitlines() if report.exists() else ():
-        test, outcome = json.loads(line)
+        test, outcome, _ = json.loads(line)
         of[test] = "failed" if of.get(test) == "failed" else outcome  # also while what it needs is taken down
     found = Counter(of.values())
     return {"tests": len(of) - found["left"]} | {outcome: found[outcome] for outcome in OUTCOMES}
@@ -160,11 +197,15 @@ def main(
     more: Annotated[list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="For the sanitizer.")] = None,
     selection: Annotated[str, typer.Option("-k", help="As pytest takes it.")] = "",
     deselect: Annotated[list[str] | None, typer.Option(help="As pytest takes it; may be given again.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that run tests; 0: this one's child alone.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that run tests.")] = 1,
     minutes: Annotated[float, typer.Option(help="For each tool; 0: as long as it takes.")] = 0,
     tool: Annotated[list[str] | None, typer.Option(help="One of the four; may be given again.")] = None,
     tests: Annotated[list[str] | None, typer.Option(help="Files of tests.  [default: those for a GPU]")] = None,
     sanitizer: Annotated[str | None, typer.Option(help="The program.  [default: looked for]")] = None,
+    builds: Annotated[
+        Path | None, typer.Option(help="Folder for kernels, of one revision.  [default: none that stays]")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for what pytest and the sanitizer said.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Where the table goes, too.")] = None,
 ) -> None:
     """Run the device tier under compute-sanitizer; the exit code is 1 unless every tool ran tests and found nothing."""
@@ -180,19 +221,22 @@ def main(
         if name not in TOOLS:
             raise typer.BadParameter(f"tool: expected one of {', '.join(TOOLS)}, got {name}")
     lines = []
-    for name in tool or TOOLS:
-        line = run(
-            sanitizer,
-            name,
-            tests or device_tier(ROOT / "tests"),
-            selection=selection,
-            deselected=deselect,
-            minutes=minutes,
-            workers=workers,
-            more=more,
-        )
-        lines.append(line)
-        print({column: line[column] for column in COLUMNS}, flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in tool or TOOLS:
+            line = run(
+                sanitizer,
+                name,
+                tests or device_tier(ROOT / "tests"),
+                selection=selection,
+                deselected=deselect,
+                minutes=minutes,
+                workers=workers,
+                more=more,
+                builds=(builds or Path(temporary)).resolve(),
+                keep=keep,
+            )
+            lines.append(line)
+            print({column: line[column] for column in COLUMNS}, flush=True)
     shown = table(*COLUMNS, right=COLUMNS[1 : COLUMNS.index("ended")])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in COLUMNS))

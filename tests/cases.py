@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
+import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +16,7 @@ from typing import Any
 import core_only
 import pytest
 
+from tvm_sparse.artifacts.compile import Compiled, compile_candidate
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu
@@ -26,6 +30,9 @@ from tvm_sparse.runtime.dispatch import Dispatcher
 SM90 = Machine("cuda", "sm_90a", "sm_90a", cores=132)
 SM80 = Machine("cuda", "sm_80", "sm_80", cores=108)
 MACHINES = {"llvm": cpu(), "cuda": SM90}
+# The environment variable for a folder that keeps what tests of one revision build for a GPU: `scripts/sanitize.py`
+# runs the same tests four times.
+BUILDS = "TVM_SPARSE_TEST_BUILDS"
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
@@ -66,6 +73,23 @@ def case_id(value: Any) -> str | None:
     if isinstance(value, dict):
         return ",".join(f"{name}={choice}" for name, choice in value.items())
     return None
+
+
+def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> Compiled:
+    """Compile to `path`; or, where a folder keeps what is built, to a place of its own there, once."""
+    kept = os.environ.get(BUILDS)
+    if not kept:
+        return compile_candidate(problem, candidate, gpu, path)
+    name = hashlib.sha256(f"{problem.key} {candidate} {gpu.arch}".encode()).hexdigest()[:32]
+    library = Path(kept) / f"{name}.so"
+    facts = library.with_suffix(".json")
+    if facts.exists():
+        return Compiled(**{**json.loads(facts.read_text()), "path": str(library)})
+    compiled = compile_candidate(problem, candidate, gpu, library)
+    written = library.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps(dataclasses.asdict(compiled)))
+    written.replace(facts)
+    return compiled
 
 
 def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import AWKWARD, case_id, sampled
+from cases import AWKWARD, built, case_id, sampled
 
-from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.bench import measure
 from tvm_sparse.bench.timing import ALONE_ROUNDS
 from tvm_sparse.bench.verification import make_case, verify
@@ -67,7 +66,7 @@ def test_candidates_agree_with_the_reference(template: Template, problem: Proble
         assert registry.find(problem.operator).fallbacks["cuda"][-1] is not template
         pytest.skip(reason)
     for number, candidate in enumerate(sampled(template, problem, gpu, 2)):
-        compiled = compile_candidate(problem, candidate, gpu, tmp_path / f"{number}.so")
+        compiled = built(problem, candidate, gpu, tmp_path / f"{number}.so")
         message = {
             "problem": problem.key,
             "kind": "cuda",
@@ -93,7 +92,7 @@ def test_every_row_of_a_large_batch(tmp_path: Path) -> None:
             if template.point(problem, gpu, point) is not None:
                 continue
             library = tmp_path / f"{name}_{'_'.join(map(str, values))}.so"
-            compiled = compile_candidate(problem, template.candidate(point), gpu, library)
+            compiled = built(problem, template.candidate(point), gpu, library)
             function = measure.load(compiled.path, "cuda")
             verify(function, "cuda", [large], compiled.workspaces)
 
@@ -102,7 +101,7 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
     gpu, problem = machine.gpu(), LARGE[1]
     assert gpu is not None
     candidate = spaces.fallback(problem, gpu)
-    compiled = compile_candidate(problem, candidate, gpu, tmp_path / "kernel.so")
+    compiled = built(problem, candidate, gpu, tmp_path / "kernel.so")
     message = {"problem": problem.key, "kind": "cuda", "library": compiled.path, "workspaces": [], "seed": 0}
     seconds = measure.handle(message)["seconds"]
     assert len(seconds) == ALONE_ROUNDS["cuda"]
@@ -164,7 +163,7 @@ def test_overlapped_launches_read_what_the_kernel_before_wrote(gate: str, dtype:
         way = {"tile_m": 8, "tile_n": 16, "overlap": 2} if name == "tensor_core" else {"overlap": 1}
         point = {**template.default(problem, gpu), **way}
         assert template.point(problem, gpu, point) is None
-        compiled = compile_candidate(problem, template.candidate(point), gpu, tmp_path / f"{name}.so")
+        compiled = built(problem, template.candidate(point), gpu, tmp_path / f"{name}.so")
         assert not compiled.workspaces
         kernels.append(load_function(Path(compiled.path), "cuda", None))
     topk, lookup, multiply = kernels

@@ -1,6 +1,7 @@
 """The public functions on CUDA tensors: results, streams, graphs, memory, errors.
 
-Kernels are compiled for the GPU that is there, into a temporary cache; expected values are the problems' references.
+Kernels are compiled for the GPU that is there, into a cache of the tests' own; expected values are the problems'
+references.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import use_dispatcher
+from cases import BUILDS, use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.bench.compare import compare
@@ -58,7 +59,8 @@ numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    cache = tmp_path_factory.mktemp("kernels")
+    kept = os.environ.get(BUILDS)
+    cache = Path(kept) / "calls" if kept else tmp_path_factory.mktemp("kernels")
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
     with pytest.MonkeyPatch.context() as patch:
         use_dispatcher(patch, own)

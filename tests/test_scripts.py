@@ -337,12 +337,13 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     line = run(
         str(program), "memcheck", [str(tests)], workers=2, selection="not 3", deselected=["test_some.py::test_some[4]"]
     )
-    assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 3]
-    assert line["messages"] == "Invalid __global__ read of size # (1)" and line["ended"] == "status 99"
-    assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) == 2
+    assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 2 * 3]
+    assert line["messages"] == "Invalid __global__ read of size # (2)" and line["ended"] == "status 99"
+    assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) == 2  # processes
     # Whose time is up at once begins no test; what was done counts where the run is killed.
     line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6)
     assert line["ended"] == "time up" and line["tests"] == line["passed"] == 0 and line["left"] == 8
     report = tmp_path / "report"
-    report.write_text('["a", "passed"]\n["b", "failed"]\n["b", "passed"]\n["c", "left"]\n["a", "failed"]\n')
+    outcomes = [("a", "passed"), ("b", "failed"), ("b", "passed"), ("c", "left"), ("a", "failed")]
+    report.write_text("".join(json.dumps([*one, 0.1]) + "\n" for one in outcomes))
     assert counts(report) == {"tests": 2, "passed": 0, "failed": 2, "skipped": 0, "left": 1}
