@@ -374,12 +374,12 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 128, "hash_threads": 256, "cluster": 4, "slices": 2, "loads": 2},
+            {"threads": 128, "hash_threads": 256, "cluster": 4, "slices": 2, "loads": 2, "tile_n": 8},
         ),
         (
             "fused_step",
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
-            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 2, "loads": 2},
+            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2},
         ),
         (
             "fused_step",
@@ -411,7 +411,7 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
 
 @pytest.mark.parametrize(
     ("bands", "more"),
-    [(2, {"cluster": 1, "slices": 1}), (2, {"cluster": 2, "slices": 4}), (60, {"cluster": 4, "slices": 1})],
+    [(2, {"cluster": 1, "slices": 1}), (2, {"cluster": 2, "slices": 4}), (60, {"cluster": 5, "slices": 1})],
     ids=["blocks", "clusters", "more hits than there is room for"],
 )
 def test_a_step_of_a_head_leaves_no_word_out(bands: int, more: dict[str, int]) -> None:

@@ -46,7 +46,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=6,
+    version=7,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

@@ -199,12 +199,12 @@ def receive(e: Extents) -> Phase:
     Reads: `sent` and `many_sent`, of the others. Writes: counts. Barriers: none; one of the cluster has to come before,
     and one of the thread block after.
     """
-    per_warp = WARP * PER_LOAD
+    per_warp, segments = WARP * PER_LOAD, e.cluster * e.segments
 
     @T.inline
     def phase(s):
         held = T.alloc_local([RECEIVED], "uint64")
-        for n in T.serial((SEGMENTS - s.warp + (e.counting.warps - 1)) // e.counting.warps):
+        for n in T.serial((segments - s.warp + (e.counting.warps - 1)) // e.counting.warps):
             sender: T.int32 = (n * e.counting.warps + s.warp) // e.segments
             segment: T.int32 = s.rank * e.segments + (n * e.counting.warps + s.warp) % e.segments
             # The first ones come with their number.

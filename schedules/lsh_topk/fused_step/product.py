@@ -27,7 +27,7 @@ from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, FRAGMENT, HALF, PER_JOB, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, FRAGMENT, HALF, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -238,6 +238,11 @@ def put_names(e, s, round, count):
         s.names[name_at(e, round, s.t)] = s.name[0]
 
 
+def in_hand(e: Extents, slot: Any, w: Any, c: Any) -> Any:
+    """Where chunk `c` of a lane's word of the `w`-th tile of a job is."""
+    return ((slot * e.job_tiles + w) * e.per_job + c) * 4
+
+
 def ask_chunk(e: Extents) -> Phase:
     """Begin the load of a job's `c`-th chunk; the phase is (s, io, slot, job, c).
 
@@ -247,67 +252,75 @@ def ask_chunk(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, slot, job, c):
-        vector = T.meta_var((job % e.parts * PER_JOB + c) * PER_CHUNK + s.member)
-        at = (slot * PER_JOB + c) * 4
-        for v in T.unroll(4):
-            s.hand[at + v] = T.uint32(0)
-        if vector < e.vectors and s.word[slot] >= 0:
-            load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
-                      io.embedding.ptr_to([s.word[slot], vector * elements]))
+        vector = T.meta_var((job % e.parts * e.per_job + c) * PER_CHUNK + s.member)
+        for w in T.unroll(e.job_tiles):
+            at = in_hand(e, slot, w, c)
+            for v in T.unroll(4):
+                s.hand[at + v] = T.uint32(0)
+            if vector < e.vectors and s.word[slot * e.job_tiles + w] >= 0:
+                load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
+                          io.embedding.ptr_to([s.word[slot * e.job_tiles + w], vector * elements]))
 
     return phase
 
 
 @T.inline
-def take_word(e, s, slot, job, round, count):
-    """The word that a lane loads for a job, -1 for none. Reads: `names`. Writes: `word`. Barriers: none."""
-    s.word[slot] = -1
-    if job // e.parts * TILE + s.group < count:
-        s.word[slot] = s.names[name_at(e, round, job // e.parts * TILE + s.group)]
+def take_words(e, s, slot, job, round, count):
+    """The words that a lane loads for a job, -1 for none. Reads: `names`. Writes: `word`. Barriers: none."""
+    for w in T.unroll(e.job_tiles):
+        s.word[slot * e.job_tiles + w] = -1
+        if job // e.parts * e.tile_n + w * TILE + s.group < count:
+            s.word[slot * e.job_tiles + w] = s.names[name_at(e, round, job // e.parts * e.tile_n + w * TILE + s.group)]
 
 
 def multiply_job(e: Extents) -> Phase:
     """Multiply a job with all hidden states; the phase is (s, io, slot, job, following).
 
     As soon as a chunk has been multiplied, its place goes to that of the job that follows: `following`, -1 for none,
-    whose word is in `word`.
+    whose words are in `word`.
 
-    Sums are made in chains that do not wait for each other: of float32 one for each of three products of tf32, as
-    `output_layer.tiles` makes them, else one for each half of a chunk. Hidden states are asked for a step ahead.
+    Hidden states are asked for a step ahead, and serve all tiles of the job. Sums are made in chains that do not wait
+    for each other: of float32 one for each of three products of tf32, as `output_layer.tiles` makes them, else one for
+    each half of a chunk.
 
     Reads: `hand`, `states`. Writes: `chains`, `hand`. Barriers: none, but all lanes take part.
     """
     kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
     halves = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
     floats = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
-    each, vectors = e.fragments * 4, 2 * e.halves
-    steps = PER_JOB * e.fragments
+    each, vectors = e.job_tiles * e.fragments * 4, 2 * e.halves
+    steps = e.per_job * e.fragments
     ask = ask_chunk(e)
 
     @T.inline
-    def of_halves(s, f, w, at):
+    def of_halves(s, slot, c, f, at):
         for i in T.unroll(2):
-            sums = T.meta_var([s.chains[i * each + f * 4 + v] for v in range(4)])
-            halves(*sums, s.state[at + i * 2], s.state[at + 4 + i * 2], s.state[at + i * 2 + 1],
-                   s.state[at + 4 + i * 2 + 1], s.hand[w + i * 2], s.hand[w + i * 2 + 1], *sums)
+            for w in T.unroll(e.job_tiles):
+                sums = T.meta_var([s.chains[i * each + (w * e.fragments + f) * 4 + v] for v in range(4)])
+                halves(*sums, s.state[at + i * 2], s.state[at + 4 + i * 2], s.state[at + i * 2 + 1],
+                       s.state[at + 4 + i * 2 + 1], s.hand[in_hand(e, slot, w, c) + i * 2],
+                       s.hand[in_hand(e, slot, w, c) + i * 2 + 1], *sums)
 
     @T.inline
-    def of_floats(s, f, w, at):
+    def of_floats(s, slot, c, f, at):
         """Hidden states are in halves already."""
         finite = T.alloc_local([4], "uint32")
         for i in T.unroll(2):
             high = T.meta_var([s.state[at + v % 2 * 4 + i * 2 + v // 2] for v in range(4)])
             low = T.meta_var([s.state[at + 8 + v % 2 * 4 + i * 2 + v // 2] for v in range(4)])
-            first, second, third = T.meta_var([[s.chains[c * each + f * 4 + v] for v in range(4)] for c in range(3)])
             for v in T.unroll(4):
                 finite[v] = s.state[at + v % 2 * 4 + i * 2 + v // 2]
             if s.is_odd != 0:
                 for v in T.unroll(4):
                     if (finite[v] & T.uint32(0x7F800000)) == T.uint32(0x7F800000):
                         finite[v] = T.uint32(0)
-            floats(*second, *low, s.b_finite[i * 2], s.b_finite[i * 2 + 1], *second)
-            floats(*first, *high, s.b_high[i * 2], s.b_high[i * 2 + 1], *first)
-            floats(*third, *[finite[v] for v in range(4)], s.b_low[i * 2], s.b_low[i * 2 + 1], *third)
+            for w in T.unroll(e.job_tiles):
+                first, second, third = T.meta_var([
+                    [s.chains[n * each + (w * e.fragments + f) * 4 + v] for v in range(4)] for n in range(3)])
+                of = T.meta_var(w * 4 + i * 2)
+                floats(*second, *low, s.b_finite[of], s.b_finite[of + 1], *second)
+                floats(*first, *high, s.b_high[of], s.b_high[of + 1], *first)
+                floats(*third, *[finite[v] for v in range(4)], s.b_low[of], s.b_low[of + 1], *third)
 
     multiply = of_halves if kind else of_floats
 
@@ -333,28 +346,29 @@ def multiply_job(e: Extents) -> Phase:
         # Held, so that what all chunks share is not computed for each of them.
         states: T.uint32 = held_address(
             "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(s.group * e.pitch + s.member) * 4])))
-        from_part: T.uint32 = states + T.Cast("uint32", job % e.parts * (PER_JOB * CHUNK))
+        from_part: T.uint32 = states + T.Cast("uint32", job % e.parts * (e.per_job * CHUNK))
         # Of the last half of a fragment, if that has fewer than eight rows: lanes without one read the last.
         of_last = T.meta_var(T.min(e.rows // HALF * HALF + s.group, e.rows - 1))
         from_last: T.uint32 = T.uint32(0)
         if e.rows % HALF != 0:
             from_last = held_address(
                 "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(of_last * e.pitch + s.member) * 4]))
-            ) + T.Cast("uint32", job % e.parts * (PER_JOB * CHUNK))
+            ) + T.Cast("uint32", job % e.parts * (e.per_job * CHUNK))
         for i in T.unroll(e.chains * each):
             s.chains[i] = T.float32(0)
         bring(s, from_part, from_last, 0)
         for step in T.unroll(steps):
             c = step // e.fragments
             # Chunks beyond a row's last one are those of the next row's.
-            if e.chunks % PER_JOB == 0 or job % e.parts * PER_JOB + c < e.chunks:
+            if e.chunks % e.per_job == 0 or job % e.parts * e.per_job + c < e.chunks:
                 if step + 1 < steps:
-                    if e.chunks % PER_JOB == 0 or job % e.parts * PER_JOB + (step + 1) // e.fragments < e.chunks:
+                    if e.chunks % e.per_job == 0 or job % e.parts * e.per_job + (step + 1) // e.fragments < e.chunks:
                         bring(s, from_part, from_last, step + 1)
                 if e.halves == 2 and step % e.fragments == 0:
-                    for v in T.unroll(4):
-                        split(s.hand[(slot * PER_JOB + c) * 4 + v], s.b_high, s.b_low, s.b_finite, v)
-                multiply(s, step % e.fragments, (slot * PER_JOB + c) * 4, step % 2 * (vectors * 4))
+                    for w in T.unroll(e.job_tiles):
+                        for v in T.unroll(4):
+                            split(s.hand[in_hand(e, slot, w, c) + v], s.b_high, s.b_low, s.b_finite, w * 4 + v)
+                multiply(s, slot, c, step % e.fragments, step % 2 * (vectors * 4))
             if step % e.fragments == e.fragments - 1:
                 if following >= 0:
                     ask(s, io, slot, following, c)
@@ -373,9 +387,9 @@ def ask_first(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, round, count):
         for d in T.unroll(e.depth):
-            if s.warp + d * e.warps < (count + (TILE - 1)) // TILE * e.parts:
-                take_word(e, s, d, s.warp + d * e.warps, round, count)
-                for c in T.unroll(PER_JOB):
+            if s.warp + d * e.warps < (count + (e.tile_n - 1)) // e.tile_n * e.parts:
+                take_words(e, s, d, s.warp + d * e.warps, round, count)
+                for c in T.unroll(e.per_job):
                     ask(s, io, d, s.warp + d * e.warps, c)
 
     return phase
@@ -387,29 +401,30 @@ def multiply_tile(e: Extents) -> Phase:
     Reads: `hand`, `names`, words, `states`. Writes: `sums`. Barriers: none; one has to follow.
     """
     multiply = multiply_job(e)
-    each = e.fragments * 4
+    each = e.job_tiles * e.fragments * 4
 
     @T.inline
     def put(s, job):
-        for f in T.unroll(e.fragments):
-            for i in T.unroll(4):
-                for c in T.unroll(e.chains - 1):
-                    s.chains[f * 4 + i] = s.chains[f * 4 + i] + s.chains[(c + 1) * each + f * 4 + i]
-                row = T.meta_var(f * FRAGMENT + i // 2 * HALF + s.group)
-                of_row = T.meta_var((job % e.parts * e.rows + row) * e.sum_pitch)
-                if row < e.rows:
-                    s.sums[of_row + job // e.parts * TILE + s.member * 2 + i % 2] = s.chains[f * 4 + i]
+        for n in T.unroll(each):
+            f, i = T.meta_var(n // 4 % e.fragments), T.meta_var(n % 4)
+            for c in T.unroll(e.chains - 1):
+                s.chains[n] = s.chains[n] + s.chains[(c + 1) * each + n]
+            row = T.meta_var(f * FRAGMENT + i // 2 * HALF + s.group)
+            of_row = T.meta_var((job % e.parts * e.rows + row) * e.sum_pitch)
+            word = T.meta_var(job // e.parts * e.tile_n + n // 4 // e.fragments * TILE + s.member * 2 + i % 2)
+            if row < e.rows:
+                s.sums[of_row + word] = s.chains[n]
 
     @T.inline
     def phase(s, io, round, count):
-        jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
+        jobs: T.int32 = (count + (e.tile_n - 1)) // e.tile_n * e.parts
         for n in T.serial((jobs + (e.warps * e.depth - 1)) // (e.warps * e.depth)):
             for d in T.unroll(e.depth):
                 s.job = (n * e.depth + d) * e.warps + s.warp
                 if s.job < jobs:
                     s.following = s.job + e.depth * e.warps
                     if s.following < jobs:
-                        take_word(e, s, d, s.following, round, count)
+                        take_words(e, s, d, s.following, round, count)
                     else:
                         s.following = -1
                     multiply(s, io, d, s.job, s.following)

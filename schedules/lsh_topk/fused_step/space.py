@@ -11,7 +11,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ...lsh.extents import CLUSTERS, WARP, CountExtents, HashExtents
+from ...lsh.extents import WARP, CountExtents, HashExtents
 from ...recurrent.sizes import register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
@@ -19,6 +19,8 @@ OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (128, 256, 384, 512)
 HASH_THREADS = (256, 384, 512)
 WIDE_BEAM = 32  # above which the product of a group has three fragments and more
+CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8)  # of thread blocks; more than 8 are not portable
+MEASURED = (1, 2, 4, 8)  # of these: what the default chooses from
 SLICES = (1, 2, 4, 8, 16)
 ROW_GROUPS = (1, 2, 3, 4)
 BUCKET_LANES = (1, 2, 4, 8, 16)
@@ -38,8 +40,9 @@ COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
 # The product.
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
-PER_JOB = 8  # chunks that a warp multiplies in one go
 TILE = 8  # words of a product: columns of an operand of tensor cores
+JOB = 64  # chunks of words, of `tile_n` rows, that a warp multiplies in one go
+WORDS = (8, 16)  # that share hidden states
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
 MOST_TILE = 96  # words whose sums a thread block has in shared memory at a time,
 MOST_PARTS = 40 * 1024  # bytes of these
@@ -80,7 +83,8 @@ class Extents:
     slices: int  # and look up what is in one slice of the vocabulary
     bucket_lanes: int  # that go through a bucket together,
     loads: int  # and how many vectors each of them has in flight
-    depth: int  # jobs of the product whose words a warp has in flight
+    tile_n: int  # words of a job of the product, for each of which it has hidden states in registers once,
+    depth: int  # and jobs whose words a warp has in flight
     overlap: int
 
     @classmethod
@@ -181,7 +185,7 @@ class Extents:
         """And of the second."""
         return 1 + self.overlap
 
-    # The product. A *job* is a tile of 8 words times 8 chunks of each of them.
+    # The product. A *job* is one or two tiles of 8 words, times 8 or 4 chunks of each of them.
 
     @property
     def group_lists(self) -> int:
@@ -221,9 +225,19 @@ class Extents:
         return ceildiv(self.vectors * VECTOR, CHUNK)
 
     @property
+    def job_tiles(self) -> int:
+        """Tiles of a job."""
+        return self.tile_n // TILE
+
+    @property
+    def per_job(self) -> int:
+        """Chunks of each of its words."""
+        return JOB // self.tile_n
+
+    @property
     def parts(self) -> int:
-        """Jobs of a tile."""
-        return ceildiv(self.chunks, PER_JOB)
+        """Jobs of as many words as one has."""
+        return ceildiv(self.chunks, self.per_job)
 
     @property
     def pitch(self) -> int:
@@ -235,8 +249,8 @@ class Extents:
     def tile(self) -> int:
         """Words of a thread block at a time: its frequent ones, in as few tiles as there is room for."""
         each = ceildiv(self.frequent, self.group_blocks)
-        room = max(TILE, min(MOST_PARTS // (self.rows * self.parts * 4) // TILE * TILE, MOST_TILE))
-        return ceildiv(ceildiv(each, ceildiv(each, room)), TILE) * TILE
+        room = min(MOST_PARTS // (self.rows * self.parts * 4), MOST_TILE) // self.tile_n * self.tile_n
+        return ceildiv(ceildiv(each, ceildiv(each, max(room, self.tile_n))), self.tile_n) * self.tile_n
 
     @property
     def halves(self) -> int:
@@ -280,7 +294,8 @@ class Extents:
     @property
     def held(self) -> int:
         """Registers of a thread for words of jobs, for hidden states of two steps, and for sums."""
-        return self.depth * PER_JOB * 4 + 2 * 8 * self.halves + self.chains * self.fragments * 4
+        words = self.depth * JOB // TILE * 4
+        return words + 2 * 8 * self.halves + self.chains * self.job_tiles * self.fragments * 4
 
     # Memory.
 
@@ -337,6 +352,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "slices": SLICES,
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
+        "tile_n": WORDS,
         "depth": DEPTHS,
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
     }
@@ -348,7 +364,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
-    clusters = [n for n in CLUSTERS if machine.has_clusters and n <= problem.bands]
+    clusters = [n for n in MEASURED if machine.has_clusters and n <= problem.bands]
     for slices in SLICES:
         cluster = max((n for n in clusters if n * slices * rows <= machine.cores), default=1)
         found = {
@@ -360,6 +376,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "slices": slices,
             "bucket_lanes": 4,
             "loads": 2,
+            "tile_n": 8,
             "depth": 1,
             "overlap": 1 if machine.capability >= OVERLAPS else 0,
         }

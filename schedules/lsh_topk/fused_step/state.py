@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.state import named, register
-from .space import PER_JOB, PER_VECTOR, SEGMENTS, WARP, Extents
+from .space import JOB, PER_VECTOR, SEGMENTS, TILE, WARP, Extents
 
 
 def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> SimpleNamespace:
@@ -121,13 +121,17 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "exponentials": T.alloc_shared([e.rows], "float64"),
         "firsts": T.alloc_local([e.group_lists], "int32"),
         "upto": T.alloc_local([e.group_lists], "int32"),
-        # The product: words of the jobs in hand, and of hidden states of two steps in turn; sums; which word a lane
+        # The product: words of the jobs in hand, and of hidden states of two steps in turn; sums; which words a lane
         # loads; the numbers of a job and of a tile; `odd`.
-        "hand": T.alloc_local([e.depth * PER_JOB * 4], "uint32"),
+        "hand": T.alloc_local([e.depth * JOB // TILE * 4], "uint32"),
         "state": T.alloc_local([2 * 8 * e.halves], "uint32"),
-        **{name: T.alloc_local([4], "uint32") for name in ("b_high", "b_low", "b_finite") if e.halves == 2},
-        "chains": T.alloc_local([e.chains * e.fragments * 4], "float32"),
-        "word": T.alloc_local([e.depth], "int32"),
+        **{
+            name: T.alloc_local([e.job_tiles * 4], "uint32")
+            for name in ("b_high", "b_low", "b_finite")
+            if e.halves == 2
+        },
+        "chains": T.alloc_local([e.chains * e.job_tiles * e.fragments * 4], "float32"),
+        "word": T.alloc_local([e.depth * e.job_tiles], "int32"),
         "job": register(),
         "following": register(),
         "is_odd": register(),
