@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,24 @@ def measured(monkeypatch: pytest.MonkeyPatch, problem: Problem, fault: Fault, **
     return measure.handle(message(problem, **more))
 
 
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All problems have the cases of large ones."""
+    monkeypatch.setattr(verification, "LARGE", -1)
+    verification.cases.cache_clear()
+    yield
+    verification.cases.cache_clear()
+
+
+@pytest.mark.parametrize("cases", ["cases", "few_cases"])
 @pytest.mark.parametrize(
     ("operator", "name"), [(operator, name) for operator, faults in FAULTS.items() for name in faults]
 )
-def test_a_faulty_kernel_is_rejected(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_kernel_is_rejected(
+    operator: str, name: str, cases: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cases == "few_cases":
+        request.getfixturevalue(cases)
     fault = FAULTS[operator][name]
     with pytest.raises(Fatal if fault is refuses_what_is_misaligned else Mismatch):
         measured(monkeypatch, parse(PROBLEMS[operator]), fault)
@@ -111,6 +126,18 @@ def test_every_structure_and_every_setting_is_among_the_cases(problem: Problem) 
         assert len(mine) >= len(problem.settings) + 1
         assert any(name.endswith(f"{problem.batch_axis} 1") for name in mine)
     assert whole.problem == problem and any(case.problem.batch_extent == 67 for case in small)
+
+
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_large_problems_have_each_structure_and_each_setting_once(operator: str) -> None:
+    problem = parse(PROBLEMS[operator])
+    small, _ = verification.cases(problem, 0)
+    several = [case.name for case in small if not case.name.endswith((" 1", " 67"))]
+    assert len(several) == max(len(problem.verified), len(problem.settings))
+    assert {name.partition(",")[0] for name in several} == set(problem.verified)
+    for settings in problem.settings:
+        assert any(all(f", {name} {value:g}" in case for name, value in settings.items()) for case in several)
 
 
 @pytest.mark.parametrize("problem", AWKWARD, ids=case_id)

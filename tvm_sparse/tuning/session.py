@@ -513,7 +513,7 @@ def _rounds(
     times: dict[Candidate, list[float]] = {}
     spoilt: Trial | None = None
     for number in range(FINAL_ROUNDS):
-        for trial in bench.measure(finalists, session, 0, seat):
+        for trial in bench.measure(finalists, session, 0, seat, again=number > 0):
             if trial.outcome == "ok":
                 times.setdefault(trial.candidate, []).append(trial.median)
             elif trial.outcome == "environment":
@@ -585,13 +585,19 @@ class Bench:
         return new
 
     def measure(
-        self, candidates: Sequence[Candidate], session: str, order: int, seat: Seat | None = None
+        self,
+        candidates: Sequence[Candidate],
+        session: str,
+        order: int,
+        seat: Seat | None = None,
+        *,
+        again: bool = False,
     ) -> Iterator[Trial]:
-        """One trial a candidate, in order; by one seat if it is given, which may raise `Lost`."""
+        """One trial a candidate, in order. One `seat` may raise `Lost`; `again` is as in `trial`."""
         new = self._submit(candidates)
         if self._machine.kind == "llvm":
             wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
-        measured = [self._measured(candidate, seat=seat) for candidate in candidates]
+        measured = [self._measured(candidate, again=again, seat=seat) for candidate in candidates]
         for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
             yield self._finished(candidate, reply, session, order + i)
 
