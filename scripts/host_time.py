@@ -27,7 +27,6 @@ from tvm_sparse.cli.common import Target, console, errors, machine_here, table
 from tvm_sparse.core import registry
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
-from tvm_sparse.runtime import custom
 from tvm_sparse.runtime.dispatch import dispatcher
 
 CALLS = 50  # fewer than the launch queue holds
@@ -50,6 +49,7 @@ def cases(device: str) -> list[Case]:
     import torch
 
     import tvm_sparse
+    import tvm_sparse.torch_ops
 
     def tensors(problem: Problem) -> list[Any]:
         return [torch.from_numpy(a).to(device) if hasattr(a, "dtype") else a for a in problem.generate(0)]
@@ -58,35 +58,36 @@ def cases(device: str) -> list[Case]:
     problem = registry.parse("softmax_topk/batch=8,vocab=1024,k=5")
     logits = tensors(problem)[0]
     outputs = tvm_sparse.softmax_topk(logits, 5)
-    op = custom.module_of("softmax_topk").softmax_topk
+    ops = torch.ops.tvm_sparse
     found.append(
-        Case(problem, tvm_sparse.softmax_topk, (logits, 5), (logits, 1.0, 0), outputs, lambda: op(logits, 5),
+        Case(problem, tvm_sparse.softmax_topk, (logits, 5), (logits, 1.0, 0), outputs,
+             lambda: ops.softmax_topk.default(logits, 5),
              lambda: torch.topk(torch.softmax(logits, -1), 5))
     )  # fmt: skip
     problem = registry.parse("softmax/batch=8,vocab=1024")
     result = tvm_sparse.softmax(logits)
-    softmax = custom.module_of("softmax").softmax
     found.append(
-        Case(problem, tvm_sparse.softmax, (logits,), (logits, 0), (result,), lambda: softmax(logits),
+        Case(problem, tvm_sparse.softmax, (logits,), (logits, 0), (result,), lambda: ops.softmax.default(logits),
              lambda: torch.softmax(logits, -1))
     )  # fmt: skip
     problem = registry.parse("bsr_matmul/m=8,k=256,n=256,block=16,sparsity=0.9")
     x, data, indices, indptr = tensors(problem)[:4]
     weight = tvm_sparse.BsrWeight((data, indices, indptr), columns=256)
     y = tvm_sparse.bsr_matmul(x, weight)
-    dense, product = weight.to_dense(), custom.module_of("bsr_matmul").bsr_matmul
+    parts, dense = (weight.data, weight.indices, weight.indptr), weight.to_dense()
+    known = weight.order, weight.long, weight.pattern, weight.constant, 256
     found.append(
         Case(weight.problem(8, 0, ""), tvm_sparse.bsr_matmul, (x, weight), (x, *weight.arguments), (y,),
-             lambda: product(x, weight), lambda: torch.nn.functional.linear(x, dense))
+             lambda: ops.bsr_matmul.default(x, *parts, *known), lambda: torch.nn.functional.linear(x, dense))
     )  # fmt: skip
     problem = registry.parse("nhot_lookup/rows=64,vocab=1000,width=128,nonzeros=5,weighted=1")
     indptr, indices, values, embedding = tensors(problem)
     rows = tvm_sparse.CsrRows((indptr, indices, values), columns=1000)
     summed = tvm_sparse.nhot_lookup(rows, embedding)
-    bag, lookup = torch.nn.functional.embedding_bag, custom.module_of("nhot_lookup").nhot_lookup
+    bag = torch.nn.functional.embedding_bag
     found.append(
         Case(rows.problem(128, "float32"), tvm_sparse.nhot_lookup, (rows, embedding), (*rows.arguments, embedding),
-             (summed,), lambda: lookup(rows, embedding),
+             (summed,), lambda: ops.nhot_lookup.default(indptr, indices, values, embedding, True),
              lambda: bag(indices, embedding, indptr, mode="sum", per_sample_weights=values, include_last_offset=True))
     )  # fmt: skip
     return found

@@ -267,6 +267,28 @@ def test_pytorch_finds_the_operator_right(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.tvm_sparse, name).default, OPERATORS[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("softmax", 1), ("softmax_topk", 2), ("head_topk", 3), ("candidate_topk", 4), ("candidate_logits", 3),
+     ("nhot_lookup", 4), ("bsr_matmul", 9)],
+)  # fmt: skip
+def test_operators_may_be_given_their_first_arguments_only(name: str, given: int) -> None:
+    custom.module_of(name)
+    operator = getattr(torch.ops.tvm_sparse, name).default
+    args = [one.detach() if torch.is_tensor(one) else one for one in OPERATORS[name][:given]]
+    defaults = [argument.default_value for argument in operator._schema.arguments[given:]]
+    same(operator(*args), operator(*args, *defaults))
+    torch.library.opcheck(operator, tuple(args))
+
+
+def test_vmap_knows_the_arguments_that_were_left_out() -> None:
+    import tvm_sparse.torch_ops
+
+    several = torch.stack([LOGITS, LOGITS.flip(0)])
+    found = torch.vmap(lambda logits: torch.ops.tvm_sparse.softmax_topk(logits, 5))(several)
+    same(tuple(found), tvm_sparse.softmax_topk(several, 5))
+
+
 def test_plain_tensors_do_not_go_through_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     for call, args in CALLS.values():
         call(*args)

@@ -63,7 +63,8 @@ def define(
     Parameters
     ----------
     schema
-        Of `torch.library`: `name(arguments) -> results`.
+        Of `torch.library`: `name(arguments) -> results`. What a call leaves out or gives as the schema has it comes to
+        the functions here as any other argument.
     call
         Computes it. Of fake tensors, too: it then checks them and makes the outputs, and launches nothing.
     batched
@@ -77,26 +78,34 @@ def define(
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _libraries.append(library)
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    qualified = f"{NAMESPACE}::{name}"
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    defaults = [argument.default_value for argument in overload._schema.arguments]
+    # What follows the first arguments. PyTorch drops those at the end that are their defaults.
+    rest = [tuple(defaults[given:]) for given in range(len(defaults) + 1)]
 
     def run(*args: Any) -> Any:
         before, arrays.here.below = arrays.here.below, True
         try:
-            return call(*args)
+            return call(*args, *rest[len(args)])
         finally:
             arrays.here.below = before
 
+    def mapped(info: Any, in_dims: Any, *args: Any) -> Any:
+        return batched(info, (*in_dims, *[None] * len(rest[len(args)])), *args, *rest[len(args)])
+
     for key in ("CPU", "CUDA"):
         library.impl(name, run, key)
-    qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, run, lib=library)
-    torch.library.register_vmap(qualified, batched, lib=library)
-    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    torch.library.register_vmap(qualified, mapped, lib=library)
     # What torch.library.register_autograd registers.
     differentiated = torch._library.autograd.make_autograd_impl(overload, torch._library.autograd.Info(backward, setup))
 
     def front(keyset: Any, *args: Any) -> Any:
         """Plain tensors need nothing of what lies between here and `run`, which takes three times as long as a call."""
-        return call(*args) if repeat.are_plain(args) else differentiated(keyset, *args)
+        if repeat.are_plain(args):
+            return call(*args, *rest[len(args)])
+        return differentiated(keyset, *args)
 
     library.impl(name, front, "Autograd", with_keyset=True)
     return overload

@@ -167,8 +167,9 @@ def _batched(info: Any, in_dims: Any, x: Any, *args: Any) -> Any:
 
 _OPERATOR = custom.define(
     "bsr_matmul(Tensor x, Tensor data, Tensor indices, Tensor indptr, Tensor? order, int long_rows, str pattern,"
-    " bool constant, int columns, Tensor? bias, str activation, Tensor? turned_places, Tensor? turned_indices,"
-    " Tensor? turned_indptr, Tensor? turned_order, int turned_long_rows, str turned_pattern, bool validate) -> Tensor",
+    " bool constant, int columns, Tensor? bias=None, str activation='', Tensor? turned_places=None,"
+    " Tensor? turned_indices=None, Tensor? turned_indptr=None, Tensor? turned_order=None, int turned_long_rows=-1,"
+    " str turned_pattern='uniform', bool validate=False) -> Tensor",
     _call,
     _batched,
     _backward,
@@ -198,10 +199,8 @@ def product(
     backward
         The structure of the transposed weight, if it is known; else a backward pass finds it.
     """
-    given = _UNKNOWN if backward is None else backward
-    return _OPERATOR(
-        x, *parts, order, long, pattern, constant, columns, bias, activation or "", *given, validate
-    )  # fmt: skip
+    rest = () if backward is None and not validate else (*(backward or _UNKNOWN), validate)
+    return _OPERATOR(x, *parts, order, long, pattern, constant, columns, bias, activation or "", *rest)
 
 
 def bsr_matmul(
@@ -216,7 +215,8 @@ def bsr_matmul(
             block_bytes = math.prod(weight.block_shape) * numpy_dtype(weight.dtype).itemsize
             block_columns = columns // weight.block_shape[1]
             weight.turned = turned(weight.indices, weight.indptr, block_columns, block_bytes)
-        options["backward"] = weight.turned
+        if x.requires_grad:
+            options["backward"] = weight.turned
     else:
         columns, known = x.shape[-1], (None, -1, "uniform", False)
         if isinstance(weight, (tuple, list)):

@@ -25,8 +25,8 @@ def _batched(info: Any, in_dims: Any, hidden: Any, embedding: Any, candidates: A
 
 
 _OPERATOR = custom.define(
-    "candidate_logits(Tensor hidden, Tensor embedding, Tensor candidates, Tensor? counts, Tensor? bias,"
-    " bool validate) -> Tensor",
+    "candidate_logits(Tensor hidden, Tensor embedding, Tensor candidates, Tensor? counts=None,"
+    " Tensor? bias=None, bool validate=False) -> Tensor",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),

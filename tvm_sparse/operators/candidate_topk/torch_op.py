@@ -54,8 +54,9 @@ def _batched(info: Any, in_dims: Any, hidden: Any, embedding: Any, candidates: A
 
 
 _OPERATOR = custom.define(
-    "candidate_topk(Tensor hidden, Tensor embedding, Tensor candidates, int n, Tensor? counts, int block, bool log,"
-    " float temperature, Tensor? bias, bool normaliser, bool validate) -> Tensor[]",
+    "candidate_topk(Tensor hidden, Tensor embedding, Tensor candidates, int n, Tensor? counts=None, int block=1,"
+    " bool log=False, float temperature=1.0, Tensor? bias=None, bool normaliser=False, bool validate=False)"
+    " -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),

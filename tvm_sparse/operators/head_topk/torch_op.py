@@ -29,8 +29,8 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 _OPERATOR = custom.define(
-    "head_topk(Tensor hidden, Tensor embedding, int k, bool log, float temperature, Tensor? bias, Tensor? ids,"
-    " bool normaliser) -> Tensor[]",
+    "head_topk(Tensor hidden, Tensor embedding, int k, bool log=False, float temperature=1.0, Tensor? bias=None,"
+    " Tensor? ids=None, bool normaliser=False) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),

@@ -63,7 +63,8 @@ def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, ta
 
 
 _OPERATOR = custom.define(
-    "nhot_lookup(Tensor indptr, Tensor indices, Tensor? values, Tensor table, bool checked, bool validate) -> Tensor",
+    "nhot_lookup(Tensor indptr, Tensor indices, Tensor? values, Tensor table, bool checked=False,"
+    " bool validate=False) -> Tensor",
     _call,
     _batched,
     _backward,

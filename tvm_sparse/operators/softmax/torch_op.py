@@ -30,7 +30,11 @@ def _batched(info: Any, in_dims: Any, logits: Any, algorithm: str, log: bool) ->
 
 
 _OPERATOR = custom.define(
-    "softmax(Tensor logits, str algorithm, bool log) -> Tensor", call.distribution, _batched, _backward, _setup
+    "softmax(Tensor logits, str algorithm='online', bool log=False) -> Tensor",
+    call.distribution,
+    _batched,
+    _backward,
+    _setup,
 )
 
 

@@ -26,7 +26,8 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 _OPERATOR = custom.define(
-    "softmax_topk(Tensor logits, int k, bool log, float temperature, Tensor? bias, Tensor? ids) -> Tensor[]",
+    "softmax_topk(Tensor logits, int k, bool log=False, float temperature=1.0, Tensor? bias=None, Tensor? ids=None)"
+    " -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("logits", call.INSTEAD),
