@@ -82,7 +82,7 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
         root = Path(name) / "warm"
         warm = plans_of([WARM_BATCH + number for number in range(seats)], where, WARM_TRIALS, root, builders)
         tune_all(warm, root, devices, seed=seed, end=end, searchers=searchers)
-        before = sum(device.busy for device in devices.devices)
+        before = sum(device.turn.busy for device in devices.devices)
         plans = plans_of(list(BATCHES[:problems]), where, trials, Path(name), builders)
         began, used = time.monotonic(), time.process_time()
         tune_all(
@@ -105,7 +105,7 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
         "driver_seconds": driver,
         "search_seconds": sum(progress.search_seconds for progress in last.values()),
         "build_seconds": sum(trial.build_seconds or 0.0 for trial in found),
-        "device_seconds": sum(device.busy for device in devices.devices) - before,
+        "device_seconds": sum(device.turn.busy for device in devices.devices) - before,
         "seats": seats,
         "processes": sum(measurer.processes for device in devices.devices for measurer in device.measurers),
     }

@@ -73,7 +73,7 @@ def test_candidates_agree_with_the_reference(template: Template, problem: Proble
             "library": compiled.path,
             "workspaces": list(compiled.workspaces),
             "seed": number,
-            "check_only": True,
+            "steps": ("verify", "check"),
         }
         assert measure.handle(message) == {"seconds": []}
 
@@ -128,7 +128,7 @@ def test_two_gpus_tune_at_the_same_time(tmp_path: Path) -> None:
     with fleet.local(gpus[0], 4, gpus=(0, 1)) as devices:
         assert len({device.state.get("driver_version") for device in devices.devices}) == 1
         tune_all(plans, tmp_path, devices, end=ends.__setitem__)
-        assert all(device.busy for device in devices.devices)
+        assert all(device.turn.busy for device in devices.devices)
     assert {best.problem for best in ends.values()} == {p.key for p in problems}
 
 

@@ -459,7 +459,12 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources is None
         if candidate == spaces.fallback(problem, machine):  # so it is looked at before it is timed, with guards around
-            known = {"library": compiled.path, "workspaces": compiled.workspaces, "seed": 0, "check_only": True}
+            known = {
+                "library": compiled.path,
+                "workspaces": compiled.workspaces,
+                "seed": 0,
+                "steps": ("verify", "check"),
+            }
             assert measure.handle({"problem": problem.key, "kind": "llvm", **known}) == {"seconds": []}
         call = on_llvm(tvm.runtime.load_module(compiled.path)["main"])
         program = template.build(problem, candidate.values)

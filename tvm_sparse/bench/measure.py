@@ -17,11 +17,14 @@ from .buffers import Fatal, device_of, empty
 from .timing import time_kernel
 from .verification import POISONS, Arguments, call, cases, check_again, verify, workspaces_on
 
+# What is done with a library, in this order. VERIFY: the small cases. CHECK: the whole batch, with the very arguments
+# that it is timed with. TIME: that, which CHECK has to come before.
+VERIFY, CHECK, TIME = STEPS = ("verify", "check", "time")
+
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
-    """Measure one library, which is timed `undisturbed` or not (`time_kernel`).
-
-    `check_only` leaves the timing out, `again` what is not checked with the timed arguments.
+    """Measure one library: the `steps` that the message names, or all. It is timed `undisturbed` or not
+    (`time_kernel`).
 
     A message without a library makes the problem's references and loads the runtime, but leaves the device alone. One
     without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
@@ -42,8 +45,11 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         device_of(kind)
         return {}
     function, workspaces = load(message["library"], kind), message["workspaces"]
-    if not message.get("again"):
+    steps = message.get("steps", STEPS)
+    if VERIFY in steps:
         verify(function, kind, small, workspaces)
+    if CHECK not in steps:
+        return {"seconds": []}
 
     arguments = Arguments(kind, [whole], workspaces_on(kind, workspaces, problem), offset=False)
     given = arguments.load(whole, POISONS[0])
@@ -55,7 +61,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         arguments.poison(POISONS[1])
         call(function, given)
         check_again(whole, first, arguments.outputs())
-        if not message.get("check_only"):
+        if TIME in steps:
             arguments.poison(POISONS[0])
             try:
                 seconds = time_kernel(kind, function, given, undisturbed=message.get("undisturbed", False))

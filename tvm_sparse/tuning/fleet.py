@@ -1,9 +1,9 @@
 """Devices that measure, and how the sessions that run at the same time share them.
 
-A device has one or several *seats*: processes that measure on it, one at a time. A session has a seat for its time, so
-that its problem's inputs and references, which take seconds to make, are made there once. While one seat measures, the
-sessions of the others search, build and make references: a GPU waits for none of them. On a CPU they would disturb what
-is timed, and a device has one seat.
+A device has one or several *seats*: processes that measure on it. A session has a seat for its time, so that its
+problem's inputs and references, which take seconds to make, are made there once. Seats verify candidates side by side,
+and time one alone (`Turn`). While one does, the sessions of the others search, build and make references: a GPU waits
+for none of them. On a CPU they would disturb what is timed, and a device has one seat.
 
 A session takes a `Lease`. Where there are as many sessions as seats nobody waits for a process. Devices on which no
 session has its seat help the others, and a new session gets one of those. A device that is lost gives back what it was
@@ -26,6 +26,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..bench.measure import VERIFY
 from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
 from ..workers.building import BUILD_WORKER
@@ -40,7 +41,7 @@ MOST_LOST = 3
 RECOVERY_SECONDS = 120.0
 # Of a GPU. A session has it measure some 40 % of its own time (H200, products that take microseconds).
 GPU_SEATS = 3
-# How often whoever waits for its turn looks whether it is still wanted.
+# How often whoever waits for its turn looks whether it is still wanted, in seconds.
 LOOK_SECONDS = 0.2
 
 
@@ -66,6 +67,73 @@ class Builds(Protocol):
     def close(self) -> None: ...
 
 
+class Turn:
+    """Who uses a device: seats that verify, or one seat that times. Whoever waits to time lets nobody begin to verify.
+
+    Attributes
+    ----------
+    busy
+        Seconds that somebody has used it.
+    """
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+        self._changed = threading.Condition()
+        self._verifying = self._waiting = 0
+        self._timing = False
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def beside(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """To verify, beside others that do. CancelledError once it is unwanted, while it waits."""
+        with self._changed:
+            self._until(lambda: not self._timing and not self._waiting, unwanted)
+            self._begin()
+            self._verifying += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._verifying -= 1
+                self._end()
+
+    @contextlib.contextmanager
+    def alone(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """To time. As `beside`."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._until(self._is_free, unwanted)
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+            self._begin()
+            self._timing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._timing = False
+                self._end()
+
+    def _is_free(self) -> bool:
+        return not self._timing and not self._verifying
+
+    def _until(self, free: Callable[[], bool], unwanted: Callable[[], bool]) -> None:
+        while not self._changed.wait_for(free, LOOK_SECONDS):
+            if unwanted():
+                raise CancelledError("the devices are closed")
+
+    def _begin(self) -> None:
+        if self._is_free():
+            self._since = time.monotonic()
+
+    def _end(self) -> None:
+        if self._is_free():
+            self.busy += time.monotonic() - self._since
+        self._changed.notify_all()
+
+
 @dataclass(eq=False)
 class Device:
     """Where candidates are measured, and who builds for it."""
@@ -76,8 +144,7 @@ class Device:
     builders: Builds
     state: Mapping[str, Any] = field(default_factory=dict)  # driver, clocks
     cores: Collection[int] = ()  # the processors that it is bound to
-    busy: float = 0.0  # seconds that it has measured
-    turn: threading.Lock = field(default_factory=threading.Lock)  # held by the seat that measures
+    turn: Turn = field(default_factory=Turn)
 
 
 @dataclass(eq=False)
@@ -271,18 +338,29 @@ class Fleet:
                 job.future.set_result(reply)
 
     def _measure(self, seat: Seat, job: _Job) -> Reply:
-        """Prepare beside whoever measures, and measure alone."""
-        seat.measurer.prepare(job.problem, self._is_closed)
-        device = seat.device
-        while not device.turn.acquire(timeout=LOOK_SECONDS):
-            if self._closed:
-                raise CancelledError("the devices are closed")
-        began = time.monotonic()
-        try:
-            return seat.measurer.measure(job.problem, job.library, job.timeout, self._is_closed)
-        finally:
-            device.busy += time.monotonic() - began
-            device.turn.release()
+        """Prepare beside whoever measures, verify beside others that do, and time alone."""
+        measurer, turn, left = seat.measurer, seat.device.turn, job.timeout
+
+        def ask(steps: Sequence[str]) -> Reply:
+            nonlocal left
+            began = time.monotonic()
+            try:
+                return measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
+            finally:
+                left = max(LOOK_SECONDS, left - (time.monotonic() - began))
+
+        measurer.prepare(job.problem, self._is_closed)
+        steps = job.library["steps"]
+        if VERIFY in steps:
+            with turn.beside(self._is_closed):
+                reply = ask((VERIFY,))
+            if reply.environment:  # perhaps there was no memory for several
+                with turn.alone(self._is_closed):
+                    reply = ask((VERIFY,))
+            if not reply.ok:
+                return reply
+        with turn.alone(self._is_closed):
+            return ask([step for step in steps if step != VERIFY])
 
     def _is_closed(self) -> bool:
         return self._closed

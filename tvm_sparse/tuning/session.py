@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..bench.measure import CHECK, STEPS, TIME
 from ..core import scratch, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
@@ -615,7 +616,7 @@ class Bench:
             if not built.ok or self._spills(candidate, built):
                 return None
             found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
-            return found | {"again": again, "undisturbed": self._undisturbed}
+            return found | {"steps": (CHECK, TIME) if again else STEPS, "undisturbed": self._undisturbed}
 
         return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
 
