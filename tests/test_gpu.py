@@ -52,7 +52,7 @@ LARGE = tuple(
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        (template, problem)
+        pytest.param(template, problem, marks=pytest.mark.large if problem in LARGE else ())
         for template in spaces.templates()
         for problem in AWKWARD + LARGE
         if template.kind == "cuda" and template.operator == problem.operator

@@ -77,6 +77,11 @@ def cuda(array: np.ndarray) -> Any:
     return placed.view(torch.bfloat16) if bits is not array else placed
 
 
+def drawn(*shape: int) -> Any:
+    """Standard normal float32 numbers on the GPU."""
+    return cuda(np.random.default_rng(next(numbers)).standard_normal(shape, np.float32))
+
+
 def host(tensor: Any) -> np.ndarray:
     tensor = tensor.cpu()
     if tensor.dtype is torch.bfloat16:
@@ -200,6 +205,7 @@ def test_lookups_of_other_lengths_take_the_short_way_too(monkeypatch: pytest.Mon
         problem.check(given, problem.reference(given), [host(out)])
 
 
+@pytest.mark.large
 def test_rows_of_a_table_beyond_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("needs 20 GB of free GPU memory")
@@ -267,6 +273,7 @@ def test_softmax_of_misaligned_views(dispatcher: Dispatcher) -> None:
                 check_softmax(name, view, getattr(tvm_sparse, name)(view))
 
 
+@pytest.mark.large
 def test_softmax_of_rows_beyond_2_to_the_31_elements() -> None:
     rows, vocab = 70_000, 40_000
     if torch.cuda.mem_get_info()[0] < 15e9:
@@ -324,10 +331,11 @@ def test_misaligned_views(dtype: str, dispatcher: Dispatcher) -> None:
 
 
 def test_a_large_vocabulary() -> None:
-    logits = torch.randn(2, 1_000_003, device="cuda")
+    logits = drawn(2, 1_000_003)
     check_topk(logits, tvm_sparse.softmax_topk(logits, 5))
 
 
+@pytest.mark.large
 def test_rows_beyond_2_to_the_31_elements() -> None:
     """Offsets of logits must be 64-bit: the last rows begin 2.8e9 elements after the first."""
     rows, vocab = 70_000, 40_000
@@ -383,27 +391,27 @@ def calls() -> dict[str, tuple[Any, Any, Any]]:
     rows = tvm_sparse.CsrRows(tuple(map(cuda, entries)), columns=lookup.vocab)
     return {
         "softmax_topk": (
-            torch.randn(7, 2051, device="cuda"),
+            drawn(7, 2051),
             lambda logits, out: tvm_sparse.softmax_topk(logits, 5, out=out),
             lambda logits, out: check_topk(logits, out),
         ),
         "softmax": (
-            torch.randn(7, 2051, device="cuda"),
+            drawn(7, 2051),
             lambda logits, out: tvm_sparse.softmax(logits, out=out),
             lambda logits, out: check_softmax("softmax", logits, out),
         ),
         "logsumexp": (
-            torch.randn(7, 2051, device="cuda"),
+            drawn(7, 2051),
             lambda logits, out: tvm_sparse.logsumexp(logits, out=out),
             lambda logits, out: check_softmax("logsumexp", logits, out),
         ),
         "bsr_matmul": (
-            torch.randn(7, problem.k, device="cuda"),
+            drawn(7, problem.k),
             lambda x, out: tvm_sparse.bsr_matmul(x, weight, out=out),
             lambda x, out: check_product(problem, [host(x), *inputs[1:]], out),
         ),
         "nhot_lookup": (
-            torch.randn(300, 136, device="cuda"),
+            drawn(300, 136),
             lambda table, out: tvm_sparse.nhot_lookup(rows, table, out=out),
             lambda table, out: lookup.check(
                 [*entries, host(table)], lookup.reference([*entries, host(table)]), [host(out)]
@@ -508,7 +516,7 @@ def test_threads_on_two_streams() -> None:
 
 def test_both_devices_in_one_process() -> None:
     """CPU tensors, pinned ones too, are served by CPU kernels between calls on the GPU."""
-    for logits in (torch.randn(7, 61), torch.randn(7, 61).pin_memory(), torch.randn(7, 61).cuda(), torch.randn(7, 61)):
+    for logits in (torch.randn(7, 61), torch.randn(7, 61).pin_memory(), drawn(7, 61), torch.randn(7, 61)):
         outputs = tvm_sparse.softmax_topk(logits, 5)
         assert {array.device for array in outputs} == {logits.device}
         check_topk(logits, outputs)
