@@ -41,8 +41,8 @@ COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
 TILE = 8  # words of a product: columns of an operand of tensor cores
-JOB = 64  # chunks of words, of `tile_n` rows, that a warp multiplies in one go
-WORDS = (8, 16)  # that share hidden states
+JOB = 64  # chunks that a warp multiplies in one go, of all of a job's words together
+WORDS = (8, 16)  # of a job
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
 MOST_TILE = 96  # words whose sums a thread block has in shared memory at a time,
 MOST_PARTS = 40 * 1024  # bytes of these
@@ -83,8 +83,8 @@ class Extents:
     slices: int  # and look up what is in one slice of the vocabulary
     bucket_lanes: int  # that go through a bucket together,
     loads: int  # and how many vectors each of them has in flight
-    tile_n: int  # words of a job of the product, for each of which it has hidden states in registers once,
-    depth: int  # and jobs whose words a warp has in flight
+    tile_n: int  # words of a job of the product: all of them are multiplied with a hidden state that was loaded once
+    depth: int  # jobs whose words a warp has in flight
     overlap: int
 
     @classmethod
