@@ -42,6 +42,7 @@ DECISIONS: Mapping[str, str] = {
         "Entries of a row of the weight that a thread keeps in registers, for all steps of a recurrent layer; of a tile"
         " of it: vectors of two of its rows."
     ),
+    "words": "Words of an output layer whose sums a thread block has in shared memory at a time, at most.",
     "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
@@ -51,6 +52,7 @@ DECISIONS: Mapping[str, str] = {
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
         " kernel start. 2: it lets the consumer start at once, and reads what the template says before it waits."
     ),
+    "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
     "prefetch": "1: data are brought into a cache before they are asked for.",
     "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",

@@ -19,15 +19,17 @@ OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (128, 256, 384, 512)
 HASH_THREADS = (256, 384, 512)
 WIDE_BEAM = 32  # above which the product of a group has three fragments and more
-CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8)  # of thread blocks; more than 8 are not portable
+CLUSTERS = (1, 2, 3, 4, 5, 8)  # of thread blocks; more than 8 are not portable
 MEASURED = (1, 2, 4, 8)  # of these: what the default chooses from
-SLICES = (1, 2, 4, 8, 16)
-ROW_GROUPS = (1, 2, 3, 4)
-BUCKET_LANES = (1, 2, 4, 8, 16)
-LOADS = (1, 2, 4, 6, 8)
-DEPTHS = (1, 2, 3, 4)
+SLICES = (1, 2, 4, 8)
+ROW_GROUPS = (1, 2, 3)
+BUCKET_LANES = (2, 4, 8)
+LOADS = (1, 2, 4)
+DEPTHS = (1, 2)
 # The first kernel.
-MOST_BESIDE = 112 * 1024  # bytes of which a multiprocessor of compute capability 9.0 has twice
+ALL = 224 * 1024  # bytes of shared memory that two thread blocks have on a multiprocessor of compute capability 9.0
+MOST_BESIDE = ALL // 2
+ALL_FOR_TWO = 98 * 1024  # from which on it is given all of them for two of its thread blocks
 TILE_BANDS = 256  # that a thread block looks up together, at most
 SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
 MOST_PART = 1 << 16  # words, for hits of 16 bits
@@ -44,8 +46,8 @@ TILE = 8  # words of a product: columns of an operand of tensor cores
 JOB = 64  # chunks that a warp multiplies in one go, of all of a job's words together
 WORDS = (8, 16)  # of a job
 FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
-MOST_TILE = 96  # words whose sums a thread block has in shared memory at a time,
-MOST_PARTS = 40 * 1024  # bytes of these
+TILES = (16, 24, 48, 96)  # words whose sums a thread block has in shared memory at a time,
+MOST_PARTS = 40 * 1024  # and bytes of these, by default
 HALF = 8  # of a fragment: rows of which a lane has one
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
 WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
@@ -85,7 +87,9 @@ class Extents:
     loads: int  # and how many vectors each of them has in flight
     tile_n: int  # words of a job of the product: all of them are multiplied with a hidden state that was loaded once
     depth: int  # jobs whose words a warp has in flight
+    words: int  # whose sums a thread block of the product has at a time, at most
     overlap: int
+    beside: int
 
     @classmethod
     def of(cls, problem: LshTopk, decisions: Decisions) -> Extents:
@@ -167,11 +171,15 @@ class Extents:
     def hash_bytes(self) -> int:
         """Shared memory of a thread block.
 
-        It takes no less than one of the second kernel. The driver gives a multiprocessor that runs the first kernel the
-        shared memory of two of its thread blocks, and one of the second is to find room beside one of the first.
+        The driver gives a multiprocessor that runs the first kernel the shared memory of two of its thread blocks. One
+        of the second finds room beside one of the first (`beside`) if that takes no less, or so much that two have all.
         """
         own = ceildiv(sum(self.hash_arrays.values()), 2) * 8
-        return max(own, self.product_bytes) if self.overlap and self.product_bytes <= MOST_BESIDE else own
+        return max(own, self.least_beside) if self.beside else own
+
+    @property
+    def least_beside(self) -> int:
+        return self.product_bytes if self.product_bytes <= MOST_BESIDE else ALL_FOR_TWO
 
     # Registers. A multiprocessor is to have some for a thread block of either kernel side by side, if they overlap.
 
@@ -249,8 +257,7 @@ class Extents:
     def tile(self) -> int:
         """Words of a thread block at a time: its frequent ones, in as few tiles as there is room for."""
         each = ceildiv(self.frequent, self.group_blocks)
-        room = min(MOST_PARTS // (self.rows * self.parts * 4), MOST_TILE) // self.tile_n * self.tile_n
-        return ceildiv(ceildiv(each, ceildiv(each, max(room, self.tile_n))), self.tile_n) * self.tile_n
+        return ceildiv(ceildiv(each, ceildiv(each, self.words)), self.tile_n) * self.tile_n
 
     @property
     def halves(self) -> int:
@@ -354,7 +361,9 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "loads": LOADS,
         "tile_n": WORDS,
         "depth": DEPTHS,
+        "words": TILES,
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
+        "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
     }
 
 
@@ -378,8 +387,15 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "loads": 2,
             "tile_n": 8,
             "depth": 1,
+            "words": TILES[0],
             "overlap": 1 if machine.capability >= OVERLAPS else 0,
+            "beside": 0,
         }
+        e = Extents.of(problem, found)
+        each = e.rows * e.parts * 4
+        found["words"] = max((n for n in TILES if n % e.tile_n == 0 and n * each <= MOST_PARTS), default=e.tile_n)
+        if found["overlap"] and Extents.of(problem, found).product_bytes <= MOST_BESIDE:
+            found["beside"] = 1
         reason = allowed(problem, machine, found)
         if not reason:
             return found
@@ -389,6 +405,10 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     limit = shared_limit(machine) - SMALL
+    if e.words % e.tile_n:
+        return f"{e.words} words are no whole jobs of {e.tile_n}"
+    if e.beside and not e.overlap:
+        return "a kernel that does not overlap with the next has none beside it"
     if e.row_groups > 1 and e.rows < FRAGMENT:
         return f"{e.row_groups} groups of the beam's {e.beam} rows fill no tile of {FRAGMENT}"
     if problem.n > e.group_blocks:
@@ -402,4 +422,6 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
     for what, size in (("counts and pieces", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
         if size > limit:
             return f"{size} bytes of {what} exceed shared memory of {limit}"
+    if e.beside and e.least_beside + e.product_bytes > ALL:
+        return f"{e.product_bytes} bytes of hidden states and sums have no room beside the first kernel"
     return None
