@@ -28,7 +28,8 @@ these steps one after another.
 **overlap** is programmatic dependent launch. With 1 the first kernel reads `permutations`, which no kernel may write
 that itself starts its consumer kernel early, waits for its producer kernel, and then lets the second start. So whatever
 the second reads before it waits itself was there before the first went on: all but the list. The third waits at once.
-With **beside** 1 the first kernel leaves room for the second on its multiprocessors; else that has those that it leaves.
+With **beside** 1 the first kernel leaves room for the second on its multiprocessors; with 0 the second has only those
+that the first does not take.
 """
 
 from __future__ import annotations
