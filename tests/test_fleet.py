@@ -182,17 +182,20 @@ def test_without_a_device_the_run_ends_and_keeps_what_it_has(tmp_path: Path) -> 
 
 
 def test_the_limit_of_a_plan_is_that_of_each_candidate(tmp_path: Path) -> None:
-    limits = []
+    """All steps of a candidate have it together: what has no step before it has it whole."""
+    limits: list[tuple[tuple[str, ...], float]] = []
 
     class Noted(Simulated):
         def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
-            limits.append(timeout)
+            limits.append((tuple(library["steps"]), timeout))
             return super().measure(problem, library, timeout, abandoned)
 
     log = log_of(tmp_path)
     with made(Noted(timed)) as devices:
         tune(dataclasses.replace(make_plan(PROBLEM, cpu(), 2, log, 1), limit=2.5), log, using=devices)
-    assert len(limits) > 2 and max(limits) == 2.5 and min(limits) > 2  # all steps of a candidate together
+    whole = [limit for steps, limit in limits if "verify" in steps]
+    assert len(whole) > 2 and set(whole) == {2.5}
+    assert all(2 < limit <= 2.5 for _, limit in limits) and any(limit < 2.5 for _, limit in limits)
 
 
 # ---- several sessions -----------------------------------------------------------------------------

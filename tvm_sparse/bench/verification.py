@@ -181,7 +181,7 @@ class Arguments:
 
     def __init__(self, kind: str, cases: Sequence[Case], workspaces: Sequence[Any], *, offset: bool) -> None:
         self._workspaces = workspaces
-        self._placed: Case | None = None  # whose inputs are in place
+        self._case: Case | None = None  # whose inputs are in place
         self._rooms: list[Guarded | None] = []  # None for a scalar
         for slots in zip(*(case.slots for case in cases), strict=True):
             layouts = [slot.layout for slot in slots if slot.layout]
@@ -195,7 +195,7 @@ class Arguments:
     def load(self, case: Case, poison: int) -> list[Any]:
         """Put a case's inputs in place, if they are not there, and poison into its outputs; returns what a kernel is
         called with."""
-        there, self._case = case is self._placed, case
+        there, self._case = case is self._case, case
         arguments = [
             room.place(*slot.layout) if room and slot.layout else slot.content
             for slot, room in zip(case.slots, self._rooms, strict=True)
@@ -203,7 +203,6 @@ class Arguments:
         if not there:
             for slot, room in self._arrays(outputs=False):
                 room.write(slot.content)
-            self._placed = case
         self.poison(poison)
         return [*arguments, *self._workspaces]
 
@@ -223,6 +222,7 @@ class Arguments:
                 raise Mismatch(f"the input {slot.name} was changed")
 
     def _arrays(self, *, outputs: bool) -> list[tuple[Slot, Guarded]]:
+        assert self._case is not None, "nothing is loaded"
         pairs = zip(self._case.slots, self._rooms, strict=True)
         return [(slot, room) for slot, room in pairs if room and outputs == (slot.content is None)]
 

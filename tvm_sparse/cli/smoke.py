@@ -60,7 +60,7 @@ def _kernel(where: Any, run: bool) -> dict[str, Any]:
                     "library": str(library),
                     "workspaces": built.workspaces,
                     "seed": 0,
-                    "steps": ("verify", "check"),
+                    "steps": (measure.VERIFY, measure.CHECK),
                 }
             )
     return {"arch": where.arch, "seconds": round(built.seconds, 2), "run": run}

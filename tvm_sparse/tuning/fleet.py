@@ -43,6 +43,8 @@ RECOVERY_SECONDS = 120.0
 GPU_SEATS = 3
 # How often whoever waits for its turn looks whether it is still wanted, in seconds.
 LOOK_SECONDS = 0.2
+# What a step of a candidate has at least, of the limit for all of them.
+LEAST_SECONDS = 0.2
 
 
 class Measures(Protocol):
@@ -347,7 +349,7 @@ class Fleet:
             try:
                 return measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
             finally:
-                left = max(LOOK_SECONDS, left - (time.monotonic() - began))
+                left = max(LEAST_SECONDS, left - (time.monotonic() - began))
 
         measurer.prepare(job.problem, self._is_closed)
         steps = job.library["steps"]

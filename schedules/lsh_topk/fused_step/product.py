@@ -288,7 +288,7 @@ def multiply_job(e: Extents) -> Phase:
     kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
     halves = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
     floats = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
-    each, vectors = e.job_tiles * e.fragments * 4, 2 * e.halves
+    vectors = 2 * e.halves
     steps = e.per_job * e.fragments
     ask = ask_chunk(e)
 
@@ -296,7 +296,7 @@ def multiply_job(e: Extents) -> Phase:
     def of_halves(s, slot, c, f, at):
         for i in T.unroll(2):
             for w in T.unroll(e.job_tiles):
-                sums = T.meta_var([s.chains[i * each + (w * e.fragments + f) * 4 + v] for v in range(4)])
+                sums = T.meta_var([s.chains[i * e.chain + (w * e.fragments + f) * 4 + v] for v in range(4)])
                 halves(*sums, s.state[at + i * 2], s.state[at + 4 + i * 2], s.state[at + i * 2 + 1],
                        s.state[at + 4 + i * 2 + 1], s.hand[in_hand(e, slot, w, c) + i * 2],
                        s.hand[in_hand(e, slot, w, c) + i * 2 + 1], *sums)
@@ -316,7 +316,7 @@ def multiply_job(e: Extents) -> Phase:
                         finite[v] = T.uint32(0)
             for w in T.unroll(e.job_tiles):
                 first, second, third = T.meta_var([
-                    [s.chains[n * each + (w * e.fragments + f) * 4 + v] for v in range(4)] for n in range(3)])
+                    [s.chains[n * e.chain + (w * e.fragments + f) * 4 + v] for v in range(4)] for n in range(3)])
                 of = T.meta_var(w * 4 + i * 2)
                 floats(*second, *low, s.b_finite[of], s.b_finite[of + 1], *second)
                 floats(*first, *high, s.b_high[of], s.b_high[of + 1], *first)
@@ -354,7 +354,7 @@ def multiply_job(e: Extents) -> Phase:
             from_last = held_address(
                 "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(of_last * e.pitch + s.member) * 4]))
             ) + T.Cast("uint32", job % e.parts * (e.per_job * CHUNK))
-        for i in T.unroll(e.chains * each):
+        for i in T.unroll(e.chains * e.chain):
             s.chains[i] = T.float32(0)
         bring(s, from_part, from_last, 0)
         for step in T.unroll(steps):
@@ -401,14 +401,13 @@ def multiply_tile(e: Extents) -> Phase:
     Reads: `hand`, `names`, words, `states`. Writes: `sums`. Barriers: none; one has to follow.
     """
     multiply = multiply_job(e)
-    each = e.job_tiles * e.fragments * 4
 
     @T.inline
     def put(s, job):
-        for n in T.unroll(each):
+        for n in T.unroll(e.chain):
             f, i = T.meta_var(n // 4 % e.fragments), T.meta_var(n % 4)
             for c in T.unroll(e.chains - 1):
-                s.chains[n] = s.chains[n] + s.chains[(c + 1) * each + n]
+                s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
             row = T.meta_var(f * FRAGMENT + i // 2 * HALF + s.group)
             of_row = T.meta_var((job % e.parts * e.rows + row) * e.sum_pitch)
             word = T.meta_var(job // e.parts * e.tile_n + n // 4 // e.fragments * TILE + s.member * 2 + i % 2)

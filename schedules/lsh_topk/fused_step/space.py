@@ -179,6 +179,7 @@ class Extents:
 
     @property
     def least_beside(self) -> int:
+        """What it takes at least for that."""
         return self.product_bytes if self.product_bytes <= MOST_BESIDE else ALL_FOR_TWO
 
     # Registers. A multiprocessor is to have some for a thread block of either kernel side by side, if they overlap.
@@ -270,6 +271,16 @@ class Extents:
         return self.halves + 1
 
     @property
+    def chain(self) -> int:
+        """Sums of one of these: registers of a thread."""
+        return self.job_tiles * self.fragments * 4
+
+    @property
+    def hand(self) -> int:
+        """Registers of a thread for the words of the jobs that are in flight."""
+        return self.depth * JOB // TILE * 4
+
+    @property
     def half_bytes(self) -> int:
         """Of either of all hidden states."""
         return self.rows * self.pitch * VECTOR
@@ -301,8 +312,7 @@ class Extents:
     @property
     def held(self) -> int:
         """Registers of a thread for words of jobs, for hidden states of two steps, and for sums."""
-        words = self.depth * JOB // TILE * 4
-        return words + 2 * 8 * self.halves + self.chains * self.job_tiles * self.fragments * 4
+        return self.hand + 2 * 8 * self.halves + self.chains * self.chain
 
     # Memory.
 

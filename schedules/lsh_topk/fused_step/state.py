@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.state import named, register
-from .space import JOB, PER_VECTOR, SEGMENTS, TILE, WARP, Extents
+from .space import PER_VECTOR, SEGMENTS, WARP, Extents
 
 
 def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> SimpleNamespace:
@@ -123,14 +123,14 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "upto": T.alloc_local([e.group_lists], "int32"),
         # The product: words of the jobs in hand, and of hidden states of two steps in turn; sums; which words a lane
         # loads; the numbers of a job and of a tile; `odd`.
-        "hand": T.alloc_local([e.depth * JOB // TILE * 4], "uint32"),
+        "hand": T.alloc_local([e.hand], "uint32"),
         "state": T.alloc_local([2 * 8 * e.halves], "uint32"),
         **{
             name: T.alloc_local([e.job_tiles * 4], "uint32")
             for name in ("b_high", "b_low", "b_finite")
             if e.halves == 2
         },
-        "chains": T.alloc_local([e.chains * e.job_tiles * e.fragments * 4], "float32"),
+        "chains": T.alloc_local([e.chains * e.chain], "float32"),
         "word": T.alloc_local([e.depth * e.job_tiles], "int32"),
         "job": register(),
         "following": register(),
