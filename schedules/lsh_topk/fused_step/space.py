@@ -20,7 +20,6 @@ THREADS = (128, 256, 384, 512)
 HASH_THREADS = (256, 384, 512)
 WIDE_BEAM = 32  # above which the product of a group has three fragments and more
 CLUSTERS = (1, 2, 3, 4, 5, 8)  # of thread blocks; more than 8 are not portable
-MEASURED = (1, 2, 4, 8)  # of these: what the default chooses from
 SLICES = (1, 2, 4, 8)
 ROW_GROUPS = (1, 2, 3)
 BUCKET_LANES = (2, 4, 8)
@@ -379,37 +378,40 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and as few slices as have room; the rest as
-    measured on an H200 with beams of 12 to 48."""
+    measured on an H200 with beams of 12 to 48. Jobs of 16 words are for 16 bits, where all sums of a thread block have
+    room beside the first kernel."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
-    clusters = [n for n in MEASURED if machine.has_clusters and n <= problem.bands]
+    clusters = [n for n in CLUSTERS if n == 1 or (machine.has_clusters and n <= problem.bands)]
+    overlap = 1 if machine.capability >= OVERLAPS else 0
+    reason: str | None = None
     for slices in SLICES:
-        cluster = max((n for n in clusters if n * slices * rows <= machine.cores), default=1)
         found = {
             "blocks": most_blocks(problem, machine),
             "row_groups": 2 if wide and most_blocks(problem, machine) // 2 >= problem.n else 1,
             "threads": 256,
             "hash_threads": 512,
-            "cluster": cluster,
+            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores), default=1),
             "slices": slices,
             "bucket_lanes": 4,
             "loads": 2,
-            "tile_n": 8,
+            "tile_n": WORDS[0],
             "depth": 1,
             "words": TILES[0],
-            "overlap": 1 if machine.capability >= OVERLAPS else 0,
+            "overlap": overlap,
             "beside": 0,
         }
         e = Extents.of(problem, found)
-        each = e.rows * e.parts * 4
-        found["words"] = max((n for n in TILES if n % e.tile_n == 0 and n * each <= MOST_PARTS), default=e.tile_n)
-        if found["overlap"] and Extents.of(problem, found).product_bytes <= MOST_BESIDE:
-            found["beside"] = 1
-        reason = allowed(problem, machine, found)
-        if not reason:
-            return found
-    raise NotApplicable(reason)
+        words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
+        choices = [{"words": words, "beside": beside} for beside in range(overlap, -1, -1)]
+        if overlap and e.itemsize == 2:
+            choices.insert(0, {"tile_n": WORDS[-1], "words": TILES[-1], "beside": 1})
+        for choice in choices:
+            reason = allowed(problem, machine, found | choice)
+            if not reason:
+                return found | choice
+    raise NotApplicable(reason or "")
 
 
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
