@@ -53,6 +53,7 @@ class Guarded:
         self._begin = GUARD_BYTES + offset
         self._buffer = empty(kind, (self._begin + size + GUARD_BYTES,), "uint8")
         self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: new memory costs more than a copy
+        self.held: np.ndarray | int | None = None  # what was written last
 
     def place(self, shape: Sequence[int], dtype: str) -> Any:
         """The tensor of this shape and dtype that lies here, as kernels take it."""
@@ -65,6 +66,7 @@ class Guarded:
         self._image[: self._begin] = self._image[self._end :] = GUARD
         self._image[self._begin : self._end] = content if isinstance(content, int) else bytes_of(content)
         self._buffer.copyfrom(self._image)
+        self.held = content
 
     def read(self) -> np.ndarray:
         """The tensor's contents as they are now.

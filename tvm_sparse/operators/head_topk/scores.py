@@ -95,8 +95,11 @@ def _lengths(vectors: np.ndarray) -> np.ndarray:
     import numpy as np
 
     wide = vectors.astype(np.float32)
-    finite = np.where(np.isfinite(wide), wide, np.float32(0))
-    return np.sqrt(np.einsum("...h,...h->...", finite, finite).astype(np.float64))
+    squares = np.einsum("...h,...h->...", wide, wide)
+    if not np.isfinite(squares).all():
+        wide[~np.isfinite(wide)] = 0
+        squares = np.einsum("...h,...h->...", wide, wide)
+    return np.sqrt(squares.astype(np.float64))
 
 
 def compare_words(
