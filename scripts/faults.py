@@ -13,7 +13,6 @@ one than was asked for, that would have been used.
 from __future__ import annotations
 
 import contextlib
-import csv as csv_module
 import dataclasses
 import json
 import logging
@@ -34,7 +33,7 @@ from typing import Annotated, Any
 from unittest import mock
 
 import typer
-from reproduction import provenance, result_path, write_csv
+from reproduction import merged, provenance, result_path, write_csv
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -700,16 +699,6 @@ def chosen(only: Sequence[str], where: Machine) -> list[Kind]:
     return found
 
 
-def merged(path: Path, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """These lines in the place of a file's of the same kinds, in the order of the kinds."""
-    lines = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            lines = {line[0]: tuple(line) for line in csv_module.reader(x for x in file if x[0] != "#")}
-    lines |= {row[0]: row for row in rows}
-    return [lines[one.name] for one in KINDS if one.name in lines]
-
-
 def main(
     target: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     only: Annotated[list[str] | None, typer.Option(help="Kinds whose name has this; may be given again.")] = None,
@@ -735,7 +724,7 @@ def main(
         print(f"{one.name}: {', '.join(map(str, counts))}  ({taken:.1f} s)  {found.note}", flush=True)
     if csv is None and scale == 1:  # of what is injected again the lines are replaced
         csv = result_path("faults", where).with_suffix(".csv")
-        rows = merged(csv, rows)
+        rows = merged(csv, [one.name for one in KINDS], rows)
     if csv is not None:
         facts = {k: v for k, v in provenance(where).items() if k != "timing"} | {"seed": str(seed)}
         write_csv(csv, facts, COLUMNS, rows)

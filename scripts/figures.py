@@ -977,6 +977,16 @@ def fault_tables() -> str:
 
 
 @part
+def sanitizer_table() -> str:
+    """What `scripts/sanitize.py` has found, a line for each tool."""
+    [path] = RESULTS.glob("sanitize-*.csv")
+    found = results(path.stem)
+    columns = ("tool", "passed", "failed", "skipped", "left", "errors", "seconds")
+    rows = [[row[column] for column in columns] for row in found.rows]
+    return f"{found.facts['device']}, {found.facts['date'][:10]}.\n\n{table(columns, rows)}"
+
+
+@part
 def fuzz_table() -> str:
     """What `scripts/fuzz.py` has tried."""
     [path] = RESULTS.glob("fuzz-*.csv")

