@@ -2,6 +2,7 @@
 
     python scripts/sanitize.py --workers 12                           # all four tools, as long as it takes
     python scripts/sanitize.py -k "not large" --minutes 5             # a selection, at most five minutes a tool
+    python scripts/sanitize.py -k "not large" --keep said --resume    # what a run with `--keep said` has left
     python scripts/sanitize.py --tool memcheck -- --kernel-regex kns=main_kernel    # what follows -- is the sanitizer's
 
 memcheck: accesses out of bounds or misaligned. racecheck: races in shared memory. initcheck: reads of global memory
@@ -16,6 +17,7 @@ at its first failure, and another one takes its place. What a test costs is most
 compiled, once for all tools, references made, and every kernel is patched as it is loaded. How long all of it takes on
 a machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before
 its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
+`--keep FOLDER --resume` goes on with what is left.
 """
 
 from __future__ import annotations
@@ -59,13 +61,18 @@ FOUND, FAILED, NONE = 99, 1, 5
 PORT, PORTS = 49152, 64
 
 
+def _place(folder: Path, test: str) -> Path:
+    """The file that tells that a process has taken it."""
+    return folder / hashlib.sha256(test.encode()).hexdigest()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """As a plugin of pytest (`-p sanitize`): take a test that nobody has, and begin none once the time is up."""
     if TAKEN not in os.environ:
         return
     try:
-        (Path(os.environ[TAKEN]) / hashlib.sha256(item.nodeid.encode()).hexdigest()).touch(exist_ok=False)
+        _place(Path(os.environ[TAKEN]), item.nodeid).touch(exist_ok=False)
     except FileExistsError:
         pytest.skip(OTHERS)
     if time.time() > float(os.environ.get(UNTIL, "inf")):
@@ -111,13 +118,22 @@ def run(
     more: list[str] | None = None,
     builds: Path | None = None,
     keep: Path | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """One tool over the tests: a line of the table. What they build is kept in the folder `builds`, or not at all; what
-    pytest and the sanitizer said in the folder `keep`."""
+    pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) if keep is None else keep.resolve() / tool
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
         report, taken, printed = folder / "report", folder / "taken", folder / "printed"
-        taken.mkdir()
+        shutil.rmtree(taken, ignore_errors=True)
+        taken.mkdir(parents=True)
+        ended_before = [line for line in _lines(report) if line[1] != "left"]
+        report.write_text("".join(json.dumps(line) + "\n" for line in ended_before))
+        for test, *_ in ended_before:
+            _place(taken, test).touch()
+        failed_before, begun = counts(report)["failed"], len(list(folder.glob("log*")))
         # Not the project's own options: its groups have all GPU tests run in one process.
         checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", "gpu and not allocator", "-o", "timeout=0"]
         checked += ["-p", "sanitize", "-p", "no:cacheprovider", "-p", "no:xdist", "--exitfirst"]
@@ -128,7 +144,7 @@ def run(
             told[BUILDS] = str(builds)
         if minutes:
             told[UNTIL] = str(time.time() + 60 * minutes)
-        logs = (folder / f"log{number}" for number in itertools.count())
+        logs = (folder / f"log{number}" for number in itertools.count(begun))
 
         def begin(worker: int) -> subprocess.Popen[bytes]:
             options = ["--target-processes", "all", "--error-exitcode", str(FOUND)]
@@ -142,16 +158,16 @@ def run(
             )
 
         started = time.monotonic()
-        with printed.open("w") as file:  # no pipe, which a process that is left behind would hold
+        with printed.open("a") as file:  # no pipe, which a process that is left behind would hold
             until = started + 90 * minutes + 60 if minutes else math.inf
-            ended = _work(begin, workers, until, lambda: counts(report)["failed"])
+            ended = _work(begin, workers, until, lambda: counts(report)["failed"] - failed_before)
         output = printed.read_text(errors="replace")
-        seconds, found = round(time.monotonic() - started), counts(report)
+        spent, found = folder / "seconds", counts(report)
+        seconds = round(time.monotonic() - started) + (int(spent.read_text()) if spent.exists() else 0)
+        spent.write_text(str(seconds))
         if found["left"] and ended != KILLED:
             ended = "time up"
         said = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
-        if keep is not None:
-            shutil.copytree(name, keep / tool, dirs_exist_ok=True)
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found | errors_of(said)
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
@@ -193,11 +209,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _lines(report: Path) -> list[tuple[str, str, float]]:
+    """The lines of a report: a test, what became of it, and its seconds."""
+    return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+
+
 def counts(report: Path) -> dict[str, int]:
     """How many tests were begun, and how they ended; and how many were left."""
     of: dict[str, str] = {}
-    for line in report.read_text().splitlines() if report.exists() else ():
-        test, outcome, _ = json.loads(line)
+    for test, outcome, _ in _lines(report):
         of[test] = "failed" if of.get(test) == "failed" else outcome  # also while what it needs is taken down
     found = Counter(of.values())
     return {"tests": len(of) - found["left"]} | {outcome: found[outcome] for outcome in OUTCOMES}
@@ -225,6 +245,7 @@ def main(
         Path | None, typer.Option(help="Folder for kernels, of one revision.  [default: none that stays]")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for what pytest and the sanitizer said.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --keep names.")] = False,
     csv: Annotated[
         Path | None, typer.Option(help="Where the tools' lines go, in the place of those there.  [default: results/]")
     ] = None,
@@ -235,6 +256,8 @@ def main(
     from tvm_sparse.cli.common import console, table
     from tvm_sparse.core import machine
 
+    if resume and keep is None:
+        raise typer.BadParameter("resume: expected --keep with it, the folder of the run")
     sanitizer = sanitizer or program()
     if sanitizer is None:
         raise SystemExit("compute-sanitizer is not here: it comes with a CUDA toolkit; --sanitizer PATH names it")
@@ -261,6 +284,7 @@ def main(
                 more=more,
                 builds=(builds or Path(temporary)).resolve(),
                 keep=keep,
+                resume=resume,
             )
             line |= asked
             lines.append(line)

@@ -342,8 +342,13 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     assert line["messages"] == "Invalid __global__ read of size # (3)" and line["ended"] == "status 99"
     assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) >= 2
     # Whose time is up at once begins no test; what was done counts where the run is killed.
-    line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6)
+    said = tmp_path / "said"
+    line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6, keep=said)
     assert line["ended"] == "time up" and line["tests"] == line["passed"] == 0 and line["left"] == 8
+    # What was left goes on; what has ended is not begun again.
+    for selection, passed, failed, errors in (("3 or 4", 2, 0, 6), ("1 or 3 or 4", 2, 1, 12)):
+        line = run(str(program), "memcheck", [str(tests)], selection=selection, keep=said, resume=True)
+        assert (line["passed"], line["failed"], line["left"], line["errors"]) == (passed, failed, 0, errors)
     report = tmp_path / "report"
     outcomes = [("a", "passed"), ("b", "failed"), ("b", "passed"), ("c", "left"), ("a", "failed")]
     report.write_text("".join(json.dumps([*one, 0.1]) + "\n" for one in outcomes))
