@@ -29,10 +29,11 @@ def sum_of_warp(value: Any) -> Any:
 
 def read_bitmap(e: CompactExtents, load: Callable[..., Any]) -> Phase:
     """The bitmap into shared memory, and how many words it has; called with (s, io, row, share, t). `load(s, io, row,
-    word)` loads one of its int32 into `bits`, without bits that stand for no word.
+    word, u)` loads one of its int32 into the `u`-th of `held`, without bits that stand for no word; those of a thread
+    are in flight together.
 
     Reads: the bitmap. Writes: `bitmap`; `before`, words of the shares before `share`, and `total`, all words, in every
-    thread; as scratch `bits`, `mine`, `totals`.
+    thread; as scratch `held`, `mine`, `totals`.
     Barriers: one.
     """
 
@@ -41,13 +42,17 @@ def read_bitmap(e: CompactExtents, load: Callable[..., Any]) -> Phase:
     def phase(s, io, row, share, t):
         s.before = 0
         s.total = 0
-        for n in T.serial(ceildiv(e.bitmap, e.threads)):
-            if n * e.threads + t < e.bitmap:
-                load(s, io, row, n * e.threads + t)
-                s.bitmap[n * e.threads + t] = s.bits[0]
-                s.total = s.total + T.Cast("int32", T.popcount(s.bits[0]))
-                if n * e.threads + t < share * e.share:
-                    s.before = s.before + T.Cast("int32", T.popcount(s.bits[0]))
+        for n in T.serial(ceildiv(e.bitmap, e.loads * e.threads)):
+            for u in T.unroll(e.loads):
+                if (n * e.loads + u) * e.threads + t < e.bitmap:
+                    load(s, io, row, (n * e.loads + u) * e.threads + t, u)
+            for u in T.unroll(e.loads):
+                word: T.let = (n * e.loads + u) * e.threads + t
+                if word < e.bitmap:
+                    s.bitmap[word] = s.held[u]
+                    s.total = s.total + T.Cast("int32", T.popcount(s.held[u]))
+                    if word < share * e.share:
+                        s.before = s.before + T.Cast("int32", T.popcount(s.held[u]))
         s.mine[0] = sum_of_warp(s.before)
         s.mine[1] = sum_of_warp(s.total)
         if t % WARP == 0:

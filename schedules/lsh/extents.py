@@ -25,6 +25,7 @@ SHARED = ((120, 96 * 1024), (90, 200 * 1024), (80, 96 * 1024), (0, 48 * 1024))
 WARP_SUMS = 80  # compute capability from which a warp adds integers in one instruction
 # Columns of a permutation that a thread holds at a time, and vectors of the row that it has in flight.
 MOST_COLUMNS, MOST_VECTORS = 16, 4
+MOST_LOADS = 4  # of words of a bitmap, that a thread has in flight
 # Bands whose codes are in shared memory at a time, all thread blocks of a cluster together.
 MOST_BANDS = 4096
 # Words that one cell of shared memory counts the hits of: 16 bits each, and there are fewer than 2^16 bands.
@@ -196,6 +197,11 @@ class CompactExtents:
     def bitmap(self) -> int:
         """Words of the bitmap."""
         return bitmap_words(self.vocab)
+
+    @property
+    def loads(self) -> int:
+        """Words of the bitmap that a thread loads together."""
+        return min(MOST_LOADS, ceildiv(self.bitmap, self.threads))
 
     @property
     def share(self) -> int:

@@ -153,17 +153,17 @@ def set_bits_and_leave(e: CountExtents) -> Phase:
 
 def load_reached(vocab: int) -> Phase:
     """One int32 of a list's complete bitmap, and of the words that are candidates anyway; called with (s, io, row,
-    word).
+    word, u).
 
-    Writes: `bits`, without bits that stand for no word; as scratch `extra`. Barriers: none.
+    Writes: the `u`-th of `held`, without bits that stand for no word; as scratch `extra`. Barriers: none.
     """
 
     # fmt: off
     @T.inline
-    def phase(s, io, row, word):
-        T.ptx.ld.relaxed.gpu.global_.u32(s.bits[0], io.workspace.ptr_to([row, word]))
-        T.ptx.ld.global_.u32(s.extra[0], io.always.ptr_to([word]))
-        s.bits[0] = (s.bits[0] | s.extra[0]) & valid_bits(vocab, word)
+    def phase(s, io, row, word, u):
+        T.ptx.ld.relaxed.gpu.global_.u32(s.held[u], io.workspace.ptr_to([row, word]))
+        T.ptx.ld.global_.u32(s.extra[u], io.always.ptr_to([word]))
+        s.held[u] = (s.held[u] | s.extra[u]) & valid_bits(vocab, word)
     # fmt: on
     return phase
 
@@ -171,7 +171,7 @@ def load_reached(vocab: int) -> Phase:
 def copy_reached(e: CountExtents) -> Phase:
     """A list's complete bitmap into `chosen`; called with (s, at, io, t).
 
-    Reads: bitmap and `always`. Writes: `chosen`; the bitmap and its ticket to 0; as scratch `bits`, `extra`.
+    Reads: bitmap and `always`. Writes: `chosen`; the bitmap and its ticket to 0; as scratch `held`, `extra`.
     Barriers: none; each thread block takes a share.
     """
     load = load_reached(e.vocab)
@@ -182,8 +182,8 @@ def copy_reached(e: CountExtents) -> Phase:
     def phase(s, at, io, t):
         for n in T.serial(ceildiv(share, e.threads)):
             if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
-                load(s, io, at.list, at.rank * share + n * e.threads + t)
-                io.chosen[at.list, at.rank * share + n * e.threads + t] = T.reinterpret("int32", s.bits[0])
+                load(s, io, at.list, at.rank * share + n * e.threads + t, 0)
+                io.chosen[at.list, at.rank * share + n * e.threads + t] = T.reinterpret("int32", s.held[0])
                 io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
         if at.rank == 0 and t == 0:
             io.workspace[at.list, e.bitmap] = 0

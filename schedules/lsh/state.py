@@ -91,9 +91,11 @@ def alloc_state(
             "before": register(),  # words in front of those that come next
             "total": register(),
         }
+    loads = compact.loads if compact else 1
     found |= {
         "bits": T.alloc_local([1], "uint32"),
-        "extra": T.alloc_local([1], "uint32"),
+        "held": T.alloc_local([loads], "uint32"),  # of a bitmap
+        "extra": T.alloc_local([loads], "uint32"),
         "at": register(),
     }
     return named(SimpleNamespace(**found))

@@ -24,7 +24,7 @@ def build(problem: Compaction, decisions: Decisions) -> Program:
 
 bitmap_scan = Template(
     name="bitmap_scan",
-    version=1,
+    version=2,
     operator="compaction",
     kind="cuda",
     summary="population counts and a scan in one launch (Figure 5, by lanes)",

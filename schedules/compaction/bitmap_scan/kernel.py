@@ -20,9 +20,9 @@ def program(problem: Compaction, e: CompactExtents, overlap: int) -> Program:
 
     # fmt: off
     @T.inline
-    def load(s, io, row, word):
-        T.ptx.ld.global_.u32(s.bits[0], io.chosen.ptr_to([row, word]))
-        s.bits[0] = s.bits[0] & valid_bits(e.vocab, word)
+    def load(s, io, row, word, u):
+        T.ptx.ld.global_.u32(s.held[u], io.chosen.ptr_to([row, word]))
+        s.held[u] = s.held[u] & valid_bits(e.vocab, word)
 
     read, write, fill = read_bitmap(e, load), write_share(e), fill_rest(e)
 

@@ -39,11 +39,11 @@ def allowed(problem: Compaction, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: Compaction, machine: Machine) -> Decisions:
-    """Slices of 128 words or more of the bitmap, and no more thread blocks than multiprocessors."""
+    """Slices of 64 words or more of the bitmap, and no more thread blocks than multiprocessors."""
     fitting = (
         n
         for n in SOME_SLICES
         if n == 1
-        or (n * problem.lists <= machine.cores and CompactExtents(problem.vocab, THREADS[0], n).share >= 4 * WARP)
+        or (n * problem.lists <= machine.cores and CompactExtents(problem.vocab, THREADS[0], n).share >= 2 * WARP)
     )
-    return {"threads": 512, "slices": max(fitting), "overlap": 0}
+    return {"threads": 512, "slices": max(fitting), "overlap": 1 if machine.has_clusters else 0}

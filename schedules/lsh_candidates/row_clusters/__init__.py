@@ -45,7 +45,7 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
 
 row_clusters = Template(
     name="row_clusters",
-    version=1,
+    version=2,
     operator="lsh_candidates",
     kind="cuda",
     summary="a cluster of blocks a row, from hash to list in one kernel",
