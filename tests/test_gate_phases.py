@@ -378,11 +378,21 @@ def test_first_threshold_is_of_the_rank_that_the_layout_says(vocab: int, k: int,
         else:
             assert orders(threshold) == min(ranked, orders(INF))
         assert reaching >= k or not first.rank.sure or structure == "nothing"
-        # Of elements that equal the sample's maximum as many columns are let through as seem enough.
-        if structure == "constant" and layout.pool.overflows:
+        # Of elements that equal the threshold as many columns are let through as seem enough.
+        if tiling.warps > 1:
+            tied = int((by_warp[:, -first.rank.lane] == ranked).sum())
+            many = tied > 1 + (tiling.warps - first.rank.warp) // 2 and threshold > LOWEST
+        else:
+            many = int((by_warp == ranked).sum()) > 1 + (32 - first.rank.lane) // 2 and threshold > LOWEST
+        many = many or (layout.pool.overflows and orders(threshold) == orders(top[case]).max())
+        assert many or structure != "constant"
+        if many:
+            shown = np.array([(x[case] == threshold).sum(), (x[case] > threshold).sum()], "float64")
+            equal, larger = np.maximum(shown - (3 * np.sqrt(shown) if tiling.tiles > 1 else 0), 0) * tiling.tiles
             share = min(values["end"][case], vocab) - values["start"][case]
-            enough = share * np.float32(first.equals / tiling.tiles) / np.float32(x[case].size)
-            assert values["equals_until"][case] == int(min(values["start"][case] + enough, vocab))
+            enough = share * (max(k - larger, 0) * 1.125 + 64) / max(equal, 1)
+            until = int(min(values["start"][case] + enough, vocab))
+            assert abs(values["equals_until"][case] - until) <= 1 + vocab * 1e-6
         if structure == "random" and ranked < orders(top[case]).max():
             assert values["equals_until"][case] == vocab
 
@@ -516,6 +526,39 @@ def test_survivors_are_what_passes_the_threshold(dtype: str, bias: int, attempt:
             got = got[got >> np.uint64(32) != 0xFFFFFFFF]
             passing = passing[~np.isnan(row[passing])]
         np.testing.assert_array_equal(descending(got), descending(keys_of(row[passing], passing)))
+
+
+def test_sum_does_not_depend_on_a_tile_that_comes_again() -> None:
+    """Of the sample exponentials are first of the warp's own reference; yet the sum is the same to the last bit."""
+    layout = layout_of(6000, 5, threads=256, vectors=6, stages=1)
+    assert layout.compacts and layout.tiling.tiles == 1
+    start, streamed = tiles.start_tile(layout.tiling), stream.stream_tiles(layout)
+
+    @T.inline
+    def phase(s):
+        start(s, 0)
+        s.pending[0] = 1
+        s.i[0] = 0
+        s.called[0] = T.uint32(0)
+        streamed(s, 0)
+        T.cuda.cta_sync()
+        s.settled[0] = T.Cast("int32", s.called[0])
+        if s.t == 0:
+            s.count[0] = 0
+        T.cuda.cta_sync()
+        s.called[0] = T.uint32(0)
+        streamed(s, 0)
+
+    given = ["sum", "threshold", "equals_until", "sampling", "count", "full", "found"]
+    alone = Alone(layout, phase, given, ["sum", "settled"], cases=2)
+    row = np.random.default_rng(0).standard_normal(layout.vocab, dtype="float32")
+    found, _ = alone(
+        arguments(alone.problem, row), sum=0, threshold=LOWEST, equals_until=layout.vocab, sampling=stream.SAMPLE,
+        count=np.array([[0], [layout.pool.capacity]]), full=0, found=0,
+    )  # fmt: skip
+    again = found["settled"][:, :, 0].reshape(2, -1, 32).all(axis=2)
+    assert not again[0].any() and again[1].any()
+    np.testing.assert_array_equal(found["sum"][1], found["sum"][0])
 
 
 def test_full_buffer_calls_for_a_compaction_and_leaves_survivors_pending() -> None:
@@ -921,26 +964,76 @@ def test_ranked_by_counting(k: int, size: int, threads: int) -> None:
     np.testing.assert_array_equal(found["kept"][:, :k], best_of(keys, k))
 
 
-@pytest.mark.parametrize(("k", "size", "threads"), [(50, 90, 64), (300, 700, 128)])
+@pytest.mark.parametrize(("k", "size", "threads"), [(50, 90, 64), (300, 700, 128), (60, 290, 32)])
 def test_ranked_in_bins_unless_one_is_crowded(k: int, size: int, threads: int) -> None:
     layout = layout_of(20000, k, threads=threads)
     clear = rank.clear_bins(layout)
     in_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept)
+    refine = rank.refine_bins(threads, layout.pool.bins, layout.vocab)
+    in_finer_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept, finer=True)
 
     @T.inline
     def phase(s):
         clear(s)
         s.bins_per_index[0] = T.float32(layout.pool.bins / layout.vocab)
         in_bins(s, s.t)
+        if s.slot[0] != 0:
+            refine(s, s.t)
+            if s.slot[0] == 0:
+                in_finer_bins(s, s.t)
 
     state, keys = survivors_of(layout, size)
-    alone = Alone(layout, phase, list(state), ["kept", "slot"], cases=len(keys))
-    found, _ = alone(**state)
+    alone = Alone(layout, phase, [*state, "equals_until"], ["kept", "slot"], cases=len(keys))
+    found, _ = alone(**state, equals_until=layout.vocab)
     crowded = uniform(found["slot"]) != 0
-    # Bins are linear in the value, or in the column where all values are equal. Few different values crowd a bin, and
-    # an infinity makes the range infinite.
+    # Bins are linear in the value, or in the column where all values are equal or a few crowd theirs. An infinity makes
+    # the range infinite.
     names = [name for name in rows_of(size) if name != "nothing"]
-    np.testing.assert_array_equal(crowded, [name in ("ties", "special") for name in names])
+    np.testing.assert_array_equal(crowded, [name == "special" for name in names])
+    np.testing.assert_array_equal(found["kept"][~crowded, :k], best_of(keys, k)[~crowded])
+
+
+def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
+    """Over all the row, or over what `equals_until` leaves of it; but not where an outlier puts others beside them."""
+    vocab, size, k, threads = 40000, 400, 300, 64
+    layout = layout_of(vocab, k, threads=threads)
+    clear = rank.clear_bins(layout)
+    in_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept)
+    refine = rank.refine_bins(threads, layout.pool.bins, layout.vocab)
+    in_finer_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept, finer=True)
+
+    @T.inline
+    def phase(s):
+        clear(s)
+        s.bins_per_index[0] = T.float32(0)
+        in_bins(s, s.t)
+        if s.slot[0] != 0:
+            refine(s, s.t)
+            if s.slot[0] == 0:
+                in_finer_bins(s, s.t)
+
+    rng = np.random.default_rng(0)
+    values = np.repeat(np.array([3, 2.5, 2], "float32"), [40, 10, 350])  # the second ones crowd no bin
+    outlier = np.concatenate([[np.float32(1e6)], values[1:] + rng.random(size - 1, "float32")])
+    anywhere, first = rng.permutation(vocab)[:size], rng.permutation(500)[:size]
+    cases = [
+        (values, anywhere, vocab, False),
+        (values, np.sort(anywhere), vocab, False),
+        (values, np.concatenate([anywhere[:50], first[50:]]), 499, False),
+        (values, first, vocab, True),
+        (outlier, anywhere, vocab, True),
+    ]
+    keys = [keys_of(row, columns) for row, columns, _, _ in cases]
+    alone = Alone(
+        layout, phase, ["keys", "threshold", "largest", "size", "equals_until"], ["kept", "slot"], cases=len(cases)
+    )
+    found, _ = alone(
+        keys=np.stack([in_buffer(own, layout.pool.capacity) for own in keys]), size=size, threshold=2.0,
+        largest=np.array([row.max() for row, *_ in cases]).reshape(-1, 1, 1),
+        equals_until=np.array([until for _, _, until, _ in cases]).reshape(-1, 1, 1),
+    )  # fmt: skip
+    crowded = uniform(found["slot"]) != 0
+    np.testing.assert_array_equal(crowded, [fails for *_, fails in cases])
     np.testing.assert_array_equal(found["kept"][~crowded, :k], best_of(keys, k)[~crowded])
 
 

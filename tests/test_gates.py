@@ -178,13 +178,13 @@ def trapping(parameters: int) -> Callable[..., Any]:
     def of_four(s, t, source, size):
         T.evaluate(T.call_extern("int32", "__trap"))
 
-    return lambda *extents: {2: of_two, 4: of_four}[parameters]
+    return lambda *extents, **how: {2: of_two, 4: of_four}[parameters]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
-    """Let phases trap: radix selection, or ranking in bins."""
+    """Let phases trap: radix selection, ranking in bins, or the bitonic sort."""
     package = "tvm_sparse.schedules.softmax_topk.threshold_gate"
-    places = {"radix_selection": ("survivors", 4), "rank_in_bins": ("rank", 2)}
+    places = {"radix_selection": ("survivors", 4), "rank_in_bins": ("rank", 2), "sort_descending": ("rank", 2)}
     for name in names:
         module, parameters = places[name]
         monkeypatch.setattr(importlib.import_module(f"{package}.{module}"), name, trapping(parameters))
@@ -220,6 +220,26 @@ def test_rows_in_order_never_fill_a_buffer(
     logits[1] = logits[1, ::-1]
     logits[2] = 1
     without(monkeypatch, unneeded)
+    run(name, problem, decisions, logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "k", "decisions"),
+    [
+        ("threshold_gate", 4096, 50, {**BLOCK, "vectors": 4}),
+        ("threshold_gate", 8192, 400, {**BLOCK, "threads": 256}),
+        ("threshold_gate", 8192, 5, {**BLOCK, "deferred": 1}),
+        ("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}),
+        ("cluster_gate", 7684, 50, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}),
+        ("cluster_gate", 12000, 400, {**CLUSTER, "vectors": 3, "stages": 1}),
+    ],
+)
+def test_rows_of_few_values_need_neither_a_compaction_nor_a_sort(
+    name: str, vocab: int, k: int, decisions: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = SoftmaxTopk(3, vocab, k)
+    logits = np.round(np.random.default_rng(vocab).standard_normal((3, vocab)))
+    without(monkeypatch, ["radix_selection", "sort_descending"])
     run(name, problem, decisions, logits)
 
 

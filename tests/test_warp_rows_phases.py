@@ -21,7 +21,7 @@ from tvm_sparse.schedules.device.arithmetic import LOG2_E
 from tvm_sparse.schedules.device.selection import MINUS_INFINITY, PLUS_INFINITY
 from tvm_sparse.schedules.device.words import held_address
 from tvm_sparse.schedules.softmax_topk.interface import gpu_program
-from tvm_sparse.schedules.softmax_topk.warp_rows import bins, bisection, counting, row
+from tvm_sparse.schedules.softmax_topk.warp_rows import bins, bisection, counting, levels, row
 from tvm_sparse.schedules.softmax_topk.warp_rows.space import CROWD, WARP, Layout
 from tvm_sparse.schedules.softmax_topk.warp_rows.state import Place, State
 
@@ -201,6 +201,28 @@ def test_crowded_bins_are_not_settled() -> None:
 
     run(layout, x, bins_up_to_scan(layout), see, seen)
     assert dict(zip(KINDS, seen[:, 0], strict=True)) == {"random": 1, "ties": 0, "nan": 0, "masked": 0, "equal": 0}
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(512, 40), (1000, 400), (300, 300)])
+def test_few_values_are_placed_one_after_another(vocab: int, k: int) -> None:
+    """And given up where they are many; the order has the elements of the row alone."""
+    layout, x = layout_of(vocab, k), rows_of(vocab, k)
+    seen = np.zeros((len(KINDS), k + 1), np.int64)
+
+    @T.inline
+    def see(io, at, s, seen):
+        if at.lane == 0:
+            seen[at.row, 0] = T.Cast("int64", s.settled[0])
+            for i in T.serial(k):
+                seen[at.row, 1 + i] = T.Cast("int64", s.keys[i])
+
+    run(layout, x, [levels.order_row(layout), levels.place_levels(layout)], see, seen)
+    # The row that is masked has ten values before that which many have: too many.
+    settled = {"random": 0, "ties": 1, "nan": 1, "masked": 0, "equal": 1}
+    assert dict(zip(KINDS, seen[:, 0], strict=True)) == settled
+    for elements, (done, *keys) in zip(x, seen, strict=True):
+        if done:
+            assert columns(np.array(keys)).tolist() == first_of(elements)[:k].tolist()
 
 
 @pytest.mark.parametrize("k", [3, 16, 30])

@@ -21,6 +21,8 @@ from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value
 
 # Keys of one bin that are still ranked by counting, every one against every other.
 CROWD = 32
+# Bits of the number of a key, from 1 on; what is above them in `nexts` is the key's bin.
+NEXT_BITS = 16
 
 
 def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -80,22 +82,46 @@ def bin_of_key(bins: int) -> Callable[..., Any]:
     return phase
 
 
-def rank_in_bins(threads: int, k: int, bins: int, place: Callable[..., Any]) -> Callable[..., Any]:
+def bins_of_thread(threads: int, bins: int) -> int:
+    """Bins that a thread scans, a power of two."""
+    return 1 << (ceildiv(bins, threads) - 1).bit_length()
+
+
+def rank_in_bins(
+    threads: int, k: int, bins: int, place: Callable[..., Any], *, finer: bool = False
+) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
     The keys of each bin, linear in the value between `threshold` and `largest` (or in the index, if these are equal),
     are counted and linked; a scan over the bins tells how many keys are above each; in its bin a key is ranked by
     counting. Bins of more than CROWD keys (ties, an outlier that stretches the range) would take too long.
 
-    Reads: `keys`, `size`, `threshold`, `largest`, `bins_per_index`. Scratch in shared memory: `counts` and `heads`, an
-        integer a bin (see `spread`), and `flag`, all of which come as 0; `nexts`, one a key; `bin_totals`, one a warp.
+    With `finer`, bins are those of `refine_bins`, which may have joined a few that were not crowded.
+
+    Reads: `keys`, `size`, `threshold`, `largest`, `bins_per_index`; if `finer`, `nexts`. Scratch in shared memory:
+        `counts` and `heads`, an integer a bin (see `spread`), and `flag`, all of which come as 0; `nexts`, one a key;
+        `bin_totals`, one a warp.
     Writes: `slot`, not 0 if some bin is crowded and nothing was placed.
     Barriers: several; begins with one.
     """
-    # Bins that a thread scans, a power of two, and warps that do.
-    each_bins = 1 << (ceildiv(bins, threads) - 1).bit_length()
+    # Bins that a thread scans, and warps that do.
+    each_bins = bins_of_thread(threads, bins)
     scanning = bins // each_bins // 32
+    crowd = 2 * CROWD if finer else CROWD
     bin_of = bin_of_key(bins)
+
+    @T.inline
+    def find(s, own, per_value, bin):
+        """The bin of a key."""
+        if finer:
+            bin[0] = s.nexts[own] >> NEXT_BITS
+        else:
+            bin_of(s, s.keys[own], per_value, bin)
+
+    def link(s: Any, own: Any, bin: Any) -> tirx.PrimExpr:
+        """What a key's `nexts` is: the key that was the first of its bin, which it is from now on."""
+        first = T.call_extern("int32", "atomicExch", s.heads.ptr_to([spread(bin[0])]), own + 1)
+        return bin[0] << NEXT_BITS | first if finer else first
 
     @T.inline
     def phase(s, t):
@@ -108,17 +134,16 @@ def rank_in_bins(threads: int, k: int, bins: int, place: Callable[..., Any]) -> 
         per_value[0] = T.float32(bins) / (s.largest[0] - s.threshold[0])
         T.cuda.cta_sync()
         for i in T.serial((s.size[0] - t + (threads - 1)) // threads):
-            bin_of(s, s.keys[i * threads + t], per_value, bin)
+            find(s, i * threads + t, per_value, bin)
             T.evaluate(T.cuda.atomic_add(s.counts.ptr_to([spread(bin[0])]), T.int32(1)))
-            s.nexts[i * threads + t] = T.call_extern(
-                "int32", "atomicExch", s.heads.ptr_to([spread(bin[0])]), i * threads + t + 1)
+            s.nexts[i * threads + t] = link(s, i * threads + t, bin)
         T.cuda.cta_sync()
         # A thread's bins in order, then the threads of a warp: how many keys are above each bin and in this warp's.
         if t * each_bins < bins:
             above[0] = 0
             for b in T.unroll(each_bins):
                 own[0] = s.counts[spread(t * each_bins + b)]
-                if own[0] > CROWD:
+                if own[0] > crowd:
                     s.flag[0] = 1
                 above[0] = above[0] + own[0]
             rank[0] = above[0]
@@ -142,7 +167,7 @@ def rank_in_bins(threads: int, k: int, bins: int, place: Callable[..., Any]) -> 
             above[0] = above[0] - own[0]
             for i in T.serial((s.size[0] + (threads - 1)) // threads):
                 own[0] = T.min(i * threads + t, s.size[0] - 1)
-                bin_of(s, s.keys[own[0]], per_value, bin)
+                find(s, own[0], per_value, bin)
                 rank[0] = s.counts[spread(bin[0])] + T.tvm_warp_shuffle(
                     T.uint32(FULL_WARP), above[0], bin[0] // (each_bins * 32), 32, 32)
                 if i * threads + t < s.size[0] and rank[0] < k:
@@ -151,8 +176,94 @@ def rank_in_bins(threads: int, k: int, bins: int, place: Callable[..., Any]) -> 
                         if s.keys[other[0] - 1] > s.keys[own[0]]:
                             rank[0] = rank[0] + 1
                         other[0] = s.nexts[other[0] - 1]
+                        if finer:
+                            other[0] = other[0] & ((1 << NEXT_BITS) - 1)
                     if rank[0] < k:
                         place(s, rank[0], s.keys[own[0]])
+
+    return phase
+
+
+def spread_equals(bins: int, columns: int) -> Callable[..., Any]:
+    """A key's finer bin where many keys are equal, from bins that are linear in the value. The phase is (s, own, bin).
+
+    A bin of one value alone is divided by the index: it takes as many of the finer bins as it has of the keys, and its
+    keys lie among these as their indices lie among the columns that may have them: those up to `equals_until` for
+    the threshold, all for others. Keys of another bin stay together.
+
+    Reads: keys[own], `size`, `threshold`, `equals_until`, `heads`; bin[0], the key's bin, and where that begins and
+        ends in the order, bin[1] and bin[2].
+    Writes: nexts[own], with the finer bin; flag[1], not 0 if the key's bin is crowded by keys of several values.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, own, bin):
+        place = T.alloc_local([1], "float32")
+        place[0] = T.float32(0)
+        if bin[2] - bin[1] > CROWD:
+            s.pivot[0] = s.keys[s.heads[spread(bin[0])] - 1]
+            if key_bits(s.keys[own]) != key_bits(s.pivot[0]):
+                s.flag[1] = 1
+            place[0] = T.Cast("float32", columns)
+            if key_value(s.pivot[0]) == s.threshold[0]:
+                place[0] = T.Cast("float32", T.min(s.equals_until[0], columns - 1) + 1)
+            # Rounding does not change the order: every step keeps it.
+            place[0] = T.Cast("float32", bin[2] - bin[1] - 1) * T.min(
+                T.Cast("float32", key_index(s.keys[own])) / place[0], T.float32(1))
+        s.nexts[own] = T.min(bins - 1, T.Cast(
+            "int32", (T.Cast("float32", bin[1]) + place[0]) * (T.float32(bins) / T.Cast("float32", s.size[0]))
+        )) << NEXT_BITS
+
+    return phase
+
+
+def refine_bins(threads: int, bins: int, columns: int) -> Callable[..., Any]:
+    """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
+
+    Keys are of a row of so many `columns`.
+
+    Reads: what `rank_in_bins` has left in `counts`, `heads`, `bin_totals`; `keys`, `size`, which is below 2^16,
+        `threshold`, `equals_until`, `largest`, `bins_per_index`; flag[1], which comes as 0.
+    Writes: `slot`, 0 if bins are fine now; `nexts` with a key's bin; `counts`, `heads` and flag[0] as 0; `pivot` is lost.
+    Barriers: one, in its midst.
+    """
+    each_bins = bins_of_thread(threads, bins)
+    scanning = bins // each_bins // 32
+    bin_of, refine = bin_of_key(bins), spread_equals(bins, columns)
+
+    @T.inline
+    def phase(s, t):
+        bin = T.alloc_local([3], "int32")
+        own = T.alloc_local([1], "int32")
+        above = T.alloc_local([1], "int32")
+        other = T.alloc_local([1], "int32")
+        per_value = T.alloc_local([1], "float32")
+        per_value[0] = T.float32(bins) / (s.largest[0] - s.threshold[0])
+        above[0] = 0
+        if t % 32 < scanning:
+            above[0] = s.bin_totals[t % 32]
+        own[0] = above[0]
+        scan_lanes(t, above, other)
+        above[0] = above[0] - own[0]
+        for i in T.serial((s.size[0] + (threads - 1)) // threads):
+            bin_of(s, s.keys[T.min(i * threads + t, s.size[0] - 1)], per_value, bin)
+            bin[1] = s.counts[spread(bin[0])] + T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), above[0], bin[0] // (each_bins * 32), 32, 32)
+            own[0] = T.min(bin[0] + 1, bins - 1)
+            bin[2] = s.counts[spread(own[0])] + T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), above[0], own[0] // (each_bins * 32), 32, 32)
+            if bin[0] == bins - 1:
+                bin[2] = s.size[0]
+            if i * threads + t < s.size[0]:
+                refine(s, i * threads + t, bin)
+        T.cuda.cta_sync()
+        s.slot[0] = s.flag[1]
+        for i in T.serial((spread(bins) - 1 - t + threads) // threads):
+            s.counts[i * threads + t] = 0
+            s.heads[i * threads + t] = 0
+        if t == 0:
+            s.flag[0] = 0
 
     return phase
 

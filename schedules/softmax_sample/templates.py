@@ -55,7 +55,7 @@ def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
 
 
 def drawing(
-    name: str, base: Template[Any], program: Callable[[SoftmaxSample, Decisions], Program], summary: str
+    name: str, version: int, base: Template[Any], program: Callable[[SoftmaxSample, Decisions], Program], summary: str
 ) -> Template[SoftmaxSample]:
     """A template with the space and the defaults of one of softmax_topk's, for the problem of the k best."""
 
@@ -72,7 +72,7 @@ def drawing(
 
     return Template(
         name=name,
-        version=4 if base.kind == "llvm" else 1,
+        version=version,
         operator="softmax_sample",
         kind=base.kind,
         summary=summary,
@@ -84,8 +84,8 @@ def drawing(
     )
 
 
-sample_scan = drawing("sample_scan", row_scan, scan, "as row_scan, then a word drawn of the k best")
-sample_gate = drawing("sample_gate", threshold_gate, gates, "as threshold_gate, then one warp draws a word")
-sample_cluster = drawing("sample_cluster", cluster_gate, gates, "as cluster_gate, then one warp draws a word")
-sample_warps = drawing("sample_warps", warp_rows, warps, "as warp_rows, then the row's warp draws a word")
-sample_radix = drawing("sample_radix", radix_select, radix, "as radix_select, then one warp draws a word")
+sample_scan = drawing("sample_scan", 4, row_scan, scan, "as row_scan, then a word drawn of the k best")
+sample_gate = drawing("sample_gate", 2, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
+sample_cluster = drawing("sample_cluster", 2, cluster_gate, gates, "as cluster_gate, then one warp draws a word")
+sample_warps = drawing("sample_warps", 2, warp_rows, warps, "as warp_rows, then the row's warp draws a word")
+sample_radix = drawing("sample_radix", 1, radix_select, radix, "as radix_select, then one warp draws a word")

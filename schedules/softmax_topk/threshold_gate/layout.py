@@ -28,6 +28,8 @@ RANKERS = 8
 COMPARISONS = 512
 # Above this k ranked keys go through shared memory, so that neighbouring threads write neighbours in the output.
 STAGED = 64
+# Of elements that equal the threshold so many more than are needed should pass: this share of them, and this number.
+MORE_EQUALS, SPARE_EQUALS = 1 / 8, 64
 # The least room for survivors beyond k. Without it compactions would be frequent where k is small.
 SLACK = 256
 # Bytes of marked tiles that are copied to shared memory (`deferred`); those beyond are read again from global memory.
@@ -198,8 +200,8 @@ class FirstThreshold:
 
     @cached_property
     def equals(self) -> int:
-        """As many of the elements that equal the threshold should pass: a little more than k."""
-        return self.k + self.k // 8 + 64
+        """As many elements should pass where the threshold is the largest: a little more than k, all equal."""
+        return ceil(self.k * (1 + MORE_EQUALS) + SPARE_EQUALS)
 
     @cached_property
     def survivors(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LN_2
-from ...device.ranking import rank_in_bins, rank_key, sort_descending
+from ...device.ranking import rank_in_bins, rank_key, refine_bins, sort_descending
 from ...device.selection import (
     FULL_WARP,
     MINUS_INFINITY,
@@ -68,8 +68,8 @@ def clear_bins(layout: Layout) -> Callable[..., Any]:
         for i in T.serial((spread - 1 - s.t + threads) // threads):
             s.counts[i * threads + s.t] = 0
             s.heads[i * threads + s.t] = 0
-        if s.t == 0:
-            s.flag[0] = 0
+        if s.t < 2:
+            s.flag[s.t] = 0
 
     return phase
 
@@ -162,8 +162,8 @@ def sort_best(layout: Layout) -> Callable[..., Any]:
 def rank_survivors(layout: Layout) -> Callable[..., Any]:
     """The k best survivors, in order, to the outputs. The phase is (s); `size` is k or more, after a barrier.
 
-    A few are ranked by counting; others in bins; and those that crowd a bin by counting again, if they are few enough,
-    or by selection and a bitonic sort.
+    A few are ranked by counting; others in bins, or in finer ones where ties crowd a bin; and those that crowd a bin even
+    so by counting again, if they are few enough, or by selection and a bitonic sort.
 
     Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`, what `place_in_output` reads, and bins that are 0.
     Writes: the outputs.
@@ -175,7 +175,9 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
     count_to_output = rank_by_counting(layout, place_in_output)
     count_to_kept = rank_by_counting(layout, place_in_kept)
-    in_bins = rank_in_bins(threads, k, bins, place_in_kept if staged else place_in_output)
+    place = place_in_kept if staged else place_in_output
+    in_bins, refine = rank_in_bins(threads, k, bins, place), refine_bins(threads, bins, vocab)
+    in_finer_bins = rank_in_bins(threads, k, bins, place, finer=True)
 
     @T.inline
     def phase(s):
@@ -191,6 +193,10 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
             s.bins_per_index[0] = T.float32(bins) / T.Cast(
                 "float32", T.max(T.min(s.equals_until[0], vocab - 1) + 1, 1))
             in_bins(s, s.t)
+            if s.slot[0] != 0:
+                refine(s, s.t)
+                if s.slot[0] == 0:
+                    in_finer_bins(s, s.t)
             if staged or s.slot[0] != 0:
                 T.cuda.cta_sync()
                 if s.slot[0] != 0:

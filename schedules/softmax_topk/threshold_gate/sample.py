@@ -29,8 +29,13 @@ from ...device.selection import (
     order,
     remove_largest,
 )
-from .layout import Layout
+from .layout import MORE_EQUALS, SPARE_EQUALS, Layout
 from .state import EQUALS, folded
+
+# A tile has at most 1024 threads of 32 elements, not all of them above the threshold: so many bits hold a number of them.
+COUNT_BITS = 16
+# By so many standard deviations may what a sample counts exceed what the rest of the row has.
+DEVIATIONS = 3
 
 
 # fmt: off
@@ -72,6 +77,7 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
     """
     first = layout.first
     combine, limit = combine_samples(layout), limit_equals(layout)
+    crowds = layout.pool.overflows or layout.tiling.cluster > 1  # whether equals may be more than there is room for
 
     @T.inline
     def phase(s):
@@ -83,7 +89,7 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
             s.sum[0] = s.sum[0] * s.power[0]
         if first.gated and s.ranked[0] > T.uint32(MINUS_INFINITY):
             s.threshold[0] = bits_value(T.min(s.ranked[0], T.uint32(PLUS_INFINITY)))
-            if (layout.pool.overflows or layout.tiling.cluster > 1) and s.ranked[0] == s.sample_top[0]:
+            if s.need[0] != 0 or (crowds and s.ranked[0] == s.sample_top[0]):
                 limit(s)
 
     return phase
@@ -106,11 +112,17 @@ def refer_to_sample(s):
 def combine_samples(layout: Layout) -> Callable[..., Any]:
     """From the warps' parts of the sample to the block's. The phase is (s).
 
-    Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`.
-    Writes: `ranked`, the order of the threshold, and `sample_top`, of the largest; `floor` is lost.
+    Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`, and
+        `top`.
+    Writes: `ranked`, the order of the threshold, and `sample_top`, of the largest; `need`, not 0 if many of the sample
+        are equal to the threshold; `floor` is lost.
     Barriers: one, unless the block has one warp.
-    After: both are the same in all threads.
+    After: all are the same in all threads.
     """
+    # Values that are all different have one in a place. If half of those beyond it share it with that, many are equal.
+    rank, sampled = layout.first.rank, min(layout.tiling.warps, layout.tiling.slots)
+    place, most = (rank.warp, sampled) if layout.tiling.warps > 1 else (rank.lane, 32)
+    many = 1 + (most - place) // 2
     warps, floors, rank_of_warp = layout.tiling.warps, layout.first.floors, layout.first.rank.warp
     together = gcd(warps, 4)  # warps' values that are read at once
 
@@ -121,6 +133,9 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
         rank = T.alloc_local([1], "int32")
         others = T.alloc_local([together], "uint32")
         if warps == 1:
+            order(s.top[0], s.plain, largest)
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), largest[0] == s.ranked[0])
+            s.need[0] = T.Select(T.Cast("int32", T.popcount(lanes[0])) > many, 1, 0)
             if floors > 0:
                 s.ranked[0] = T.max(s.ranked[0], s.floor[0])
         else:
@@ -139,6 +154,9 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
             if rank[0] >= rank_of_warp:
                 largest[0] = T.uint32(0xFFFFFFFF)
             s.ranked[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
+            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), largest[0] == s.ranked[0])
+            s.need[0] = T.Select(
+                T.Cast("int32", T.popcount(lanes[0] & T.uint32((1 << warps) - 1))) > many, 1, 0)
             if floors > 0:
                 # The floors-th largest of the warps' floors, if that is higher. Without order no warp has one.
                 s.floor[0] = s.warp_floors[s.t % warps]
@@ -155,33 +173,46 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
 
 
 def limit_equals(layout: Layout) -> Callable[..., Any]:
-    """Up to which column do elements pass that equal the sample's maximum? The phase is (s).
+    """Up to which column do elements pass that equal the threshold? The phase is (s).
 
-    Only the row's first are wanted: `FirstThreshold.equals` of them, if in all of the block's share they are as dense
-    as in the sample, which is one of its tiles.
+    Only the row's first are wanted, beside the larger ones as many as complete the k, and some more
+    (`FirstThreshold.equals`). How many of either the block's share has is known from the sample, which is one of its
+    tiles; of the others as many are reckoned with as there are in all but one of a thousand rows in random order.
 
     Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
     Writes: `equals_until`.
     Barriers: one.
     """
-    tiling = layout.tiling
+    tiling, k = layout.tiling, layout.k
+    larger = 1 << COUNT_BITS  # a tile has fewer elements than that, so that one integer counts both
 
     @T.inline
     def phase(s):
-        equal = T.alloc_local([1], "int32")
-        equal[0] = 0
+        counted = T.alloc_local([1], "int32")
+        share = T.alloc_local([2], "float32")
+        root = T.alloc_local([1], "float32")
+        counted[0] = 0
         for e in T.unroll(tiling.held):
-            if s.x[e] == s.threshold[0]:
-                equal[0] = equal[0] + 1
-        equal[0] = T.cuda.warp_sum(equal[0])
+            counted[0] = counted[0] + T.Select(
+                s.x[e] == s.threshold[0], 1, T.Select(s.x[e] > s.threshold[0], larger, 0))
+        counted[0] = T.cuda.warp_sum(counted[0])
         if s.t % 32 == 0:
-            T.evaluate(T.cuda.atomic_add(s.found.ptr_to([EQUALS]), equal[0]))
+            T.evaluate(T.cuda.atomic_add(s.found.ptr_to([EQUALS]), counted[0]))
         T.cuda.cta_sync()
+        share[0] = T.Cast("float32", s.found[EQUALS] & (larger - 1))
+        share[1] = T.Cast("float32", s.found[EQUALS] >> COUNT_BITS)
+        if tiling.tiles > 1:
+            # Approximate, as an exact root takes registers that the tile in hand has.
+            for i in T.unroll(2):
+                T.ptx.sqrt.approx.ftz.f32(root[0], share[i])
+                share[i] = (share[i] - T.float32(DEVIATIONS) * root[0]) * T.float32(tiling.tiles)
+        # How many equals are wanted, in columns of which each has so many.
+        share[1] = T.max(T.float32(k) - T.max(share[1], T.float32(0)), T.float32(0))
+        share[1] = share[1] * T.float32(1 + MORE_EQUALS) + T.float32(SPARE_EQUALS)
         s.equals_until[0] = T.Cast("int32", T.min(
             T.Cast("float32", s.start[0])
             + T.Cast("float32", T.min(s.end[0], tiling.vocab) - s.start[0])
-            * T.float32(layout.first.equals / tiling.tiles)
-            / T.Cast("float32", T.max(s.found[EQUALS], 1)), T.float32(tiling.vocab)))
+            * share[1] / T.max(share[0], T.float32(1)), T.float32(tiling.vocab)))
 
     return phase
 

@@ -63,7 +63,7 @@ class State(Buffers):
     histogram: Any = shared("int32", RADIX_BINS)  # of a radix pass
     bin_totals: Any = shared("int32", 32)  # of a warp's bins: how many keys they have
     found: Any = shared("int32", 4)  # what a radix pass finds; see also WRITTEN and EQUALS
-    flag: Any = shared("int32")  # not 0 if a bin is crowded
+    flag: Any = shared("int32", 2)  # not 0: whether a bin is crowded, and whether by keys of several values
     count: Any = shared("int32")  # keys that were pushed into the buffer, those that had no room included
     warp_sums: Any = shared("float32", 32)  # of exponentials
     warp_ranked: Any = shared("uint32", 32)  # of the sample, each warp's candidate for the threshold; later scratch
@@ -92,7 +92,7 @@ class State(Buffers):
     spot: Any = local("int32")
     sum_before: Any = local("float32")  # without the tile in hand
     pending: Any = local("int32")  # whether the tile's survivors still have to be pushed
-    sampling: Any = local("int32")  # whether the tile in hand is the sample
+    sampling: Any = local("int32")  # whether the tile in hand is the sample, or comes again; see `stream`
     address: Any = local("uint64")  # of the row's first element
     next_address: Any = local("uint64")  # of the row that comes into this one's place
     size: Any = local("int32")  # keys in the buffer

@@ -18,6 +18,16 @@ from .state import EQUALS, LOWEST, WRITTEN, not_below
 from .survivors import compact, mark_survivors, push_survivors
 from .tiles import prefetch_tile, rows_beside, start_tile, take_tile
 
+# What `State.sampling` says of the tile in hand, if not 0.
+SAMPLE, REPEATED = 1, 2
+
+
+def repeats(layout: Layout) -> bool:
+    """Whether the sample may come again. Its exponentials cannot be taken out of the sum and added anew without another
+    rounding, as they were of a warp's own reference. Where there are other tiles it has to be all but full of survivors
+    for that, and looking for it in every tile would cost too much."""
+    return layout.compacts and layout.tiling.tiles == 1
+
 
 # fmt: off
 def await_producer(layout: Layout) -> Callable[..., Any]:
@@ -72,7 +82,7 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
         s.sum[0] = T.float32(0)
         s.threshold[0] = LOWEST
         s.equals_until[0] = layout.vocab
-        s.sampling[0] = 1 - attempt
+        s.sampling[0] = SAMPLE - attempt
         T.cuda.cta_sync()
 
     return phase
@@ -104,7 +114,7 @@ def take_survivors(layout: Layout) -> Callable[..., Any]:
 
     Reads: the tile, `threshold`, `equals_until`, `i`.
     Writes: `keys`, `count`, or the list of marked tiles; `largest`; `called`, not 0 if the buffer is full: then the
-        tile is taken out of the sum, because it comes again.
+        tile comes again, and is taken out of the sum, or else `sampling` says that the sum has it.
     Barriers: none.
     """
     mark, push, mark_tile = mark_survivors(layout.tiling), push_survivors(layout), deferred.mark_tile(layout)
@@ -122,7 +132,10 @@ def take_survivors(layout: Layout) -> Callable[..., Any]:
             if layout.compacts:
                 s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
                 if s.called[0] != T.uint32(0):
-                    s.sum[0] = s.sum_before[0]
+                    if repeats(layout):
+                        s.sampling[0] = REPEATED
+                    else:
+                        s.sum[0] = s.sum_before[0]
 
     return phase
 
@@ -137,6 +150,7 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
     tiling = layout.tiling
     take, start, exponentials = take_tile(layout), start_tile(tiling), add_exponentials(layout)
     offer, threshold, survivors = offer_sample(layout), take_threshold(layout), take_survivors(layout)
+    repeated = repeats(layout)
 
     @T.inline
     def phase(s, attempt):
@@ -146,11 +160,16 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
                 # Nobody reads the ring again.
                 start(s, s.i[0] + tiling.stages)
             if s.sampling[0] != 0:
-                offer(s)
+                if not repeated or s.sampling[0] == SAMPLE:
+                    offer(s)
             exponentials(s)
             if s.sampling[0] != 0:
-                s.sampling[0] = 0
-                threshold(s)
+                if not repeated or s.sampling[0] == SAMPLE:
+                    s.sampling[0] = 0
+                    threshold(s)
+                else:
+                    s.sampling[0] = 0
+                    s.sum[0] = s.sum_before[0]
             survivors(s, attempt)
             if s.called[0] == T.uint32(0):
                 if not layout.deferred:

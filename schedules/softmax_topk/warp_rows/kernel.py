@@ -11,7 +11,7 @@ from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.words import held_address
 from ..ending import Ending
-from . import bins, bisection, counting, results, row
+from . import bins, bisection, counting, levels, results, row
 from .space import Layout
 from .state import Place, State
 
@@ -103,6 +103,9 @@ def larger_k(layout: Layout) -> Callable[..., Any]:
     bisect = bisection.bisect(layout)
     collect_selected = bisection.collect_selected(layout)
     sort_keys = bisection.sort_keys(layout)
+    order_row = levels.order_row(layout)
+    load_row = row.load_row(layout)
+    place_levels = levels.place_levels(layout)
     write_sorted = bisection.write_sorted(layout)
 
     @T.inline
@@ -113,10 +116,15 @@ def larger_k(layout: Layout) -> Callable[..., Any]:
             fill_bins(io, at, s)
             rank_in_bins(io, at, s)
         else:
-            enclose(io, at, s)
-            bisect(io, at, s)
-            collect_selected(io, at, s)
-            sort_keys(io, at, s)
+            order_row(io, at, s)
+            place_levels(io, at, s)
+            if s.settled[0] == 0:
+                # Its elements' registers had to make room.
+                load_row(io, at, s)
+                enclose(io, at, s)
+                bisect(io, at, s)
+                collect_selected(io, at, s)
+                sort_keys(io, at, s)
             write_sorted(io, at, s)
 
     return find_topk
