@@ -163,7 +163,7 @@ class Headline:
 
 GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
 HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
-QUALITY, DECODING = "shi-xu-knight-figure6-docstrings-lstm-h200", "lsh-decoding-h200"
+QUALITY = "shi-xu-knight-figure6-docstrings-lstm-h200"
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
@@ -664,32 +664,6 @@ def lsh_quality_data() -> str:
     return (
         f"{_where(QUALITY)()} {facts['states'].partition(': ')[2][0].upper()}{facts['states'].partition(': ')[2][1:]}."
     )
-
-
-@part
-def lsh_decoding() -> str:
-    rows = []
-    for row in results(DECODING).rows:
-        hashed = ", ".join(row[name] for name in ("k", "units", "bands", "threshold", "frequent")) if row["k"] else "-"
-        same = (f"{100 * float(row[name]):.1f} %" for name in ("same_continuations", "same_words"))
-        speed = f"{float(row['tokens_per_second']):,.0f}"
-        rows.append([row["head"], hashed, speed, *same, row["log_probability_a_word"], row["lost_a_word"]])
-    names = [
-        "head",
-        "k, units, bands, t, T",
-        "tokens/s",
-        "same continuations",
-        "same words",
-        "log p a word",
-        "lost a word",
-    ]
-    return table(names, rows)
-
-
-@part
-def lsh_decoding_data() -> str:
-    facts = results(DECODING).facts
-    return f"{facts['device']}, PyTorch {facts['torch']}, {facts['date'][:10]}: {facts['decoded']}."
 
 
 def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:

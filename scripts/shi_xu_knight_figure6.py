@@ -108,7 +108,7 @@ def main(
         vocab, width = data.embedding.shape
         path = (csv_path or result_path(f"shi-xu-knight-figure6-{model.stem}", where)).with_suffix(".csv")
         facts = provenance(where) | {
-            "states": f"{model.parent.name}/{model.name}: {vocab} words of {width}; {len(hidden)} states, beam {beam}"
+            "states": f"{model.name}: {vocab} words of {width}; {len(hidden)} states, beam {beam}"
         }
         report = Report(path, facts, COLUMNS)
         step = hidden[:beam].contiguous()
