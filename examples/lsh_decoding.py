@@ -12,6 +12,7 @@ lost: log-probability under the full softmax, which tells whether a shorter list
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import functools
 import importlib.util
@@ -39,6 +40,8 @@ HELD_OUT = 20  # one string of so many is not trained on
 OTHER = 0  # stands for all words beyond the vocabulary
 SPAN = 64  # words that gradients go through
 SAVED = 8192  # hidden states that --save writes
+COLUMNS = ("head", "k", "units", "bands", "threshold", "frequent", "tokens_per_second", "same_continuations",
+           "same_words", "log_probability_a_word", "lost_a_word")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,17 @@ def seconds_of(run: Callable[[], Any], device: str, rounds: int = 5) -> tuple[fl
     return statistics.median(times), how
 
 
+def write_table(path: Path, device: str, what: str, lines: list[tuple[Any, ...]]) -> None:
+    """The table of heads, with the machine, the versions and the date in front."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    with path.open("w", newline="") as file:
+        file.write(f"# device: {name}\n# date: {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
+        file.write(f"# tvm_sparse: {tvm_sparse.__version__}\n# torch: {torch.__version__}\n# decoded: {what}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, in seconds")
@@ -215,6 +229,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=24, help="words of a continuation")
     parser.add_argument("--recall", type=float, nargs="+", help="that LSH heads are fitted to; default: 0.9 and 0.99")
     parser.add_argument("--save", type=Path, help="write output matrix and hidden states, for scripts/, as .npz")
+    parser.add_argument("--csv", type=Path, help="write the table of heads")
     given = parser.parse_args()
     scale = QUICK if given.quick else FULL
     if given.steps:
@@ -249,6 +264,7 @@ def main() -> None:
     print(f"{'head':>10} {'tokens/s':>9} {'same':>6} {'same words':>10} {'log p a word':>12} {'lost a word':>11}")
     expected: torch.Tensor | None = None
     best: dict[str, torch.Tensor] = {}
+    lines: list[tuple[Any, ...]] = []
     for name, head in heads.items():
         one = functools.partial(search, model, head, beam=given.beam, length=given.length)
         found = torch.cat([one(passage)().sequences[:, 0] for passage in passages.split(1)])
@@ -264,7 +280,21 @@ def main() -> None:
             f" {lost:11.4f}"
         )
         best[name] = found
+        own = head.settings
+        chosen = (own.k, own.units, own.bands, own.threshold, own.frequent) if own.threshold else ("",) * 5
+        results = (
+            f"{given.length / seconds:.1f}",
+            f"{same:.4f}",
+            f"{words:.4f}",
+            f"{scores.mean():.4f}",
+            f"{lost:.4f}",
+        )
+        lines.append((name, *chosen, *results))
     print(f"tokens a second: of one sentence, {how}")
+    if given.csv:
+        write_table(
+            given.csv, device, f"{count} passages, beam {given.beam}, {given.length} words, {scale.vocab} known", lines
+        )
     for name, found in best.items():
         print(f"\n{name}: {' '.join(vocabulary[i] for i in passages[0].tolist())} >>>")
         print(f"    {' '.join(vocabulary[i] for i in found[0].tolist())}")

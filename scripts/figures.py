@@ -163,6 +163,7 @@ class Headline:
 
 GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
 HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
+QUALITY = "shi-xu-knight-figure6-docstrings-lstm-h200"
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
@@ -640,6 +641,28 @@ def specvocab_sentence() -> str:
         f" {span(gains.values())} times as long as `candidate_topk`, the gather and product alone {span(logits)} times"
         f" as long as `candidate_logits`; the exact head takes {span(exact)} times as long as `candidate_topk`. The"
         f" rows that the lists name, each once, are read at {listed(parts)} candidates of the card's limit."
+    )
+
+
+@part
+def lsh_quality() -> str:
+    rows = []
+    for row in results(QUALITY).rows:
+        hashed = ", ".join(row[name] for name in ("k", "units", "bands")) if row["k"] else "-"
+        shares = [f"{100 * float(row[name]):.1f} %" for name in ("share", "recall_1", "recall_12")]
+        time = us(float(row["microseconds"])) if row["microseconds"] else "-"
+        series = row["implementation"].split(" ")[0] if row["k"] else row["implementation"]
+        gains = (f"{float(row[name]):.2f}" if row[name] else "-" for name in ("exact_over_this", "torch_over_this"))
+        rows.append([series, hashed, row["frequent"] or "-", row["threshold"] or "-", *shares, time, *gains])
+    names = ["candidates", "k, units, bands", "T", "t", "of the words", "recall@1", "recall@12", "microseconds"]
+    return table([*names, "exact head / this", "PyTorch / this"], rows)
+
+
+@part
+def lsh_quality_data() -> str:
+    facts = results(QUALITY).facts
+    return (
+        f"{_where(QUALITY)()} {facts['states'].partition(': ')[2][0].upper()}{facts['states'].partition(': ')[2][1:]}."
     )
 
 

@@ -53,6 +53,9 @@ COLUMNS = ("tool", "files", "selection", "tests", *OUTCOMES, "errors", "seconds"
 UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT", "TVM_SPARSE_SANITIZE_TAKEN"
 # The tests' own, for the folder that keeps what they build.
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
+# Likewise, for the largest cluster that they sample. In larger ones synccheck finds warps divergent where nothing can
+# diverge: probes/cluster_barriers.cu.
+CLUSTER, LARGEST_CHECKED = "TVM_SPARSE_TEST_CLUSTER", "8"
 UP, OTHERS = "the time is up", "another process has taken it"
 KILLED = "killed: the time was up in a test"
 # Exit statuses: the sanitizer's where it has found something, pytest's where a test failed and where there was none.
@@ -142,6 +145,8 @@ def run(
         told = {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", REPORT: str(report), TAKEN: str(taken)}
         if builds is not None:
             told[BUILDS] = str(builds)
+        if tool == "synccheck":
+            told[CLUSTER] = LARGEST_CHECKED
         if minutes:
             told[UNTIL] = str(time.time() + 60 * minutes)
         logs = (folder / f"log{number}" for number in itertools.count(begun))

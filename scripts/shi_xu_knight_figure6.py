@@ -58,14 +58,15 @@ class Point(NamedTuple):
     numbers: tuple[int, ...]  # k, units, bands; none of TOP
     line: Line
     head: Any  # None for TOP
+    words: np.ndarray | None  # the candidates of the step that is timed; None for TOP
 
 
 def points_of(
-    data: Data, embedding: torch.Tensor, settings: list[tuple[int, int, int]], beam: int, seed: int
+    data: Data, embedding: torch.Tensor, settings: list[tuple[int, int, int]], step: torch.Tensor, seed: int
 ) -> list[Point]:
-    """All settings, and their heads."""
-    vocab, order = len(data.rank), np.argsort(data.rank)
-    found = [Point(TOP, (), line, None) for line in top_only(data, GOALS)]
+    """All settings, and their heads, with room for the candidates of the step that is timed."""
+    vocab, order, beam = len(data.rank), np.argsort(data.rank), len(step)
+    found = [Point(TOP, (), line, None, None) for line in top_only(data, GOALS)]
     for k, units, bands in settings:
         series = f"LSH {k}, {units}, {bands}"
         head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0, seed=seed)
@@ -73,10 +74,12 @@ def points_of(
         for line in reached(data, k, units, bands, frequent, beam, seed, GOALS):
             # Where the T words alone are enough, a threshold that nothing reaches tells nothing of the hash.
             if 0 < line.threshold < bands:
+                own = changed(head, order[: line.frequent], threshold=line.threshold, capacity=vocab)
+                words = candidates_of(own, step)
                 # Of few sizes: each is a kernel of its own.
-                capacity = min(vocab, 1 << (int(line.share * vocab * 1.25) | 255).bit_length())
-                own = changed(head, order[: line.frequent], threshold=line.threshold, capacity=capacity)
-                found.append(Point(series, (k, units, bands), line, own))
+                most = max(int(line.share * vocab * 1.25), len(words))
+                own = changed(own, own.frequent, capacity=min(vocab, 1 << (most | 255).bit_length()))
+                found.append(Point(series, (k, units, bands), line, own, words))
     return found
 
 
@@ -105,11 +108,11 @@ def main(
         vocab, width = data.embedding.shape
         path = (csv_path or result_path(f"shi-xu-knight-figure6-{model.stem}", where)).with_suffix(".csv")
         facts = provenance(where) | {
-            "states": f"{model.parent.name}/{model.name}: {vocab} words of {width}; {len(hidden)} states, beam {beam}"
+            "states": f"{model.name}: {vocab} words of {width}; {len(hidden)} states, beam {beam}"
         }
         report = Report(path, facts, COLUMNS)
-        points = points_of(data, embedding, [parsed(text) for text in setting or SETTINGS], beam, seed)
         step = hidden[:beam].contiguous()
+        points = points_of(data, embedding, [parsed(text) for text in setting or SETTINGS], step, seed)
         order = torch.from_numpy(np.argsort(data.rank).astype(np.int32)).to(where.device)
         axes = {"vocab": vocab, "hidden": width, "k": N, "dtype": dtype}
         problems = [make("head_topk", {"batch": beam, **axes})]
@@ -124,7 +127,7 @@ def main(
                 problems.append(make("candidate_topk", {"lists": 1, "beam": beam, "m": len(words), **axes}))
                 calls[str(number)] = _of_list(step, embedding, words)
             else:
-                words = torch.from_numpy(candidates_of(point.head, step)).to(where.device)
+                words = torch.from_numpy(point.words).to(where.device)
                 problems += problems_of(point.head, beam, N)
                 calls[str(number)] = _of_head(step, point.head)
             checks[str(number)] = top_check(step, embedding, N, words)(OURS)
@@ -139,7 +142,7 @@ def main(
             lines.append([name, "", "", "100.0%", "1.0000", "1.0000", found[name], over(found[EXACT], found[name]),
                           over(found[TORCH], found[name])])  # fmt: skip
         series: dict[str, list[tuple[float, float]]] = {}
-        for number, (name, numbers, line, _) in enumerate(points):
+        for number, (name, numbers, line, *_) in enumerate(points):
             result: Timed = found[str(number)]
             gains = over(found[EXACT], result), over(found[TORCH], result)
             named = dict(zip(("k", "units", "bands"), numbers, strict=False))

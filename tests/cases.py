@@ -33,6 +33,8 @@ MACHINES = {"llvm": cpu(), "cuda": SM90}
 # The environment variable for a folder that keeps what tests of one revision build for a GPU: `scripts/sanitize.py`
 # runs the same tests four times.
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
+# And the one for the largest cluster of the candidates that are sampled, where a tool cannot have larger ones.
+LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
@@ -54,6 +56,10 @@ def sampled(template: Template, problem: Problem, machine: Machine, count: int) 
     """The default, and `count` other points of the space, the same ones in every run."""
     default = template.candidate(template.default(problem, machine))
     others = [c for c in points(problem, machine, {template.name: template.space(problem, machine)}) if c != default]
+    if largest := os.environ.get(LARGEST_CLUSTER):
+        others = [c for c in others if c.values.get("cluster", 1) <= int(largest)]
+        if default.values.get("cluster", 1) > int(largest):
+            default, *others = others
     return [default, *random.Random(f"{template.name} {problem}").sample(others, min(count, len(others)))]
 
 

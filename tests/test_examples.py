@@ -112,7 +112,8 @@ for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: t
 @pytest.mark.timeout(280)
 def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    printed = spawn(tmp_path, sys.executable, EXAMPLES / "lsh_decoding.py", "--quick", "--save", "states.npz")
+    options = ("--quick", "--save", "states.npz", "--csv", "heads.csv")
+    printed = spawn(tmp_path, sys.executable, EXAMPLES / "lsh_decoding.py", *options)
     rows = dict(re.findall(r"^ *(exact|LSH 0.99) +(.*)$", printed, re.MULTILINE))
     assert rows["exact"].split()[1:3] == ["100.0%", "100.0%"], printed
     lost = {name: float(row.split()[-1]) for name, row in rows.items()}
@@ -120,6 +121,8 @@ def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
     assert lost["exact"] == 0 and abs(lost["LSH 0.99"]) < 0.5, printed
     with np.load(tmp_path / "states.npz") as saved:
         assert saved["embedding"].shape == (2000, 64) and saved["hidden"].shape[1] == 64 <= len(saved["hidden"])
+    facts, table = (tmp_path / "heads.csv").read_text().split("head,", 1)
+    assert "# device: CPU" in facts and [line.split(",")[0] for line in table.splitlines()[1:]] == list(rows)
 
 
 @pytest.mark.timeout(280)

@@ -476,6 +476,14 @@ def test_parts_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fleet.cpu_part(dataclasses.replace(cpu(), cores=5), 2).cores == 2
 
 
+@pytest.mark.parametrize(("cores", "seats", "threads"), [(32, 6, "1"), (32, 3, "2"), (128, 3, "10"), (2, 3, "1")])
+def test_references_share_a_quarter_of_the_processors(
+    monkeypatch: pytest.MonkeyPatch, cores: int, seats: int, threads: str
+) -> None:
+    monkeypatch.setattr(fleet.machines, "cpu", lambda: dataclasses.replace(cpu(), cores=cores))
+    assert set(fleet.reference_threads(seats).values()) == {threads}
+
+
 # ---- the search's process -------------------------------------------------------------------------
 
 

@@ -315,6 +315,8 @@ def test_some(number):
     (Path(__file__).parent / str(os.getpid())).touch()
     time.sleep(0.1)
     assert number != 1
+    largest = os.environ.get("TVM_SPARSE_TEST_CLUSTER")
+    (Path(__file__).parent / f"largest cluster {largest}").touch()
     if number == 2:
         pytest.skip("has nothing to do")
 
@@ -341,6 +343,10 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     # Two processes, and one in the place of that whose test failed.
     assert line["messages"] == "Invalid __global__ read of size # (3)" and line["ended"] == "status 99"
     assert len([path for path in tests.parent.iterdir() if path.name.isdigit()]) >= 2
+    # Of synccheck alone, clusters of 16 are left out.
+    run(str(program), "synccheck", [str(tests)], selection="5")
+    told = {path.name for path in tests.parent.iterdir() if path.name.startswith("largest")}
+    assert told == {"largest cluster None", "largest cluster 8"}
     # Whose time is up at once begins no test; what was done counts where the run is killed.
     said = tmp_path / "said"
     line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6, keep=said)
