@@ -842,7 +842,7 @@ def tuning_scaling() -> str:
             f"{facts['device']}, {facts['cores']} cores, load average {facts['load']} at the end, {facts['date'][:10]}"
         )
         head = ("devices", "builders", "trials", "seconds", "times as fast", "busy")
-        parts.append(f"{where}:\n\n{table(head, rows)}")
+        parts.append(f"{where}:\n\n{table(head, rows)}" + (f"\n\n{facts['runs']}" if "runs" in facts else ""))
     return "\n\n".join(parts)
 
 
