@@ -2,7 +2,7 @@
 
 Which one is quickest depends on how many keys there are. Counting compares every key with every other: for a few. Bins
 that are linear in the value leave only the keys of one bin to be compared: for many, unless ties or an outlier crowd a
-bin. A bitonic sort takes longest and never fails.
+bin. Of ties the bins are divided once more, by the index. A bitonic sort takes longest and never fails.
 
 A phase is made for static extents and called with a state: any object that has the buffers which its head names.
 """
@@ -225,7 +225,8 @@ def refine_bins(threads: int, bins: int, columns: int) -> Callable[..., Any]:
 
     Reads: what `rank_in_bins` has left in `counts`, `heads`, `bin_totals`; `keys`, `size`, which is below 2^16,
         `threshold`, `equals_until`, `largest`, `bins_per_index`; flag[1], which comes as 0.
-    Writes: `slot`, 0 if bins are fine now; `nexts` with a key's bin; `counts`, `heads` and flag[0] as 0; `pivot` is lost.
+    Writes: `slot`, 0 if bins are fine now; `nexts` with a key's bin; `counts`, `heads` and flag[0] as 0; `pivot` as
+        scratch.
     Barriers: one, in its midst.
     """
     each_bins = bins_of_thread(threads, bins)

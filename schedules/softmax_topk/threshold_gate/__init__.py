@@ -13,7 +13,7 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     and compares the largest element with the threshold.
     -   The *first threshold* comes from a sample (`sample`): the first tile, whose vectors are spread over all of the
         row. The sample's maximum is the reference of the exponentials, so that the sum is never rescaled. A threshold
-        is a value and a column, so that rows of equal elements pass it no more often than others.
+        is a value and a column, so that rows of few distinct elements pass it no more often than others.
     -   Survivors are pushed (`survivors.push_survivors`), or their tile is only marked (`deferred.mark_tile`, by the
         decision `deferred`) and searched when the row is through, which holds up no warp in the midst of the stream.
     -   If the buffer is full, all warps meet for a *compaction* (`survivors.compact`): radix selection cuts the buffer
@@ -27,8 +27,8 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     threshold and the row's true maximum.
 6.  **Complete** with elements at minus infinity, if fewer than k are above it (`rank.fill_up`).
 7.  **Rank the survivors** (`rank.rank_survivors`): a few by counting, every one against every other; more in bins that
-    are linear in the value; and by radix selection and a bitonic sort where many share a bin. Values and indices are
-    written as they are ranked.
+    are linear in the value, and where ties crowd one in its parts by the index; and by radix selection and a bitonic
+    sort where many share a bin even so. Values and indices are written as they are ranked.
 8.  **Write the given columns** (`rank.write_given_columns`), if the problem has any.
 
 With `prefetch` a block that is through with its row has the first tile of the row that will come into its place brought

@@ -24,10 +24,10 @@ COUNTED_SURVIVORS = 64
 MIN_BINS, MAX_BINS = 256, 1024
 # Threads at most that share the ranking of one key.
 RANKERS = 8
-# Above it and up to this k, survivors are counted if they are few: if it takes a thread so many comparisons, which are
-# done sooner than the barriers of bins. (Of k = 50, 94 survive a sample that is the whole row: as long either way.)
-COUNTED_IF_FEW, FEW_COMPARISONS = 32, 16
-# The same where bins have failed; beyond, sorting is quicker.
+# Above it and up to this k, survivors are counted if they are few: if all are ranked in one step. That takes less time
+# than the barriers of bins, and two steps take more. Of a larger k there are seldom so few.
+COUNTED_IF_FEW = 32
+# Comparisons a thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
 COMPARISONS = 512
 # Above this k ranked keys go through shared memory, so that neighbouring threads write neighbours in the output.
 STAGED = 64
@@ -438,8 +438,8 @@ class Layout:
         """Survivors that are ranked by counting at once: a few a thread; 0 if that never pays."""
         if self.counted:
             return 4 * self.tiling.threads // self.rankers
-        few = isqrt(FEW_COMPARISONS * self.tiling.threads)
-        return few if self.k < few and self.k <= COUNTED_IF_FEW else 0
+        step = self.tiling.threads // self.rankers
+        return step if self.k < step and self.k <= COUNTED_IF_FEW else 0
 
     @cached_property
     def crowded_countable(self) -> int:

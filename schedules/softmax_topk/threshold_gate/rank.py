@@ -162,8 +162,8 @@ def sort_best(layout: Layout) -> Callable[..., Any]:
 def rank_survivors(layout: Layout) -> Callable[..., Any]:
     """The k best survivors, in order, to the outputs. The phase is (s); `size` is k or more, after a barrier.
 
-    A few are ranked by counting; others in bins, or in finer ones where ties crowd a bin; and those that crowd a bin even
-    so by counting again, if they are few enough, or by selection and a bitonic sort.
+    A few are ranked by counting; others in bins, or in finer ones where ties crowd a bin; what crowds even these, by
+    counting again, if they are few enough, or by selection and a bitonic sort.
 
     Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`, what `place_in_output` reads, and bins that are 0.
     Writes: the outputs.

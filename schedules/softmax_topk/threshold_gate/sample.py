@@ -32,7 +32,7 @@ from ...device.selection import (
 from .layout import MORE_EQUALS, SPARE_EQUALS, Layout
 from .state import EQUALS, folded
 
-# A tile has at most 1024 threads of 32 elements, not all of them above the threshold: so many bits hold a number of them.
+# A tile has at most 1024 threads of 32 elements, not all of them above the threshold: so many bits hold their number.
 COUNT_BITS = 16
 # By so many standard deviations may what a sample counts exceed what the rest of the row has.
 DEVIATIONS = 3
@@ -112,7 +112,7 @@ def refer_to_sample(s):
 def combine_samples(layout: Layout) -> Callable[..., Any]:
     """From the warps' parts of the sample to the block's. The phase is (s).
 
-    Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`, and
+    Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`,
         `top`.
     Writes: `ranked`, the order of the threshold, and `sample_top`, of the largest; `need`, not 0 if many of the sample
         are equal to the threshold; `floor` is lost.

@@ -15,13 +15,15 @@ largest (the cut). Elements up to the cut become keys, each in its bin's range o
 with the keys of their own bin.
 
 **When that fails.** Equal values, outliers and infinities can leave too many keys: too many elements at the threshold,
-or a crowded bin. Then the k-th largest is found by bisection. Values are compared as integers that order alike, and an
-interval that encloses the k-th largest is halved until no more elements lie above its lower end than there is room for.
-If it shrinks to one value, that is the k-th largest, and of the elements equal to it the first columns are taken. For
-larger k the keys are then put in order by a bitonic sort.
+or a crowded bin. For larger k a row's values are then gone through one after another, the largest first, as long as
+they are few, and votes of the lanes tell the place of every element that has one. Else the k-th largest is found by
+bisection. Values are compared as integers that order alike, and an interval that encloses the k-th largest is halved
+until no more elements lie above its lower end than there is room for. If it shrinks to one value, that is the k-th
+largest, and of the elements equal to it the first columns are taken. For larger k the keys are then put in order by a
+bitonic sort.
 
 The files: `space` has the decisions and the extents that follow from them; `kernel` the kernel as a sequence of phases;
-`row`, `counting`, `bins`, `bisection` and `results` these phases; `state` what they share.
+`row`, `counting`, `bins`, `levels`, `bisection` and `results` these phases; `state` what they share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where ties crowd a bin: the row's distinct values one after another, the largest first, and the columns that have it."""
+"""Where ties crowd a bin: the row's distinct values, the largest first, and the columns that have them."""
 
 from __future__ import annotations
 
