@@ -588,7 +588,7 @@ def head_sentence() -> str:
     shares = [100 * head_share(key, "head_topk") for key in found]
     added = [times[CHAIN] - times["product"] for key, times in found.items() if key[-1] != "float32"]
     missing = [
-        f"At {of_shape([row[c] for c in OF_HEAD])} it has no time, as its result did not pass the check: {row['note']}."
+        f"At {of_shape([row[c] for c in OF_HEAD])} it has no time: {row['note']}."
         for row in results(HEAD).rows
         if row["implementation"] == "head_topk" and not row["microseconds"]
     ]
