@@ -37,7 +37,10 @@ DECISIONS: Mapping[str, str] = {
     "vectors": "16-byte vectors that a thread loads, and then works on, together.",
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together.",
-    "stages": "Tiles in shared memory: one in use, the others on their way; with 0 operands are read where they lie.",
+    "stages": (
+        "Tiles, or parts of tiles, in shared memory: one in use, the others on their way; with 0 operands are read"
+        " where they lie."
+    ),
     "registers": (
         "Entries of a row of the weight that a thread keeps in registers, for all steps of a recurrent layer; of a tile"
         " of it: vectors of two of its rows."
@@ -58,6 +61,7 @@ DECISIONS: Mapping[str, str] = {
     "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
+    "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
     "kept": "1: exponentials are kept, and scaled in the end; 0: they are taken again.",
     # CPU.
@@ -93,11 +97,18 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     **dict.fromkeys(("row_scan", "block_rows", "softmax_rows", "logsumexp_rows"), {"lanes": "simd"}),
 }
 
+# Decisions that came later, at the values that mean the programs of before: by template, behind those that there were.
+ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
+    ("head_tiles", "candidate_tiles", "candidate_tiles_product"), {"prefetch": 0, "stages": 0, "direct": 0}
+)
+
 
 def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Decisions as records hold them, under the names that they have now. Those of now stay as they are."""
+    """Decisions as records hold them, under the names that they have now, and those that came later. Those of now stay
+    as they are."""
     rules, found = RENAMED.get(template, {}), []
     for name, value in decisions:
         rule = rules.get(name, name)
         found += [(rule, value)] if isinstance(rule, str) else list(rule[value].items())
-    return tuple(found)
+    known = {name for name, _ in found}
+    return tuple(found + [(name, value) for name, value in ADDED.get(template, {}).items() if name not in known])

@@ -31,11 +31,12 @@ import typer
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Argument, Problem
 from tvm_sparse.core.template import NotApplicable, Template
 from tvm_sparse.records import Log
 from tvm_sparse.records.space import read as read_space
-from tvm_sparse.schedules.vocabulary import DECISIONS
+from tvm_sparse.schedules.vocabulary import DECISIONS, renamed
 from tvm_sparse.tuning.strategies import DEFAULT
 
 ROOT = Path(__file__).parent.parent
@@ -681,7 +682,10 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
             axes = [f.name for f in dataclasses.fields(registry.find(operator).problem) if f.name in given]
             problem = registry.parse(f"{operator}/{','.join(f'{axis}={given[axis]}' for axis in axes)}")
             decisions, _, origin = row["kernel"].rpartition(" (")
-            yield name, problem, decisions, origin.rstrip(")")
+            run = Candidate.parse(decisions)
+            # Under the names of now, and with what came later.
+            run = dataclasses.replace(run, decisions=renamed(run.template, run.decisions))
+            yield name, problem, str(run), origin.rstrip(")")
 
 
 OUTPUT_LAYER = (
@@ -842,7 +846,7 @@ def tuning_scaling() -> str:
             f"{facts['device']}, {facts['cores']} cores, load average {facts['load']} at the end, {facts['date'][:10]}"
         )
         head = ("devices", "builders", "trials", "seconds", "times as fast", "busy")
-        parts.append(f"{where}:\n\n{table(head, rows)}")
+        parts.append(f"{where}:\n\n{table(head, rows)}" + (f"\n\n{facts['runs']}" if "runs" in facts else ""))
     return "\n\n".join(parts)
 
 

@@ -65,7 +65,7 @@ def contenders(states: torch.Tensor, embedding: torch.Tensor, k: int) -> tuple[d
         TORCH: torch_full(states, embedding, k),
     }
     check = top_check(states, embedding, k)
-    ours, peers = bounds(states)
+    ours, peers = bounds(states, embedding, k)
     return calls, {HEAD: check(ours), CHAIN: check(peers), TORCH: check(peers)}
 
 

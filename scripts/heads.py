@@ -27,7 +27,8 @@ from tvm_sparse.core.problem import Mismatch, Problem
 from tvm_sparse.core.registry import make
 from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import pack_bits
-from tvm_sparse.operators.head_topk.call import FUSED_ROWS
+from tvm_sparse.operators.head_topk.call import KERNEL, way
+from tvm_sparse.runtime import arrays
 
 Call = Callable[[], Any]
 Check = Callable[[Any], None]
@@ -194,10 +195,13 @@ def top_check(
     return within
 
 
-def bounds(states: torch.Tensor) -> tuple[float, float]:
-    """What probabilities may be off, of the exact head and of peers. Many rows go through torch's product in both."""
+def bounds(states: torch.Tensor, embedding: torch.Tensor, n: int) -> tuple[float, float]:
+    """What probabilities may be off, of the exact head and of peers. With many rows, and where a record says that it is
+    faster, the head goes through torch's product as well."""
     peers = OURS if states.dtype == torch.float32 else ROUNDED
-    return (OURS if len(states) <= FUSED_ROWS else peers), peers
+    known = arrays.facts("hidden", states)
+    taken = way((len(states), len(embedding), states.shape[1], n, known.dtype), known)
+    return (OURS if taken == KERNEL else peers), peers
 
 
 def by_lists(head: Any, hidden: torch.Tensor, n: int) -> Call:
@@ -232,7 +236,7 @@ def step_contenders(
         TORCH_GATHERED: torch_gathered(states, embedding, words, n),
     }
     of_all, of_list = (top_check(states, embedding, n, some) for some in (None, words))
-    exact, rounded = bounds(states)
+    exact, rounded = bounds(states, embedding, n)
     return calls, {
         LSH: of_list(OURS), LISTS: of_list(OURS), EXACT: of_all(exact), CHAIN: of_all(rounded), TORCH: of_all(rounded),
         TORCH_GATHERED: of_list(rounded),

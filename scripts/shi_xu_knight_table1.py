@@ -151,7 +151,7 @@ def main(
             check = top_check(states, embedding, beam)
             words = torch.from_numpy(candidates_of(lsh, states)).to(where.device)
             counts = len(words)
-            exact, peers = bounds(states)
+            exact, peers = bounds(states, embedding, beam)
             ours = {EXACT: check(exact), LSH: top_check(states, embedding, beam, words)(OURS)}
             rounded = check(peers)
             checks = {f"{name}: {SOFTMAX}": of_logarithms(ours.get(name, rounded)) for name in outputs}

@@ -586,6 +586,110 @@ def test_wait_for_an_mbarrier_may_fail():
     assert {(0, -1), (1, 1)} <= found <= {(0, -1), (0, 1), (1, 1)}
 
 
+# ---- bulk copies from global memory ------------------------------------------------------------
+
+bulk_load = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
+bulk_prefetch = T.ptx.cp.async_.bulk.prefetch.L2.global_
+
+# What is done wrong, by what is to be found.
+RING_FAULTS = {
+    "none": "",
+    "hinted": "",
+    "no wait": "data race|completes without .* bulk copies in flight",
+    "too few bytes": "phase 0 of the mbarrier .* completes without 1 bulk copies in flight, whose bytes",
+    "in use": "data race: a bulk copy writes what another read",
+    "past the source": "past the end",
+    "misaligned source": "misaligned cp.async.bulk",
+    "odd size": "cp.async.bulk of 24 bytes, which is no multiple of 16",
+    "no wait at exit": "the block exits with .* bulk copies in flight|exits with no wait for phase",
+    "prefetch of nothing": "past the end",
+    "prefetch of half a vector": "no whole vectors",
+}
+
+
+@functools.cache
+def ring():
+    """Y = 2 X by a warp, whose lanes bring a row of 8 floats each: 4 tiles through 2 stages, as `tiles` has them."""
+    of = {fault: i for i, fault in enumerate(RING_FAULTS)}
+
+    @T.prim_func
+    def func(X: T.Buffer((4, 32, 8), "float32"), Y: T.Buffer((4, 32, 8), "float32"), fault: T.int32):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        s = T.alloc_buffer([2, 32, 12], "float32", scope="shared.dyn")
+        full = T.alloc_shared([2], "uint64")
+        done = T.alloc_local([1], "uint32")
+        policy = T.alloc_local([1], "uint64")
+        if t == 0:
+            for i in T.serial(2):
+                T.ptx.mbarrier.init.shared__cta.b64(full.ptr_to([i]), T.uint32(1))
+            T.ptx.fence.mbarrier_init.release.cluster()
+            bulk_prefetch(
+                X.ptr_to([0, 0, 0]),
+                T.if_then_else(
+                    fault == of["prefetch of nothing"],
+                    T.uint32(4112),
+                    T.if_then_else(fault == of["prefetch of half a vector"], T.uint32(24), T.uint32(4096)),
+                ),
+            )
+        T.ptx.createpolicy.fractional.L2__evict_first.b64(policy[0])
+        T.cuda.warp_sync()
+        for i in T.serial(6):
+            if i >= 2:
+                done[0] = T.Cast("uint32", fault == of["no wait"])
+                if fault == of["no wait at exit"] and i == 5:
+                    done[0] = T.uint32(1)
+                while done[0] == T.uint32(0):
+                    try_wait(done[0], full.ptr_to([i % 2]), T.Cast("uint32", (i - 2) // 2 % 2))
+                if fault != of["no wait at exit"] or i < 5:
+                    # The neighbour's row.
+                    for j in T.serial(8):
+                        Y[i - 2, (t + 1) % 32, j] = s[i % 2, (t + 1) % 32, j] * T.float32(2)
+            if i < 4:
+                if t == 0:
+                    arrive_expecting(
+                        full.ptr_to([i % 2]),
+                        T.if_then_else(fault == of["too few bytes"], T.uint32(992), T.uint32(1024)),
+                    )
+                if fault != of["in use"]:
+                    T.cuda.warp_sync()
+                if fault == of["past the source"] and i == 3:
+                    bulk_load(s.ptr_to([i % 2, t, 0]), X.ptr_to([i, t, 4]), T.uint32(32), full.ptr_to([i % 2]))
+                elif fault == of["misaligned source"]:
+                    bulk_load(s.ptr_to([i % 2, t, 0]), X.ptr_to([i, t, 1]), T.uint32(16), full.ptr_to([i % 2]))
+                elif fault == of["odd size"]:
+                    bulk_load(s.ptr_to([i % 2, t, 0]), X.ptr_to([i, t, 0]), T.uint32(24), full.ptr_to([i % 2]))
+                elif fault == of["hinted"]:
+                    bulk_load.L2__cache_hint(
+                        s.ptr_to([i % 2, t, 0]), X.ptr_to([i, t, 0]), T.uint32(32), full.ptr_to([i % 2]), policy[0]
+                    )
+                else:
+                    bulk_load(s.ptr_to([i % 2, t, 0]), X.ptr_to([i, t, 0]), T.uint32(32), full.ptr_to([i % 2]))
+
+    return func
+
+
+def run_ring(fault, seed):
+    x, y = RNG.standard_normal((4, 32, 8)).astype("float32"), np.zeros((4, 32, 8), "float32")
+    run_tirx(ring(), [x, y, list(RING_FAULTS).index(fault)], seed=seed)
+    return x, y
+
+
+@pytest.mark.parametrize("fault", ["none", "hinted"])
+def test_ring_of_bulk_copies_from_global_memory(fault):
+    for seed in range(4):
+        x, y = run_ring(fault, seed)
+        np.testing.assert_array_equal(y, 2 * x)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in RING_FAULTS if RING_FAULTS[fault]])
+def test_faulty_ring(fault):
+    for seed in range(3):
+        with pytest.raises(EmulationError, match=RING_FAULTS[fault]):
+            run_ring(fault, seed)
+
+
 # ---- wrong kernels -----------------------------------------------------------------------------
 
 
@@ -766,12 +870,18 @@ def overlapping(early, blocks=6, attributes=("tirx.use_programtic_dependent_laun
         b = T.cta_id([blocks])
         t = T.thread_id([64])
         s = T.alloc_shared([64, 4], "float32")
+        full = T.alloc_shared([64], "uint64")
         x = T.alloc_local([1], "float32")
+        done = T.alloc_local([1], "uint32")
         if early == "load":
             T.ptx.ld.global_.f32(x[0], X.ptr_to([0]))
         if early == "copy":
             T.ptx.cp.async_.cg.shared.global_(s.ptr_to([t, 0]), X.ptr_to([0]), 16)
             T.ptx.cp.async_.commit_group()
+        if early == "bulk copy":
+            T.ptx.mbarrier.init.shared__cta.b64(full.ptr_to([t]), T.uint32(1))
+            arrive_expecting(full.ptr_to([t]), T.uint32(16))
+            bulk_load(s.ptr_to([t, 0]), X.ptr_to([0]), T.uint32(16), full.ptr_to([t]))
         if early == "store":
             Y[b, t] = T.float32(1)
         T.ptx.griddepcontrol.launch_dependents()
@@ -779,7 +889,12 @@ def overlapping(early, blocks=6, attributes=("tirx.use_programtic_dependent_laun
         if early == "copy":
             T.ptx.cp.async_.wait_group(0)
             x[0] = s[t, 0]
-        if early != "load" and early != "copy":
+        if early == "bulk copy":
+            done[0] = T.uint32(0)
+            while done[0] == T.uint32(0):
+                try_wait(done[0], full.ptr_to([t]), T.uint32(0))
+            x[0] = s[t, 0]
+        if early not in ("load", "copy", "bulk copy"):
             T.ptx.ld.global_.f32(x[0], X.ptr_to([0]))
         if early != "store":
             Y[b, t] = x[0]
@@ -794,7 +909,7 @@ def run_stale(func, seed=0, blocks=6):
     return y
 
 
-@pytest.mark.parametrize("early", ["load", "copy"])
+@pytest.mark.parametrize("early", ["load", "copy", "bulk copy"])
 def test_what_is_read_before_the_wait_is_stale_for_some_threads(early):
     results = np.concatenate([run_stale(overlapping(early), seed) for seed in range(4)])
     assert {*results.flat} == {1, 9}

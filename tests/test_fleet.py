@@ -481,7 +481,7 @@ def test_references_share_a_quarter_of_the_processors(
     monkeypatch: pytest.MonkeyPatch, cores: int, seats: int, threads: str
 ) -> None:
     monkeypatch.setattr(fleet.machines, "cpu", lambda: dataclasses.replace(cpu(), cores=cores))
-    assert set(fleet.reference_threads(seats).values()) == {threads}
+    assert set(fleet.few_threads(seats).values()) == {threads}
 
 
 # ---- the search's process -------------------------------------------------------------------------

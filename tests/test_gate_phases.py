@@ -1050,6 +1050,7 @@ def test_sorted_whatever_they_are(k: int, size: int, threads: int) -> None:
     ("k", "size", "threads"),
     [
         (5, 300, 64),  # too many to be counted at once
+        (20, 60, 512),  # few enough to be counted in the place of bins
         (50, 120, 128),  # in bins, and written from there
         (100, 300, 64),  # through shared memory
     ],

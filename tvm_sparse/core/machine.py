@@ -139,9 +139,13 @@ def cpu() -> Machine:
 def default_builders(gpus: int = 0) -> int:
     """How many processes compile at once unless told otherwise: one a core, 16 at most, or 16 a GPU.
 
-    Each GPU leaves three cores: to the process that measures on it meanwhile, and to others that prepare and search.
+    A GPU leaves three cores: to the process that measures on it meanwhile, and to others that prepare and search. With
+    several, half of the cores build, less one a GPU: two H200s tuned faster beside 14 processes of 32 cores than
+    beside 26.
     """
-    return min(max(1, cpu().cores - 3 * gpus), 16 * max(1, gpus))
+    cores = cpu().cores
+    free = cores - 3 * gpus if gpus < 2 else cores // 2 - gpus
+    return min(max(1, free), 16 * max(1, gpus))
 
 
 @functools.cache

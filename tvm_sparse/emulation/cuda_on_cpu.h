@@ -211,6 +211,7 @@ void mbarrier_init(char* place, uint32_t count);
 void mbarrier_arrive(char* place, uint32_t bytes);
 bool mbarrier_wait(int line, char* place, uint32_t parity);
 void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier);
+void bulk_prefetch(const char* src, uint32_t size);
 inline Thread& self() { return *machine.current; }
 inline unsigned cluster_size() {
   return machine.cluster.x * machine.cluster.y * machine.cluster.z;
@@ -255,6 +256,7 @@ struct Flight {
   size_t size;
   Mbarrier* mbarrier;
   Block* sender;
+  std::vector<char> taken;  // of global memory, what was there when the copy was issued
 };
 static std::vector<Flight> flights;
 static unsigned patience;  // the steps of threads that a bulk copy takes, on average
@@ -1148,7 +1150,8 @@ static char* whereabouts(const Block* b, char* place) {
 }
 
 // Until it is performed, what it will write is poisoned, and from now on nobody's who has not waited. It
-// comes after all that its thread has done and knows, so who waits for it knows that, too.
+// comes after all that its thread has done and knows, so who waits for it knows that, too. It reads the block's
+// shared memory when it is performed, and global memory, which another kernel may still write, at once.
 void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
   const char* op = "cp.async.bulk";
   void* pc = __builtin_return_address(0);
@@ -1161,7 +1164,7 @@ void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
   if (uintptr_t(dst) % 16 || uintptr_t(src) % 16) fail("misaligned %s", op);
   Region *from = find_region((char*)src, size), *to = find_region(dst, size);
   if (!from) report_out_of_bounds((char*)src, size, pc);
-  if (from->owner != t.block) fail("%s from %s, not from the block's shared memory", op, from->name);
+  if (from->owner && from->owner != t.block) fail("%s from %s, not from the block's shared memory", op, from->name);
   if (!to) fail("%s of %u bytes to what is not all shared memory, code+0x%lx", op, size, code_offset(pc));
   if (to->owner != m.block) fail("%s to %s, which is not where %s is", op, to->name, describe(m).c_str());
   refuse_mbarriers(*from, (char*)src, size, pc);
@@ -1169,8 +1172,10 @@ void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
   look_for_races(*from, (char*)src, size, false, false, now, pc);
   look_for_races(*to, dst, size, true, true, now, pc);
   memset(dst, 0xFF, size);
-  t.block->touched = std::max(t.block->touched, t.arrived + 1);
-  t.block->touched_at = pc;
+  if (from->owner) {
+    t.block->touched = std::max(t.block->touched, t.arrived + 1);
+    t.block->touched_at = pc;
+  }
   m.in_flight++;
   m.copied = m.phase;
   release(t, m.gathering);
@@ -1178,16 +1183,25 @@ void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
     unsigned threads = cluster_threads(*m.block), of_these[] = {2, 2 * threads, 32 * threads};
     patience = of_these[random_number() % 3];
   }
-  flights.push_back({home(dst), home((char*)src), size, &m, t.block});
+  flights.push_back({home(dst), home((char*)src), size, &m, t.block, {}});
+  if (!from->owner) flights.back().taken.assign(src, src + size);
   yield_point();
+}
+
+// A hint, but one that should be about something.
+void bulk_prefetch(const char* src, uint32_t size) {
+  void* pc = __builtin_return_address(0);
+  if (size % 16 || uintptr_t(src) % 16) fail("cp.async.bulk.prefetch of %u bytes from %p: no whole vectors", size, src);
+  if (!find_region((char*)src, size)) report_out_of_bounds((char*)src, size, pc);
 }
 
 static void perform(size_t index) {
   std::swap(flights[index], flights.back());
-  Flight flight = flights.back();
+  Flight flight = std::move(flights.back());
   flights.pop_back();
   Mbarrier& m = *flight.mbarrier;
-  memcpy(whereabouts(m.block, flight.destination), whereabouts(flight.sender, flight.source), flight.size);
+  const char* source = flight.taken.empty() ? whereabouts(flight.sender, flight.source) : flight.taken.data();
+  memcpy(whereabouts(m.block, flight.destination), source, flight.size);
   m.in_flight--;
   add_bytes(m, -int64_t(flight.size));
   complete(m);

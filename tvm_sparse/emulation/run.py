@@ -639,6 +639,14 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         to, barrier_there = (f"cuda_on_cpu::ptx::in_cluster({_address(ops[i])})" for i in (0, 3))
         source = f"cuda_on_cpu::ptx::in_block({_address(ops[1])})"
         return f"cuda_on_cpu::bulk_copy({to}, {source}, {ops[2]}, {barrier_there});"
+    if re.fullmatch(
+        r"cp\.async\.bulk\.shared::(cluster|cta)\.global\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?", opcode
+    ):
+        to, source, barrier_there = (f"cuda_on_cpu::ptx::in_block({_address(ops[i])})" for i in (0, 1, 3))
+        return f"cuda_on_cpu::bulk_copy({to}, {source}, {ops[2]}, {barrier_there});"
+    if re.fullmatch(r"cp\.async\.bulk\.prefetch\.L2\.global(\.L2::cache_hint)?", opcode):
+        # No more than a hint, but one that should be about something.
+        return f"cuda_on_cpu::bulk_prefetch(cuda_on_cpu::ptx::in_block({_address(ops[0])}), {ops[1]});"
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
     if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):

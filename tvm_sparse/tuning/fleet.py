@@ -493,9 +493,9 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
         there, so that no part disturbs another one.
     """
     if machine.kind == "cuda":
-        pool = Pool(builders, BUILD_WORKER, name="build")
+        few = few_threads(len(gpus) * GPU_SEATS)
+        pool = Pool(builders, BUILD_WORKER, env=few, name="build")
         all_gpus, names = machines.gpus(), machines.visible_gpus()
-        few = reference_threads(len(gpus) * GPU_SEATS)
         return Fleet(
             [
                 Device(
@@ -528,11 +528,11 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
     )
 
 
-def reference_threads(seats: int) -> dict[str, str]:
-    """Variables by which the processes of so many seats have threads for a quarter of the processors together.
+def few_threads(seats: int) -> dict[str, str]:
+    """Variables by which processes that measure on so many seats have threads for a quarter of the processors together.
 
     NumPy's matrix products, of which references are made, else have a thread a processor in each process, which go on
-    spinning when they are through: two GPUs of one host then tune 1.5 times as fast as one, and not twice.
+    spinning when they are through.
     """
     threads = str(max(1, machines.cpu().cores // (4 * seats)))
     return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)

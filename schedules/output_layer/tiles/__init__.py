@@ -14,6 +14,12 @@ further ahead.
 Where a tile is shared by one warp alone (`reduce_warps` of 1) a block has `tiles` of them in hand at a time. Its warps
 then meet at no barrier.
 
+**With `stages`** words do not go to registers first: each warp has a ring in shared memory, which bulk copies fill, one
+a row of a tile (see `ring`). As many bytes are on their way as shared memory holds, and no shuffles part them. Where
+hidden states are in registers, warps that share a tile then read nothing but words. The first tiles of a vocabulary may
+be on their way to the L2 cache before the producer kernel is done (`prefetch`): in a graph of calls, while the second
+kernel of the call before has little to read.
+
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
 h h' + h l' + l h', which leaves out some 2^-22 of it.
 
@@ -25,7 +31,8 @@ among the k best and its tile is not among these, there are k better words. So a
 tiles, reads their scores again, k * tile_n of them, and finds the k best words. Both times it is the same selection:
 the k-th largest of the maxima of groups of threads is a bound below which nothing counts; what reaches it is ranked by
 counting. Keys are unique (see `device.selection`), so that the result does not depend on who comes first, and no input
-makes the selection fail.
+makes the selection fail. With `direct` all scores of a short list are searched in this way, which saves a trip to
+memory, and the first kernel has nothing to tell but scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The second kernel of `tiles`: a block a row finds the best words of the best tiles.
+"""The second kernel of `tiles`: a block a row finds the best words, of the best tiles or of all.
 
 begin_search    of tiles, then of words: what each thread looks at first is loaded
 load_pairs      maxima and sums of exponentials of the first kernel's blocks
@@ -6,6 +6,11 @@ select          of tiles, then of words: the k best
 join_pairs      the row's maximum and sum of exponentials
 write_absent    what stands where there are no words left
 write_asked     the probabilities of words that were asked for
+
+With `direct`, a list so short that its scores are all looked at, no tiles are searched and no pairs joined:
+
+begin_search    of all words
+select          the k best; between its barriers `sum_scores` has the row's sum of exponentials
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
-from ...device.selection import FULL_WARP, join_key, key_bits, key_index, key_value, order_bits
+from ...device.selection import FULL_WARP, bits_value, join_key, key_bits, key_index, key_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from .space import Extents
 from .words import count_words, find_word
@@ -32,8 +37,6 @@ load_float = T.ptx.ld.global_.f32
 load_pair = T.ptx.ld.global_.v2.f32
 load_long = T.ptx.ld.global_.s64
 LOWEST = T.min_value("float32")
-# Loads of a thread that are in flight together.
-LOADS = 4
 
 
 @dataclass
@@ -48,8 +51,8 @@ class State(Buffers):
         Of the list.
     m, d, top
         Maximum and sum of exponentials: a thread's, then the row's.
-    best, other
-        A thread's best key, and another one.
+    best
+        A thread's best key, or another one.
     bits, value, pair, place, rank, wanted
         Registers for what is loaded and counted.
     bound
@@ -74,7 +77,7 @@ class State(Buffers):
     d: Any = local("float32")
     top: Any = local("float32")
     best: Any = local("uint64")
-    bits: Any = local("uint32", LOADS)
+    bits: Any = local("uint32", lambda e: e.loads)
     value: Any = local("float32")
     pair: Any = local("float32", 2)
     place: Any = local("int32")
@@ -181,10 +184,57 @@ def begin_search(e: Extents, search: Search) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s):
-        for j in T.unroll(LOADS):
+        for j in T.unroll(e.loads):
             s.bits[j] = T.uint32(0)
             if j * e.threads + s.t < search.most:
                 search.load(io, s, j * e.threads + s.t, j)
+
+    return phase
+
+
+def exponentials(e: Extents) -> Callable[..., Any]:
+    """What a warp's scores add to the row's sum of exponentials; the phase is (s, size, factor).
+
+    Reads: `maxima`, `held`.
+    Writes: `top`, of the row; `pairs`, the warp's sum; `best` is lost.
+    Barriers: none. The next one makes the sum visible.
+    """
+    lanes = e.threads // e.groups
+
+    @T.inline
+    def phase(s, size, factor):
+        s.best[0] = T.uint64(0)
+        for j in T.serial(e.groups // lanes):
+            s.best[0] = T.max(s.best[0], s.maxima[j * lanes + s.t % lanes])
+        for b in T.unroll(min(lanes, 32).bit_length() - 1):
+            s.best[0] = T.max(
+                s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+        # Not below the lowest number: the difference of two infinities would be NaN.
+        s.top[0] = T.Select(s.best[0] == T.uint64(0), LOWEST, T.max(key_value(s.best[0]), LOWEST))
+        s.d[0] = T.float32(0)
+        for i in T.serial((size - s.t + (e.threads - 1)) // e.threads):
+            s.d[0] = s.d[0] + T.exp2((bits_value(s.held[i * e.threads + s.t]) - s.top[0]) * factor)
+        for b in T.unroll(5):
+            s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+        if s.t % 32 == 0:
+            s.pairs[s.t // 32] = s.d[0]
+
+    return phase
+
+
+def add_up(e: Extents) -> Callable[..., Any]:
+    """Reads: `pairs`, `top`. Writes: `d`, of the row, in the first warp, and behind `pairs`; the normaliser.
+    Barriers: none. The next one makes the sum visible. The phase is (io, s)."""
+
+    @T.inline
+    def phase(io, s):
+        if s.t < 32:
+            s.d[0] = T.Select(s.t < e.threads // 32, s.pairs[s.t], T.float32(0))
+            for b in T.unroll(5):
+                s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            if s.t == 0:
+                s.pairs[32] = s.d[0]
+                T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
 
     return phase
 
@@ -193,9 +243,10 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
     """Place the k best of `size` keys; the phase is (io, s, size, factor).
 
     Reads: `bits`, from `begin_search`.
-    Writes: `held`, `maxima`, `bound`, `keys`, `count`.
+    Writes: `held`, `maxima`, `bound`, `keys`, `count`; of all words also `top` and `d` of the row, the normaliser.
     Barriers: several; ends with one.
     """
+    weigh, total = exponentials(e), add_up(e)
     threads, lanes = e.threads, e.threads // e.groups
     # Threads that compare a key with the others.
     rankers = 16
@@ -211,14 +262,14 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, size, factor):
         s.best[0] = T.uint64(0)
-        for j in T.unroll(LOADS):
+        for j in T.unroll(e.loads):
             hold(s, j * threads + s.t, j, size)
-        for i in T.serial((size - 1) // (threads * LOADS)):
-            for j in T.unroll(LOADS):
-                if ((i + 1) * LOADS + j) * threads + s.t < size:
-                    search.load(io, s, ((i + 1) * LOADS + j) * threads + s.t, j)
-            for j in T.unroll(LOADS):
-                hold(s, ((i + 1) * LOADS + j) * threads + s.t, j, size)
+        for i in T.serial((size - 1) // (threads * e.loads)):
+            for j in T.unroll(e.loads):
+                if ((i + 1) * e.loads + j) * threads + s.t < size:
+                    search.load(io, s, ((i + 1) * e.loads + j) * threads + s.t, j)
+            for j in T.unroll(e.loads):
+                hold(s, ((i + 1) * e.loads + j) * threads + s.t, j, size)
         for b in T.unroll(min(lanes, 32).bit_length() - 1):
             s.best[0] = T.max(
                 s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
@@ -234,12 +285,18 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
             s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
         if s.t % lanes == 0 and s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
             s.bound[at] = s.best[0]
+        if e.direct > 0:
+            weigh(s, size, factor)
         T.cuda.cta_sync()
         for i in T.serial((size - s.t + (threads - 1)) // threads):
             s.best[0] = join_key(s.held[i * threads + s.t], search.name(s, i * threads + s.t))
             if s.best[0] >= s.bound[at]:
                 s.keys[T.cuda.atomic_add(s.count.ptr_to([at]), T.int32(1))] = s.best[0]
+        if e.direct > 0:
+            total(io, s)
         T.cuda.cta_sync()
+        if e.direct > 0:
+            s.d[0] = s.pairs[32]
         # All threads come as often: those that compare a key add up what they count.
         for i in T.serial((s.count[at] * rankers + (threads - 1)) // threads):
             s.place[0] = (i * threads + s.t) // rankers
@@ -276,11 +333,11 @@ def search_tiles(e: Extents) -> Search:
 
 
 def search_words(e: Extents) -> Search:
-    """Reads: the scores of the tiles in `chosen`; `top` and `d`. Writes: values and indices."""
+    """Reads: the scores of the tiles in `chosen`, or all; `top` and `d`. Writes: values and indices."""
     find = find_word(e)
 
     def name(s: State, i: Any) -> Any:
-        return s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
+        return i if e.direct else s.chosen[i // e.tile_n] * e.tile_n + i % e.tile_n
 
     @T.inline
     def load(io, s, i, j):
@@ -298,7 +355,7 @@ def search_words(e: Extents) -> Search:
             T.buffer_store(io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, rank))
             write_value(io, s, io.values, io.place(s.index, s.row, rank), key_value(key), factor)
 
-    return Search(1, min(e.k, e.list_tiles) * e.tile_n, load, finish, name, place)
+    return Search(1, e.row_pitch if e.direct else min(e.k, e.list_tiles) * e.tile_n, load, finish, name, place)
 
 
 @T.inline
@@ -379,6 +436,40 @@ def best(e: Extents) -> Callable[..., Any]:
             do.begin_words(io, s)
             do.join_pairs(io, s, factor)
             do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
+            do.write_absent(io, s)
+            if e.ids > 0:
+                do.write_asked(io, s, factor)
+
+    return kernel
+
+
+def best_of_all(e: Extents) -> Callable[..., Any]:
+    """The kernel that searches all scores at once, called with (io)."""
+    count, search = count_words(e), search_words(e)
+    do = SimpleNamespace(
+        begin_words=begin_search(e, search),
+        select_words=select(e, search),
+        write_absent=write_absent(e),
+        write_asked=write_asked(e),
+    )
+
+    @T.inline
+    def kernel(io):
+        with device_region():
+            beam = T.meta_var(io.beam)
+            flat = T.cta_id([io.rows])
+            t = T.thread_id([e.threads])
+            s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
+            factor: T.float32 = io.scale * T.float32(LOG2_E)
+            if t < 2:
+                s.count[t] = 0
+                s.bound[t] = T.uint64(0)
+            # The first barrier of the search makes these visible.
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            do.begin_words(io, s)
+            count(io, s.index, s.words)
+            do.select_words(io, s, s.words[0], factor)
             do.write_absent(io, s)
             if e.ids > 0:
                 do.write_asked(io, s, factor)

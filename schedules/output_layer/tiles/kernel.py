@@ -1,7 +1,8 @@
 """The program of `tiles`: its workspaces, and its kernels, each a list of phases.
 
-product     the scores of tiles of words                            (`product`)
-best        the best words of the rows, from the best of the tiles  (`best`)
+product     the scores of tiles of words                            (`product`, or `ring`)
+best        the best words of the rows, from the best of the tiles  (`best`),
+            or from all scores of a short list                      (`best_of_all`)
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from tvm_sparse.core.template import Program, Workspace
 
 from ..interface import gpu_program, rows_shape
 from ..words import OutputLayer
-from .best import best
+from .best import best, best_of_all
 from .product import product
+from .ring import ring_product
 from .space import Extents
 
 
 def program(problem: OutputLayer, e: Extents) -> Program:
     """The program of one point of the space."""
-    multiply = product(e)
+    multiply = ring_product(e) if e.stages else product(e)
     if not e.k:
         # fmt: off
         @T.inline
@@ -28,6 +30,19 @@ def program(problem: OutputLayer, e: Extents) -> Program:
         # fmt: on
 
         return gpu_program(problem, alone, overlapped=e.overlap > 0)
+
+    if e.direct:
+        search = best_of_all(e)
+
+        # fmt: off
+        @T.inline
+        def both(io):
+            multiply(io, io.workspaces["scores"], None, None)
+            search(io)
+        # fmt: on
+
+        scores = (Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),)
+        return gpu_program(problem, both, scores, overlapped=e.overlap > 0)
 
     find = best(e)
     own = (

@@ -1,6 +1,7 @@
 """The first kernel of `tiles`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
 
-    take_places     which tiles, rows and columns are a thread's
+    prefetch_tiles  the first words of a vocabulary come to the L2 cache while the producer kernel still runs
+    take_tiles      which tiles are a warp's
     load_states     the hidden states, which stay
     find_rows       where the words of a tile lie
     load_step       a step of a tile's words
@@ -43,6 +44,7 @@ from .words import count_words, find_word
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
+bulk_prefetch = T.ptx.cp.async_.bulk.prefetch.L2.global_
 store_shared = T.ptx.st.shared.v4.u32
 LOWEST = T.min_value("float32")
 MINUS_INFINITY = T.float32("-inf")
@@ -123,7 +125,7 @@ class State(Buffers):
     end: Any = local("int32")
     words: Any = local("int32")
     states: Any = local("uint32", lambda e: (1 if e.staged else e.steps) * e.b_fragments * 8)
-    hand: Any = local("uint32", lambda e: e.depth * e.a_fragments * 16)
+    hand: Any = local("uint32", lambda e: e.in_hand * e.a_fragments * 16)
     base: Any = local("uint64")
     at: Any = local("uint64", lambda e: e.a_fragments * 4)
     ahead: Any = local("uint64", lambda e: e.a_fragments * 4)
@@ -138,7 +140,9 @@ class State(Buffers):
     other: Any = local("float32", 2)
     bits: Any = local("uint32", 2)
     parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch, when=lambda e: e.reduce_warps > 1)
-    kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, 0, when=lambda e: e.staged)
+    kept: Any = pooled(
+        "uint32", lambda e: e.ring_at // 4 if e.stages else e.kept_bytes // 4, 0, when=lambda e: e.staged
+    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class Place:
         Its tile, of several that a block has in hand.
     warp
         Its warp, of those that share the tile.
+    lane
+        Its place in its warp.
     group, member
         In the fragments its row, of eight, and its vector of half a step, of four.
     odd
@@ -169,6 +175,10 @@ class Place:
         return self.t // 32 % self.reduce_warps
 
     @property
+    def lane(self) -> Any:
+        return self.t % 32
+
+    @property
     def group(self) -> Any:
         return self.t % 32 // 4
 
@@ -182,6 +192,30 @@ class Place:
 
 
 # fmt: off
+def first_tile(e: Extents, p: Place, block: Any) -> Any:
+    """Of a warp. With a ring, tiles go round the blocks before they go round a block's warps, so that the last ones are
+    everywhere."""
+    return p.team * e.blocks + block if e.stages else block * e.tiles + p.team
+
+
+def prefetch_tiles(e: Extents) -> Callable[..., Any]:
+    """Have the first tiles of a vocabulary brought into the L2 cache. It is where everybody reads and writes memory, so
+    that this may come before the wait for the producer kernel, whatever that writes. The phase is (io, p, block).
+
+    Reads and writes: nothing.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, p, block):
+        for i in T.serial(e.prefetched):
+            first = T.meta_var((first_tile(e, p, block) + i * e.stride) * e.tile_n)
+            if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
+                bulk_prefetch(io.embedding.ptr_to([first, 0]), T.uint32(e.tile_n * e.vectors * VECTOR))
+
+    return phase
+
+
 def take_tiles(e: Extents) -> Callable[..., Any]:
     """Deal the tiles of a list out to the blocks, and those that have several in hand, one in turn: so at any time all
     of them read neighbouring words, which memory answers faster than many runs of words at once.
@@ -195,7 +229,7 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, p, block):
         count(io, s.index, s.words)
-        s.tile[0] = block * e.tiles + p.team
+        s.tile[0] = first_tile(e, p, block)
         # The gathered product alone writes what is beyond the count, too.
         s.end[0] = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.list_tiles
         if e.reduce_warps > 1:
@@ -238,9 +272,9 @@ def load_states(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def of_block(io, s, p):
-        for i in T.serial(ceildiv(e.tile_m * e.padded_vectors, e.product_threads)):
+        for i in T.serial(ceildiv(e.kept_rows * e.padded_vectors, e.product_threads)):
             at = T.meta_var(i * e.product_threads + p.t)
-            if at < e.tile_m * e.padded_vectors:
+            if at < e.kept_rows * e.padded_vectors:
                 for v in T.unroll(4):
                     s.states[v] = T.uint32(0)
                 if at % e.padded_vectors < e.vectors:
@@ -260,6 +294,10 @@ def load_states(e: Extents) -> Callable[..., Any]:
 def bring_states(e: Extents) -> Callable[..., Any]:
     """Reads: `kept`. Writes: `states` of a step. Barriers: none. The phase is (s, p, step)."""
 
+    def kept_row(p: Place, f: Any) -> Any:
+        row = f * 8 + p.group
+        return row if e.kept_rows == e.tile_m else T.min(row, e.kept_rows - 1)
+
     @T.inline
     def phase(s, p, step):
         for f in T.unroll(e.b_fragments):
@@ -268,7 +306,7 @@ def bring_states(e: Extents) -> Callable[..., Any]:
                 load_shared(
                     s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
                     s.kept.ptr_to([
-                        ((f * 8 + p.group) * e.kept_pitch + (p.warp * e.steps + step) * 8 + h * 4 + p.member) * 4]))
+                        (kept_row(p, f) * e.kept_pitch + (p.warp * e.steps + step) * 8 + h * 4 + p.member) * 4]))
 
     return phase
 
@@ -377,7 +415,7 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
                     at = (f * e.b_fragments + g) * 4
                     # A fragment of words is two of 8 rows: its registers are of row `group`, of row `group + 8`, and so
                     # again for the other columns.
-                    a = (step % e.depth * e.a_fragments + f) * 16 + half * 2
+                    a = (step % e.in_hand * e.a_fragments + f) * 16 + half * 2
                     b = ((0 if e.staged > 0 else step) * e.b_fragments + g) * 8 + half * 2
                     mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
                         s.hand[a], s.hand[a + 8], s.hand[a + 1], s.hand[a + 9],
@@ -423,7 +461,7 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
             for f in T.unroll(e.a_fragments):
                 # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
                 for i in T.unroll(4):
-                    split(s.hand[(step % e.depth * e.a_fragments + f) * 16 + half * 2 + i // 2 + i % 2 * 8],
+                    split(s.hand[(step % e.in_hand * e.a_fragments + f) * 16 + half * 2 + i // 2 + i % 2 * 8],
                           a_high, a_low, a_finite, i)
                 for g in T.unroll(e.b_fragments):
                     at = (f * e.b_fragments + g) * 4
@@ -496,17 +534,18 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
                 else:
                     if s.top + row < io.beam:
                         T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
-                    s.bits[0] = order_bits(s.score[0])
-                    for b in T.unroll(e.tile_n.bit_length() - 1):
-                        s.bits[0] = T.max(
-                            s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
-                    if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                        T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
-                    if position < s.words[0]:
-                        s.other[0] = T.max(s.m[i], s.score[0])
-                        s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
-                            (s.score[0] - s.other[0]) * factor)
-                        s.m[i] = s.other[0]
+                    if e.summed:
+                        s.bits[0] = order_bits(s.score[0])
+                        for b in T.unroll(e.tile_n.bit_length() - 1):
+                            s.bits[0] = T.max(
+                                s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
+                        if p.t % e.tile_n == 0 and s.top + row < io.beam:
+                            T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
+                        if position < s.words[0]:
+                            s.other[0] = T.max(s.m[i], s.score[0])
+                            s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
+                                (s.score[0] - s.other[0]) * factor)
+                            s.m[i] = s.other[0]
 
     return phase
 
@@ -598,7 +637,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
                 for n in T.unroll(words):
                     s.score[n] = s.sums[(n // 2 * e.b_fragments + g) * 4 + n % 2 * 2 + i]
                     store_score(io, s, p, scores, row, n)
-                if e.k > 0:
+                if e.summed:
                     sum_up(io, s, p, tops, row, factor)
 
     return phase
@@ -632,8 +671,9 @@ def join_warps(e: Extents) -> Callable[..., Any]:
 
 
 def product(e: Extents) -> Callable[..., Any]:
-    """The kernel, called with (io, scores, tops, sums); without k the last two are None."""
+    """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
     do = SimpleNamespace(
+        prefetch_tiles=prefetch_tiles(e),
         take_tiles=take_tiles(e),
         load_states=load_states(e),
         bring_states=bring_states(e),
@@ -658,6 +698,8 @@ def product(e: Extents) -> Callable[..., Any]:
             p = T.meta_var(Place(t, e.reduce_warps))
             s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
+            if e.prefetch > 0:
+                do.prefetch_tiles(io, p, block)
             if e.overlap > 0:
                 wait_then_start_consumer()
             s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
@@ -693,7 +735,7 @@ def product(e: Extents) -> Callable[..., Any]:
                 else:
                     do.finish_alone(io, s, p, scores, tops, factor)
                 s.tile[0] = s.tile[0] + e.stride
-            if e.k > 0:
+            if e.summed:
                 if e.reduce_warps > 1:
                     do.join_sums(io, s, p, block, sums, factor)
                 else:

@@ -34,20 +34,34 @@ CACHE = 48 * 2**20
 SHORT = 8192
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
 MAX_LOADS = 16
-# Tiles that a block has in hand, each with a warp of its own.
-TILES = (1, 4, 8, 16)
+# Tiles that a block has in hand, each with a warp of its own. Those of rings, which fill shared memory, are not all
+# powers of two.
+TILES = (1, 4, 6, 8, 12, 16)
 # Words times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
 MAX_ALONE = 64
-# Steps in hand, which divide those of a word.
-DEPTH = (1, 2, 3, 4)
+# Steps in hand, which divide those of a word; with a ring, steps of a stage.
+DEPTH = (1, 2, 3, 4, 5, 8, 16)
+MAX_DEPTH = 4  # in registers
+# Stages of a warp's ring in shared memory. 0: words go to registers.
+STAGES = (0, 2, 3, 4, 6, 8)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
 MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
 MAX_K = 256
+# Words of a row that the second kernel searches without looking for the best tiles first: more keep its only
+# multiprocessor busy for longer than a second trip to memory takes.
+MAX_DIRECT = 8192
 # Maxima that the second kernel ranks at least.
 LEAST_GROUPS = 64
+# Words of a list from which on it has a default of its own.
+SHORTEST = 512
+# Loads of a thread of the second kernel in flight together; the most of one that searches all scores.
+LOADS, MAX_DIRECT_LOADS = 4, 8
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
+# Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
+# second kernel of the call before runs.
+PREFETCHED = 12 * 2**20
 # Bytes of a load, and of the part of a row that a warp multiplies in one step: a cache line.
 VECTOR, STEP = 16, 128
 # Floats between the rows of a tile's sums in shared memory beyond its words: keeps lanes off each other's banks.
@@ -79,6 +93,10 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "overlap": (0, 1) if machine.has_clusters else (0,),
         # Candidates may be read again in the next step, the vocabulary does not fit.
         "evict_first": (0,) if candidates_of(problem) else (0, 1),
+        # Which words candidates are may be for the producer kernel to say.
+        "prefetch": (0,) if candidates_of(problem) or not machine.has_clusters else (0, 1),
+        "stages": STAGES if machine.has_clusters else (0,),
+        "direct": (0, 1) if best_of(problem) and most_words(problem) <= MAX_DIRECT else (0,),
     }
     if next(likely_points(problem, machine, table), None) is None:
         raise NotApplicable(
@@ -89,6 +107,16 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
+    if e.prefetch and not e.overlap:
+        return "words are brought into the L2 cache ahead while the producer kernel runs, with which this one overlaps"
+    if e.prefetch and e.prefetched * e.stride * e.tile_n * e.vectors * VECTOR > CACHE:
+        return "the first tiles of all warps exceed the L2 cache"
+    if e.stages:
+        return _ring_allowed(e, machine)
+    if e.depth > MAX_DEPTH:
+        return f"{e.depth} steps in hand exceed {MAX_DEPTH}"
+    if e.tiles & (e.tiles - 1):
+        return f"{e.tiles} tiles are no power of two, as where words go to registers"
     if e.tiles > 1 and e.reduce_warps > 1:
         return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
     if e.reduce_warps == 1 and e.tile_m == 8 and e.depth * e.tile_n >= MAX_ALONE:
@@ -107,12 +135,38 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
     if e.kept_bytes + e.parts_bytes > DYNAMIC_SHARED:
         return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {DYNAMIC_SHARED}"
+    if reason := _best_allowed(e):
+        return reason
+    if e.staged == 0 and e.dtype == "float32" and e.steps * e.b_fragments > MAX_SPLIT:
+        return f"{e.steps * e.b_fragments} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
+    return None
+
+
+def _ring_allowed(e: Extents, machine: Machine) -> str | None:
+    """Of the first kernel with a ring, and of the second."""
+    if e.tiles > 1 and e.reduce_warps > 1:
+        return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
+    if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors:
+        return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
+    if e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
+        return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
+    if e.dtype == "float32" and (1 if e.staged else e.steps) * e.b_fragments > MAX_SPLIT:
+        return f"{e.steps} steps of {e.tile_m} hidden states, split for tf32, exceed {MAX_SPLIT} vectors in registers"
+    if (e.held + BESIDES) * e.product_threads > REGISTERS or e.held > MAX_HELD:
+        return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
+    if e.parts_bytes > STATIC_SHARED:
+        return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
+    if not machine.blocks_at_once(e.product_threads, 1, e.shared_bytes):
+        return f"hidden states, a ring and sums of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
+    return _best_allowed(e)
+
+
+def _best_allowed(e: Extents) -> str | None:
+    """Of the second kernel."""
     if e.k and e.groups > e.threads:
         return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
     if e.k and e.pool_bytes > DYNAMIC_SHARED:
         return f"{e.list_tiles} tiles and {e.k} of them again take {e.pool_bytes} bytes of shared memory"
-    if e.staged == 0 and e.dtype == "float32" and e.steps * e.b_fragments > MAX_SPLIT:
-        return f"{e.steps * e.b_fragments} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
     return None
 
 
@@ -140,6 +194,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     # Of one short list of candidates for a beam, large tiles, which are few, and a search by few threads.
     lists, rows = lists_of(problem)
     short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
+    yield from special_points(problem, machine, table)
     for tile_m in sorted(table["tile_m"], reverse=True):
         teams = in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
@@ -159,9 +214,62 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "threads": threads,
                 "overlap": max(table["overlap"]),
                 "evict_first": max(table["evict_first"]) if large else 0,
+                # Narrow words of 16 bits: blocks ask for no more ahead than the second kernel leaves time for.
+                "prefetch": max(table["prefetch"]) if many and row == 2 * problem.hidden else 0,
+                "stages": 0,
+                "direct": 0,
             }
             if allowed(problem, machine, point) is None:
                 yield point
+
+
+def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
+    """Points that are the best in 16 bits: with rings, or with short lists searched in one go."""
+    (lists, rows), words = lists_of(problem), most_words(problem)
+    row = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    wide, direct = row > WIDE, max(table["direct"]) if words <= MAX_DIRECT // 2 else 0
+    common = {"tile_n": 16, "overlap": max(table["overlap"]), "prefetch": 0, "direct": direct}
+    if row > 2 * problem.hidden:
+        return
+    if not candidates_of(problem):
+        # A large vocabulary of wide rows for more rows of hidden states than a fragment has: these are in registers.
+        if not wide or words * row <= CACHE or not 8 < rows <= 16:
+            return
+        steps = ceildiv(row // VECTOR, 64)
+        points = [
+            {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 0, "stages": stages}
+            | {"evict_first": 1, "threads": 512}
+            for depth, stages in ((steps, 2), (2, 3), (2, 2))
+            if depth in table["depth"] and steps % depth == 0
+        ]
+    elif rows > 1 or words < SHORTEST:
+        return
+    elif wide:
+        # A list a row: one block a multiprocessor, with stages of a kilobyte a word, or of half as much.
+        points = [
+            {"tile_m": 8, "reduce_warps": 1, "tiles": tiles, "depth": depth, "staged": 1, "stages": stages}
+            | {"evict_first": 0, "threads": 512 if words <= 1024 else 1024}
+            for tiles, depth, stages in ((4 if words <= 1024 else 6, 8, 2), (6, 4, 3), (6, 4, 2))
+        ]
+    elif direct and words >= 2 * SHORTEST:
+        points = [
+            {"tile_m": 8, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 1, "stages": 0}
+            | {"evict_first": 0, "threads": 512}
+            for depth in (2, 1)
+        ]
+    else:
+        return
+    each = 1 if wide else 2
+    blocks = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores * each // lists))
+    for point in points:
+        point |= common | {"blocks": blocks}
+        if not best_of(problem):
+            point["threads"] = table["threads"][0]
+        if (
+            point["stages"] in table["stages"]
+            and allowed(problem, machine, point := {n: point[n] for n in table}) is None
+        ):
+            yield point
 
 
 @dataclass(frozen=True)
@@ -178,12 +286,14 @@ class Extents:
         Candidates of a list; 0 of the exact head.
     block
         Words of a candidate.
-    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first
+    beam
+        Rows of a list; 0 of the exact head, whose batch may be any.
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first, prefetch, stages, direct
         The decisions of these names.
     vectors
         16-byte vectors of a row.
     steps
-        Steps of a warp along a row.
+        Steps of a warp along a row; with a ring those of whole stages.
     list_tiles
         Tiles of a list that is full.
     """
@@ -194,6 +304,7 @@ class Extents:
     ids: int
     m: int
     block: int
+    beam: int
     tile_m: int
     tile_n: int
     reduce_warps: int
@@ -204,6 +315,9 @@ class Extents:
     threads: int
     overlap: int
     evict_first: int
+    prefetch: int
+    stages: int
+    direct: int
     vectors: int
     steps: int
     list_tiles: int
@@ -218,9 +332,10 @@ class Extents:
             problem.axes.get("ids", 0),
             candidates_of(problem),
             block_of(problem),
+            lists_of(problem)[1] if candidates_of(problem) else 0,
             **decisions,
             vectors=vectors,
-            steps=ceildiv(vectors, 8 * decisions["reduce_warps"]),
+            steps=_steps(vectors, decisions),
             list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
         )
 
@@ -243,11 +358,26 @@ class Extents:
         return self.tile_m // 8
 
     @property
+    def in_hand(self) -> int:
+        """Steps of words in registers."""
+        return 1 if self.stages else self.depth
+
+    @property
+    def parts(self) -> int:
+        """Stages of a tile."""
+        return self.steps // self.depth
+
+    @property
+    def prefetched(self) -> int:
+        """Tiles that a warp, or those that share one, have brought into the L2 cache ahead."""
+        return max(1, PREFETCHED // (self.stride * self.tile_n * self.vectors * VECTOR))
+
+    @property
     def held(self) -> int:
         """Registers of a thread for words and hidden states in hand, and for sums."""
         states = (1 if self.staged else self.steps) * self.b_fragments * 8
         split = 6 * self.b_fragments + 12 if self.dtype == "float32" else 0
-        operands = self.depth * (self.tile_n // 8) * 8 + states + split
+        operands = self.in_hand * (self.tile_n // 8) * 8 + states + split
         return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 10 + 3 * self.pairs_each
 
     @property
@@ -280,15 +410,43 @@ class Extents:
         return (self.padded_vectors + 3) // 8 * 8 + 4
 
     @property
+    def kept_rows(self) -> int:
+        """Hidden states in shared memory. Beside a ring no row is there twice."""
+        return min(self.tile_m, self.beam) if self.stages and self.beam else self.tile_m
+
+    @property
+    def ring_at(self) -> int:
+        """Bytes of hidden states, behind which a ring is."""
+        return self.kept_rows * self.kept_pitch * VECTOR if self.staged else 0
+
+    @property
+    def ring_pitch(self) -> int:
+        """Bytes from one row of a stage to the next: half a cache line beyond whole ones, as `kept_pitch` is."""
+        return self.depth * STEP + STEP // 2
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.product_threads // 32 * self.stages * self.tile_n * self.ring_pitch
+
+    @property
     def kept_bytes(self) -> int:
-        """Dynamic shared memory of the first kernel: of hidden states."""
-        kept = self.tile_m * self.kept_pitch * VECTOR if self.staged else 0
-        return _dynamic(kept, self.parts_bytes)
+        """Dynamic shared memory of the first kernel: of hidden states, and of a ring."""
+        return _dynamic(self.ring_at + (self.ring_bytes if self.stages else 0), self.parts_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the first kernel with a ring."""
+        return self.kept_bytes + self.parts_bytes + 8 * self.stages * self.product_threads // 32
 
     @property
     def row_pitch(self) -> int:
         """Scores of a row in the workspace."""
         return self.list_tiles * self.tile_n
+
+    @property
+    def summed(self) -> bool:
+        """Whether the first kernel tells the largest scores of tiles, and sums of exponentials."""
+        return self.k > 0 and not self.direct
 
     @property
     def groups(self) -> int:
@@ -298,12 +456,25 @@ class Extents:
     @property
     def searched(self) -> int:
         """The most that the second kernel searches at a time: tiles, or words of the best tiles."""
+        if self.direct:
+            return self.row_pitch
         return max(self.list_tiles, min(self.k, self.list_tiles) * self.tile_n)
+
+    @property
+    def loads(self) -> int:
+        """Loads of a thread of the second kernel that are in flight together."""
+        return max(LOADS, min(MAX_DIRECT_LOADS, ceildiv(self.searched, self.threads))) if self.direct else LOADS
 
     @property
     def pool_bytes(self) -> int:
         """Dynamic shared memory of the second kernel: a key and an ordered score for all that is searched."""
         return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + 512)
+
+
+def _steps(vectors: int, decisions: Decisions) -> int:
+    if decisions["stages"]:
+        return ceildiv(vectors, 8 * decisions["reduce_warps"] * decisions["depth"]) * decisions["depth"]
+    return ceildiv(vectors, 8 * decisions["reduce_warps"])
 
 
 def _dynamic(wanted: int, static: int) -> int:

@@ -31,19 +31,39 @@ def count_words(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def find_word(e: Extents) -> Callable[..., Any]:
-    """The phase is (io, index, position, word).
+def load_name(e: Extents) -> Callable[..., Any]:
+    """The phase is (io, index, position, name).
 
-    Writes: `word[0]`, the word at a position of list `index`; a candidate that is none gives the nearest word.
+    Writes: `name[0]`, the candidate at a position of list `index`, as it is there.
     """
 
     # fmt: off
     @T.inline
-    def phase(io, index, position, word):
+    def phase(io, index, position, name):
         if e.m == 0:
-            word[0] = position
+            name[0] = position
         else:
-            load_int(word[0], io.candidates.ptr_to([index, position // e.block]))
-            word[0] = T.max(T.min(word[0], io.vocab // e.block - 1), 0) * e.block + position % e.block
+            load_int(name[0], io.candidates.ptr_to([index, position // e.block]))
+    # fmt: on
+    return phase
+
+
+def named_word(e: Extents, io: Any, position: Any, name: Any) -> Any:
+    """The word at a position whose candidate is `name`; one that is none gives the nearest word."""
+    if e.m == 0:
+        return name
+    return T.max(T.min(name, io.vocab // e.block - 1), 0) * e.block + position % e.block
+
+
+def find_word(e: Extents) -> Callable[..., Any]:
+    """The phase is (io, index, position, word). Writes: `word[0]`, the word at a position of list `index`."""
+    load = load_name(e)
+
+    # fmt: off
+    @T.inline
+    def phase(io, index, position, word):
+        load(io, index, position, word)
+        if e.m > 0:
+            word[0] = named_word(e, io, position, word[0])
     # fmt: on
     return phase

@@ -24,6 +24,9 @@ COUNTED_SURVIVORS = 64
 MIN_BINS, MAX_BINS = 256, 1024
 # Threads at most that share the ranking of one key.
 RANKERS = 8
+# Above it and up to this k, survivors are counted if they are few: if all are ranked in one step. That takes less time
+# than the barriers of bins, and two steps take more. Of a larger k there are seldom so few.
+COUNTED_IF_FEW = 32
 # Comparisons a thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
 COMPARISONS = 512
 # Above this k ranked keys go through shared memory, so that neighbouring threads write neighbours in the output.
@@ -429,7 +432,7 @@ class Layout:
 
     @cached_property
     def counted(self) -> bool:
-        """Whether survivors are ranked by counting, unless there are too many."""
+        """Whether survivors are ranked by counting in nearly all rows: bins are cleared only in the others."""
         return self.k <= COUNTED
 
     @cached_property
@@ -440,8 +443,11 @@ class Layout:
 
     @cached_property
     def countable(self) -> int:
-        """Survivors that are ranked by counting at once: a few a thread."""
-        return 4 * self.tiling.threads // self.rankers
+        """Survivors that are ranked by counting at once: a few a thread; 0 if that never pays."""
+        if self.counted:
+            return 4 * self.tiling.threads // self.rankers
+        step = self.tiling.threads // self.rankers
+        return step if self.k < step and self.k <= COUNTED_IF_FEW else 0
 
     @cached_property
     def crowded_countable(self) -> int:

@@ -181,7 +181,7 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        if counted and s.size[0] <= countable:
+        if countable > 0 and s.size[0] <= countable:
             count_to_output(s)
         else:
             if counted:

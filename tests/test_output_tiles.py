@@ -1,0 +1,103 @@
+"""`tiles` of the output layer with rings of bulk copies, tiles brought ahead and short lists searched in one go: points
+that no default of a small problem is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.registry import parse
+from tvm_sparse.emulation import run_on_cpu
+from tvm_sparse.runtime import loading
+from tvm_sparse.schedules.vocabulary import renamed
+
+SM90 = machine.resolve("sm_90a")
+HALVES = "head_topk/batch=5,vocab=301,hidden=136,k=7,dtype=bfloat16,bias=1,ids=2"
+WIDER = "head_topk/batch=13,vocab=301,hidden=392,k=7,dtype=float16"
+FLOATS = "head_topk/batch=3,vocab=97,hidden=136,k=7,dtype=float32"
+LISTS = "candidate_topk/lists=4,beam=1,vocab=97,hidden=200,m=70,k=5,dtype=float16,bias=1"
+BLOCKS = "candidate_topk/lists=2,beam=3,vocab=240,hidden=64,m=9,k=12,dtype=bfloat16,block=8"
+PRODUCT = "candidate_logits/lists=2,beam=9,vocab=301,hidden=136,m=70,dtype=float16,bias=1"
+ALONE = {"reduce_warps": 1, "staged": 1}
+SHARED = {"tiles": 1, "staged": 0}
+POINTS: tuple[tuple[str, dict[str, int]], ...] = (
+    (
+        HALVES,
+        {**ALONE, "tiles": 6, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3, "prefetch": 1, "evict_first": 1},
+    ),
+    (HALVES, {**SHARED, "reduce_warps": 2, "depth": 1, "stages": 3, "blocks": 5, "prefetch": 1}),
+    (HALVES, {**SHARED, "reduce_warps": 1, "depth": 1, "stages": 0, "blocks": 5, "prefetch": 1}),
+    (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
+    # The last of four warps has one vector of a row, so that its second stage is empty.
+    (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "staged": 1, "depth": 1, "stages": 4, "blocks": 3}),
+    (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "depth": 4, "stages": 2, "blocks": 3, "direct": 1}),
+    (LISTS, {**ALONE, "tiles": 4, "depth": 2, "stages": 3, "direct": 1}),
+    (LISTS, {**ALONE, "tiles": 12, "depth": 4, "stages": 2}),
+    (BLOCKS, {"direct": 1, "threads": 256}),
+    (PRODUCT, {**ALONE, "tiles": 1, "tile_m": 16, "tile_n": 32, "depth": 4, "stages": 2}),
+)
+
+
+@pytest.mark.parametrize(("key", "decisions"), POINTS)
+def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None:
+    """Whatever is read before the producer kernel is done is garbage."""
+    problem = parse(key)
+    template = next(t for t in spaces.templates() if t.operator == problem.operator and "tiles" in t.name)
+    point = template.default(problem, SM90) | decisions
+    assert template.allowed(problem, SM90, point) is None
+    program = template.build(problem, point)
+    for seed, structure in enumerate(problem.structures):
+        inputs = problem.generate(seed, structure, problem.settings[seed % len(problem.settings)])
+        outputs = problem.empty_outputs()
+        own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+        arguments: list[Any] = [*inputs, *outputs, *own]
+        garbage = {
+            i: np.full_like(a, -7 if a.dtype.kind == "i" else np.nan)
+            for i, a in enumerate(arguments)
+            if isinstance(a, np.ndarray) and a.dtype.kind != "u"
+        }
+        run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=garbage)
+        problem.check(inputs, problem.reference(inputs), outputs)
+
+
+REFUSED = {
+    "a stage of 16 cache lines is twice": {"depth": 16, "stages": 2, **ALONE, "tiles": 4},
+    "warps that share a tile meet": {"reduce_warps": 2, "tiles": 4, "stages": 2, "depth": 1},
+    "exceed a multiprocessor's shared memory": {**ALONE, "tiles": 12, "stages": 8, "depth": 4},
+    "6 tiles are no power of two": {**ALONE, "tiles": 6, "depth": 1},
+    "5 steps in hand exceed 4": {**ALONE, "tiles": 4, "depth": 5},
+    "words are brought into the L2 cache ahead": {"prefetch": 1, "overlap": 0},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_no_point_says_why(reason: str) -> None:
+    problem = parse(HALVES)
+    template = spaces.find("head_tiles")
+    why = template.point(problem, SM90, template.default(problem, SM90) | REFUSED[reason])
+    assert why is not None
+    assert reason in why
+
+
+def test_rings_are_for_machines_with_room() -> None:
+    """The default of a machine with less shared memory has room, too; before Hopper there are no bulk copies."""
+    template, problem = spaces.find("candidate_tiles"), parse(LISTS)
+    assert template.space(problem, machine.resolve("sm_80"))["stages"] == (0,)
+    small = machine.resolve("sm_120")
+    point = template.default(problem, SM90) | {**ALONE, "tiles": 8, "stages": 4, "depth": 2}
+    assert template.allowed(problem, SM90, point) is None
+    assert "shared memory" in (template.allowed(problem, small, point) or "")
+
+
+def test_records_of_before_mean_the_same_programs() -> None:
+    """They lack what came later, which is behind what there was."""
+    problem, template = parse(HALVES), spaces.find("head_tiles")
+    now = tuple(template.default(problem, SM90).items())
+    before = tuple((name, value) for name, value in now if name not in ("prefetch", "stages", "direct"))
+    assert renamed("head_tiles", before) == now == renamed("head_tiles", now)
+    assert renamed("candidate_dots", (("threads", 256),)) == (("threads", 256),)
