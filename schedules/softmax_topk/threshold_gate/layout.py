@@ -423,6 +423,14 @@ class Layout:
         return self.pool.overflows and not self.deferred
 
     @cached_property
+    def ties_limited(self) -> bool:
+        """Whether equals of any threshold are limited, and not only of one that is the sample's maximum.
+
+        A block alone that pushes a few survivors of small k has done so sooner than it has limited them.
+        """
+        return self.deferred or not self.counted or self.tiling.cluster > 1
+
+    @cached_property
     def counted(self) -> bool:
         """Whether survivors are ranked by counting in nearly all rows: bins are cleared only in the others."""
         return self.k <= COUNTED

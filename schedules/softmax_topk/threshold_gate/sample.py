@@ -76,7 +76,7 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
     After: these are the same in all threads, but for `sum`.
     """
     first = layout.first
-    combine, limit = combine_samples(layout), limit_equals(layout)
+    combine, limit = combine_samples(layout), (limit_equals if layout.ties_limited else limit_maxima)(layout)
     crowds = layout.pool.overflows or layout.tiling.cluster > 1  # whether equals may be more than there is room for
 
     @T.inline
@@ -89,7 +89,7 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
             s.sum[0] = s.sum[0] * s.power[0]
         if first.gated and s.ranked[0] > T.uint32(MINUS_INFINITY):
             s.threshold[0] = bits_value(T.min(s.ranked[0], T.uint32(PLUS_INFINITY)))
-            if s.need[0] != 0 or (crowds and s.ranked[0] == s.sample_top[0]):
+            if (layout.ties_limited and s.need[0] != 0) or (crowds and s.ranked[0] == s.sample_top[0]):
                 limit(s)
 
     return phase
@@ -133,9 +133,10 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
         rank = T.alloc_local([1], "int32")
         others = T.alloc_local([together], "uint32")
         if warps == 1:
-            order(s.top[0], s.plain, largest)
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), largest[0] == s.ranked[0])
-            s.need[0] = T.Select(T.Cast("int32", T.popcount(lanes[0])) > many, 1, 0)
+            if layout.ties_limited:
+                order(s.top[0], s.plain, largest)
+                lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), largest[0] == s.ranked[0])
+                s.need[0] = T.Select(T.Cast("int32", T.popcount(lanes[0])) > many, 1, 0)
             if floors > 0:
                 s.ranked[0] = T.max(s.ranked[0], s.floor[0])
         else:
@@ -154,9 +155,10 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
             if rank[0] >= rank_of_warp:
                 largest[0] = T.uint32(0xFFFFFFFF)
             s.ranked[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), largest[0])
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), largest[0] == s.ranked[0])
-            s.need[0] = T.Select(
-                T.Cast("int32", T.popcount(lanes[0] & T.uint32((1 << warps) - 1))) > many, 1, 0)
+            if layout.ties_limited:
+                lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), largest[0] == s.ranked[0])
+                s.need[0] = T.Select(
+                    T.Cast("int32", T.popcount(lanes[0] & T.uint32((1 << warps) - 1))) > many, 1, 0)
             if floors > 0:
                 # The floors-th largest of the warps' floors, if that is higher. Without order no warp has one.
                 s.floor[0] = s.warp_floors[s.t % warps]
@@ -168,6 +170,35 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
                         for _ in T.serial(floors - 1):
                             remove_largest(s.t, s.floor, largest, lanes)
                 s.ranked[0] = T.max(s.ranked[0], largest[0])
+
+    return phase
+
+
+def limit_maxima(layout: Layout) -> Callable[..., Any]:
+    """As `limit_equals` where the threshold is the sample's maximum, so that none is larger. The phase is (s).
+
+    Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
+    Writes: `equals_until`.
+    Barriers: one.
+    """
+    tiling = layout.tiling
+
+    @T.inline
+    def phase(s):
+        equal = T.alloc_local([1], "int32")
+        equal[0] = 0
+        for e in T.unroll(tiling.held):
+            if s.x[e] == s.threshold[0]:
+                equal[0] = equal[0] + 1
+        equal[0] = T.cuda.warp_sum(equal[0])
+        if s.t % 32 == 0:
+            T.evaluate(T.cuda.atomic_add(s.found.ptr_to([EQUALS]), equal[0]))
+        T.cuda.cta_sync()
+        s.equals_until[0] = T.Cast("int32", T.min(
+            T.Cast("float32", s.start[0])
+            + T.Cast("float32", T.min(s.end[0], tiling.vocab) - s.start[0])
+            * T.float32(layout.first.equals / tiling.tiles)
+            / T.Cast("float32", T.max(s.found[EQUALS], 1)), T.float32(tiling.vocab)))
 
     return phase
 
