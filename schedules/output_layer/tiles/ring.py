@@ -26,7 +26,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
-from ...device.overlap import start_consumer, wait_for_producer
+from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.state import local, pooled, shared
 from ...device.words import held_address
@@ -256,8 +256,7 @@ def ring_product(e: Extents) -> Callable[..., Any]:
             if e.prefetch > 0:
                 do.prefetch_tiles(io, p, block)
             if e.overlap > 0:
-                wait_for_producer()
-                start_consumer()
+                wait_then_start_consumer()
             do.take_tiles(io, s, p, block)
             do.begin_asking(io, s, p)
             for _ in T.serial(e.stages):
