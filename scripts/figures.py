@@ -709,13 +709,13 @@ def head_decisions() -> str:
         if origin == "fallback":
             what = f"`{problem.operator}` in `{name}.csv`"
             changed.setdefault(what, []).append(str(spaces.fallback(problem, card)) != decisions)
-        else:
+        elif problem.operator == "head_topk":
             recorded.append(of_shape([str(problem.axes[axis]) for axis in OF_HEAD]))
     moved = [f"{sum(some)} of {len(some)} shapes of {what}" for what, some in changed.items() if any(some)]
     tuned = {name: records_of(name) for name in OUTPUT_LAYER}
     have = [f"{number} of `{name}`" for name, number in tuned.items() if number]
     lack = [f"`{name}`" for name, number in tuned.items() if not number]
-    sentence = f"Records for {card.arch}: {listed(have)}, from 16 trials each" if have else "No records ship"
+    sentence = f"Records for {card.arch}: {listed(have)}" if have else "No records ship"
     if have and lack:
         sentence += f"; none of {listed(lack)}, whose figures are those of the templates' defaults"
     if recorded:
