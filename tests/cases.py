@@ -52,10 +52,16 @@ def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> 
     return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
 
 
+@functools.lru_cache(maxsize=4)
+def points_of(name: str, problem: Problem, machine: Machine) -> tuple[Candidate, ...]:
+    """All points of a template's space. Kept, because tests of the same problem follow each other."""
+    return tuple(points(problem, machine, {name: spaces.find(name).space(problem, machine)}))
+
+
 def sampled(template: Template, problem: Problem, machine: Machine, count: int) -> list[Candidate]:
     """The default, and `count` other points of the space, the same ones in every run."""
     default = template.candidate(template.default(problem, machine))
-    others = [c for c in points(problem, machine, {template.name: template.space(problem, machine)}) if c != default]
+    others = [c for c in points_of(template.name, problem, machine) if c != default]
     if largest := os.environ.get(LARGEST_CLUSTER):
         others = [c for c in others if c.values.get("cluster", 1) <= int(largest)]
         if default.values.get("cluster", 1) > int(largest):

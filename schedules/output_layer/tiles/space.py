@@ -106,19 +106,22 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
 
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
-    e = Extents.of(problem, decisions)
-    if e.prefetch and not e.overlap:
+    # First what most of a million combinations fail by, and needs nothing of the problem.
+    depth, tiles, reduce_warps = (decisions[name] for name in ("depth", "tiles", "reduce_warps"))
+    if tiles > 1 and reduce_warps > 1:
+        return f"warps that share a tile meet at a barrier of the block, which has one tile, not {tiles}"
+    if decisions["prefetch"] and not decisions["overlap"]:
         return "words are brought into the L2 cache ahead while the producer kernel runs, with which this one overlaps"
+    if not decisions["stages"]:
+        if depth > MAX_DEPTH:
+            return f"{depth} steps in hand exceed {MAX_DEPTH}"
+        if tiles & (tiles - 1):
+            return f"{tiles} tiles are no power of two, as where words go to registers"
+    e = Extents.of(problem, decisions)
     if e.prefetch and e.prefetched * e.stride * e.tile_n * e.vectors * VECTOR > CACHE:
         return "the first tiles of all warps exceed the L2 cache"
     if e.stages:
         return _ring_allowed(e, machine)
-    if e.depth > MAX_DEPTH:
-        return f"{e.depth} steps in hand exceed {MAX_DEPTH}"
-    if e.tiles & (e.tiles - 1):
-        return f"{e.tiles} tiles are no power of two, as where words go to registers"
-    if e.tiles > 1 and e.reduce_warps > 1:
-        return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
     if e.reduce_warps == 1 and e.tile_m == 8 and e.depth * e.tile_n >= MAX_ALONE:
         return "the compiler spills to reach the 128 registers of a higher occupancy"
     if e.steps % e.depth:
@@ -144,8 +147,6 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 def _ring_allowed(e: Extents, machine: Machine) -> str | None:
     """Of the first kernel with a ring, and of the second."""
-    if e.tiles > 1 and e.reduce_warps > 1:
-        return f"warps that share a tile meet at a barrier of the block, which has one tile, not {e.tiles}"
     if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
