@@ -476,12 +476,13 @@ def test_parts_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fleet.cpu_part(dataclasses.replace(cpu(), cores=5), 2).cores == 2
 
 
-@pytest.mark.parametrize(("cores", "seats", "threads"), [(32, 6, "1"), (32, 3, "2"), (128, 3, "10"), (2, 3, "1")])
+@pytest.mark.parametrize(("cores", "seats", "threads"), [(32, 6, 1), (32, 3, 2), (128, 3, 10), (2, 3, 1)])
 def test_references_share_a_quarter_of_the_processors(
-    monkeypatch: pytest.MonkeyPatch, cores: int, seats: int, threads: str
+    monkeypatch: pytest.MonkeyPatch, cores: int, seats: int, threads: int
 ) -> None:
     monkeypatch.setattr(fleet.machines, "cpu", lambda: dataclasses.replace(cpu(), cores=cores))
-    assert set(fleet.few_threads(seats).values()) == {threads}
+    assert fleet.threads_of_seat(seats) == threads
+    assert set(fleet.few_threads(threads).values()) == {str(threads)}
 
 
 # ---- the search's process -------------------------------------------------------------------------

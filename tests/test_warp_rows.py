@@ -131,7 +131,9 @@ def test_machine_code_keeps_to_registers(vocab: int, k: int, tmp_path: Path) -> 
         resources = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so").resources
         assert resources is not None
         assert resources["registers"] <= (64 if vocab == 1000 else 128), candidate
-        assert resources["local_bytes"] <= PARKED_BYTES, candidate
+        # One keeps some registers in memory while it looks at rows of ties.
+        parked = machine != SM90 or (vocab, k, dtype) == (1000, 400, "bfloat16")
+        assert resources["local_bytes"] <= (PARKED_BYTES if parked else 0), candidate
 
 
 def test_rows_too_long_or_k_too_large() -> None:

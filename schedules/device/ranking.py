@@ -87,6 +87,20 @@ def bins_of_thread(threads: int, bins: int) -> int:
     return 1 << (ceildiv(bins, threads) - 1).bit_length()
 
 
+@T.inline
+def sum_before(s, t, scanning, above, own, other):
+    """`above`: how many keys the warps before a lane's have in their bins, of the first `scanning` warps.
+
+    Every warp scans `bin_totals` for itself. `own` and `other` are lost.
+    """
+    above[0] = 0
+    if t % 32 < scanning:
+        above[0] = s.bin_totals[t % 32]
+    own[0] = above[0]
+    scan_lanes(t, above, other)
+    above[0] = above[0] - own[0]
+
+
 def rank_in_bins(
     threads: int, k: int, bins: int, place: Callable[..., Any], *, finer: bool = False
 ) -> Callable[..., Any]:
@@ -159,12 +173,7 @@ def rank_in_bins(
         s.slot[0] = s.flag[0]
         if s.slot[0] == 0:
             # The warps' totals, scanned by every warp for itself.
-            above[0] = 0
-            if t % 32 < scanning:
-                above[0] = s.bin_totals[t % 32]
-            own[0] = above[0]
-            scan_lanes(t, above, other)
-            above[0] = above[0] - own[0]
+            sum_before(s, t, scanning, above, own, other)
             for i in T.serial((s.size[0] + (threads - 1)) // threads):
                 own[0] = T.min(i * threads + t, s.size[0] - 1)
                 find(s, own[0], per_value, bin)
@@ -241,12 +250,7 @@ def refine_bins(threads: int, bins: int, columns: int) -> Callable[..., Any]:
         other = T.alloc_local([1], "int32")
         per_value = T.alloc_local([1], "float32")
         per_value[0] = T.float32(bins) / (s.largest[0] - s.threshold[0])
-        above[0] = 0
-        if t % 32 < scanning:
-            above[0] = s.bin_totals[t % 32]
-        own[0] = above[0]
-        scan_lanes(t, above, other)
-        above[0] = above[0] - own[0]
+        sum_before(s, t, scanning, above, own, other)
         for i in T.serial((s.size[0] + (threads - 1)) // threads):
             bin_of(s, s.keys[T.min(i * threads + t, s.size[0] - 1)], per_value, bin)
             bin[1] = s.counts[spread(bin[0])] + T.tvm_warp_shuffle(

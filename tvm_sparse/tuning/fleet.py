@@ -30,7 +30,7 @@ from ..bench.measure import VERIFY
 from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
 from ..workers.building import BUILD_WORKER
-from ..workers.processes import Pool, Reply, StartError, pin
+from ..workers.processes import Pool, Reply, StartError, few_threads, pin
 from .measuring import Lost, Measurer, device_state
 
 logger = logging.getLogger("tvm_sparse")
@@ -493,7 +493,7 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
         there, so that no part disturbs another one.
     """
     if machine.kind == "cuda":
-        few = few_threads(len(gpus) * GPU_SEATS)
+        few = few_threads(threads_of_seat(len(gpus) * GPU_SEATS))
         pool = Pool(builders, BUILD_WORKER, env=few, name="build")
         all_gpus, names = machines.gpus(), machines.visible_gpus()
         return Fleet(
@@ -528,14 +528,9 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
     )
 
 
-def few_threads(seats: int) -> dict[str, str]:
-    """Variables by which processes that measure on so many seats have threads for a quarter of the processors together.
-
-    NumPy's matrix products, of which references are made, else have a thread a processor in each process, which go on
-    spinning when they are through.
-    """
-    threads = str(max(1, machines.cpu().cores // (4 * seats)))
-    return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+def threads_of_seat(seats: int) -> int:
+    """Threads for references in the process of each of so many seats, together a quarter of the processors."""
+    return max(1, machines.cpu().cores // (4 * seats))
 
 
 def cpu_part(machine: Machine, workers: int) -> Machine:

@@ -21,13 +21,11 @@ from ..core.registry import add_plugins, parse, plugins
 from ..core.template import Table
 from ..records import Log
 from ..records.queries import predictor
-from ..workers.processes import Reply, Worker, serve
+from ..workers.processes import Reply, Worker, few_threads, serve
 from . import strategies
 from .domain import Domain
 
 SEARCH_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.searching")
-# Many search at the same time, and threads of NumPy's that wait for work would take the others' processors.
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Far beyond the seconds that a proposal takes, also where other processes take the cores.
 TIMEOUT = 600.0
 
@@ -46,7 +44,8 @@ class Searcher:
     """
 
     def __init__(self, abandoned: Callable[[], bool] = lambda: False) -> None:
-        self._worker = Worker(SEARCH_WORKER, env=ONE_THREAD, name="search")
+        # Many search at the same time.
+        self._worker = Worker(SEARCH_WORKER, env=few_threads(1), name="search")
         self._abandoned = abandoned
         self._begin: dict[str, Any] = {}
         self._known: dict[Candidate, float | None] = {}

@@ -644,6 +644,14 @@ def _kept_from_running(pid: int, job: _Job) -> str:
     return f"it waited {waited:.1f} s for a processor" if starved else ""
 
 
+def few_threads(count: int) -> dict[str, str]:
+    """Variables by which a process has so many threads for NumPy's matrix products.
+
+    Else each process has one a processor, which go on spinning when they are through.
+    """
+    return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
+
+
 def _resident(pid: int) -> int:
     """Bytes of memory that a process holds; 0 if it has ended, or where nothing tells."""
     try:
