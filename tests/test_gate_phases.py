@@ -34,6 +34,7 @@ from tvm_sparse.schedules.softmax_topk.threshold_gate import (
     survivors,
     tiles,
 )
+from tvm_sparse.schedules.softmax_topk.threshold_gate.layout import CROWD
 from tvm_sparse.schedules.softmax_topk.threshold_gate.state import WRITTEN, State
 
 TARGET = target_of(SM90)
@@ -437,7 +438,7 @@ def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt:
 def test_what_needs_no_producer_is_done_before_the_wait(k: int, prefetch: int) -> None:
     """Bins are cleared where they will be needed. The emulator says if a prefetch leads out of the logits."""
     layout = layout_of(6007, k, "float16", overlap=1, prefetch=prefetch)
-    wanted = () if layout.counted else ("counts", "heads", "flag")
+    wanted = () if layout.counted else ("counts", "flag")
 
     await_inputs = stream.await_producer(layout)
 
@@ -972,33 +973,52 @@ def test_ranked_by_counting(k: int, size: int, threads: int) -> None:
     np.testing.assert_array_equal(found["kept"][:, :k], best_of(keys, k))
 
 
-@pytest.mark.parametrize(("k", "size", "threads"), [(50, 90, 64), (300, 700, 128), (60, 290, 32)])
-def test_ranked_in_bins_unless_one_is_crowded(k: int, size: int, threads: int) -> None:
-    layout = layout_of(20000, k, threads=threads)
-    clear = rank.clear_bins(layout)
-    in_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept)
-    refine = rank.refine_bins(threads, layout.pool.bins, layout.vocab)
-    in_finer_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept, finer=True)
+@T.inline
+def place_in_keys(s, rank, key):
+    """Bins are through with the buffer when they place keys."""
+    s.keys[rank] = key
+
+
+def in_bins_or_finer_ones(layout: Layout, each: int = 2) -> Callable[..., Any]:
+    """As `rank_survivors` puts them together. Ranked keys come into `keys`."""
+    threads, k, bins = layout.tiling.threads, layout.k, layout.pool.bins
+    in_bins = rank.rank_in_bins(threads, k, bins, CROWD, place_in_keys, each=each)
+    refine = rank.refine_bins(threads, bins, CROWD, layout.vocab)
+    in_finer_bins = rank.rank_in_bins(threads, k, bins, 2 * CROWD, place_in_keys, finer=True)
 
     @T.inline
     def phase(s):
-        clear(s)
-        s.bins_per_index[0] = T.float32(layout.pool.bins / layout.vocab)
         in_bins(s, s.t)
         if s.slot[0] != 0:
             refine(s, s.t)
             if s.slot[0] == 0:
                 in_finer_bins(s, s.t)
 
+    return phase
+
+
+@pytest.mark.parametrize(("k", "size", "threads"), [(50, 90, 64), (300, 700, 128), (60, 290, 32)])
+def test_ranked_in_bins_unless_one_is_crowded(k: int, size: int, threads: int) -> None:
+    layout = layout_of(20000, k, threads=threads)
+    clear = rank.clear_bins(layout)
+    ranked = in_bins_or_finer_ones(layout)
+
+    @T.inline
+    def phase(s):
+        clear(s)
+        T.cuda.cta_sync()
+        s.bins_per_index[0] = T.float32(layout.pool.bins / layout.vocab)
+        ranked(s)
+
     state, keys = survivors_of(layout, size)
-    alone = Alone(layout, phase, [*state, "equals_until"], ["kept", "slot"], cases=len(keys))
+    alone = Alone(layout, phase, [*state, "equals_until"], ["keys", "slot"], cases=len(keys))
     found, _ = alone(**state, equals_until=layout.vocab)
     crowded = uniform(found["slot"]) != 0
     # Bins are linear in the value, or in the column where all values are equal or a few crowd theirs. An infinity makes
     # the range infinite.
     names = [name for name in rows_of(size) if name != "nothing"]
     np.testing.assert_array_equal(crowded, [name == "special" for name in names])
-    np.testing.assert_array_equal(found["kept"][~crowded, :k], best_of(keys, k)[~crowded])
+    np.testing.assert_array_equal(found["keys"][~crowded, :k], best_of(keys, k)[~crowded])
 
 
 def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
@@ -1006,19 +1026,14 @@ def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
     vocab, size, k, threads = 40000, 400, 300, 64
     layout = layout_of(vocab, k, threads=threads)
     clear = rank.clear_bins(layout)
-    in_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept)
-    refine = rank.refine_bins(threads, layout.pool.bins, layout.vocab)
-    in_finer_bins = rank.rank_in_bins(threads, k, layout.pool.bins, rank.place_in_kept, finer=True)
+    ranked = in_bins_or_finer_ones(layout)
 
     @T.inline
     def phase(s):
         clear(s)
+        T.cuda.cta_sync()
         s.bins_per_index[0] = T.float32(0)
-        in_bins(s, s.t)
-        if s.slot[0] != 0:
-            refine(s, s.t)
-            if s.slot[0] == 0:
-                in_finer_bins(s, s.t)
+        ranked(s)
 
     rng = np.random.default_rng(0)
     values = np.repeat(np.array([3, 2.5, 2], "float32"), [40, 10, 350])  # the second ones crowd no bin
@@ -1033,7 +1048,7 @@ def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
     ]
     keys = [keys_of(row, columns) for row, columns, _, _ in cases]
     alone = Alone(
-        layout, phase, ["keys", "threshold", "largest", "size", "equals_until"], ["kept", "slot"], cases=len(cases)
+        layout, phase, ["keys", "threshold", "largest", "size", "equals_until"], ["keys", "slot"], cases=len(cases)
     )
     found, _ = alone(
         keys=np.stack([in_buffer(own, layout.pool.capacity) for own in keys]), size=size, threshold=2.0,
@@ -1042,7 +1057,7 @@ def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
     )  # fmt: skip
     crowded = uniform(found["slot"]) != 0
     np.testing.assert_array_equal(crowded, [fails for *_, fails in cases])
-    np.testing.assert_array_equal(found["kept"][~crowded, :k], best_of(keys, k)[~crowded])
+    np.testing.assert_array_equal(found["keys"][~crowded, :k], best_of(keys, k)[~crowded])
 
 
 @pytest.mark.parametrize(("k", "size", "threads"), [(33, 33, 32), (300, 700, 128)])
@@ -1071,6 +1086,7 @@ def test_survivors_become_outputs_in_order(k: int, size: int, threads: int) -> N
     @T.inline
     def phase(s):
         clear(s)
+        T.cuda.cta_sync()
         ranked(s)
 
     state, keys = survivors_of(layout, size)

@@ -19,15 +19,12 @@ from tvm_sparse.core.template import ceildiv
 
 from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, scan_lanes
 
-# Keys of one bin that are still ranked by counting, every one against every other.
-CROWD = 32
-# Bits of the number of a key, from 1 on; what is above them in `nexts` is the key's bin.
-NEXT_BITS = 16
-
-
-def spread(bin: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Where a bin lies: one word in 33 is left out, so that threads with 32 bins each meet no bank conflict."""
-    return bin + bin // 32
+# Two numbers of a key or of a bin share a word: so many bits hold the lower one.
+LOW_BITS = 16
+LOW = (1 << LOW_BITS) - 1
+# Bins of a lane, a vector in shared memory, and those that a warp scans at once.
+LANE_BINS = 4
+WARP_BINS = 32 * LANE_BINS
 
 
 # fmt: off
@@ -66,143 +63,200 @@ def bin_of_key(bins: int) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, key, per_value, bin):
-        bin[0] = 0
         if per_value[0] == T.infinity("float32"):
             bin[0] = T.Cast("int32", T.min(
                 T.Cast("float32", key_index(key)) * s.bins_per_index[0], T.float32(bins - 1)))
+            if key_bits(key) <= T.uint32(MINUS_INFINITY):
+                bin[0] = bins - 1
+            if key_bits(key) == T.uint32(0xFFFFFFFF):
+                bin[0] = 0
         else:
-            if per_value[0] > T.float32(0):
-                bin[0] = T.Cast("int32", T.min(
-                    (s.largest[0] - key_value(key)) * per_value[0], T.float32(bins - 1)))
-        if key_bits(key) <= T.uint32(MINUS_INFINITY):
-            bin[0] = bins - 1
-        if key_bits(key) == T.uint32(0xFFFFFFFF):
-            bin[0] = 0
+            # What is NaN on the way, as a difference of infinities and a NaN's own is, becomes 0 here: a GPU's maximum
+            # of a NaN and a number is the number.
+            bin[0] = T.Cast("int32", T.min(
+                T.max((s.largest[0] - key_value(key)) * per_value[0], T.float32(0)), T.float32(bins - 1)))
 
     return phase
 
 
-def bins_of_thread(threads: int, bins: int) -> int:
-    """Bins that a thread scans, a power of two."""
-    return 1 << (ceildiv(bins, threads) - 1).bit_length()
-
-
-@T.inline
-def sum_before(s, t, scanning, above, own, other):
-    """`above`: how many keys the warps before a lane's have in their bins, of the first `scanning` warps.
+def sum_before(chunks: int) -> Callable[..., Any]:
+    """`above`: how many keys are in the chunks before a lane's own. The phase is (s, t, above, own, other).
 
     Every warp scans `bin_totals` for itself. `own` and `other` are lost.
     """
-    above[0] = 0
-    if t % 32 < scanning:
-        above[0] = s.bin_totals[t % 32]
-    own[0] = above[0]
-    scan_lanes(t, above, other)
-    above[0] = above[0] - own[0]
+
+    @T.inline
+    def phase(s, t, above, own, other):
+        above[0] = 0
+        if t % 32 < chunks:
+            above[0] = s.bin_totals[t % 32]
+        own[0] = above[0]
+        for b in T.unroll((chunks - 1).bit_length()):
+            other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << b, 32, 32)
+            if t % 32 >= (1 << b):
+                above[0] = above[0] + other[0]
+        above[0] = above[0] - own[0]
+
+    return phase
+
+
+def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
+    """From how many keys each bin has to how many are in the bins before it, of its chunk. The phase is (s, t).
+
+    A chunk is WARP_BINS bins, which a warp scans.
+
+    Reads: `counts`.
+    Writes: `counts`, the keys before a bin and above LOW_BITS its own; `bin_totals`, those of a chunk; flag[0] as 1 if
+        a bin has more than `crowd`.
+    Barriers: none.
+    """
+    chunks, warps = bins // WARP_BINS, threads // 32
+
+    @T.inline
+    def scan(s, t, chunk):
+        held = T.alloc_local([LANE_BINS], "int32")
+        above = T.alloc_local([1], "int32")
+        own = T.alloc_local([1], "int32")
+        other = T.alloc_local([1], "int32")
+        for e in T.vectorized(LANE_BINS):
+            held[e] = s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e]
+        own[0] = 0
+        other[0] = 0
+        for e in T.unroll(LANE_BINS):
+            own[0] = own[0] + held[e]
+            other[0] = T.max(other[0], held[e])
+        if other[0] > crowd:
+            s.flag[0] = 1
+        above[0] = own[0]
+        scan_lanes(t, above, other)
+        if t % 32 == 31:
+            s.bin_totals[chunk] = above[0]
+        above[0] = above[0] - own[0]
+        for e in T.unroll(LANE_BINS):
+            other[0] = held[e]
+            held[e] = other[0] << LOW_BITS | above[0]
+            above[0] = above[0] + other[0]
+        for e in T.vectorized(LANE_BINS):
+            s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e] = held[e]
+
+    @T.inline
+    def phase(s, t):
+        for c in T.unroll(ceildiv(chunks, warps)):
+            if (c + 1) * warps <= chunks:
+                scan(s, t, c * warps + t // 32)
+            else:
+                if c * warps + t // 32 < chunks:
+                    scan(s, t, c * warps + t // 32)
+
+    return phase
 
 
 def rank_in_bins(
-    threads: int, k: int, bins: int, place: Callable[..., Any], *, finer: bool = False
+    threads: int, k: int, bins: int, crowd: int, place: Callable[..., Any], *, each: int = 1, finer: bool = False
 ) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
     The keys of each bin, linear in the value between `threshold` and `largest` (or in the index, if these are equal),
-    are counted and linked; a scan over the bins tells how many keys are above each; in its bin a key is ranked by
-    counting. Bins of more than CROWD keys (ties, an outlier that stretches the range) would take too long.
+    are counted, which gives each key a number in its bin; a scan over the bins tells how many keys are above each; so
+    every key has a place in `kept`, in the order of the bins. There it is compared with the others of its bin.
+    Neighbouring threads have neighbouring places, and ranks that are nearly so. Bins of more than `crowd` keys (ties, an
+    outlier that stretches the range) would take too long.
 
-    With `finer`, bins are those of `refine_bins`, which may have joined a few that were not crowded.
+    With `finer`, bins are those of `refine_bins`. A thread works on `each` keys at once.
 
-    Reads: `keys`, `size`, `threshold`, `largest`, `bins_per_index`; if `finer`, `nexts`. Scratch in shared memory:
-        `counts` and `heads`, an integer a bin (see `spread`), and `flag`, all of which come as 0; `nexts`, one a key;
-        `bin_totals`, one a warp.
-    Writes: `slot`, not 0 if some bin is crowded and nothing was placed.
-    Barriers: several; begins with one.
+    Reads: `keys`, `size`, `threshold`, `largest`, `bins_per_index`; if `finer`, `numbers`. Scratch in shared memory:
+        `counts`, an integer a bin, and `flag`, which come as 0; `numbers`, one a key; `homes`, one a place of `kept`;
+        `bin_totals`; found[0].
+    Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`.
+    Barriers: several; before it comes one, after `keys`, `counts` and `flag` were written.
     """
-    # Bins that a thread scans, and warps that do.
-    each_bins = bins_of_thread(threads, bins)
-    scanning = bins // each_bins // 32
-    crowd = 2 * CROWD if finer else CROWD
-    bin_of = bin_of_key(bins)
+    bin_of, scan, before = bin_of_key(bins), scan_bins(threads, bins, crowd), sum_before(bins // WARP_BINS)
 
     @T.inline
-    def find(s, own, per_value, bin):
-        """The bin of a key."""
-        if finer:
-            bin[0] = s.nexts[own] >> NEXT_BITS
-        else:
-            bin_of(s, s.keys[own], per_value, bin)
+    def number_keys(s, t, i, per_value):
+        """Of a thread's keys from the (i * each)-th on: the bin, and which key of it each is."""
+        bin = T.alloc_local([1], "int32")
+        held = T.alloc_local([each], "uint64")
+        number = T.alloc_local([each], "int32")
+        for e in T.unroll(each):
+            if finer:
+                number[e] = 0
+                if (i * each + e) * threads + t < s.size[0]:
+                    number[e] = s.numbers[(i * each + e) * threads + t] >> LOW_BITS
+            else:
+                held[e] = s.keys[T.min((i * each + e) * threads + t, s.size[0] - 1)]
+        for e in T.unroll(each):
+            if not finer:
+                bin_of(s, held[e], per_value, bin)
+                number[e] = bin[0]
+        for e in T.unroll(each):
+            if (i * each + e) * threads + t < s.size[0]:
+                number[e] = number[e] << LOW_BITS | T.cuda.atomic_add(s.counts.ptr_to([number[e]]), T.int32(1))
+        for e in T.unroll(each):
+            if (i * each + e) * threads + t < s.size[0]:
+                s.numbers[(i * each + e) * threads + t] = number[e]
 
-    def link(s: Any, own: Any, bin: Any) -> tirx.PrimExpr:
-        """What a key's `nexts` is: the key that was the first of its bin, which it is from now on."""
-        first = T.call_extern("int32", "atomicExch", s.heads.ptr_to([spread(bin[0])]), own + 1)
-        return bin[0] << NEXT_BITS | first if finer else first
+    @T.inline
+    def move_keys(s, t, i, above):
+        """Bring them to their places, with what is known of the bin, if one of its keys may be among the k best."""
+        number = T.alloc_local([each], "int32")
+        home = T.alloc_local([each], "int32")
+        for e in T.unroll(each):
+            number[e] = s.numbers[T.min((i * each + e) * threads + t, s.size[0] - 1)]
+        for e in T.unroll(each):
+            home[e] = s.counts[number[e] >> LOW_BITS] + T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), above[0], number[e] // (WARP_BINS << LOW_BITS), 32, 32)
+        for e in T.unroll(each):
+            if (i * each + e) * threads + t < s.size[0] and home[e] & LOW < k:
+                s.kept[(home[e] & LOW) + (number[e] & LOW)] = s.keys[(i * each + e) * threads + t]
+                s.homes[(home[e] & LOW) + (number[e] & LOW)] = home[e]
+                # The last of these bins tells how many keys there are.
+                if number[e] & LOW == 0 and (home[e] & LOW) + (home[e] >> LOW_BITS) >= k:
+                    s.found[0] = (home[e] & LOW) + (home[e] >> LOW_BITS)
 
     @T.inline
     def phase(s, t):
-        bin = T.alloc_local([1], "int32")
         own = T.alloc_local([1], "int32")
         above = T.alloc_local([1], "int32")
         other = T.alloc_local([1], "int32")
         rank = T.alloc_local([1], "int32")
         per_value = T.alloc_local([1], "float32")
         per_value[0] = T.float32(bins) / (s.largest[0] - s.threshold[0])
+        for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
+            number_keys(s, t, i, per_value)
         T.cuda.cta_sync()
-        for i in T.serial((s.size[0] - t + (threads - 1)) // threads):
-            find(s, i * threads + t, per_value, bin)
-            T.evaluate(T.cuda.atomic_add(s.counts.ptr_to([spread(bin[0])]), T.int32(1)))
-            s.nexts[i * threads + t] = link(s, i * threads + t, bin)
-        T.cuda.cta_sync()
-        # A thread's bins in order, then the threads of a warp: how many keys are above each bin and in this warp's.
-        if t * each_bins < bins:
-            above[0] = 0
-            for b in T.unroll(each_bins):
-                own[0] = s.counts[spread(t * each_bins + b)]
-                if own[0] > crowd:
-                    s.flag[0] = 1
-                above[0] = above[0] + own[0]
-            rank[0] = above[0]
-            scan_lanes(t, above, other)
-            if t % 32 == 31:
-                s.bin_totals[t // 32] = above[0]
-            above[0] = above[0] - rank[0]
-            for b in T.unroll(each_bins):
-                own[0] = s.counts[spread(t * each_bins + b)]
-                s.counts[spread(t * each_bins + b)] = above[0]
-                above[0] = above[0] + own[0]
+        scan(s, t)
         T.cuda.cta_sync()
         s.slot[0] = s.flag[0]
         if s.slot[0] == 0:
-            # The warps' totals, scanned by every warp for itself.
-            sum_before(s, t, scanning, above, own, other)
-            for i in T.serial((s.size[0] + (threads - 1)) // threads):
-                own[0] = T.min(i * threads + t, s.size[0] - 1)
-                find(s, own[0], per_value, bin)
-                rank[0] = s.counts[spread(bin[0])] + T.tvm_warp_shuffle(
-                    T.uint32(FULL_WARP), above[0], bin[0] // (each_bins * 32), 32, 32)
-                if i * threads + t < s.size[0] and rank[0] < k:
-                    other[0] = s.heads[spread(bin[0])]
-                    while other[0] != 0:
-                        if s.keys[other[0] - 1] > s.keys[own[0]]:
-                            rank[0] = rank[0] + 1
-                        other[0] = s.nexts[other[0] - 1]
-                        if finer:
-                            other[0] = other[0] & ((1 << NEXT_BITS) - 1)
-                    if rank[0] < k:
-                        place(s, rank[0], s.keys[own[0]])
+            before(s, t, above, own, other)
+            for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
+                move_keys(s, t, i, above)
+            T.cuda.cta_sync()
+            for i in T.serial((s.found[0] - t + (threads - 1)) // threads):
+                s.pivot[0] = s.kept[i * threads + t]
+                own[0] = s.homes[i * threads + t]
+                rank[0] = own[0] & LOW
+                other[0] = rank[0] + (own[0] >> LOW_BITS)
+                for j in T.serial(own[0] >> LOW_BITS):
+                    if s.kept[(own[0] & LOW) + j] > s.pivot[0]:
+                        rank[0] = rank[0] + 1
+                if rank[0] < k:
+                    place(s, rank[0], s.pivot[0])
 
     return phase
 
 
-def spread_equals(bins: int, columns: int) -> Callable[..., Any]:
+def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     """A key's finer bin where many keys are equal, from bins that are linear in the value. The phase is (s, own, bin).
 
     A bin of one value alone is divided by the index: it takes as many of the finer bins as it has of the keys, and its
     keys lie among these as their indices lie among the columns that may have them: those up to `equals_until` for
     the threshold, all for others. Keys of another bin stay together.
 
-    Reads: keys[own], `size`, `threshold`, `equals_until`, `heads`; bin[0], the key's bin, and where that begins and
-        ends in the order, bin[1] and bin[2].
-    Writes: nexts[own], with the finer bin; flag[1], not 0 if the key's bin is crowded by keys of several values.
+    Reads: keys[own], `size`, `threshold`, `equals_until`; bin[0], the key's bin, where that begins in the order, bin[1],
+        and how many keys it has, bin[2]; `homes`, one of the keys of each bin.
+    Writes: numbers[own], with the finer bin; flag[1], not 0 if the key's bin is crowded by keys of several values.
     Barriers: none.
     """
 
@@ -210,37 +264,35 @@ def spread_equals(bins: int, columns: int) -> Callable[..., Any]:
     def phase(s, own, bin):
         place = T.alloc_local([1], "float32")
         place[0] = T.float32(0)
-        if bin[2] - bin[1] > CROWD:
-            s.pivot[0] = s.keys[s.heads[spread(bin[0])] - 1]
+        if bin[2] > crowd:
+            s.pivot[0] = s.keys[s.homes[bin[0]]]
             if key_bits(s.keys[own]) != key_bits(s.pivot[0]):
                 s.flag[1] = 1
             place[0] = T.Cast("float32", columns)
             if key_value(s.pivot[0]) == s.threshold[0]:
                 place[0] = T.Cast("float32", T.min(s.equals_until[0], columns - 1) + 1)
             # Rounding does not change the order: every step keeps it.
-            place[0] = T.Cast("float32", bin[2] - bin[1] - 1) * T.min(
+            place[0] = T.Cast("float32", bin[2] - 1) * T.min(
                 T.Cast("float32", key_index(s.keys[own])) / place[0], T.float32(1))
-        s.nexts[own] = T.min(bins - 1, T.Cast(
+        s.numbers[own] = T.min(bins - 1, T.Cast(
             "int32", (T.Cast("float32", bin[1]) + place[0]) * (T.float32(bins) / T.Cast("float32", s.size[0]))
-        )) << NEXT_BITS
+        )) << LOW_BITS
 
     return phase
 
 
-def refine_bins(threads: int, bins: int, columns: int) -> Callable[..., Any]:
+def refine_bins(threads: int, bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
 
-    Keys are of a row of so many `columns`.
+    They may join a few bins of which none was crowded, so that more keys are a crowd of theirs. Keys are of a row of so many `columns`.
 
-    Reads: what `rank_in_bins` has left in `counts`, `heads`, `bin_totals`; `keys`, `size`, which is below 2^16,
-        `threshold`, `equals_until`, `largest`, `bins_per_index`; flag[1], which comes as 0.
-    Writes: `slot`, 0 if bins are fine now; `nexts` with a key's bin; `counts`, `heads` and flag[0] as 0; `pivot` as
-        scratch.
-    Barriers: one, in its midst.
+    Reads: what `rank_in_bins` has left in `counts`, `numbers`, `bin_totals`; `keys`, `size`, which is below 2^15,
+        `threshold`, `equals_until`; flag[1], which comes as 0.
+    Writes: `slot`, 0 if bins are fine now; `numbers` with a key's bin; `counts` and flag[0] as 0; as scratch `homes`,
+        one a bin, and `pivot`.
+    Barriers: several; ends with one.
     """
-    each_bins = bins_of_thread(threads, bins)
-    scanning = bins // each_bins // 32
-    bin_of, refine = bin_of_key(bins), spread_equals(bins, columns)
+    before, refine = sum_before(bins // WARP_BINS), spread_equals(bins, crowd, columns)
 
     @T.inline
     def phase(s, t):
@@ -248,27 +300,27 @@ def refine_bins(threads: int, bins: int, columns: int) -> Callable[..., Any]:
         own = T.alloc_local([1], "int32")
         above = T.alloc_local([1], "int32")
         other = T.alloc_local([1], "int32")
-        per_value = T.alloc_local([1], "float32")
-        per_value[0] = T.float32(bins) / (s.largest[0] - s.threshold[0])
-        sum_before(s, t, scanning, above, own, other)
+        before(s, t, above, own, other)
+        for i in T.serial((s.size[0] - t + (threads - 1)) // threads):
+            if s.numbers[i * threads + t] & LOW == 0:
+                s.homes[s.numbers[i * threads + t] >> LOW_BITS] = i * threads + t
+        T.cuda.cta_sync()
         for i in T.serial((s.size[0] + (threads - 1)) // threads):
-            bin_of(s, s.keys[T.min(i * threads + t, s.size[0] - 1)], per_value, bin)
-            bin[1] = s.counts[spread(bin[0])] + T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), above[0], bin[0] // (each_bins * 32), 32, 32)
-            own[0] = T.min(bin[0] + 1, bins - 1)
-            bin[2] = s.counts[spread(own[0])] + T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), above[0], own[0] // (each_bins * 32), 32, 32)
-            if bin[0] == bins - 1:
-                bin[2] = s.size[0]
+            bin[0] = 0
+            if i * threads + t < s.size[0]:
+                bin[0] = s.numbers[i * threads + t] >> LOW_BITS
+            bin[1] = (s.counts[bin[0]] & LOW) + T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), above[0], bin[0] // WARP_BINS, 32, 32)
+            bin[2] = s.counts[bin[0]] >> LOW_BITS
             if i * threads + t < s.size[0]:
                 refine(s, i * threads + t, bin)
         T.cuda.cta_sync()
         s.slot[0] = s.flag[1]
-        for i in T.serial((spread(bins) - 1 - t + threads) // threads):
+        for i in T.serial((bins - 1 - t + threads) // threads):
             s.counts[i * threads + t] = 0
-            s.heads[i * threads + t] = 0
         if t == 0:
             s.flag[0] = 0
+        T.cuda.cta_sync()
 
     return phase
 

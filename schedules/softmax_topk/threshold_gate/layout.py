@@ -22,6 +22,10 @@ COUNTED = 16
 COUNTED_SURVIVORS = 64
 # Bins in which survivors are ranked: enough for few of them to share one, and no more than a scan takes quickly.
 MIN_BINS, MAX_BINS = 256, 1024
+# Keys of one bin that are still ranked by comparing each with every other; twice as many of a bin that ties have.
+CROWD = 32
+# Keys that a thread puts into bins at once: as many loads and atomics are on their way together.
+BINNED_AT_ONCE = 4
 # Threads at most that share the ranking of one key.
 RANKERS = 8
 # Above it and up to this k, survivors are counted if they are few: if all are ranked in one step. That takes less time
@@ -29,8 +33,6 @@ RANKERS = 8
 COUNTED_IF_FEW = 32
 # Comparisons a thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
 COMPARISONS = 512
-# Above this k ranked keys go through shared memory, so that neighbouring threads write neighbours in the output.
-STAGED = 64
 # Of elements that equal the threshold so many more than are needed should pass: this share of them, and this number.
 MORE_EQUALS, SPARE_EQUALS = 1 / 8, 64
 # The least room for survivors beyond k. Without it compactions would be frequent where k is small.
@@ -285,18 +287,13 @@ class Pool:
 
     @cached_property
     def kept(self) -> int:
-        """Keys of the second buffer: those that a compaction keeps, and those that are ranked."""
-        return self.rounded
+        """Keys of the second buffer: those that a compaction keeps, and those of all bins that have one of the best."""
+        return ceildiv(max(self.rounded, self.k + 2 * CROWD), 32) * 32
 
     @cached_property
     def bins(self) -> int:
         """Bins in which keys are ranked, a power of two: about one for each key that is wanted."""
         return min(max(MIN_BINS, self.rounded), MAX_BINS)
-
-    @cached_property
-    def spread(self) -> int:
-        """Words that an integer a bin takes, see `ranking.spread`."""
-        return self.bins + self.bins // 32
 
     @cached_property
     def at_keys(self) -> int:
@@ -319,19 +316,24 @@ class Pool:
         return 2 * (self.at_united + self.tiling.cluster * self.room)
 
     @cached_property
-    def at_heads(self) -> int:
-        """Of bins, the first key of each."""
-        return self.at_counts + self.spread
+    def at_homes(self) -> int:
+        """Of places of the second buffer, where the bin begins whose key it has; or of bins, a key of each."""
+        return self.at_counts + self.bins
 
     @cached_property
-    def at_nexts(self) -> int:
-        """Of keys, the next one of the same bin."""
-        return self.at_heads + self.spread
+    def homes(self) -> int:
+        """So many."""
+        return max(self.kept, self.bins)
+
+    @cached_property
+    def at_numbers(self) -> int:
+        """Of keys, the bin and which key of it each is."""
+        return self.at_homes + self.homes
 
     @cached_property
     def at_copied(self) -> int:
         """The elements of marked tiles, as many as are copied; read by vectors of 16 bytes."""
-        return ceildiv(self.at_nexts + self.capacity, 4) * 4
+        return ceildiv(self.at_numbers + self.capacity, 4) * 4
 
     @cached_property
     def at_marked(self) -> int:
@@ -455,9 +457,9 @@ class Layout:
         return isqrt(COMPARISONS * self.tiling.threads)
 
     @cached_property
-    def staged(self) -> bool:
-        """Whether ranked keys go through shared memory."""
-        return self.k > STAGED
+    def binned_at_once(self) -> int:
+        """Keys that a thread puts into bins at once: about all that it has, of twice as many as are wanted."""
+        return min(ceildiv(2 * self.k, self.tiling.threads), BINNED_AT_ONCE)
 
     @cached_property
     def one_warp(self) -> bool:

@@ -20,7 +20,7 @@ from ...device.selection import (
     key_value,
 )
 from ..elements import write_given, write_value, written_element
-from .layout import Layout
+from .layout import CROWD, Layout
 from .state import LOWEST
 from .survivors import keep_best
 
@@ -58,16 +58,15 @@ def fill_up(layout: Layout) -> Callable[..., Any]:
 def clear_bins(layout: Layout) -> Callable[..., Any]:
     """What `rank_in_bins` wants as 0. The phase is (s).
 
-    Writes: `counts`, `heads`, `flag`.
+    Writes: `counts`, `flag`.
     Barriers: none.
     """
-    threads, spread = layout.tiling.threads, layout.pool.spread
+    threads, bins = layout.tiling.threads, layout.pool.bins
 
     @T.inline
     def phase(s):
-        for i in T.serial((spread - 1 - s.t + threads) // threads):
+        for i in T.serial((bins - 1 - s.t + threads) // threads):
             s.counts[i * threads + s.t] = 0
-            s.heads[i * threads + s.t] = 0
         if s.t < 2:
             s.flag[s.t] = 0
 
@@ -171,13 +170,13 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     """
     threads, k, vocab = layout.tiling.threads, layout.k, layout.vocab
     counted, countable, crowded_countable = layout.counted, layout.countable, layout.crowded_countable
-    staged, bins = layout.staged, layout.pool.bins
+    bins, each = layout.pool.bins, layout.binned_at_once
     clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
     count_to_output = rank_by_counting(layout, place_in_output)
     count_to_kept = rank_by_counting(layout, place_in_kept)
-    place = place_in_kept if staged else place_in_output
-    in_bins, refine = rank_in_bins(threads, k, bins, place), refine_bins(threads, bins, vocab)
-    in_finer_bins = rank_in_bins(threads, k, bins, place, finer=True)
+    in_bins = rank_in_bins(threads, k, bins, CROWD, place_in_output, each=each)
+    refine = refine_bins(threads, bins, CROWD, vocab)
+    in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, place_in_output, finer=True)
 
     @T.inline
     def phase(s):
@@ -186,6 +185,7 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
         else:
             if counted:
                 clear(s)
+                T.cuda.cta_sync()
             if s.threshold[0] == LOWEST:
                 T.cuda.cta_sync()
                 least(s)
@@ -197,14 +197,13 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
                 refine(s, s.t)
                 if s.slot[0] == 0:
                     in_finer_bins(s, s.t)
-            if staged or s.slot[0] != 0:
+            if s.slot[0] != 0:
                 T.cuda.cta_sync()
-                if s.slot[0] != 0:
-                    if s.size[0] <= crowded_countable:
-                        count_to_kept(s)
-                    else:
-                        sort(s)
-                    T.cuda.cta_sync()
+                if s.size[0] <= crowded_countable:
+                    count_to_kept(s)
+                else:
+                    sort(s)
+                T.cuda.cta_sync()
                 for i in T.serial((k - 1 - s.t + threads) // threads):
                     place_in_output(s, i * threads + s.t, s.kept[i * threads + s.t])
 

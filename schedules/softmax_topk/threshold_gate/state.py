@@ -47,9 +47,9 @@ class State(Buffers):
     ring: Any = pooled("uint32", lambda o: o.tiling.ring // 4, 0)  # words of `stages` tiles
     keys: Any = pooled("uint64", lambda o: o.pool.capacity, lambda o: o.pool.at_keys)  # the survivors
     kept: Any = pooled("uint64", lambda o: o.pool.kept, lambda o: o.pool.at_kept)  # those that are kept, or ranked
-    counts: Any = pooled("int32", lambda o: o.pool.spread, lambda o: o.pool.at_counts)  # keys of each bin
-    heads: Any = pooled("int32", lambda o: o.pool.spread, lambda o: o.pool.at_heads)  # its first key, from 1 on
-    nexts: Any = pooled("int32", lambda o: o.pool.capacity, lambda o: o.pool.at_nexts)  # the next key of a key's bin
+    counts: Any = pooled("int32", lambda o: o.pool.bins, lambda o: o.pool.at_counts)  # keys of each bin, and before it
+    homes: Any = pooled("int32", lambda o: o.pool.homes, lambda o: o.pool.at_homes)  # of those kept, where a bin begins
+    numbers: Any = pooled("int32", lambda o: o.pool.capacity, lambda o: o.pool.at_numbers)  # a key's bin, and its place
     marked: Any = pooled(  # which tiles have survivors: tile * threads + thread
         "uint16", lambda o: o.tiling.tiles * o.tiling.threads, lambda o: o.pool.at_marked, when=deferred
     )
@@ -61,7 +61,7 @@ class State(Buffers):
     marks: Any = shared("int32", when=deferred)  # how many tiles are marked
     tops: Any = shared("uint32", lambda o: o.pool.copies, when=lambda o: o.one_warp)  # orders of their largest elements
     histogram: Any = shared("int32", RADIX_BINS)  # of a radix pass
-    bin_totals: Any = shared("int32", 32)  # of a warp's bins: how many keys they have
+    bin_totals: Any = shared("int32", 32)  # of the bins that a warp scans: how many keys they have
     found: Any = shared("int32", 4)  # what a radix pass finds; see also WRITTEN and EQUALS
     flag: Any = shared("int32", 2)  # not 0: whether a bin is crowded, and whether by keys of several values
     count: Any = shared("int32")  # keys that were pushed into the buffer, those that had no room included
