@@ -537,15 +537,17 @@ def test_survivors_are_what_passes_the_threshold(dtype: str, bias: int, attempt:
         np.testing.assert_array_equal(descending(got), descending(keys_of(row[passing], passing)))
 
 
-def test_sum_does_not_depend_on_a_tile_that_comes_again() -> None:
+@pytest.mark.parametrize(("vocab", "stages", "tiles_of_row"), [(6000, 1, 1), (12000, 2, 2)])
+def test_sum_does_not_depend_on_a_tile_that_comes_again(vocab: int, stages: int, tiles_of_row: int) -> None:
     """Of the sample exponentials are first of the warp's own reference; yet the sum is the same to the last bit."""
-    layout = layout_of(6000, 5, threads=256, vectors=6, stages=1)
-    assert layout.compacts and layout.tiling.tiles == 1
+    layout = layout_of(vocab, 5, threads=256, vectors=6, stages=stages)
+    assert layout.compacts and layout.tiling.tiles == tiles_of_row
     start, streamed = tiles.start_tile(layout.tiling), stream.stream_tiles(layout)
 
     @T.inline
     def phase(s):
-        start(s, 0)
+        for i in T.unroll(stages):
+            start(s, i)
         s.pending[0] = 1
         s.i[0] = 0
         s.called[0] = T.uint32(0)
@@ -570,7 +572,8 @@ def test_sum_does_not_depend_on_a_tile_that_comes_again() -> None:
     np.testing.assert_array_equal(found["sum"][1], found["sum"][0])
 
 
-def test_full_buffer_calls_for_a_compaction_and_leaves_survivors_pending() -> None:
+@pytest.mark.parametrize(("tile", "left"), [(0, 7), (1, 3)])
+def test_full_buffer_calls_for_a_compaction_and_leaves_survivors_pending(tile: int, left: int) -> None:
     layout = layout_of(10240, 5)
     capacity = layout.pool.capacity
     assert layout.compacts
@@ -585,7 +588,7 @@ def test_full_buffer_calls_for_a_compaction_and_leaves_survivors_pending() -> No
     alone = Alone(layout, on_first_tile(layout, phase), given, wanted)
     row = rows_of(10240)["random"]
     found, _ = alone(
-        arguments(alone.problem, row), threshold=0.0, equals_until=10240, pending=1, i=0, called=0,
+        arguments(alone.problem, row), threshold=0.0, equals_until=10240, pending=1, i=tile, called=0,
         count=capacity - 100, largest=-INF, sum=7, sum_before=3, full=0,
     )  # fmt: skip
     assert found["count"][0, 0] > capacity and found["full"][0, 0] == 1
@@ -593,10 +596,10 @@ def test_full_buffer_calls_for_a_compaction_and_leaves_survivors_pending() -> No
     waiting = survives & (found["pending"][0, :, 0] != 0)
     pushed = survives & ~waiting
     assert waiting.any() and pushed.any()
-    # The whole warp comes again, and takes the tile out of its sum.
+    # The whole warp comes again, and takes the tile out of its sum, unless it is the sample.
     called = found["called"][0, :, 0] != 0
     np.testing.assert_array_equal(called, np.repeat(waiting.reshape(-1, 32).any(axis=1), 32))
-    np.testing.assert_array_equal(found["sum"][0, :, 0], np.where(called, 3, 7))
+    np.testing.assert_array_equal(found["sum"][0, :, 0], np.where(called, left, 7))
     # What had room is in the buffer, and the rest of the room is void.
     filled = found["keys"][0, capacity - 100 :]
     filled = filled[filled != 0]

@@ -18,15 +18,9 @@ from .state import EQUALS, LOWEST, WRITTEN, not_below
 from .survivors import compact, mark_survivors, push_survivors
 from .tiles import prefetch_tile, rows_beside, start_tile, take_tile
 
-# What `State.sampling` says of the tile in hand, if not 0.
+# What `State.sampling` says of the tile in hand, if not 0: it is the sample, or that comes again. Its exponentials cannot
+# be taken out of the sum and added anew without another rounding, as they were of a warp's own reference.
 SAMPLE, REPEATED = 1, 2
-
-
-def repeats(layout: Layout) -> bool:
-    """Whether the sample may come again. Its exponentials cannot be taken out of the sum and added anew without another
-    rounding, as they were of a warp's own reference. Where there are other tiles it has to be all but full of survivors
-    for that, and looking for it in every tile would cost too much."""
-    return layout.compacts and layout.tiling.tiles == 1
 
 
 # fmt: off
@@ -132,7 +126,7 @@ def take_survivors(layout: Layout) -> Callable[..., Any]:
             if layout.compacts:
                 s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
                 if s.called[0] != T.uint32(0):
-                    if repeats(layout):
+                    if s.i[0] == 0:
                         s.sampling[0] = REPEATED
                     else:
                         s.sum[0] = s.sum_before[0]
@@ -150,7 +144,6 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
     tiling = layout.tiling
     take, start, exponentials = take_tile(layout), start_tile(tiling), add_exponentials(layout)
     offer, threshold, survivors = offer_sample(layout), take_threshold(layout), take_survivors(layout)
-    repeated = repeats(layout)
 
     @T.inline
     def phase(s, attempt):
@@ -160,11 +153,11 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
                 # Nobody reads the ring again.
                 start(s, s.i[0] + tiling.stages)
             if s.sampling[0] != 0:
-                if not repeated or s.sampling[0] == SAMPLE:
+                if not layout.compacts or s.sampling[0] == SAMPLE:
                     offer(s)
             exponentials(s)
             if s.sampling[0] != 0:
-                if not repeated or s.sampling[0] == SAMPLE:
+                if not layout.compacts or s.sampling[0] == SAMPLE:
                     s.sampling[0] = 0
                     threshold(s)
                 else:
