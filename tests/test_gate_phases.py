@@ -303,6 +303,8 @@ def test_tiles_are_all_of_the_row_once(vocab: int, dtype: str, bias: int, decisi
             take(s, i)
             start(s, i + tiling.stages)
         take(s, s.i[0])
+        if layout.dense:
+            tiles.find_top(s, tiling.held)
 
     rows = tiling.width  # as many begin at different places of a vector, where rows are not aligned
     alone = Alone(layout, phase, ["i"], ["x", "top", "at", "end"], cases=rows * tiling.tiles)
@@ -501,11 +503,14 @@ def on_first_tile(layout: Layout, phase: Callable[..., Any]) -> Callable[..., An
     return after_loading
 
 
-@pytest.mark.parametrize(("dtype", "bias", "attempt"), [("float32", 0, 0), ("bfloat16", 1, 0), ("float32", 0, 1)])
-def test_survivors_are_what_passes_the_threshold(dtype: str, bias: int, attempt: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bias", "attempt", "k", "threads"),
+    [("float32", 0, 0, 5, 32), ("bfloat16", 1, 0, 5, 32), ("float32", 0, 1, 5, 32), ("float32", 0, 0, 1, 64)],
+)
+def test_survivors_are_what_passes_the_threshold(dtype: str, bias: int, attempt: int, k: int, threads: int) -> None:
     vocab = 240
-    layout = layout_of(vocab, 5, dtype, bias, threads=32, vectors=2 if dtype == "float32" else 1)
-    assert layout.tiling.tiles == 1 and not layout.pool.overflows
+    layout = layout_of(vocab, k, dtype, bias, threads=threads, vectors=2 if dtype == "float32" and k > 1 else 1)
+    assert layout.tiling.tiles == 1 and not layout.pool.overflows and layout.dense == (k > 1)
     take = stream.take_survivors(layout)
 
     @T.inline
@@ -631,12 +636,12 @@ def test_compaction_keeps_the_best_and_raises_the_threshold() -> None:
         np.testing.assert_array_equal(descending(keys[case][(order > orders(thresholds[case])) | equal]), best)
 
 
-@pytest.mark.parametrize("marking", [0, 1])
-def test_stream_finds_all_that_may_be_among_the_best(marking: int) -> None:
+@pytest.mark.parametrize(("marking", "k"), [(0, 10), (0, 30), (1, 10)])
+def test_stream_finds_all_that_may_be_among_the_best(marking: int, k: int) -> None:
     """The whole pass, with compactions or with the search of marked tiles."""
-    k, vocab = 10, 6001
+    vocab = 6001
     layout = layout_of(vocab, k, deferred=marking, stages=2)
-    assert layout.pool.overflows
+    assert layout.pool.overflows and layout.dense == (k > 10)
     begin, read, total = stream.begin_pass(layout), stream.stream_row(layout), stream.add_up(layout)
     search, gather = deferred.search_marked(layout), kernel.gather_survivors(layout)
 

@@ -146,6 +146,11 @@ class Tiling:
         return ceildiv(self.chunks, self.tiles)
 
     @cached_property
+    def inner(self) -> int:
+        """Vectors of a thread that lie in the row in every tile of every block, of rows that begin with a vector."""
+        return 0 if self.cluster > 1 else self.row_vectors // (32 * self.tiles * self.warps)
+
+    @cached_property
     def slot_columns(self) -> int:
         """Columns from one vector of a thread's tile to the next."""
         return self.warps * self.tiles * 32 * self.width
@@ -423,6 +428,15 @@ class Layout:
     def compacts(self) -> bool:
         """Whether the stream may find the buffer full, and has to wait for a compaction."""
         return self.pool.overflows and not self.deferred
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether nearly every warp has survivors in every tile, so that none asks for a tile's largest element first.
+
+        About twice as many survive as are wanted.
+        """
+        tiling = self.tiling
+        return not self.deferred and (not self.first.gated or self.k >= tiling.tiles * min(tiling.warps, tiling.slots))
 
     @cached_property
     def ties_limited(self) -> bool:

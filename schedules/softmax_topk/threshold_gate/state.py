@@ -76,7 +76,6 @@ class State(Buffers):
     raw: Any = local("uint32", lambda o: o.tiling.words)  # its words
     x: Any = local("float32", lambda o: o.tiling.held)  # its elements; minus infinity for what is not of the share
     top: Any = local("float32")  # the largest of them
-    vector_tops: Any = local("float32", lambda o: o.tiling.vectors)  # the largest of each vector
 
     # ---- a thread's own: the sum, the threshold, scratch ------------------------------------------------------------
     sum: Any = local("float32")  # of exponentials: of the thread's own elements, then of the row's
@@ -141,6 +140,15 @@ def column_of(tiling: Tiling, at: Any, e: Any) -> tirx.PrimExpr:
 def address_of(tiling: Tiling, address: Any, column: Any) -> tirx.PrimExpr:
     """Of an element of the row whose first one is at `address`; `column` may be below 0."""
     return address[0] + T.Cast("uint64", T.Cast("int64", column) * tiling.itemsize)
+
+
+def vector_address(tiling: Tiling, address: Any, at: Any, u: Any) -> tirx.PrimExpr:
+    """Of the u-th vector of a tile that lies at `at`, in the row whose first element is at `address`.
+
+    Two addresses serve all vectors of a tile, which lie by a constant behind these.
+    """
+    late = T.Select(u * 2 >= tiling.vectors, at[1], at[0]) if tiling.vectors > 1 else at[0]
+    return address_of(tiling, address, late) + T.Cast("uint64", u * (tiling.slot_columns * tiling.itemsize))
 
 
 def folded(most: Callable[..., Any], x: Any, first: int, extent: int) -> Any:

@@ -16,7 +16,7 @@ from .rank import clear_bins
 from .sample import offer_sample, take_threshold
 from .state import EQUALS, LOWEST, WRITTEN, not_below
 from .survivors import compact, mark_survivors, push_survivors
-from .tiles import prefetch_tile, rows_beside, start_tile, take_tile
+from .tiles import find_top, prefetch_tile, rows_beside, start_tile, take_tile
 
 # What `State.sampling` says of the tile in hand, if not 0: it is the sample, or that comes again. Its exponentials cannot
 # be taken out of the sum and added anew without another rounding, as they were of a warp's own reference.
@@ -111,25 +111,32 @@ def take_survivors(layout: Layout) -> Callable[..., Any]:
         tile comes again, and is taken out of the sum, or else `sampling` says that the sum has it.
     Barriers: none.
     """
-    mark, push, mark_tile = mark_survivors(layout.tiling), push_survivors(layout), deferred.mark_tile(layout)
+    mark, push, mark_tile = mark_survivors(layout), push_survivors(layout), deferred.mark_tile(layout)
+
+    @T.inline
+    def push_marked(s):
+        if s.bits[0] != T.uint32(0):
+            push(s, s.i[0])
+        if layout.compacts:
+            s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
+            if s.called[0] != T.uint32(0):
+                if s.i[0] == 0:
+                    s.sampling[0] = REPEATED
+                else:
+                    s.sum[0] = s.sum_before[0]
 
     @T.inline
     def phase(s, attempt):
         # A row with a NaN is always read twice: only then may elements pass where the largest does not.
         if layout.deferred:
             mark_tile(s, s.i[0], attempt)
+        elif layout.dense:
+            mark(s, attempt)
+            push_marked(s)
         elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(s.top[0], s.threshold[0], attempt)) != 0:
             s.largest[0] = T.max(s.largest[0], s.top[0])
             mark(s, attempt)
-            if s.bits[0] != T.uint32(0):
-                push(s, s.i[0])
-            if layout.compacts:
-                s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
-                if s.called[0] != T.uint32(0):
-                    if s.i[0] == 0:
-                        s.sampling[0] = REPEATED
-                    else:
-                        s.sum[0] = s.sum_before[0]
+            push_marked(s)
 
     return phase
 
@@ -154,6 +161,8 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
                 start(s, s.i[0] + tiling.stages)
             if s.sampling[0] != 0:
                 if not layout.compacts or s.sampling[0] == SAMPLE:
+                    if layout.dense:
+                        find_top(s, tiling.held)
                     offer(s)
             exponentials(s)
             if s.sampling[0] != 0:

@@ -32,8 +32,8 @@ def mark_elements(s, first, extent, threshold):
     Barriers: none.
     """
     for e in T.unroll(extent):
-        s.bits[0] = s.bits[0] | T.Select(
-            s.x[first + e] < threshold[0], T.uint32(0), T.uint32(1) << T.Cast("uint32", first + e))
+        if not_below(s.x[first + e], threshold[0]):
+            s.bits[0] = s.bits[0] | (T.uint32(1) << T.Cast("uint32", first + e))
 
 
 def unmark_equals(tiling: Tiling) -> Callable[..., Any]:
@@ -61,25 +61,30 @@ def take_mark(s):
     s.bits[0] = s.bits[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
 
 
-def mark_survivors(tiling: Tiling) -> Callable[..., Any]:
+def mark_survivors(layout: Layout) -> Callable[..., Any]:
     """One bit for each element of the tile that passes the threshold and is not in the buffer yet.
 
     The phase is (s, attempt): when a row is read again, all that is no less than nothing passes, NaN too.
 
-    Reads: `x`, `top`, `vector_tops`, `threshold`, `equals_until`, `at`, `pending`.
+    Reads: `x`, `top`, `threshold`, `equals_until`, `at`, `pending`.
     Writes: `bits`.
     Barriers: none.
     """
+    tiling = layout.tiling
     unmark = unmark_equals(tiling)
 
     @T.inline
     def phase(s, attempt):
         s.bits[0] = T.uint32(0)
+        if layout.dense:
+            mark_elements(s, 0, tiling.held, s.threshold)
+            unmark(s)
+            if layout.compacts:
+                if s.pending[0] == 0:
+                    s.bits[0] = T.uint32(0)
         # Equals of the threshold pass only up to its own column, and all of this tile may lie behind it.
-        if s.pending[0] != 0 and (s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0):
-            for u in T.unroll(tiling.vectors):
-                if not_below(s.vector_tops[u], s.threshold[0], attempt):
-                    mark_elements(s, u * tiling.width, tiling.width, s.threshold)
+        elif s.pending[0] != 0 and (s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0):
+            mark_elements(s, 0, tiling.held, s.threshold)
             unmark(s)
 
     return phase
@@ -91,7 +96,8 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
     The phase is (s, i), where i is the tile's number.
 
     Reads: `bits`, `ring`, the bias, `at`.
-    Writes: `keys`, `count`, `full`; `pending` becomes 0, unless there was no room. `bits` are lost if there was.
+    Writes: `keys`, `count`, `full`; `largest`, if no tile's is known (`Layout.dense`); `pending` becomes 0, unless there
+        was no room. `bits` are lost if there was.
     Barriers: none.
     """
     tiling, capacity = layout.tiling, layout.pool.capacity
@@ -120,6 +126,8 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
                 if layout.bias:
                     s.power[0] = s.power[0] + load_element(
                         "float32", s.io.bias.ptr_to([column_of(tiling, s.at, s.spot[0])]))
+                if layout.dense:
+                    s.largest[0] = T.max(s.largest[0], s.power[0])
                 order(s.power[0], s.plain, s.ordered)
                 s.keys[s.slot[0]] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
                 s.slot[0] = s.slot[0] + 1

@@ -12,7 +12,7 @@ from ...device.arithmetic import LOG2_E
 from ...device.overlap import CACHE_LINE, multiprocessors
 from ...device.words import held_address, load_element, value_in
 from .layout import Layout, Tiling
-from .state import address_of, column_of, folded
+from .state import address_of, column_of, folded, vector_address
 
 # Bytes of a vector.
 VECTOR = 16
@@ -96,11 +96,24 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
     def phase(s, i):
         if i < tiling.tiles:
             placed(s, s.ahead, i, s.t)
-            if inside(tiling, s, s.ahead):
+            if tiling.aligned:
+                for u in T.unroll(vectors):
+                    # Beyond the share its last vector again.
+                    if u < tiling.inner:
+                        T.ptx.cp.async_.cg.shared.global_(
+                            s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                            vector_address(tiling, s.address, s.ahead, u), VECTOR)
+                    else:
+                        T.ptx.cp.async_.cg.shared.global_(
+                            s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                            address_of(
+                                tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)),
+                            VECTOR)
+            elif inside(tiling, s, s.ahead):
                 for u in T.unroll(vectors):
                     T.ptx.cp.async_.cg.shared.global_(
                         s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
-                        address_of(tiling, s.address, column_of(tiling, s.ahead, u * width)), VECTOR)
+                        vector_address(tiling, s.address, s.ahead, u), VECTOR)
             else:
                 for u in T.unroll(vectors):
                     # Beyond the row its last vector again, and of that what is the row's: it may be the array's end.
@@ -143,9 +156,9 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
     """The elements of the tile in hand, once it has arrived. The phase is (s, i).
 
     Reads: `ring`, the bias, `start`, `end`.
-    Writes: `at`, `raw`, `x`, `vector_tops`, `top`.
+    Writes: `at`, `raw`, `x`; `top`, unless only the sample's is wanted (`Layout.dense`).
     Barriers: none.
-    After: `x` is minus infinity for what is not of this block's share. A NaN is in no maximum.
+    After: `x` is minus infinity for what is not of this block's share.
     """
     tiling, dtype = layout.tiling, layout.dtype
     vectors, width, stages, threads, held = (
@@ -171,9 +184,19 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
                 for e in T.unroll(held):
                     if column_of(tiling, s.at, e) >= T.min(s.end[0], vocab) or column_of(tiling, s.at, e) < 0:
                         s.x[e] = -T.infinity("float32")
-        for u in T.unroll(vectors):
-            s.vector_tops[u] = folded(T.max, s.x, u * width, width)
-        s.top[0] = folded(T.max, s.vector_tops, 0, vectors)
+        if not layout.dense:
+            find_top(s, held)
 
     return phase
+
+
+@T.inline
+def find_top(s, held):
+    """The largest of the tile's elements; a NaN is in no maximum.
+
+    Reads: `x`.
+    Writes: `top`.
+    Barriers: none.
+    """
+    s.top[0] = folded(T.max, s.x, 0, held)
 # fmt: on
