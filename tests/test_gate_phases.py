@@ -213,7 +213,7 @@ class Alone:
         return found, outputs
 
 
-def arguments(problem: SoftmaxTopk, logits: np.ndarray, **extras: np.ndarray) -> list[Any]:
+def arguments(problem: SoftmaxTopk, logits: np.ndarray, **extras: Any) -> list[Any]:
     """The inputs of a kernel."""
     logits = np.array(np.broadcast_to(logits, (problem.batch, problem.vocab)), numpy_dtype(problem.dtype), order="C")
     given = {"logits": logits, "scale": 1.0, "log": 0, **extras}
@@ -794,8 +794,8 @@ def test_one_warp_finishes_a_row_whose_best_are_in_tiles_of_their_own() -> None:
     assert (indices[1] < 0).all() and np.isnan(values[1]).all()
 
 
-@pytest.mark.parametrize("good", [True, False])
-def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool) -> None:
+@pytest.mark.parametrize(("good", "log"), [(True, 0), (True, 1), (False, 0)])
+def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool, log: int) -> None:
     """It tells whether the outputs are written: not if two tiles' best are equal, which one warp does not settle."""
     k, vocab = 5, 9000
     layout = layout_of(vocab, k, deferred=1)
@@ -810,16 +810,17 @@ def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool) -> None:
         best = columns[np.argmax(row[columns[:, 1]])]
         row[best[2]] = row[best[1]]
     found, (values, indices) = alone(
-        arguments(alone.problem, row), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E, reference=LOG2_E,
+        arguments(alone.problem, row, log=log), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E, reference=LOG2_E,
         sum=2.0, **marked_tiles(layout, row, numbers)[0],
     )  # fmt: skip
     assert (found["written"] == int(good)).all()
     np.testing.assert_allclose(found["inverse"][:, :32], 0.5)
-    np.testing.assert_allclose(found["logarithm"][:, :32], np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(found["logarithm"][:, :32], np.log(2) if log else 0, rtol=1e-6)
     expected = columns_of(descending(keys_of(row[columns[:, 1]], columns[:, 1]))[:k])
     if good:
         np.testing.assert_array_equal(indices[0], expected)
-        np.testing.assert_allclose(values[0], np.exp(row[expected] - 1) / 2, rtol=1e-5)
+        logarithms = row[expected] - 1 - np.log(2)
+        np.testing.assert_allclose(values[0], logarithms if log else np.exp(logarithms), rtol=1e-5)
     else:
         assert (indices < 0).all() and np.isnan(values).all()
 
@@ -990,9 +991,9 @@ def place_in_keys(s, rank, key):
 def in_bins_or_finer_ones(layout: Layout, each: int = 2) -> Callable[..., Any]:
     """As `rank_survivors` puts them together. Ranked keys come into `keys`."""
     threads, k, bins = layout.tiling.threads, layout.k, layout.pool.bins
-    in_bins = rank.rank_in_bins(threads, k, bins, CROWD, place_in_keys, each=each)
+    in_bins = rank.rank_in_bins(threads, k, bins, CROWD, layout.vocab, place_in_keys, each=each)
     refine = rank.refine_bins(threads, bins, CROWD, layout.vocab)
-    in_finer_bins = rank.rank_in_bins(threads, k, bins, 2 * CROWD, place_in_keys, finer=True)
+    in_finer_bins = rank.rank_in_bins(threads, k, bins, 2 * CROWD, layout.vocab, place_in_keys, finer=True)
 
     @T.inline
     def phase(s):
@@ -1015,7 +1016,6 @@ def test_ranked_in_bins_unless_one_is_crowded(k: int, size: int, threads: int) -
     def phase(s):
         clear(s)
         T.cuda.cta_sync()
-        s.bins_per_index[0] = T.float32(layout.pool.bins / layout.vocab)
         ranked(s)
 
     state, keys = survivors_of(layout, size)
@@ -1040,7 +1040,6 @@ def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
     def phase(s):
         clear(s)
         T.cuda.cta_sync()
-        s.bins_per_index[0] = T.float32(0)
         ranked(s)
 
     rng = np.random.default_rng(0)

@@ -55,17 +55,15 @@ def rank_key(threads: int, rankers: int) -> Callable[..., Any]:
 
 
 def bin_of_key(bins: int) -> Callable[..., Any]:
-    """The bin of a key, linear in the value from `largest` down. The phase is (s, key, per_value, bin).
+    """The bin of a key, linear in the value from `largest` down. The phase is (s, key, slope, bin).
 
-    Where all values are equal, which makes `per_value` infinite, it is linear in the index, with `bins_per_index`. An
-    infinite range makes neither sense: keys share a bin.
+    Where all values are equal it is linear in the index. An infinite range makes neither sense: keys share a bin.
     """
 
     @T.inline
-    def phase(s, key, per_value, bin):
-        if per_value[0] == T.infinity("float32"):
-            bin[0] = T.Cast("int32", T.min(
-                T.Cast("float32", key_index(key)) * s.bins_per_index[0], T.float32(bins - 1)))
+    def phase(s, key, slope, bin):
+        if s.largest[0] == s.threshold[0]:
+            bin[0] = T.Cast("int32", T.min(T.Cast("float32", key_index(key)) * slope[0], T.float32(bins - 1)))
             if key_bits(key) <= T.uint32(MINUS_INFINITY):
                 bin[0] = bins - 1
             if key_bits(key) == T.uint32(0xFFFFFFFF):
@@ -74,7 +72,7 @@ def bin_of_key(bins: int) -> Callable[..., Any]:
             # What is NaN on the way, as a difference of infinities and a NaN's own is, becomes 0 here: a GPU's maximum
             # of a NaN and a number is the number.
             bin[0] = T.Cast("int32", T.min(
-                T.max((s.largest[0] - key_value(key)) * per_value[0], T.float32(0)), T.float32(bins - 1)))
+                T.max((s.largest[0] - key_value(key)) * slope[0], T.float32(0)), T.float32(bins - 1)))
 
     return phase
 
@@ -152,19 +150,27 @@ def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
 
 
 def rank_in_bins(
-    threads: int, k: int, bins: int, crowd: int, place: Callable[..., Any], *, each: int = 1, finer: bool = False
+    threads: int,
+    k: int,
+    bins: int,
+    crowd: int,
+    columns: int,
+    place: Callable[..., Any],
+    *,
+    each: int = 1,
+    finer: bool = False,
 ) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
-    The keys of each bin, linear in the value between `threshold` and `largest` (or in the index, if these are equal),
-    are counted, which gives each key a number in its bin; a scan over the bins tells how many keys are above each; so
+    The keys of each bin, linear in the value between `threshold` and `largest` (or in the index, if these are equal,
+    which is one of so many `columns` up to `equals_until`), are counted, which gives each key a number in its bin; a scan over the bins tells how many keys are above each; so
     every key has a place in `kept`, in the order of the bins. There it is compared with the others of its bin.
     Neighbouring threads have neighbouring places, and ranks that are nearly so. Bins of more than `crowd` keys (ties, an
     outlier that stretches the range) would take too long.
 
     With `finer`, bins are those of `refine_bins`. A thread works on `each` keys at once.
 
-    Reads: `keys`, `size`, `threshold`, `largest`, `bins_per_index`; if `finer`, `numbers`. Scratch in shared memory:
+    Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`; if `finer`, `numbers`. Scratch in shared memory:
         `counts`, an integer a bin, and `flag`, which come as 0; `numbers`, one a key; `homes`, one a place of `kept`;
         `bin_totals`; found[0].
     Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`.
@@ -173,7 +179,7 @@ def rank_in_bins(
     bin_of, scan, before = bin_of_key(bins), scan_bins(threads, bins, crowd), sum_before(bins // WARP_BINS)
 
     @T.inline
-    def number_keys(s, t, i, per_value):
+    def number_keys(s, t, i, slope):
         """Of a thread's keys from the (i * each)-th on: the bin, and which key of it each is."""
         bin = T.alloc_local([1], "int32")
         held = T.alloc_local([each], "uint64")
@@ -187,7 +193,7 @@ def rank_in_bins(
                 held[e] = s.keys[T.min((i * each + e) * threads + t, s.size[0] - 1)]
         for e in T.unroll(each):
             if not finer:
-                bin_of(s, held[e], per_value, bin)
+                bin_of(s, held[e], slope, bin)
                 number[e] = bin[0]
         for e in T.unroll(each):
             if (i * each + e) * threads + t < s.size[0]:
@@ -220,10 +226,14 @@ def rank_in_bins(
         above = T.alloc_local([1], "int32")
         other = T.alloc_local([1], "int32")
         rank = T.alloc_local([1], "int32")
-        per_value = T.alloc_local([1], "float32")
-        per_value[0] = T.float32(bins) / (s.largest[0] - s.threshold[0])
+        slope = T.alloc_local([1], "float32")
+        if not finer:
+            slope[0] = s.largest[0] - s.threshold[0]
+            if s.largest[0] == s.threshold[0]:
+                slope[0] = T.Cast("float32", T.max(T.min(s.equals_until[0], columns - 1) + 1, 1))
+            slope[0] = T.float32(bins) / slope[0]
         for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
-            number_keys(s, t, i, per_value)
+            number_keys(s, t, i, slope)
         T.cuda.cta_sync()
         scan(s, t)
         T.cuda.cta_sync()

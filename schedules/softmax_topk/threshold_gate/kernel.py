@@ -66,14 +66,16 @@ def settle(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def invert_sum(s):
-    """What values are made with.
+    """What values are made with, probabilities or their logarithms.
 
     Reads: `sum`.
     Writes: `inverse`, `logarithm`.
     Barriers: none.
     """
     s.inverse[0] = T.float32(1) / s.sum[0]
-    s.logarithm[0] = T.log(s.sum[0])
+    s.logarithm[0] = T.float32(0)
+    if s.io.log != 0:
+        s.logarithm[0] = T.log(s.sum[0])
 
 
 def few_marked(layout: Layout, s: Any) -> tirx.PrimExpr:

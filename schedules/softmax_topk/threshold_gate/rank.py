@@ -174,9 +174,9 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
     count_to_output = rank_by_counting(layout, place_in_output)
     count_to_kept = rank_by_counting(layout, place_in_kept)
-    in_bins = rank_in_bins(threads, k, bins, CROWD, place_in_output, each=each)
+    in_bins = rank_in_bins(threads, k, bins, CROWD, vocab, place_in_output, each=each)
     refine = refine_bins(threads, bins, CROWD, vocab)
-    in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, place_in_output, finer=True)
+    in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, vocab, place_in_output, finer=True)
 
     @T.inline
     def phase(s):
@@ -189,9 +189,6 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
             if s.threshold[0] == LOWEST:
                 T.cuda.cta_sync()
                 least(s)
-            # Equals of the threshold are in the columns up to its own.
-            s.bins_per_index[0] = T.float32(bins) / T.Cast(
-                "float32", T.max(T.min(s.equals_until[0], vocab - 1) + 1, 1))
             in_bins(s, s.t)
             if s.slot[0] != 0:
                 refine(s, s.t)

@@ -104,7 +104,6 @@ class State(Buffers):
     ahead: Any = local("int32", 2)  # where the tile to be loaded lies
     equals_until: Any = local("int32")  # the last column in which elements that equal the threshold pass
     wanted: Any = local("int64")  # a given column
-    bins_per_index: Any = local("float32")
     ranked: Any = local("uint32")  # order of the sample's value that becomes the threshold
     sample_top: Any = local("uint32")  # order of the sample's largest
     called: Any = local("uint32")  # not 0 if a compaction is called for
