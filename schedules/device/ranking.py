@@ -22,6 +22,8 @@ from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value
 # Two numbers of a key or of a bin share a word: so many bits hold the lower one.
 LOW_BITS = 16
 LOW = (1 << LOW_BITS) - 1
+# Keys with which one is compared at once: as many loads are on their way together.
+COMPARED = 4
 # Bins of a lane, a vector in shared memory, and those that a warp scans at once.
 LANE_BINS = 4
 WARP_BINS = 32 * LANE_BINS
@@ -173,7 +175,7 @@ def rank_in_bins(
     Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`; if `finer`, `numbers`. Scratch in shared memory:
         `counts`, an integer a bin, and `flag`, which come as 0; `numbers`, one a key; `homes`, one a place of `kept`;
         `bin_totals`; found[0].
-    Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`.
+    Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`, of fewer than k + crowd + COMPARED.
     Barriers: several; before it comes one, after `keys`, `counts` and `flag` were written.
     """
     bin_of, scan, before = bin_of_key(bins), scan_bins(threads, bins, crowd), sum_before(bins // WARP_BINS)
@@ -184,6 +186,7 @@ def rank_in_bins(
         bin = T.alloc_local([1], "int32")
         held = T.alloc_local([each], "uint64")
         number = T.alloc_local([each], "int32")
+        taken = T.alloc_local([each], "int32")
         for e in T.unroll(each):
             if finer:
                 number[e] = 0
@@ -197,10 +200,10 @@ def rank_in_bins(
                 number[e] = bin[0]
         for e in T.unroll(each):
             if (i * each + e) * threads + t < s.size[0]:
-                number[e] = number[e] << LOW_BITS | T.cuda.atomic_add(s.counts.ptr_to([number[e]]), T.int32(1))
+                taken[e] = T.cuda.atomic_add(s.counts.ptr_to([number[e]]), T.int32(1))
         for e in T.unroll(each):
             if (i * each + e) * threads + t < s.size[0]:
-                s.numbers[(i * each + e) * threads + t] = number[e]
+                s.numbers[(i * each + e) * threads + t] = number[e] << LOW_BITS | taken[e]
 
     @T.inline
     def move_keys(s, t, i, above):
@@ -216,9 +219,11 @@ def rank_in_bins(
             if (i * each + e) * threads + t < s.size[0] and home[e] & LOW < k:
                 s.kept[(home[e] & LOW) + (number[e] & LOW)] = s.keys[(i * each + e) * threads + t]
                 s.homes[(home[e] & LOW) + (number[e] & LOW)] = home[e]
-                # The last of these bins tells how many keys there are.
+                # The last of these bins tells how many keys there are, and makes what is read behind them void.
                 if number[e] & LOW == 0 and (home[e] & LOW) + (home[e] >> LOW_BITS) >= k:
                     s.found[0] = (home[e] & LOW) + (home[e] >> LOW_BITS)
+                    for v in T.unroll(COMPARED - 1):
+                        s.kept[(home[e] & LOW) + (home[e] >> LOW_BITS) + v] = T.uint64(0)
 
     @T.inline
     def phase(s, t):
@@ -247,10 +252,14 @@ def rank_in_bins(
                 s.pivot[0] = s.kept[i * threads + t]
                 own[0] = s.homes[i * threads + t]
                 rank[0] = own[0] & LOW
-                other[0] = rank[0] + (own[0] >> LOW_BITS)
-                for j in T.serial(own[0] >> LOW_BITS):
-                    if s.kept[(own[0] & LOW) + j] > s.pivot[0]:
-                        rank[0] = rank[0] + 1
+                other[0] = rank[0]
+                own[0] = rank[0] + (own[0] >> LOW_BITS)
+                # A loop that is not unrolled further. Behind the bin there are only smaller keys.
+                while other[0] < own[0]:
+                    for v in T.unroll(COMPARED):
+                        if s.kept[other[0] + v] > s.pivot[0]:
+                            rank[0] = rank[0] + 1
+                    other[0] = other[0] + COMPARED
                 if rank[0] < k:
                     place(s, rank[0], s.pivot[0])
 

@@ -24,6 +24,8 @@ COUNTED_SURVIVORS = 64
 MIN_BINS, MAX_BINS = 256, 1024
 # Keys of one bin that are still ranked by comparing each with every other; twice as many of a bin that ties have.
 CROWD = 32
+# Keys behind those that are ranked, which are void (`ranking.rank_in_bins`).
+SPARE_KEPT = 4
 # Keys that a thread puts into bins at once: as many loads and atomics are on their way together.
 BINNED_AT_ONCE = 4
 # Threads at most that share the ranking of one key.
@@ -293,7 +295,7 @@ class Pool:
     @cached_property
     def kept(self) -> int:
         """Keys of the second buffer: those that a compaction keeps, and those of all bins that have one of the best."""
-        return ceildiv(max(self.rounded, self.k + 2 * CROWD), 32) * 32
+        return ceildiv(max(self.rounded, self.k + 2 * CROWD + SPARE_KEPT), 32) * 32
 
     @cached_property
     def bins(self) -> int:

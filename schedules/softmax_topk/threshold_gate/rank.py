@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.arithmetic import LN_2
 from ...device.ranking import rank_in_bins, rank_key, refine_bins, sort_descending
 from ...device.selection import (
@@ -65,8 +67,10 @@ def clear_bins(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        for i in T.serial((bins - 1 - s.t + threads) // threads):
-            s.counts[i * threads + s.t] = 0
+        for i in T.unroll(ceildiv(bins, 4 * threads)):
+            if (i * threads + s.t) * 4 < bins:
+                for v in T.vectorized(4):
+                    s.counts[(i * threads + s.t) * 4 + v] = 0
         if s.t < 2:
             s.flag[s.t] = 0
 
