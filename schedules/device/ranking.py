@@ -2,7 +2,8 @@
 
 Which one is quickest depends on how many keys there are. Counting compares every key with every other: for a few. Bins
 that are linear in the value leave only the keys of one bin to be compared: for many, unless ties or an outlier crowd a
-bin. Of ties the bins are divided once more, by the index. A bitonic sort takes longest and never fails.
+bin. For that keys are moved into the order of their bins; lists of the bins would be chased, one load after another. Of
+ties the bins are divided once more, by the index. A bitonic sort takes longest and never fails.
 
 A phase is made for static extents and called with a state: any object that has the buffers which its head names.
 """

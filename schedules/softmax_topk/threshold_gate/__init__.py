@@ -10,7 +10,8 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     lets the consumer kernel, the one launched behind, start in the same way.
 2.  **Stream the row** (`stream.stream_row`), tile after tile: asynchronous copies bring 16-byte vectors to shared
     memory, `stages` tiles at once, and a thread takes `vectors` of them into registers. It adds up their exponentials
-    and compares the largest element with the threshold.
+    and compares the largest element with the threshold; or each element, where k is so large that nearly every warp has
+    a survivor in every tile (`Layout.dense`).
     -   The *first threshold* comes from a sample (`sample`): the first tile, whose vectors are spread over all of the
         row. The sample's maximum is the reference of the exponentials, so that the sum is never rescaled. A threshold
         is a value and a column, so that rows of few distinct elements pass it no more often than others.
@@ -27,8 +28,8 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     threshold and the row's true maximum.
 6.  **Complete** with elements at minus infinity, if fewer than k are above it (`rank.fill_up`).
 7.  **Rank the survivors** (`rank.rank_survivors`): a few by counting, every one against every other; more in bins that
-    are linear in the value, and where ties crowd one in its parts by the index; and by radix selection and a bitonic
-    sort where many share a bin even so. Values and indices are written as they are ranked.
+    are linear in the value, where each is compared with the others of its bin, which lie side by side; where ties crowd a
+    bin, in its parts by the index; and by radix selection and a bitonic sort where many share a bin even so. Values and indices are written as they are ranked.
 8.  **Write the given columns** (`rank.write_given_columns`), if the problem has any.
 
 With `prefetch` a block that is through with its row has the first tile of the row that will come into its place brought
