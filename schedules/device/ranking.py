@@ -101,14 +101,14 @@ def sum_before(chunks: int) -> Callable[..., Any]:
     return phase
 
 
-def scan_bins(threads: int, bins: int, crowd: int, cell: int) -> Callable[..., Any]:
+def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
     """From how many keys each bin has to how many are in the bins before it, of its chunk. The phase is (s, t).
 
     A chunk is WARP_BINS bins, which a warp scans.
 
     Reads: `counts`.
     Writes: `counts`, the keys before a bin and above LOW_BITS its own; `bin_totals`, those of a chunk; flag[0] as 1 if
-        a bin has more than `crowd`, flag[2] if one has more than `cell`.
+        a bin has more than `crowd`.
     Barriers: none.
     """
     chunks, warps = bins // WARP_BINS, threads // 32
@@ -128,9 +128,6 @@ def scan_bins(threads: int, bins: int, crowd: int, cell: int) -> Callable[..., A
             other[0] = T.max(other[0], held[e])
         if other[0] > crowd:
             s.flag[0] = 1
-        if cell > 0:
-            if other[0] > cell:
-                s.flag[2] = 1
         above[0] = own[0]
         scan_lanes(t, above, other)
         if t % 32 == 31:
@@ -164,7 +161,6 @@ def rank_in_bins(
     place: Callable[..., Any],
     *,
     each: int = 1,
-    cell: int = 0,
     finer: bool = False,
 ) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
@@ -175,17 +171,15 @@ def rank_in_bins(
     Neighbouring threads have neighbouring places, and ranks that are nearly so. Bins of more than `crowd` keys (ties, an
     outlier that stretches the range) would take too long.
 
-    With `cell` a bin's first keys are put into a cell of its own, too, as they are counted. If no bin has more of them
-    than that, keys are ranked without having been moved, which takes a barrier less. With `finer`, bins are those of
-    `refine_bins`. A thread works on `each` keys at once.
+    With `finer`, bins are those of `refine_bins`. A thread works on `each` keys at once.
 
     Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`; if `finer`, `numbers`. Scratch in shared memory:
         `counts`, an integer a bin, and `flag`, which come as 0; `numbers`, one a key; `homes`, one a place of `kept`;
-        `bin_totals`; found[0]; `cells`, of `cell` keys a bin, if there are any.
+        `bin_totals`; found[0].
     Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`, of fewer than k + crowd + COMPARED.
     Barriers: several; before it comes one, after `keys`, `counts` and `flag` were written.
     """
-    bin_of, scan, before = bin_of_key(bins), scan_bins(threads, bins, crowd, cell), sum_before(bins // WARP_BINS)
+    bin_of, scan, before = bin_of_key(bins), scan_bins(threads, bins, crowd), sum_before(bins // WARP_BINS)
 
     @T.inline
     def number_keys(s, t, i, slope):
@@ -211,9 +205,6 @@ def rank_in_bins(
         for e in T.unroll(each):
             if (i * each + e) * threads + t < s.size[0]:
                 s.numbers[(i * each + e) * threads + t] = number[e] << LOW_BITS | taken[e]
-                if cell > 0:
-                    if taken[e] < cell:
-                        s.cells[number[e] * cell + taken[e]] = held[e]
 
     @T.inline
     def move_keys(s, t, i, above):
@@ -236,53 +227,11 @@ def rank_in_bins(
                         s.kept[(home[e] & LOW) + (home[e] >> LOW_BITS) + v] = T.uint64(0)
 
     @T.inline
-    def rank_moved(s, t, above):
-        """Move all keys, and rank those that have a place."""
-        end = T.alloc_local([1], "int32")
-        other = T.alloc_local([1], "int32")
-        rank = T.alloc_local([1], "int32")
-        for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
-            move_keys(s, t, i, above)
-        T.cuda.cta_sync()
-        for i in T.serial((s.found[0] - t + (threads - 1)) // threads):
-            s.pivot[0] = s.kept[i * threads + t]
-            end[0] = s.homes[i * threads + t]
-            rank[0] = end[0] & LOW
-            other[0] = rank[0]
-            end[0] = rank[0] + (end[0] >> LOW_BITS)
-            # A loop that is not unrolled further. Behind the bin there are only smaller keys.
-            while other[0] < end[0]:
-                for v in T.unroll(COMPARED):
-                    if s.kept[other[0] + v] > s.pivot[0]:
-                        rank[0] = rank[0] + 1
-                other[0] = other[0] + COMPARED
-            if rank[0] < k:
-                place(s, rank[0], s.pivot[0])
-
-    @T.inline
-    def rank_in_cells(s, t, above):
-        """Rank keys where they are, by what lies in the cells of their bins."""
-        number = T.alloc_local([1], "int32")
-        home = T.alloc_local([1], "int32")
-        rank = T.alloc_local([1], "int32")
-        for i in T.serial((s.size[0] + (threads - 1)) // threads):
-            number[0] = s.numbers[T.min(i * threads + t, s.size[0] - 1)] >> LOW_BITS
-            s.pivot[0] = s.keys[T.min(i * threads + t, s.size[0] - 1)]
-            home[0] = s.counts[number[0]] + T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), above[0], number[0] // WARP_BINS, 32, 32)
-            rank[0] = home[0] & LOW
-            if i * threads + t < s.size[0] and rank[0] < k:
-                for v in T.serial(home[0] >> LOW_BITS):
-                    if s.cells[number[0] * cell + v] > s.pivot[0]:
-                        rank[0] = rank[0] + 1
-                if rank[0] < k:
-                    place(s, rank[0], s.pivot[0])
-
-    @T.inline
     def phase(s, t):
         own = T.alloc_local([1], "int32")
         above = T.alloc_local([1], "int32")
         other = T.alloc_local([1], "int32")
+        rank = T.alloc_local([1], "int32")
         slope = T.alloc_local([1], "float32")
         if not finer:
             slope[0] = s.largest[0] - s.threshold[0]
@@ -297,12 +246,23 @@ def rank_in_bins(
         s.slot[0] = s.flag[0]
         if s.slot[0] == 0:
             before(s, t, above, own, other)
-            if cell == 0:
-                rank_moved(s, t, above)
-            elif s.flag[2] == 0:
-                rank_in_cells(s, t, above)
-            else:
-                rank_moved(s, t, above)
+            for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
+                move_keys(s, t, i, above)
+            T.cuda.cta_sync()
+            for i in T.serial((s.found[0] - t + (threads - 1)) // threads):
+                s.pivot[0] = s.kept[i * threads + t]
+                own[0] = s.homes[i * threads + t]
+                rank[0] = own[0] & LOW
+                other[0] = rank[0]
+                own[0] = rank[0] + (own[0] >> LOW_BITS)
+                # A loop that is not unrolled further. Behind the bin there are only smaller keys.
+                while other[0] < own[0]:
+                    for v in T.unroll(COMPARED):
+                        if s.kept[other[0] + v] > s.pivot[0]:
+                            rank[0] = rank[0] + 1
+                    other[0] = other[0] + COMPARED
+                if rank[0] < k:
+                    place(s, rank[0], s.pivot[0])
 
     return phase
 

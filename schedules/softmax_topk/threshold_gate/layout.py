@@ -24,8 +24,6 @@ COUNTED_SURVIVORS = 64
 MIN_BINS, MAX_BINS = 256, 1024
 # Keys of one bin that are still ranked by comparing each with every other; twice as many of a bin that ties have.
 CROWD = 32
-# Up to this k a bin has a cell of its own for its first keys, of so many at least and at most.
-CELLED, MIN_CELL, MAX_CELL = 64, 4, 8
 # Keys behind those that are ranked, which are void (`ranking.rank_in_bins`).
 SPARE_KEPT = 4
 # Keys that a thread puts into bins at once: as many loads and atomics are on their way together.
@@ -303,12 +301,6 @@ class Pool:
     def bins(self) -> int:
         """Bins in which keys are ranked, a power of two: about one for each key that is wanted."""
         return min(max(MIN_BINS, self.rounded), MAX_BINS)
-
-    @cached_property
-    def cell(self) -> int:
-        """Keys of a bin's cell, where tiles have lain in shared memory; 0 where there are no cells."""
-        fits = min(self.tiling.ring // (8 * self.bins), MAX_CELL)
-        return fits if COUNTED < self.k <= CELLED and fits >= MIN_CELL else 0
 
     @cached_property
     def at_keys(self) -> int:

@@ -71,7 +71,7 @@ def clear_bins(layout: Layout) -> Callable[..., Any]:
             if (i * threads + s.t) * 4 < bins:
                 for v in T.vectorized(4):
                     s.counts[(i * threads + s.t) * 4 + v] = 0
-        if s.t < 3:
+        if s.t < 2:
             s.flag[s.t] = 0
 
     return phase
@@ -178,7 +178,7 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
     count_to_output = rank_by_counting(layout, place_in_output)
     count_to_kept = rank_by_counting(layout, place_in_kept)
-    in_bins = rank_in_bins(threads, k, bins, CROWD, vocab, place_in_output, each=each, cell=layout.pool.cell)
+    in_bins = rank_in_bins(threads, k, bins, CROWD, vocab, place_in_output, each=each)
     refine = refine_bins(threads, bins, CROWD, vocab)
     in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, vocab, place_in_output, finer=True)
 

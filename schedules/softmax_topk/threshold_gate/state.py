@@ -45,9 +45,6 @@ class State(Buffers):
 
     # ---- dynamic shared memory: tiles, keys, bins, and marked tiles -------------------------------------------------
     ring: Any = pooled("uint32", lambda o: o.tiling.ring // 4, 0)  # words of `stages` tiles
-    cells: Any = pooled(  # when tiles are through: the first keys of each bin
-        "uint64", lambda o: o.pool.bins * o.pool.cell, 0, when=lambda o: o.pool.cell > 0
-    )
     keys: Any = pooled("uint64", lambda o: o.pool.capacity, lambda o: o.pool.at_keys)  # the survivors
     kept: Any = pooled("uint64", lambda o: o.pool.kept, lambda o: o.pool.at_kept)  # those that are kept, or ranked
     counts: Any = pooled("int32", lambda o: o.pool.bins, lambda o: o.pool.at_counts)  # keys of each bin, and before it
@@ -66,7 +63,7 @@ class State(Buffers):
     histogram: Any = shared("int32", RADIX_BINS)  # of a radix pass
     bin_totals: Any = shared("int32", 32)  # of the bins that a warp scans: how many keys they have
     found: Any = shared("int32", 4)  # what a radix pass finds; see also WRITTEN and EQUALS
-    flag: Any = shared("int32", 3)  # not 0: a bin is crowded; by keys of several values; has more keys than its cell
+    flag: Any = shared("int32", 2)  # not 0: whether a bin is crowded, and whether by keys of several values
     count: Any = shared("int32")  # keys that were pushed into the buffer, those that had no room included
     warp_sums: Any = shared("float32", 32)  # of exponentials
     warp_ranked: Any = shared("uint32", 32)  # of the sample, each warp's candidate for the threshold; later scratch
