@@ -810,8 +810,8 @@ def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool, log: int) 
         best = columns[np.argmax(row[columns[:, 1]])]
         row[best[2]] = row[best[1]]
     found, (values, indices) = alone(
-        arguments(alone.problem, row, log=log), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E, reference=LOG2_E,
-        sum=2.0, **marked_tiles(layout, row, numbers)[0],
+        arguments(alone.problem, row, log=log), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E,
+        reference=LOG2_E, sum=2.0, **marked_tiles(layout, row, numbers)[0],
     )  # fmt: skip
     assert (found["written"] == int(good)).all()
     np.testing.assert_allclose(found["inverse"][:, :32], 0.5)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -165,19 +164,19 @@ def rank_in_bins(
 ) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
-    The keys of each bin, linear in the value between `threshold` and `largest` (or in the index, if these are equal,
-    which is one of so many `columns` up to `equals_until`), are counted, which gives each key a number in its bin; a scan over the bins tells how many keys are above each; so
-    every key has a place in `kept`, in the order of the bins. There it is compared with the others of its bin.
-    Neighbouring threads have neighbouring places, and ranks that are nearly so. Bins of more than `crowd` keys (ties, an
-    outlier that stretches the range) would take too long.
+    Bins are linear in the value between `threshold` and `largest`; or in the index, if these are equal: it is one of so
+    many `columns`, up to `equals_until`. The keys of each bin are counted, which gives each a number in its bin, and a
+    scan over the bins tells how many keys are above each; so every key has a place in `kept`, in the order of the bins.
+    There it is compared with the others of its bin. Neighbouring threads have neighbouring places, and ranks that are
+    nearly so. Bins of more than `crowd` keys (ties, an outlier that stretches the range) would take too long.
 
     With `finer`, bins are those of `refine_bins`. A thread works on `each` keys at once.
 
     Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`; if `finer`, `numbers`. Scratch in shared memory:
         `counts`, an integer a bin, and `flag`, which come as 0; `numbers`, one a key; `homes`, one a place of `kept`;
         `bin_totals`; found[0].
-    Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`, of fewer than k + crowd + COMPARED.
-    Barriers: several; before it comes one, after `keys`, `counts` and `flag` were written.
+    Writes: `slot`, not 0 if some bin is crowded and nothing was placed; else `kept`, k + crowd + COMPARED keys at most.
+    Barriers: several; one must lie between what wrote `keys`, `counts` and `flag` and this.
     """
     bin_of, scan, before = bin_of_key(bins), scan_bins(threads, bins, crowd), sum_before(bins // WARP_BINS)
 
@@ -274,8 +273,8 @@ def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     keys lie among these as their indices lie among the columns that may have them: those up to `equals_until` for
     the threshold, all for others. Keys of another bin stay together.
 
-    Reads: keys[own], `size`, `threshold`, `equals_until`; bin[0], the key's bin, where that begins in the order, bin[1],
-        and how many keys it has, bin[2]; `homes`, one of the keys of each bin.
+    Reads: keys[own], `size`, `threshold`, `equals_until`; bin[0], the key's bin, where that begins in the order, in
+        bin[1], and how many keys it has, in bin[2]; `homes`, one of the keys of each bin.
     Writes: numbers[own], with the finer bin; flag[1], not 0 if the key's bin is crowded by keys of several values.
     Barriers: none.
     """
@@ -304,7 +303,8 @@ def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
 def refine_bins(threads: int, bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
 
-    They may join a few bins of which none was crowded, so that more keys are a crowd of theirs. Keys are of a row of so many `columns`.
+    They may join a few bins of which none was crowded: more keys make a crowd of theirs. Keys are of a row of so many
+    `columns`.
 
     Reads: what `rank_in_bins` has left in `counts`, `numbers`, `bin_totals`; `keys`, `size`, which is below 2^15,
         `threshold`, `equals_until`; flag[1], which comes as 0.

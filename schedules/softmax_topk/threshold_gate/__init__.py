@@ -28,8 +28,9 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     threshold and the row's true maximum.
 6.  **Complete** with elements at minus infinity, if fewer than k are above it (`rank.fill_up`).
 7.  **Rank the survivors** (`rank.rank_survivors`): a few by counting, every one against every other; more in bins that
-    are linear in the value, where each is compared with the others of its bin, which lie side by side; where ties crowd a
-    bin, in its parts by the index; and by radix selection and a bitonic sort where many share a bin even so. Values and indices are written as they are ranked.
+    are linear in the value, where each is compared with the others of its bin, which lie side by side; where ties crowd
+    a bin, in its parts by the index; and by radix selection and a bitonic sort where many share a bin even so. Values
+    and indices are written as they are ranked.
 8.  **Write the given columns** (`rank.write_given_columns`), if the problem has any.
 
 With `prefetch` a block that is through with its row has the first tile of the row that will come into its place brought

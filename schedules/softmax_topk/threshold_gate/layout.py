@@ -150,7 +150,8 @@ class Tiling:
     @cached_property
     def inner(self) -> int:
         """Vectors of a thread that lie in the row in every tile of every block, of rows that begin with a vector."""
-        return 0 if self.cluster > 1 else self.row_vectors // (32 * self.tiles * self.warps)
+        least = min(self.shares) if self.share * (self.cluster - 1) < self.row_vectors else 0
+        return least // (32 * self.tiles * self.warps)
 
     @cached_property
     def slot_columns(self) -> int:

@@ -18,8 +18,8 @@ from .state import EQUALS, LOWEST, WRITTEN, not_below
 from .survivors import compact, mark_survivors, push_survivors
 from .tiles import find_top, prefetch_tile, rows_beside, start_tile, take_tile
 
-# What `State.sampling` says of the tile in hand, if not 0: it is the sample, or that comes again. Its exponentials cannot
-# be taken out of the sum and added anew without another rounding, as they were of a warp's own reference.
+# What `State.sampling` says of the tile in hand, if not 0: it is the sample, or that comes again. Then its exponentials
+# stay in the sum: added anew they would be rounded otherwise, as they were of a warp's own reference.
 SAMPLE, REPEATED = 1, 2
 
 

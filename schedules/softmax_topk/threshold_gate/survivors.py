@@ -96,8 +96,8 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
     The phase is (s, i), where i is the tile's number.
 
     Reads: `bits`, `ring`, the bias, `at`.
-    Writes: `keys`, `count`, `full`; `largest`, if no tile's is known (`Layout.dense`); `pending` becomes 0, unless there
-        was no room. `bits` are lost if there was.
+    Writes: `keys`, `count`, `full`; `largest`, if no tile's is known (`Layout.dense`); `pending` becomes 0, unless
+        there was no room. `bits` are lost if there was.
     Barriers: none.
     """
     tiling, capacity = layout.tiling, layout.pool.capacity

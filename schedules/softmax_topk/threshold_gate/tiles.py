@@ -99,16 +99,14 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
             if tiling.aligned:
                 for u in T.unroll(vectors):
                     # Beyond the share its last vector again.
-                    if u < tiling.inner:
-                        T.ptx.cp.async_.cg.shared.global_(
-                            s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
-                            vector_address(tiling, s.address, s.ahead, u), VECTOR)
-                    else:
-                        T.ptx.cp.async_.cg.shared.global_(
-                            s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    T.ptx.cp.async_.cg.shared.global_(
+                        s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                        T.Select(
+                            u < tiling.inner,
+                            vector_address(tiling, s.address, s.ahead, u),
                             address_of(
-                                tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)),
-                            VECTOR)
+                                tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width))),
+                        VECTOR)
             elif inside(tiling, s, s.ahead):
                 for u in T.unroll(vectors):
                     T.ptx.cp.async_.cg.shared.global_(
@@ -161,8 +159,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
     After: `x` is minus infinity for what is not of this block's share.
     """
     tiling, dtype = layout.tiling, layout.dtype
-    vectors, width, stages, threads, held = (
-        tiling.vectors, tiling.width, tiling.stages, tiling.threads, tiling.held)
+    vectors, stages, threads, held = tiling.vectors, tiling.stages, tiling.threads, tiling.held
     vocab, per_word = tiling.vocab, tiling.per_word
     placed = place_tile(tiling)
 
