@@ -286,6 +286,7 @@ def rows_of(vocab: int, seed: int = 0) -> dict[str, np.ndarray]:
     ("vocab", "dtype", "bias", "decisions"),
     [
         (3000, "float32", 0, {}),
+        (3000, "float32", 0, {"cluster": 2, "threads": 32, "stages": 2}),
         (2047, "bfloat16", 1, {"vectors": 1, "threads": 96, "stages": 2}),
         (2101, "float32", 1, {"cluster": 2, "vectors": 3, "threads": 32}),
     ],

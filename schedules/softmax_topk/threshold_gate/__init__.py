@@ -88,7 +88,7 @@ def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=8,
+    version=9,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -102,7 +102,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=8,
+    version=9,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",
