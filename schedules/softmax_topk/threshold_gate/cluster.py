@@ -160,4 +160,27 @@ def agree(layout: Layout) -> Callable[..., Any]:
 def await_others(s):
     """The first block ends no sooner than all have arrived."""
     cluster_wait()
+
+
+def call_others(layout: Layout) -> Callable[..., Any]:
+    """Whether the blocks of the cluster are needed once more is what the first one knows. The phase is (s, needed).
+
+    Reads: `needed` of the first block, in all its threads.
+    Writes: `needed` of the others, which was 0 before the barrier of `share_parts`: 1 if they are needed.
+    Barriers: one of the cluster; the first block waits for it only if the others are needed.
+    """
+    cluster = layout.tiling.cluster
+
+    @T.inline
+    def phase(s, needed):
+        if s.part == 0 and needed[0] != 0:
+            if s.t > 0 and s.t < cluster:
+                T.evaluate(put_int(needed.ptr_to([0]), s.t, 1))
+            cluster_arrive()
+        else:
+            cluster_arrive_relaxed()
+        if s.part != 0 or needed[0] != 0:
+            cluster_wait()
+
+    return phase
 # fmt: on
