@@ -100,7 +100,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=8,
+    version=9,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -226,7 +226,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             gather(s)
             # 4. Share the parts of a cluster.
             if cluster > 1:
-                share(s, attempt)
+                share(s)
             # 5. Settle, or read the row once more, with no threshold and the row's true maximum.
             settled(s, attempt)
             if s.settled[0] != 0:

@@ -450,6 +450,14 @@ class Layout:
         return step if self.k < step and self.k <= COUNTED_IF_FEW else 0
 
     @cached_property
+    def countable_by_half(self) -> int:
+        """Survivors beyond `countable` that half as many threads each still rank by counting in one step, if not 0.
+
+        A cluster's first block has more than a block alone, as the blocks' thresholds are not equally high.
+        """
+        return 2 * self.countable if 0 < self.countable and not self.counted and self.tiling.cluster > 1 else 0
+
+    @cached_property
     def crowded_countable(self) -> int:
         """Survivors that are ranked by counting where bins have failed: as many as cost no more than a sort."""
         return isqrt(COMPARISONS * self.tiling.threads)
