@@ -34,14 +34,16 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.arithmetic import LN_2, LOG2_E, exp_nonpositive
 from ..device.cluster import cluster_barrier, peer_load
+from ..device.pool import asked
 from ..device.selection import FULL_WARP, RADIX_BINS, RADIX_BITS, bits_value, order_bits, scan_lanes
 from ..device.state import named
 from ..device.words import load_element, load_words, value_at
 from ..softmax_topk.elements import element, written_element
 
-# What a thread loads before it uses the first of it: vectors of 16 bytes on a GPU, elements on a CPU.
+# Elements that a CPU's thread loads at once, or a warp's lanes each when the word's place is nearly known.
 LOADS = 4
-VECTOR = 16
+# Bytes of what a GPU's thread loads at once, and how many of these are on their way.
+VECTOR, RING = 16, 4
 # Of float32s that were made of a dtype's elements so many of the lowest bits are all alike.
 ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
 # What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
@@ -96,9 +98,11 @@ class State:
     tallies: Any = None  # shared: how many words it has
     shown: Any = None  # shared: the block's masses of each bin, for the others of the cluster, of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
-    raw: Any = None  # words of the vectors in hand
+    ring: Any = None  # shared: each thread's vectors that are on their way
+    raw: Any = None  # words of the vector in hand
     small: Any = None  # scratch of a load
-    column: Any = None  # of the first element of each of these vectors
+    column: Any = None  # of its first element
+    ahead: Any = None  # of the first element of the vector that is to be loaded
     own: Any = None  # the thread's number, of all that go through the row
     head: Any = None  # elements of the row before the first that begins a vector
     turn: Any = None  # which of the two histograms is the next
@@ -146,11 +150,13 @@ class Crew:
     Attributes
     ----------
     elements
-        Of a step: how many elements a thread loads at once.
+        Of a step: how many elements a thread has in hand at once.
     steps
         How many steps go through a row.
     element
         (io, row, column) -> an element.
+    begin
+        A phase (io, row, t, s), before the first step of a pass.
     load
         A phase (io, row, t, s, j): the elements of a thread's j-th step.
     take
@@ -180,6 +186,7 @@ class Crew:
     elements: int
     steps: int
     element: Callable[[Any, Any, Any], tirx.PrimExpr]
+    begin: Callable[..., Any]
     load: Callable[..., Any]
     take: Callable[..., Any]
     column: Callable[..., Any]
@@ -243,7 +250,8 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
         s.part[1] = T.uint64(0)
         s.run[0] = 0
         s.gathered[0] = T.uint64(0)
-        for j in T.serial(crew.steps):
+        crew.begin(io, row, t, s)
+        for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
             for e in T.unroll(crew.elements):
                 crew.take(io, s, e)
@@ -332,12 +340,13 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
         s.slice[0] = T.Cast("int32", s.found[BIN])
         s.above[0] = s.found[BEFORE]
         bound_slice(s)
-        for digit in T.serial(ceildiv(32, RADIX_BITS)):
+        for digit in T.serial(ceildiv(32, RADIX_BITS), unroll=False):
             # Words of slices are not counted: once in any case.
             if digit == 0 or (s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
                 crew.clear(s, t)
-                for j in T.serial(crew.steps):
+                crew.begin(io, row, t, s)
+                for j in T.serial(crew.steps, unroll=False):
                     crew.load(io, row, t, s, j)
                     for e in T.unroll(crew.elements):
                         crew.take(io, s, e)
@@ -373,7 +382,8 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
             s.need[0] - s.above[0] - T.uint64(1), T.truncdiv(s.found[MASS], s.found[COUNT]))
         crew.clear(s, t)
         s.mass[0] = T.uint64(1)
-        for j in T.serial(crew.steps):
+        crew.begin(io, row, t, s)
+        for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
             for e in T.unroll(crew.elements):
                 crew.take(io, s, e)
@@ -421,7 +431,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         summed(io, row, t, s)
         s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
         # First how much is left, if top-p has a say; then the word.
-        for turn in T.serial(2):
+        for turn in T.serial(2, unroll=False):
             if turn == 1 or top_p < T.float32(1):
                 if turn == 1:
                     s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
@@ -480,12 +490,13 @@ class Blocks:
     @property
     def vector_steps(self) -> int:
         """Steps in which vectors are loaded."""
-        return ceildiv(self.problem.vocab // self.width, LOADS * self.threads * self.cluster)
+        return ceildiv(self.problem.vocab // self.width, self.threads * self.cluster)
 
     @property
     def bytes(self) -> int:
         """Of shared memory, see `search_state`."""
-        return 8 * (2 * BINS + 4 + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
+        histograms = 8 * (2 * BINS + 4 + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
+        return asked(VECTOR * RING * self.threads + ceildiv(histograms, VECTOR) * VECTOR)
 
 
 def search_state(blocks: Blocks, pool: Any) -> State:
@@ -499,16 +510,17 @@ def search_state(blocks: Blocks, pool: Any) -> State:
         return buffer
 
     more: dict[str, Any] = {
+        "ring": shared((RING * blocks.threads * 4,), "uint32"),
         "lows": shared((COPIES * BINS,), "uint32"),
         "highs": shared((COPIES * BINS,), "uint32"),
         "tallies": shared((COPIES * BINS,), "uint32"),
     }
     if blocks.cluster > 1:
         more |= {"shown": shared((2 * BINS,), "uint64"), "shown_counts": shared((2 * BINS,), "int32")}
-    registers = {"small": "uint16", "own": "int32", "head": "int32", "turn": "int32", "added": "uint32",
-                 "number": "int32"}
+    registers = {"small": "uint16", "added": "uint32"}
+    registers |= dict.fromkeys(("column", "ahead", "own", "head", "turn", "number"), "int32")
     more |= {name: T.alloc_local((1,), dtype) for name, dtype in registers.items()}
-    more |= {"raw": T.alloc_local((4 * LOADS,), "uint32"), "column": T.alloc_local((LOADS,), "int32")}
+    more |= {"raw": T.alloc_local((4,), "uint32")}
     return State.alloc(shared, T.alloc_local, **more)
 
 
@@ -537,24 +549,59 @@ def begin_search(blocks: Blocks) -> Callable[..., Any]:
     return phase
 
 
-def load_vectors(blocks: Blocks) -> Callable[..., Any]:
-    """The vectors of a thread's j-th step; the phase is (io, row, t, s, j). Writes: `column`, `raw`; `small`."""
-    threads, width, vocab = blocks.threads * blocks.cluster, blocks.width, blocks.problem.vocab
-    dtype, per_word = blocks.problem.dtype, blocks.per_word
+def start_vector(blocks: Blocks) -> Callable[..., Any]:
+    """Have a thread's j-th vector copied to its ring; the phase is (io, row, t, s, j).
+
+    Writes: `ring`, asynchronously; `ahead`.
+    After: one more group of copies is on its way, an empty one if there is no such vector.
+    """
+    own, threads, width, vocab = blocks.threads, blocks.threads * blocks.cluster, blocks.width, blocks.problem.vocab
+
+    @T.inline
+    def phase(io, row, t, s, j):
+        s.ahead[0] = s.head[0] + (j * threads + s.own[0]) * width
+        if s.ahead[0] + width <= vocab:
+            T.ptx.cp.async_.cg.shared.global_(
+                s.ring.ptr_to([(j % RING * own + t) * 4]), io.logits.ptr_to([row, s.ahead[0]]), VECTOR)
+        T.ptx.cp.async_.commit_group()
+
+    return phase
+
+
+def start_vectors(blocks: Blocks) -> Callable[..., Any]:
+    """Have the first vectors of a thread copied; the phase is (io, row, t, s)."""
+    start = start_vector(blocks)
+
+    @T.inline
+    def phase(io, row, t, s):
+        for j in T.unroll(RING):
+            start(io, row, t, s, j)
+
+    return phase
+
+
+def load_vector(blocks: Blocks) -> Callable[..., Any]:
+    """The vector of a thread's j-th step, once it has arrived; the phase is (io, row, t, s, j).
+
+    Reads: `ring`.
+    Writes: `column`, `raw`; `ring`, asynchronously; scratch is `small`.
+    """
+    own, threads, width, vocab = blocks.threads, blocks.threads * blocks.cluster, blocks.width, blocks.problem.vocab
+    dtype, per_word, start = blocks.problem.dtype, blocks.per_word, start_vector(blocks)
     nothing = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}[dtype]  # -inf
 
     @T.inline
     def phase(io, row, t, s, j):
-        for u in T.unroll(LOADS):
-            s.column[u] = s.head[0] + ((j * LOADS + u) * threads + s.own[0]) * width
-            if s.column[u] + width <= vocab:
-                load_words(VECTOR, s.raw, u * 4, s.small, io.logits.ptr_to([row, s.column[u]]))
-            else:
-                for w in T.unroll(4):
-                    s.raw[u * 4 + w] = T.uint32(nothing)
+        s.column[0] = s.head[0] + (j * threads + s.own[0]) * width
+        T.ptx.cp.async_.wait_group(RING - 1)
+        for w in T.unroll(4):
+            s.raw[w] = T.uint32(nothing)
+        if s.column[0] + width <= vocab:
+            for w in T.vectorized(4):
+                s.raw[w] = s.ring[(j % RING * own + t) * 4 + w]
         if not blocks.aligned:
             if j == blocks.vector_steps and s.own[0] < 2 * width:
-                # One before the first vector, or one behind the last.
+                # One element before the first vector, or one behind the last.
                 s.column[0] = s.own[0]
                 if s.own[0] >= s.head[0]:
                     s.column[0] = s.own[0] + (vocab - s.head[0]) // width * width
@@ -562,21 +609,22 @@ def load_vectors(blocks: Blocks) -> Callable[..., Any]:
                     load_words(4 // per_word, s.raw, 0, s.small, io.logits.ptr_to([row, s.column[0]]))
                     if per_word > 1:
                         s.raw[0] = s.raw[0] | T.uint32(nothing & 0xFFFF0000)
+        start(io, row, t, s, j + RING)
 
     return phase
 
 
 def take_of_vector(blocks: Blocks) -> Callable[..., Any]:
     """The e-th element of a step; the phase is (io, s, e). Reads: `raw`, `column`, the bias. Writes: `x`."""
-    width, dtype, last = blocks.width, blocks.problem.dtype, blocks.problem.vocab - 1
+    dtype, last = blocks.problem.dtype, blocks.problem.vocab - 1
     biased = bool(blocks.problem.bias)
 
     @T.inline
     def phase(io, s, e):
-        s.x[0] = value_at(dtype, s.raw, e // width * 4, e % width)
+        s.x[0] = value_at(dtype, s.raw, 0, e)
         if biased:
             s.x[0] = s.x[0] + load_element(
-                "float32", io.bias.ptr_to([T.min(s.column[e // width] + e % width, last)]))
+                "float32", io.bias.ptr_to([T.min(s.column[0] + e, last)]))
 
     return phase
 
@@ -688,7 +736,7 @@ def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
             wanted = T.alloc_local([1], "int32")
             before = T.alloc_local([1], "int32")
             wanted[0] = -1
-            for turn in T.serial(2):
+            for turn in T.serial(2, unroll=False):
                 s.number[0] = 0
                 for i in T.serial(ceildiv(piece, LOADS)):
                     for u in T.unroll(LOADS):
@@ -717,12 +765,13 @@ def exponential_on_gpu(s: State, x: Any) -> tirx.PrimExpr:
 def crew_of(blocks: Blocks) -> Crew:
     """The threads of a block or a cluster of a CUDA kernel."""
     return Crew(
-        elements=LOADS * blocks.width,
+        elements=blocks.width,
         steps=blocks.vector_steps + (0 if blocks.aligned else 1),
         element=written_element,
-        load=load_vectors(blocks),
+        begin=start_vectors(blocks),
+        load=load_vector(blocks),
         take=take_of_vector(blocks),
-        column=lambda s, t, j, e: s.column[e // blocks.width] + e % blocks.width,
+        column=lambda s, t, j, e: s.column[0] + e,
         exponential=exponential_on_gpu,
         meet=T.cuda.cta_sync,
         clear=lambda s, t: None,
@@ -836,6 +885,7 @@ def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
         elements=LOADS,
         steps=ceildiv(vocab, LOADS),
         element=element,
+        begin=lambda io, row, t, s: None,
         load=load_elements(vocab),
         take=take_element,
         column=lambda s, t, j, e: j * LOADS + e,
