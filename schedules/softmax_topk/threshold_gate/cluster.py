@@ -11,6 +11,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.cluster import (
     cluster_arrive,
     cluster_arrive_relaxed,
@@ -69,12 +71,15 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     After: these are the row's, in all threads.
     """
     cluster, warps, room = layout.tiling.cluster, layout.tiling.warps, layout.pool.room
-    halvings = (cluster - 1).bit_length()
+    halvings, groups = (cluster - 1).bit_length(), max(warps // cluster, 1)
 
     @T.inline
     def phase(s):
         key = T.alloc_local([1], "uint64")
         lanes = T.alloc_local([1], "uint32")
+        part = T.alloc_local([1], "int32")
+        chunks = T.alloc_local([1], "int32")
+        at = T.alloc_local([1], "int32")
         s.pivot[0] = s.united_threshold[T.min(s.t % 32, cluster - 1)]
         s.largest[0] = s.united_largest[T.min(s.t % 32, cluster - 1)]
         s.reference[0] = s.united_reference[T.min(s.t % 32, cluster - 1)]
@@ -94,11 +99,17 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         s.largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.largest[0], 0, 32, 32)
         s.threshold[0] = key_value(s.pivot[0])
         s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
-        for r in T.serial((cluster - 1 - s.t // 32 + warps) // warps):
-            for i in T.serial((s.united_size[r * warps + s.t // 32] + 31) // 32):
+        for r in T.serial(ceildiv(cluster, warps)):
+            part[0] = r * warps + s.t // 32 % min(cluster, warps)
+            # Of a part's chunks of 32 keys every warp that comes to it takes some.
+            chunks[0] = 0
+            if part[0] < cluster and s.t // 32 < groups * min(cluster, warps):
+                chunks[0] = (s.united_size[part[0]] + 31) // 32
+            for i in T.serial((chunks[0] - s.t // 32 // min(cluster, warps) + (groups - 1)) // groups):
+                at[0] = (i * groups + s.t // 32 // min(cluster, warps)) * 32 + s.t % 32
                 key[0] = T.uint64(0)
-                if i * 32 + s.t % 32 < s.united_size[r * warps + s.t // 32]:
-                    key[0] = s.united[(r * warps + s.t // 32) * room + i * 32 + s.t % 32]
+                if at[0] < s.united_size[part[0]]:
+                    key[0] = s.united[part[0] * room + at[0]]
                 # A warp's keys find room together: one after another they would wait for each other's atomics.
                 lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), key[0] >= s.pivot[0])
                 s.slot[0] = 0
