@@ -42,7 +42,8 @@ def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)), overlapped=layout.overlap)
+    ending = on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)
+    return gpu_program(problem, kernel(layout, ending), overlapped=layout.overlap)
 
 
 def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:

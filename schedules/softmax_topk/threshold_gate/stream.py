@@ -59,8 +59,8 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
     """Start the first tiles, and set everything to how it is before any element was read. The phase is (s, attempt).
 
     Reads: `address`, `start`, `end`.
-    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`; `sum`, `threshold`, `equals_until`,
-        `sampling`.
+    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`; `sum`, `threshold`,
+        `equals_until`, `sampling`.
     Barriers: one, at the end; of a cluster one before.
     After: everything above minus infinity passes; only the first attempt takes a sample.
     """
