@@ -840,10 +840,11 @@ def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int, 
     @T.inline
     def phase(s):
         cluster.announce_block(s)
-        share(s, 0)
+        cluster.await_blocks(s)
+        share(s)
 
     given = ["keys", "size", "threshold", "equals_until", "largest", "reference", "sum"]
-    alone = Alone(layout, phase, given, given)
+    alone = Alone(layout, phase, [*given, "united_count"], given)
     rng = np.random.default_rng(parts)
     sizes = rng.integers(k, room, parts)
     sizes[-1] = room + more
@@ -862,6 +863,7 @@ def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int, 
     }
     found, _ = alone(
         keys=np.stack([in_buffer(k, capacity) for k in keys]),
+        united_count=0,
         **{name: array.reshape(parts, 1, 1) for name, array in own.items()},
     )
     first = {name: uniform(found[name])[0] for name in own}
@@ -976,7 +978,7 @@ def best_of(keys: Sequence[np.ndarray], k: int) -> np.ndarray:
 @pytest.mark.parametrize(("k", "size", "threads"), [(5, 60, 128), (16, 16, 32)])
 def test_ranked_by_counting(k: int, size: int, threads: int) -> None:
     layout = layout_of(20000, k, threads=threads)
-    counting = rank.rank_by_counting(layout, rank.place_in_kept)
+    counting = rank.rank_by_counting(layout, rank.place_in_kept, layout.rankers)
     state, keys = survivors_of(layout, size)
     alone = Alone(layout, counting, ["keys", "size"], ["kept"], cases=len(keys))
     found, _ = alone(keys=state["keys"], size=size)

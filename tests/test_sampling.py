@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import scipy.stats
 import tvm
-from cases import MACHINES, calls_run
+from cases import MACHINES, SM90, calls_run
 
 import tvm_sparse
+from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import spaces
-from tvm_sparse.core.problem import Mismatch
+from tvm_sparse.core.problem import Mismatch, numpy_dtype
 from tvm_sparse.core.registry import parse
+from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.softmax_sample import philox, reference
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from tvm_sparse.runtime import arrays
@@ -225,6 +227,33 @@ def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
         expected, outputs = problem.reference(inputs), problem.empty_outputs()
         built(*(arrays.argument(a) if isinstance(a, np.ndarray) else a for a in (*inputs, *outputs)))
         problem.check(inputs, expected, outputs)
+
+
+def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
+    """Of one value or two, in order, crowded about zero, of a long tail, and with few words: in vectors of bfloat16."""
+    vocab, rng = 2048, np.random.default_rng(8)
+    kinds = [
+        np.zeros(vocab),
+        rng.choice([0.5, -0.25], vocab),
+        np.sort(rng.standard_normal(vocab)),
+        rng.standard_normal(vocab) * 1e-30,
+        rng.standard_normal(vocab) * np.where(rng.random(vocab) < 0.5, 1e-3, 1),
+        np.linspace(-40, 0, vocab),
+        np.where(rng.random(vocab) < 0.9, -np.inf, rng.standard_normal(vocab)),
+        rng.standard_normal(vocab) + 60,
+    ]
+    problem = SoftmaxSample(4 * len(kinds), vocab, 4, "bfloat16", per_row=1, whole=1)
+    logits = np.repeat(np.stack(kinds), 4, axis=0).astype(numpy_dtype("bfloat16"))
+    filters = [(1, 1, 0), (2, 0.9, 0), (0.5, 1, 0.02), (1, 0.5, 1e-3)]
+    temperature, top_p, min_p = np.tile(np.float32(filters).T, len(kinds))
+    uniforms = rng.random(problem.batch).astype(np.float32)
+    inputs = [logits, temperature, np.zeros(problem.batch, np.int32), top_p, min_p, uniforms]
+    decisions = {"cluster": 2, "threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0}
+    program, outputs = spaces.find("sample_cluster").build(problem, decisions), problem.empty_outputs()
+    run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=1)
+    problem.check(inputs, problem.reference(inputs), outputs)
+    # Most words are none of the best four: they were searched for.
+    assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.5
 
 
 def test_a_wrong_word_is_found_out() -> None:

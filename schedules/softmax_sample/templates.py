@@ -42,7 +42,8 @@ def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.tiling.threads)), overlapped=layout.overlap)
+    ending = on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)
+    return gpu_program(problem, kernel(layout, ending), overlapped=layout.overlap)
 
 
 def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -84,8 +85,8 @@ def drawing(
     )
 
 
-sample_scan = drawing("sample_scan", 4, row_scan, scan, "as row_scan, then a word drawn of the k best")
-sample_gate = drawing("sample_gate", 2, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
-sample_cluster = drawing("sample_cluster", 2, cluster_gate, gates, "as cluster_gate, then one warp draws a word")
+sample_scan = drawing("sample_scan", 5, row_scan, scan, "as row_scan, then a word drawn of the k best")
+sample_gate = drawing("sample_gate", 3, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
+sample_cluster = drawing("sample_cluster", 3, cluster_gate, gates, "as cluster_gate, then one warp draws a word")
 sample_warps = drawing("sample_warps", 2, warp_rows, warps, "as warp_rows, then the row's warp draws a word")
-sample_radix = drawing("sample_radix", 1, radix_select, radix, "as radix_select, then one warp draws a word")
+sample_radix = drawing("sample_radix", 2, radix_select, radix, "as radix_select, then one warp draws a word")

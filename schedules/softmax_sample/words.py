@@ -32,7 +32,7 @@ from ..device.state import named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending
 from .interface import Arguments
-from .search import block, draw_by_search, thread
+from .search import Blocks, search_by_blocks, search_by_thread
 
 
 @dataclass(frozen=True)
@@ -119,29 +119,26 @@ def read_filters(io, row, s):
         s.uniform[0] = load_element("float32", io.uniforms.ptr_to([row]))
 
 
-def draw_by_warp(problem: SoftmaxSample, threads: int) -> Callable[..., Any]:
-    """A word of the k best, by one warp; called with (io, row, t, barrier), see `Ending.finish`.
+def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
+    """A word of the k best, by one warp; called with (io, row, t, barrier, needed), see `Ending.finish`.
 
     Each lane has some neighbours in the order, and the lanes' sums are scanned. What is left is a prefix of the order:
     the sum before a word decides for top-p, and its chance for min-p. The word drawn has as many words before it as
     have cumulative chances up to the uniform number's share of all that is left.
 
     Where a word may be drawn from the whole row, the k best decide if the filters end among them, or if there are none
-    and the uniform number ends there. Else all `threads` of the block search the row (`search`).
+    and the uniform number ends there. Else the row has to be searched (`search`).
 
     Reads: the row's values and indices, which the block's threads have written.
-    Writes: the row's token and its log-probability.
-    Barriers: one; if the whole row counts two, and those of a search.
+    Writes: the row's token and its log-probability; `needed`, if the whole row counts: whether it has to be searched.
+    Barriers: one.
     """
     k, words, whole = problem.k, problem.words, bool(problem.whole)
     each = ceildiv(k, 32)
-    search = draw_by_search(block(threads), problem) if whole else None
 
     @T.inline
-    def phase(io, row, t, barrier):
+    def phase(io, row, t, barrier, needed):
         s = T.meta_var(Drawing.alloc(each))
-        if whole:
-            undecided = T.alloc_shared([1], "int32")
         if t < 32:
             # On their way while the others come.
             read_filters(io, row, s)
@@ -193,19 +190,32 @@ def draw_by_warp(problem: SoftmaxSample, threads: int) -> Callable[..., Any]:
             s.place[0] = T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), s.place[0])
             if whole:
                 if t == 0:
-                    undecided[0] = T.Select(is_open(k, s), 1, 0)
+                    needed[0] = T.Select(is_open(k, s), 1, 0)
             s.place[0] = T.min(s.place[0], s.left[0] - 1)
             if t == 0:
                 T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))
                 io.tokens[row] = T.Cast("int32", s.numbers[0])
                 io.logprobs[row] = load_element("float32", io.values.ptr_to([row, s.place[0]]))
-        if whole:
-            barrier()
-            if undecided[0] != 0:
-                read_filters(io, row, s)
-                T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
-                search(io, row, t, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
-                       s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
+
+    return phase
+
+
+def draw_by_blocks(problem: SoftmaxSample, blocks: Blocks) -> Callable[..., Any]:
+    """A word of the whole row, by all threads of its blocks; called with (io, row, t, part, pool), see `Ending.search`.
+
+    Reads: the row, and its best word, which `draw_by_warp` has seen.
+    Writes: the row's token and its log-probability.
+    Barriers: those of a search.
+    """
+    search = search_by_blocks(blocks)
+
+    @T.inline
+    def phase(io, row, t, part, pool):
+        s = T.meta_var(Drawing.alloc(1))
+        read_filters(io, row, s)
+        T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
+        search(io, row, t, part, pool, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
+               s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
 
     return phase
 
@@ -232,10 +242,10 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     """As `draw_by_warp`, one word after another."""
     k, words, whole = problem.k, problem.words, bool(problem.whole)
     drawn, left, taken = draw(k), cut(k), take(k)
-    search = draw_by_search(thread(), problem) if whole else None
+    search = search_by_thread(problem) if whole else None
 
     @T.inline
-    def phase(io, row, t, barrier):
+    def phase(io, row, t, barrier, needed):
         s = T.meta_var(named(Draw.alloc(k)))
         uniform = T.meta_var(uniform_of(s.words) if io.seeded else io.uniforms[row])
         top_p = T.meta_var(filter_on_cpu(io, "top_p", row))
@@ -265,15 +275,18 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
             io.logprobs[row] = io.values[row, s.place[0]]
         if whole:
             if s.place[0] >= k:
-                search(io, row, 0, io.indices[row, 0], io.values[row, 0], top_p, min_p, clamped(uniform))
+                search(io, row, io.indices[row, 0], io.values[row, 0], top_p, min_p, clamped(uniform))
 
     return phase
 # fmt: on
 
 
-def on_gpu(problem: SoftmaxSample, threads: int) -> Ending:
-    """What a CUDA kernel of softmax_topk ends with, whose blocks have so many threads."""
-    return Ending(own_on_gpu, draw_by_warp(problem, threads))
+def on_gpu(problem: SoftmaxSample, threads: int, cluster: int = 1) -> Ending:
+    """What a CUDA kernel of softmax_topk ends with, whose rows have clusters of blocks of so many threads."""
+    if not problem.whole:
+        return Ending(own_on_gpu, draw_by_warp(problem))
+    blocks = Blocks(problem, threads, cluster)
+    return Ending(own_on_gpu, draw_by_warp(problem), draw_by_blocks(problem, blocks), blocks.bytes)
 
 
 def on_cpu(problem: SoftmaxSample) -> Ending:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tvm.script import tirx as T
+
 
 @dataclass(frozen=True)
 class Ending:
-    """The two places at which a kernel is added to.
+    """The places at which a kernel is added to.
 
     Attributes
     ----------
@@ -21,10 +23,39 @@ class Ending:
         (arguments, row) -> the arguments as they are for this row, whose `scale` is its own. A kernel calls it where it
         may read what its producer kernel has written, and before it takes the first exponential.
     finish
-        A phase (arguments, row, t, barrier), called when a row's values and indices have been written by threads that
-        meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities. On a CPU
+        A phase (arguments, row, t, barrier, needed), called when a row's values and indices have been written by
+        threads that meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities.
+        `needed` is an integer in shared memory that says whether `search` is needed, or None if there is none. On a CPU
         there is one thread, and no barrier: None.
+    search
+        A phase (arguments, row, t, part, pool) for all threads of all blocks that have the row, `part` being the
+        block's number in its cluster, or None. `pool` is dynamic shared memory of `pool_bytes` in each block, of
+        which the kernel needs nothing any more.
     """
 
     own: Callable[[Any, Any], Any]
     finish: Callable[..., Any]
+    search: Callable[..., Any] | None = None
+    pool_bytes: int = 0
+
+
+def end_of_block(ending: Ending) -> Callable[..., Any]:
+    """What a block alone has of an ending; the phase is (arguments, row, t, pool).
+
+    Reads, writes, barriers: as `Ending.finish` and `Ending.search`, and one barrier between them.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(io, row, t, pool):
+        if ending.search is not None:
+            needed = T.alloc_shared([1], "int32")
+            ending.finish(io, row, t, T.cuda.cta_sync, needed)
+            T.cuda.cta_sync()
+            if needed[0] != 0:
+                ending.search(io, row, t, 0, pool)
+        else:
+            ending.finish(io, row, t, T.cuda.cta_sync, None)
+    # fmt: on
+
+    return phase

@@ -18,7 +18,7 @@ from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radix_selection
 from ...device.state import named
 from ..elements import element, write_value, write_wanted
-from ..ending import Ending
+from ..ending import Ending, end_of_block
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> 
     sum_up, select, collect = sum_row(vocab, threads), select_pivot(vocab, k, threads), collect_keys(vocab, threads)
     sort, write = merge_exchange(k, threads), write_keys(k, threads)
     write_given = write_wanted(vocab, problem.ids, threads)
+    finish = end_of_block(ending) if ending else None
+    searched = ending is not None and ending.search is not None
 
     # fmt: off
     @T.inline
@@ -81,6 +83,8 @@ def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> 
         block = T.cta_id([io.batch])
         t = T.thread_id([threads])
         s = T.meta_var(State.alloc())
+        if searched:
+            pool = T.alloc_buffer([ending.pool_bytes // 8], "uint64", scope="shared.dyn")
         # Offsets into the logits pass 2^31.
         row: T.int64 = T.Cast("int64", block)
         of_row = T.meta_var(own(io, row))
@@ -90,7 +94,7 @@ def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> 
         sort(of_row, row, t, s)
         write(of_row, row, t, s)
         if ending is not None:
-            ending.finish(of_row, row, t, T.cuda.cta_sync)
+            finish(of_row, row, t, pool.data if searched else None)
         if problem.ids > 0:
             write_given(io, row, t, s)
     # fmt: on

@@ -89,7 +89,7 @@ def function(extents: Extents, ending: Ending | None = None) -> Callable[..., An
             sort(of_row, row, s)
             write(of_row, row, s)
             if ending is not None:
-                ending.finish(of_row, row, 0, None)
+                ending.finish(of_row, row, 0, None, None)
 
     @T.inline
     def body(io):

@@ -11,6 +11,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.cluster import (
     cluster_arrive,
     cluster_arrive_relaxed,
@@ -18,7 +20,7 @@ from ...device.cluster import (
     cluster_wait,
     peer_store,
 )
-from ...device.selection import FULL_WARP, join_key, key_index, key_value, order_bits
+from ...device.selection import FULL_WARP, below, join_key, key_index, key_value, order_bits
 from .layout import Layout
 from .survivors import keep_best, take_pivot
 
@@ -35,16 +37,22 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     """
     threads, room = layout.tiling.threads, layout.pool.room
+    # Warps that seldom have a key write the rest, side by side.
+    writers = [max(threads - 32 * (i + 1), 0) for i in range(5)]
 
     @T.inline
     def phase(s):
         for i in T.serial((s.size[0] - s.t + (threads - 1)) // threads):
             T.evaluate(put_key(s.united.ptr_to([s.part * room + i * threads + s.t]), 0, s.keys[i * threads + s.t]))
-        if s.t == 0:
+        if s.t == writers[0]:
             T.evaluate(put_int(s.united_size.ptr_to([s.part]), 0, s.size[0]))
+        if s.t == writers[1]:
             T.evaluate(put_float(s.united_largest.ptr_to([s.part]), 0, s.largest[0]))
+        if s.t == writers[2]:
             T.evaluate(put_float(s.united_reference.ptr_to([s.part]), 0, s.reference[0]))
+        if s.t == writers[3]:
             T.evaluate(put_float(s.united_sum.ptr_to([s.part]), 0, s.sum[0]))
+        if s.t == writers[4]:
             T.evaluate(put_key(
                 s.united_threshold.ptr_to([s.part]), 0, join_key(order_bits(s.threshold[0]), s.equals_until[0])))
 
@@ -57,16 +65,21 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     What a block did not push is below its own threshold, so that no key that reaches the highest is missing. A lane
     reads what one block has pushed. The phase is (s).
 
-    Reads: `united` and `united_...`.
-    Writes: `keys`, `size`, `count`, `sum`, `largest`, `reference`, `threshold`, `equals_until`, `pivot`.
-    Barriers: two; ends with one.
+    Reads: `united` and `united_...`; `united_count`, which comes as 0.
+    Writes: `keys`, `size`, `sum`, `largest`, `reference`, `threshold`, `equals_until`, `pivot`; scratch is `slot`.
+    Barriers: one, at the end.
     After: these are the row's, in all threads.
     """
     cluster, warps, room = layout.tiling.cluster, layout.tiling.warps, layout.pool.room
-    halvings = (cluster - 1).bit_length()
+    halvings, groups = (cluster - 1).bit_length(), max(warps // cluster, 1)
 
     @T.inline
     def phase(s):
+        key = T.alloc_local([1], "uint64")
+        lanes = T.alloc_local([1], "uint32")
+        part = T.alloc_local([1], "int32")
+        chunks = T.alloc_local([1], "int32")
+        at = T.alloc_local([1], "int32")
         s.pivot[0] = s.united_threshold[T.min(s.t % 32, cluster - 1)]
         s.largest[0] = s.united_largest[T.min(s.t % 32, cluster - 1)]
         s.reference[0] = s.united_reference[T.min(s.t % 32, cluster - 1)]
@@ -86,22 +99,35 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         s.largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.largest[0], 0, 32, 32)
         s.threshold[0] = key_value(s.pivot[0])
         s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
-        if s.t == 0:
-            s.count[0] = 0
+        for r in T.serial(ceildiv(cluster, warps)):
+            part[0] = r * warps + s.t // 32 % min(cluster, warps)
+            # Of a part's chunks of 32 keys every warp that comes to it takes some.
+            chunks[0] = 0
+            if part[0] < cluster and s.t // 32 < groups * min(cluster, warps):
+                chunks[0] = (s.united_size[part[0]] + 31) // 32
+            for i in T.serial((chunks[0] - s.t // 32 // min(cluster, warps) + (groups - 1)) // groups):
+                at[0] = (i * groups + s.t // 32 // min(cluster, warps)) * 32 + s.t % 32
+                key[0] = T.uint64(0)
+                if at[0] < s.united_size[part[0]]:
+                    key[0] = s.united[part[0] * room + at[0]]
+                # A warp's keys find room together: one after another they would wait for each other's atomics.
+                lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), key[0] >= s.pivot[0])
+                s.slot[0] = 0
+                if s.t % 32 == 0:
+                    s.slot[0] = T.cuda.atomic_add(s.united_count.ptr_to([0]), T.Cast("int32", T.popcount(lanes[0])))
+                s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32) + below(s.t % 32, lanes[0])
+                if key[0] >= s.pivot[0]:
+                    s.keys[s.slot[0]] = key[0]
         T.cuda.cta_sync()
-        for r in T.serial((cluster - 1 - s.t // 32 + warps) // warps):
-            for i in T.serial((s.united_size[r * warps + s.t // 32] - s.t % 32 + 31) // 32):
-                if s.united[(r * warps + s.t // 32) * room + i * 32 + s.t % 32] >= s.pivot[0]:
-                    s.keys[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.united[
-                        (r * warps + s.t // 32) * room + i * 32 + s.t % 32]
-        T.cuda.cta_sync()
-        s.size[0] = s.count[0]
+        s.size[0] = s.united_count[0]
 
     return phase
 
 
 def share_parts(layout: Layout) -> Callable[..., Any]:
-    """From the blocks' survivors and sums to the row's, in the first block. The phase is (s, attempt).
+    """From the blocks' survivors and sums to the row's, in the first block. The phase is (s).
+
+    All blocks have begun (`await_blocks`).
 
     Reads and writes: as `push_part` in every block and `unite_parts` in the first one. If a block has more survivors
         than it may push, it pushes the best k.
@@ -110,14 +136,11 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
     push, unite, keep = push_part(layout), unite_parts(layout), keep_best(layout)
 
     @T.inline
-    def phase(s, attempt):
+    def phase(s):
         if s.size[0] > layout.pool.room:
             keep(s)
             take_pivot(s, layout.vocab)
             s.size[0] = layout.k
-        # All blocks have begun: what `announce_block` said is awaited before the first write.
-        if attempt == 0:
-            cluster_wait()
         push(s)
         cluster_barrier()
         if s.part == 0:
@@ -130,6 +153,12 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
 def announce_block(s):
     """Tell the others of the cluster that this block has begun, and may be written to."""
     cluster_arrive_relaxed()
+
+
+@T.inline
+def await_blocks(s):
+    """Wait until the others have said so, before the first write."""
+    cluster_wait()
 
 
 def agree(layout: Layout) -> Callable[..., Any]:
@@ -160,4 +189,27 @@ def agree(layout: Layout) -> Callable[..., Any]:
 def await_others(s):
     """The first block ends no sooner than all have arrived."""
     cluster_wait()
+
+
+def call_others(layout: Layout) -> Callable[..., Any]:
+    """Whether the blocks of the cluster are needed once more is what the first one knows. The phase is (s, needed).
+
+    Reads: `needed` of the first block, in all its threads.
+    Writes: `needed` of the others, which was 0 before the barrier of `share_parts`: 1 if they are needed.
+    Barriers: one of the cluster; the first block waits for it only if the others are needed.
+    """
+    cluster = layout.tiling.cluster
+
+    @T.inline
+    def phase(s, needed):
+        if s.part == 0 and needed[0] != 0:
+            if s.t > 0 and s.t < cluster:
+                T.evaluate(put_int(needed.ptr_to([0]), s.t, 1))
+            cluster_arrive()
+        else:
+            cluster_arrive_relaxed()
+        if s.part != 0 or needed[0] != 0:
+            cluster_wait()
+
+    return phase
 # fmt: on

@@ -13,9 +13,9 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import FULL_WARP, bits_value
-from ..ending import Ending
+from ..ending import Ending, end_of_block
 from ..interface import gpu_program
-from .cluster import agree, await_others, share_parts
+from .cluster import agree, await_others, call_others, share_parts
 from .deferred import finish_by_one_warp, search_marked
 from .layout import Layout
 from .rank import fill_up, rank_survivors, write_given_columns
@@ -130,13 +130,64 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     return gpu_program(problem, kernel(layout), overlapped=layout.overlap)
 
 
+def finish_row(layout: Layout) -> Callable[..., Any]:
+    """From a row's survivors and its sum to the outputs, by the row's first block. The phase is (s).
+
+    Reads: `keys`, `size`, `sum`, `written`, and what its parts read.
+    Writes: the outputs.
+    Barriers: several.
+    """
+    completed, rank, write_given = complete(layout), rank_survivors(layout), write_given_columns(layout)
+
+    @T.inline
+    def phase(s):
+        # 6. and 7. Complete the survivors, and rank them.
+        invert_sum(s)
+        if s.written[0] == 0:
+            completed(s)
+            rank(s)
+        # 8. Write the given columns.
+        if layout.ids > 0:
+            write_given(s)
+
+    return phase
+
+
+def end_of_cluster(layout: Layout, ending: Ending) -> Callable[..., Any]:
+    """The end of a row that all blocks of the cluster may have to search. The phase is (s, arguments, needed).
+
+    `needed` is an integer in shared memory, 0 in each block.
+
+    Reads, writes: as `finish_row`, `Ending.finish` and `Ending.search`.
+    Barriers: those of these phases; of the cluster that of `agree`, and one that tells the others whether to search.
+    """
+    finish, call = finish_row(layout), call_others(layout)
+
+    @T.inline
+    def phase(s, io, needed):
+        if s.part == 0:
+            finish(s)
+            ending.finish(io, s.row[0], s.t, T.cuda.cta_sync, needed)
+            T.cuda.cta_sync()
+            await_others(s)
+        call(s, needed)
+        if needed[0] != 0:
+            ending.search(io, s.row[0], s.t, s.part, s.ring.data)
+
+    return phase
+
+
 def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     threads, cluster = layout.tiling.threads, layout.tiling.cluster
     locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)
     stream, add, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
     one_warp, share, settled = try_one_warp(layout), share_parts(layout), settle(layout)
-    completed, rank, write_given = complete(layout), rank_survivors(layout), write_given_columns(layout)
+    finish = finish_row(layout)
+    # Blocks that may have to search the row stay to the end.
+    stay = cluster > 1 and ending is not None and ending.search is not None
+    end = None if ending is None else end_of_cluster(layout, ending) if stay else end_of_block(ending)
+    pool_bytes = max(layout.pool.bytes, ending.pool_bytes if ending else 0)
 
     @T.inline
     def body(io):
@@ -149,13 +200,17 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             block = T.cta_id([io.batch])
             part = 0
         t = T.thread_id([threads])
-        s = T.meta_var(State.alloc(layout, layout.pool.bytes, io=io, t=t, block=block, part=part))
+        s = T.meta_var(State.alloc(layout, pool_bytes, io=io, t=t, block=block, part=part))
         # 1. Locate the row, and wait for the producer kernel.
         locate(s)
         await_inputs(s)
         if ending is not None:
             of_row = T.meta_var(ending.own(io, s.row[0]))
             s.factor[0] = of_row.scale * T.float32(LOG2_E)
+        if stay:
+            needed = T.alloc_shared([1], "int32")
+            if t == 0:
+                needed[0] = 0
         s.written[0] = 0
         for attempt in T.serial(2):
             # 2. Stream the row.
@@ -173,27 +228,23 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             gather(s)
             # 4. Share the parts of a cluster.
             if cluster > 1:
-                share(s, attempt)
+                share(s)
             # 5. Settle, or read the row once more, with no threshold and the row's true maximum.
             settled(s, attempt)
             if s.settled[0] != 0:
                 break
             T.cuda.cta_sync()
             s.reference[0] = s.largest[0] * s.factor[0]
-        if cluster > 1 and part != 0:
-            T.thread_return()
-        # 6. and 7. Complete the survivors, and rank them.
-        invert_sum(s)
-        if s.written[0] == 0:
-            completed(s)
-            rank(s)
-        # 8. Write the given columns.
-        if layout.ids > 0:
-            write_given(s)
-        if ending is not None:
-            ending.finish(of_row, s.row[0], t, T.cuda.cta_sync)
-        if cluster > 1:
-            await_others(s)
+        if stay:
+            end(s, of_row, needed)
+        else:
+            if cluster > 1 and part != 0:
+                T.thread_return()
+            finish(s)
+            if ending is not None:
+                end(of_row, s.row[0], t, s.ring.data)
+            if cluster > 1:
+                await_others(s)
 
     return body
 # fmt: on

@@ -14,6 +14,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, ceildiv
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
+from ...device.pool import STATIC, asked
 from ...device.thresholds import FIRST, Floor, Rank, first_threshold, floor_of_runs
 
 # Up to this k the survivors are ranked by counting, every one against every other; above, in bins.
@@ -52,8 +53,6 @@ LARGE = 8
 MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
 # Bytes of shared memory of a Hopper multiprocessor, and what the system takes of them for each block.
 SHARED, RESERVED = 228 * 1024, 1024
-# Up to 48 KB every kernel gets unasked. The most that the buffers outside of the pool take of them.
-STATIC_LIMIT, STATIC = 48 * 1024, 2 * 1024
 
 
 @dataclass(frozen=True)
@@ -352,9 +351,7 @@ class Pool:
     def bytes(self) -> int:
         """All of it."""
         marked = self.tiling.tiles * self.tiling.threads if self.deferred else 0
-        taken = ceildiv(2 * (self.at_marked + marked), 16) * 16
-        # A pool just below 48 KB would exceed what a kernel gets unasked together with the static buffers.
-        return STATIC_LIMIT + 16 if STATIC_LIMIT - STATIC < taken <= STATIC_LIMIT else taken
+        return asked(ceildiv(2 * (self.at_marked + marked), 16) * 16)
 
 
 @dataclass(frozen=True)
@@ -467,6 +464,14 @@ class Layout:
             return 4 * self.tiling.threads // self.rankers
         step = self.tiling.threads // self.rankers
         return step if self.k < step and self.k <= COUNTED_IF_FEW else 0
+
+    @cached_property
+    def countable_by_half(self) -> int:
+        """Survivors beyond `countable` that half as many threads each still rank by counting in one step, if not 0.
+
+        A cluster's first block has more than a block alone, as the blocks' thresholds are not equally high.
+        """
+        return 2 * self.countable if 0 < self.countable and not self.counted and self.tiling.cluster > 1 else 0
 
     @cached_property
     def crowded_countable(self) -> int:

@@ -119,14 +119,16 @@ def place_in_kept(s, rank, key):
     s.kept[rank] = key
 
 
-def rank_by_counting(layout: Layout, place: Callable[..., Any]) -> Callable[..., Any]:
+def rank_by_counting(layout: Layout, place: Callable[..., Any], rankers: int) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best keys, every one counted against every other. The phase is (s).
+
+    `rankers` threads share the ranking of a key.
 
     Reads: keys[0:size].
     Writes: what `place` does; scratch is `need`, `pivot`, `slot`.
     Barriers: none.
     """
-    threads, rankers, k = layout.tiling.threads, layout.rankers, layout.k
+    threads, k = layout.tiling.threads, layout.k
     rank = rank_key(threads, rankers)
 
     @T.inline
@@ -176,8 +178,10 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     counted, countable, crowded_countable = layout.counted, layout.countable, layout.crowded_countable
     bins, each = layout.pool.bins, layout.binned_at_once
     clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
-    count_to_output = rank_by_counting(layout, place_in_output)
-    count_to_kept = rank_by_counting(layout, place_in_kept)
+    count_to_output = rank_by_counting(layout, place_in_output, layout.rankers)
+    count_by_half = rank_by_counting(layout, place_in_output, max(layout.rankers // 2, 1))
+    count_to_kept = rank_by_counting(layout, place_in_kept, layout.rankers)
+    by_half = layout.countable_by_half
     in_bins = rank_in_bins(threads, k, bins, CROWD, vocab, place_in_output, each=each)
     refine = refine_bins(threads, bins, CROWD, vocab)
     in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, vocab, place_in_output, finer=True)
@@ -186,6 +190,8 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     def phase(s):
         if countable > 0 and s.size[0] <= countable:
             count_to_output(s)
+        elif by_half > 0 and s.size[0] <= by_half:
+            count_by_half(s)
         else:
             if counted:
                 clear(s)

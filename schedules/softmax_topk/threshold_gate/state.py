@@ -118,6 +118,7 @@ class State(Buffers):
     united_reference: Any = shared("float32", lambda o: o.tiling.cluster, when=clustered)
     united_sum: Any = shared("float32", lambda o: o.tiling.cluster, when=clustered)
     united_threshold: Any = shared("uint64", lambda o: o.tiling.cluster, when=clustered)
+    united_count: Any = shared("int32", when=clustered)  # how many of their keys the first block has kept
     verdict: Any = shared("int32", when=clustered)  # what the first block tells of `settled`
 
     # ---- where the row is -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from ...device.overlap import wait_then_start_consumer
 from ...device.selection import FULL_WARP, order
 from . import deferred
-from .cluster import announce_block
+from .cluster import announce_block, await_blocks
 from .layout import Layout
 from .rank import clear_bins
 from .sample import offer_sample, take_threshold
@@ -53,9 +53,9 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
     """Start the first tiles, and set everything to how it is before any element was read. The phase is (s, attempt).
 
     Reads: `address`, `start`, `end`.
-    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`; `sum`, `threshold`, `equals_until`,
-        `sampling`.
-    Barriers: one, at the end.
+    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`; `sum`, `threshold`,
+        `equals_until`, `sampling`.
+    Barriers: one, at the end; of a cluster one before.
     After: everything above minus infinity passes; only the first attempt takes a sample.
     """
     start = start_tile(layout.tiling)
@@ -64,6 +64,9 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
     def phase(s, attempt):
         for i in T.unroll(layout.tiling.stages):
             start(s, i)
+        if layout.tiling.cluster > 1 and attempt == 0:
+            # While tiles are on their way.
+            await_blocks(s)
         if s.t == 0:
             s.count[0] = 0
             s.full[0] = T.uint32(0)
@@ -73,6 +76,7 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
                 s.found[WRITTEN] = 0
             if layout.tiling.cluster > 1:
                 s.verdict[0] = 1
+                s.united_count[0] = 0
         s.sum[0] = T.float32(0)
         s.threshold[0] = LOWEST
         s.equals_until[0] = layout.vocab

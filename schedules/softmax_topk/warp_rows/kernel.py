@@ -67,7 +67,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
         if layout.ids > 0:
             write_asked(io, at, s)
         if ending is not None:
-            ending.finish(of_row, row, lane, T.cuda.warp_sync)
+            ending.finish(of_row, row, lane, T.cuda.warp_sync, None)
     # fmt: on
 
     return body

@@ -62,7 +62,7 @@ def softmax_sample(
 
     With a top_k that is one pass over the logits, at little more than what `softmax_topk` costs. Without one it is as
     long as the token and the bounds of top-p and min-p are found among the 128 best words, as they are of peaked
-    distributions. Rows of which that does not hold are read again, five to ten times, from the L2 cache.
+    distributions. Rows of which that does not hold are read again, three to ten times, from the L2 cache.
 
     Parameters
     ----------

@@ -1,0 +1,15 @@
+"""How much dynamic shared memory a block asks for. Loads no compiler."""
+
+from __future__ import annotations
+
+# Up to 48 KB every kernel gets unasked. The most that buffers outside of the dynamic ones take of them.
+STATIC_LIMIT, STATIC = 48 * 1024, 2 * 1024 + 512
+
+
+def asked(taken: int) -> int:
+    """Bytes to ask for where dynamic buffers take so many.
+
+    TVM asks for more than 48 KB where the dynamic buffers alone exceed them: a little less would then exceed them
+    unasked, together with the static ones.
+    """
+    return STATIC_LIMIT + 16 if STATIC_LIMIT - STATIC < taken <= STATIC_LIMIT else taken
