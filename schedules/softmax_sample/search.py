@@ -35,13 +35,13 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from ..device.arithmetic import LN_2, LOG2_E, exp_nonpositive
 from ..device.cluster import cluster_barrier, peer_load
 from ..device.pool import asked
-from ..device.selection import FULL_WARP, RADIX_BINS, RADIX_BITS, bits_value, order, order_bits, scan_lanes
+from ..device.selection import FULL_WARP, RADIX_BINS, RADIX_BITS, bits_value, order_bits, scan_lanes
 from ..device.state import named
 from ..device.words import load_element, load_words, value_at
 from ..softmax_topk.elements import element, written_element
 
-# Elements that a CPU's thread loads at once, and those of a lane when the word's place is nearly known.
-LOADS, PICKED = 4, 8
+# Elements that a CPU's thread loads at once, or a warp's lanes each when the word's place is nearly known.
+LOADS = 4
 # Bytes of what a GPU's thread loads at once, and how many of these are on their way.
 VECTOR, RING = 16, 4
 # Of float32s that were made of a dtype's elements so many of the lowest bits are all alike.
@@ -76,7 +76,6 @@ class State:
     factor: tirx.Buffer  # scale * log2(e)
     least: tirx.Buffer  # the least exponential that min-p leaves
     power: tirx.Buffer  # an exponential
-    bits: tirx.Buffer  # order bits
     slice: tirx.Buffer  # in which the group lies
     lowest: tirx.Buffer  # the group's bounds, both within it
     highest: tirx.Buffer
@@ -84,10 +83,8 @@ class State:
     high: tirx.Buffer
     unknown: tirx.Buffer  # how many bits of their difference are not known
     shift: tirx.Buffer  # of the digit in hand
-    weights: tirx.Buffer  # of the elements in hand: their masses, or 1 each; 0 for none
-    words: tirx.Buffer  # how many words these are
-    bins: tirx.Buffer  # in which they are counted
-    any: tirx.Buffer  # whether any of them is
+    run: tirx.Buffer  # the slice of the thread's last element
+    gathered: tirx.Buffer  # the mass of its last elements in that slice, which is still to be added
     part: tirx.Buffer  # the thread's part of the two sums
     mass: tirx.Buffer
     other: tirx.Buffer  # scratch
@@ -99,7 +96,7 @@ class State:
     lows: Any = None  # shared: the low words of the masses of each copy of each bin
     highs: Any = None  # shared: their high words
     tallies: Any = None  # shared: how many words it has
-    shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
+    shown: Any = None  # shared: the block's masses of each bin, for the others of the cluster, of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
     ring: Any = None  # shared: each thread's vectors that are on their way
     raw: Any = None  # words of the vector in hand
@@ -113,19 +110,18 @@ class State:
     number: Any = None  # scratch
 
     @classmethod
-    def alloc(cls, elements: int, shared: Callable[..., Any], local: Callable[..., Any], **more: Any) -> State:
+    def alloc(cls, shared: Callable[..., Any], local: Callable[..., Any], **more: Any) -> State:
         return named(
             cls(
                 masses=shared((2 * BINS,), "uint64"),
                 counts=shared((BINS,), "int32"),
                 found=shared((4,), "uint64"),
-                x=local((1 + max(LOADS, PICKED),), "float32"),
+                x=local((1 + LOADS,), "float32"),
                 top=local((1,), "float32"),
                 best=local((1,), "float32"),
                 factor=local((1,), "float32"),
                 least=local((1,), "float32"),
                 power=local((1,), "float32"),
-                bits=local((1,), "uint32"),
                 slice=local((1,), "int32"),
                 lowest=local((1,), "float32"),
                 highest=local((1,), "float32"),
@@ -133,10 +129,8 @@ class State:
                 high=local((1,), "uint32"),
                 unknown=local((1,), "int32"),
                 shift=local((1,), "uint32"),
-                weights=local((elements,), "uint64"),
-                words=local((elements,), "int32"),
-                bins=local((elements,), "int32"),
-                any=local((1,), "int32"),
+                run=local((1,), "int32"),
+                gathered=local((1,), "uint64"),
                 part=local((2,), "uint64"),
                 mass=local((1,), "uint64"),
                 other=local((1,), "uint64"),
@@ -171,14 +165,12 @@ class Crew:
         (s, t, j, e) -> its column, if it is of the row.
     exponential
         (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
-    order
-        (s, x): `s.bits` becomes the order bits of an element; `s.power` may be lost.
     meet
         Their barrier.
     clear
         (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
-    add
-        (s, t, start): the weights in hand to their bins of those from `start` on, and how many words they are.
+    add, count
+        (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to how many words it has.
     add_part
         (s, t, i) -> the threads' `s.part[i]` to that sum.
     unite
@@ -199,10 +191,10 @@ class Crew:
     take: Callable[..., Any]
     column: Callable[..., Any]
     exponential: Callable[[State, Any], tirx.PrimExpr]
-    order: Callable[..., Any]
     meet: Callable[[], Any]
     clear: Callable[..., Any]
     add: Callable[..., Any]
+    count: Callable[..., Any]
     add_part: Callable[..., Any]
     unite: Callable[..., Any]
     find: Callable[..., Any]
@@ -234,48 +226,13 @@ def slice_of(s: State, x: Any) -> tirx.PrimExpr:
 
 def agrees(s: State, x: Any) -> tirx.PrimExpr:
     """Whether an element agrees with what is known of the group."""
-    return within(s, x) & T.Cast("int32", slice_of(s, x) == s.slice[0]) != 0
-
-
-def within(s: State, x: Any) -> tirx.PrimExpr:
-    """Whether an element is within the bounds of the group, which may be somewhat too wide: 0 or 1."""
-    # No branches: elements would wait for each other.
-    return T.Cast("int32", x >= s.lowest[0]) & T.Cast("int32", x <= s.highest[0])
-
-
-def notice_group(crew: Crew) -> Callable[..., Any]:
-    """Whether any element in hand may be of the group, which is soon told. The phase is (io, s). Writes: `any`."""
-
-    @T.inline
-    def phase(io, s):
-        s.any[0] = 0
-        for e in T.unroll(crew.elements):
-            crew.take(io, s, e)
-            s.any[0] = s.any[0] | within(s, s.x[0])
-
-    return phase
+    # The slice last: most elements are out of bounds, and it takes longer.
+    return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), slice_of(s, x) == s.slice[0])
 
 
 def is_heavy(crew: Crew, vocab: int, s: State, x: Any) -> tirx.PrimExpr:
     """Whether an element has any mass."""
     return crew.exponential(s, x) >= T.float32(2.0 ** -unit_bits(vocab))
-
-
-def join_neighbours(crew: Crew) -> Callable[..., Any]:
-    """Neighbours in hand that go into one bin are added at once: rows of equals would else wait for one bin.
-
-    The phase is (s). Reads and writes: `weights`, `words`, `bins`.
-    """
-
-    @T.inline
-    def phase(s):
-        for e in T.unroll(crew.elements - 1):
-            # No branch, so that elements do not wait for each other.
-            s.weights[e + 1] = s.weights[e + 1] + T.Select(s.bins[e] == s.bins[e + 1], s.weights[e], T.uint64(0))
-            s.words[e + 1] = T.Select(s.bins[e] == s.bins[e + 1], s.words[e + 1] + s.words[e], s.words[e + 1])
-            s.weights[e] = T.Select(s.bins[e] == s.bins[e + 1], T.uint64(0), s.weights[e])
-
-    return phase
 
 
 def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
@@ -285,29 +242,36 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
     Writes: `masses` of slices, and of the two sums behind them; scratch.
     Barriers: several; ends with one.
     """
-    weighed, joined = weigh(crew, vocab), join_neighbours(crew)
+    weighed = weigh(crew, vocab)
 
     @T.inline
     def phase(io, row, t, s):
         s.part[0] = T.uint64(0)
         s.part[1] = T.uint64(0)
+        s.run[0] = 0
+        s.gathered[0] = T.uint64(0)
         crew.begin(io, row, t, s)
         for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
             for e in T.unroll(crew.elements):
                 crew.take(io, s, e)
                 weighed(s, s.x[0])
-                s.part[0] = s.part[0] + s.mass[0]
-                if s.least[0] > T.float32(0):
-                    s.part[1] = s.part[1] + T.Select(s.power[0] >= s.least[0], s.mass[0], T.uint64(0))
-                s.weights[e] = s.mass[0]
-                s.words[e] = 1
-                # Bins are gone through from the last on.
-                s.bins[e] = RADIX_BINS - 1 - slice_of(s, s.x[0])
-            joined(s)
-            crew.add(s, t, SLICES)
-        if s.least[0] <= T.float32(0):
-            s.part[1] = s.part[0]
+                if s.mass[0] > T.uint64(0):
+                    s.part[0] = s.part[0] + s.mass[0]
+                    if s.power[0] >= s.least[0]:
+                        s.part[1] = s.part[1] + s.mass[0]
+                    s.slice[0] = slice_of(s, s.x[0])
+                    # Neighbours of one slice are added at once: rows of equals would else be waiting for one bin.
+                    if s.slice[0] != s.run[0]:
+                        if s.gathered[0] > T.uint64(0):
+                            crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+                        s.run[0] = s.slice[0]
+                        s.gathered[0] = s.mass[0]
+                    else:
+                        s.gathered[0] = s.gathered[0] + s.mass[0]
+        if s.gathered[0] > T.uint64(0):
+            # Bins are gone through from the last on.
+            crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
         crew.add_part(s, t, 0)
         crew.add_part(s, t, 1)
         crew.unite(s, t, SLICES)
@@ -360,12 +324,11 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     """The group of equal words within which a mass of `need` is reached.
 
     Reads: the row, `top`, `factor`, `need`, and what `count_slices` has written.
-    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`; `found`: mass and number of the group's words;
-        scratch.
+    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`; `found`: mass and number of the group's words; scratch.
     Barriers: several; begins and ends with one.
     After: the group (`agrees`) is one word, or all of some value, and words of no mass.
     """
-    weighed, noticed, joined = weigh(crew, vocab), notice_group(crew), join_neighbours(crew)
+    weighed = weigh(crew, vocab)
 
     @T.inline
     def phase(io, row, t, s):
@@ -385,18 +348,15 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
                 crew.begin(io, row, t, s)
                 for j in T.serial(crew.steps, unroll=False):
                     crew.load(io, row, t, s, j)
-                    noticed(io, s)
-                    if s.any[0] != 0:
-                        for e in T.unroll(crew.elements):
-                            crew.take(io, s, e)
+                    for e in T.unroll(crew.elements):
+                        crew.take(io, s, e)
+                        if agrees(s, s.x[0]):
                             weighed(s, s.x[0])
-                            s.weights[e] = s.mass[0] * T.Cast("uint64", agrees(s, s.x[0]))
-                            s.words[e] = T.Select(s.weights[e] > T.uint64(0), 1, 0)
-                            crew.order(s, s.x[0])
-                            s.bins[e] = T.Cast("int32", T.min(
-                                (s.bits[0] - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
-                        joined(s)
-                        crew.add(s, t, OTHERS)
+                            if s.mass[0] > T.uint64(0):
+                                s.run[0] = T.Cast("int32", T.min(
+                                    (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
+                                crew.add(s, t, OTHERS, s.run[0], s.mass)
+                                crew.count(s, t, s.run[0])
                 crew.unite(s, t, OTHERS)
                 crew.find(s, t, OTHERS)
                 crew.meet()
@@ -414,28 +374,24 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
     Writes: the row's token and its log-probability; scratch.
     Barriers: several.
     """
-    part, noticed, joined = ceildiv(vocab, RADIX_BINS), notice_group(crew), join_neighbours(crew)
+    part = ceildiv(vocab, RADIX_BINS)
 
     @T.inline
     def phase(io, row, t, s):
         s.rank[0] = T.truncdiv(
             s.need[0] - s.above[0] - T.uint64(1), T.truncdiv(s.found[MASS], s.found[COUNT]))
         crew.clear(s, t)
+        s.mass[0] = T.uint64(1)
         crew.begin(io, row, t, s)
         for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
-            noticed(io, s)
-            if s.any[0] != 0:
-                for e in T.unroll(crew.elements):
-                    crew.take(io, s, e)
-                    # A word of no mass is of no group, even where a digit more would be needed to tell it apart.
-                    s.weights[e] = T.Cast("uint64", T.Cast("int32", agrees(s, s.x[0])) & T.Cast(
-                        "int32", is_heavy(crew, vocab, s, s.x[0])))
-                    s.words[e] = 0
-                    # Bins are gone through from the last on.
-                    s.bins[e] = RADIX_BINS - 1 - T.min(crew.column(s, t, j, e) // part, RADIX_BINS - 1)
-                joined(s)
-                crew.add(s, t, OTHERS)
+            for e in T.unroll(crew.elements):
+                crew.take(io, s, e)
+                # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
+                if agrees(s, s.x[0]):
+                    if is_heavy(crew, vocab, s, s.x[0]):
+                        # Bins are gone through from the last on.
+                        crew.add(s, t, OTHERS, RADIX_BINS - 1 - crew.column(s, t, j, e) // part, s.mass)
         crew.unite(s, t, OTHERS)
         s.need[0] = s.rank[0] + T.uint64(1)
         s.above[0] = T.uint64(0)
@@ -557,15 +513,15 @@ def search_state(blocks: Blocks, pool: Any) -> State:
         "ring": shared((RING * blocks.threads * 4,), "uint32"),
         "lows": shared((COPIES * BINS,), "uint32"),
         "highs": shared((COPIES * BINS,), "uint32"),
-        "tallies": shared((COPIES * BINS,), "int32"),
+        "tallies": shared((COPIES * BINS,), "uint32"),
     }
     if blocks.cluster > 1:
         more |= {"shown": shared((2 * BINS,), "uint64"), "shown_counts": shared((2 * BINS,), "int32")}
-    registers = {"small": "uint16"}
+    registers = {"small": "uint16", "added": "uint32"}
     registers |= dict.fromkeys(("column", "ahead", "own", "head", "turn", "number"), "int32")
     more |= {name: T.alloc_local((1,), dtype) for name, dtype in registers.items()}
-    more |= {"raw": T.alloc_local((4,), "uint32"), "added": T.alloc_local((blocks.width,), "uint32")}
-    return State.alloc(blocks.width, shared, T.alloc_local, **more)
+    more |= {"raw": T.alloc_local((4,), "uint32")}
+    return State.alloc(shared, T.alloc_local, **more)
 
 
 def begin_search(blocks: Blocks) -> Callable[..., Any]:
@@ -587,7 +543,7 @@ def begin_search(blocks: Blocks) -> Callable[..., Any]:
         for i in T.serial((words - 1 - t + threads) // threads):
             s.lows[i * threads + t] = T.uint32(0)
             s.highs[i * threads + t] = T.uint32(0)
-            s.tallies[i * threads + t] = 0
+            s.tallies[i * threads + t] = T.uint32(0)
         T.cuda.cta_sync()
 
     return phase
@@ -673,32 +629,20 @@ def take_of_vector(blocks: Blocks) -> Callable[..., Any]:
     return phase
 
 
-def add_atomically(elements: int) -> Callable[..., Any]:
-    """Weights in two words, as shared memory has no atomic sum of 64 bits: that is a loop. The phase is (s, t, start).
+@T.inline
+def add_atomically(s, t, start, at, mass):
+    """In two words, as shared memory has no atomic sum of 64 bits: that is a loop."""
+    s.added[0] = T.cuda.atomic_add(s.lows.ptr_to([at * COPIES + t % COPIES]), T.Cast("uint32", mass[0]))
+    # The high word, and what is carried.
+    s.added[0] = T.Cast("uint32", (mass[0] >> T.uint64(32)) + (
+        (T.Cast("uint64", s.added[0]) + (mass[0] & T.uint64(0xFFFFFFFF))) >> T.uint64(32)))
+    if s.added[0] != T.uint32(0):
+        T.evaluate(T.cuda.atomic_add(s.highs.ptr_to([at * COPIES + t % COPIES]), s.added[0]))
 
-    Reads: `weights`, `words`, `bins`.
-    Writes: `lows`, `highs`, `tallies`; scratch is `added`.
-    """
 
-    @T.inline
-    def phase(s, t, start):
-        for e in T.unroll(elements):
-            s.added[e] = T.uint32(0)
-            if s.weights[e] > T.uint64(0):
-                s.added[e] = T.cuda.atomic_add(
-                    s.lows.ptr_to([s.bins[e] * COPIES + t % COPIES]), T.Cast("uint32", s.weights[e]))
-        # All are on their way before the first is awaited.
-        for e in T.unroll(elements):
-            # The high word, and what is carried.
-            s.added[e] = T.Cast("uint32", (s.weights[e] >> T.uint64(32)) + (
-                (T.Cast("uint64", s.added[e]) + (s.weights[e] & T.uint64(0xFFFFFFFF))) >> T.uint64(32)))
-            if s.added[e] != T.uint32(0):
-                T.evaluate(T.cuda.atomic_add(s.highs.ptr_to([s.bins[e] * COPIES + t % COPIES]), s.added[e]))
-            if start == OTHERS:
-                if s.weights[e] > T.uint64(0):
-                    T.evaluate(T.cuda.atomic_add(s.tallies.ptr_to([s.bins[e] * COPIES + t % COPIES]), s.words[e]))
-
-    return phase
+@T.inline
+def count_atomically(s, t, at):
+    T.evaluate(T.cuda.atomic_add(s.tallies.ptr_to([at * COPIES + t % COPIES]), T.uint32(1)))
 
 
 @T.inline
@@ -707,10 +651,7 @@ def add_part_of_warp(s, t, i):
     for h in T.unroll(5):
         s.mass[0] = s.mass[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.mass[0], 1 << h, 32, 32)
     if t % 32 == 0:
-        s.added[0] = T.cuda.atomic_add(s.lows.ptr_to([(RADIX_BINS + i) * COPIES]), T.Cast("uint32", s.mass[0]))
-        s.added[0] = T.Cast("uint32", (s.mass[0] >> T.uint64(32)) + (
-            (T.Cast("uint64", s.added[0]) + (s.mass[0] & T.uint64(0xFFFFFFFF))) >> T.uint64(32)))
-        T.evaluate(T.cuda.atomic_add(s.highs.ptr_to([(RADIX_BINS + i) * COPIES]), s.added[0]))
+        add_atomically(s, t, SLICES, RADIX_BINS + i, s.mass)
 
 
 def unite_blocks(blocks: Blocks) -> Callable[..., Any]:
@@ -732,11 +673,11 @@ def unite_blocks(blocks: Blocks) -> Callable[..., Any]:
             for c in T.unroll(COPIES):
                 s.mass[0] = s.mass[0] + T.Cast("uint64", s.lows[(i * threads + t) * COPIES + c]) + (
                     T.Cast("uint64", s.highs[(i * threads + t) * COPIES + c]) << T.uint64(32))
-                s.number[0] = s.number[0] + s.tallies[(i * threads + t) * COPIES + c]
+                s.number[0] = s.number[0] + T.Cast("int32", s.tallies[(i * threads + t) * COPIES + c])
             for c in T.unroll(COPIES):
                 s.lows[(i * threads + t) * COPIES + c] = T.uint32(0)
                 s.highs[(i * threads + t) * COPIES + c] = T.uint32(0)
-                s.tallies[(i * threads + t) * COPIES + c] = 0
+                s.tallies[(i * threads + t) * COPIES + c] = T.uint32(0)
             if cluster > 1:
                 s.shown[s.turn[0] * BINS + i * threads + t] = s.mass[0]
                 s.shown_counts[s.turn[0] * BINS + i * threads + t] = s.number[0]
@@ -797,16 +738,16 @@ def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
             wanted[0] = -1
             for turn in T.serial(2, unroll=False):
                 s.number[0] = 0
-                for i in T.serial(ceildiv(piece, PICKED)):
-                    for u in T.unroll(PICKED):
+                for i in T.serial(ceildiv(piece, LOADS)):
+                    for u in T.unroll(LOADS):
                         s.x[1 + u] = -T.infinity("float32")
-                        if i * PICKED + u < piece and first + t * piece + i * PICKED + u < last:
-                            s.x[1 + u] = written_element(io, row, first + t * piece + i * PICKED + u)
-                    for u in T.unroll(PICKED):
+                        if i * LOADS + u < piece and first + t * piece + i * LOADS + u < last:
+                            s.x[1 + u] = written_element(io, row, first + t * piece + i * LOADS + u)
+                    for u in T.unroll(LOADS):
                         if agrees(s, s.x[1 + u]):
                             if heavy(s, s.x[1 + u]):
                                 if s.number[0] == wanted[0]:
-                                    write_word(io, row, s, first + t * piece + i * PICKED + u, s.x[1 + u])
+                                    write_word(io, row, s, first + t * piece + i * LOADS + u, s.x[1 + u])
                                 s.number[0] = s.number[0] + 1
                 if turn == 0:
                     before[0] = s.number[0]
@@ -832,10 +773,10 @@ def crew_of(blocks: Blocks) -> Crew:
         take=take_of_vector(blocks),
         column=lambda s, t, j, e: s.column[0] + e,
         exponential=exponential_on_gpu,
-        order=lambda s, x: order(x, s.power, s.bits),
         meet=T.cuda.cta_sync,
         clear=lambda s, t: None,
-        add=add_atomically(blocks.width),
+        add=add_atomically,
+        count=count_atomically,
         add_part=add_part_of_warp,
         unite=unite_blocks(blocks),
         find=find_by_warp,
@@ -878,11 +819,6 @@ def load_elements(vocab: int) -> Callable[..., Any]:
 
 
 @T.inline
-def order_on_cpu(s, x):
-    s.bits[0] = order_bits(x)
-
-
-@T.inline
 def take_element(io, s, e):
     s.x[0] = s.x[1 + e]
 
@@ -901,11 +837,13 @@ def clear_slices(s):
 
 
 @T.inline
-def add_plainly(s, t, start):
-    for e in T.unroll(LOADS):
-        s.masses[start + s.bins[e]] = s.masses[start + s.bins[e]] + s.weights[e]
-        if start == OTHERS:
-            s.counts[s.bins[e]] = s.counts[s.bins[e]] + T.Select(s.weights[e] > T.uint64(0), s.words[e], 0)
+def add_plainly(s, t, start, at, mass):
+    s.masses[start + at] = s.masses[start + at] + mass[0]
+
+
+@T.inline
+def count_plainly(s, t, at):
+    s.counts[at] = s.counts[at] + 1
 
 
 @T.inline
@@ -952,10 +890,10 @@ def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
         take=take_element,
         column=lambda s, t, j, e: j * LOADS + e,
         exponential=exponential_on_cpu,
-        order=order_on_cpu,
         meet=lambda: None,
         clear=clear_bins,
         add=add_plainly,
+        count=count_plainly,
         add_part=add_own_part,
         unite=lambda s, t, start: None,
         find=find_by_thread,
@@ -965,7 +903,7 @@ def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, first, best, top_p, min_p, uniform):
-        s = T.meta_var(State.alloc(LOADS, T.sblock_alloc_buffer, T.sblock_alloc_buffer))
+        s = T.meta_var(State.alloc(T.sblock_alloc_buffer, T.sblock_alloc_buffer))
         clear_slices(s)
         search(io, row, 0, s, first, best, top_p, min_p, uniform)
 
