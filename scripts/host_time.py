@@ -1,6 +1,7 @@
 """What a call costs the host, in microseconds, beside what it cannot do without and what PyTorch's own operators cost.
 
     python scripts/host_time.py                      # on the GPU if there is one; half a minute
+    python scripts/host_time.py --csv scripts/results/host-time-h200.csv
     python scripts/host_time.py --target cpu --no-compiled
 
 `raw` calls the kernel's function with outputs that are there; `allocations` are `torch.empty` of the outputs.
@@ -19,9 +20,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from reproduction import provenance, write_csv
 
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table
 from tvm_sparse.core import registry
@@ -136,6 +139,7 @@ def main(
     target: Target = "auto",
     compiled: Annotated[bool, typer.Option(help="Also inside of torch.compile, which compiles for seconds.")] = True,
     rounds: Annotated[int, typer.Option(min=1)] = 30,
+    csv: Annotated[Path | None, typer.Option(help="Where the figures go, too.")] = None,
 ) -> None:
     with errors():
         where = machine_here(target, "timing calls")
@@ -147,15 +151,19 @@ def main(
         wait = torch.cuda.synchronize if where.kind == "cuda" else lambda: None
         names = ["raw", "allocations", "ours", "torch", "custom", *(["compiled", "graph"] if compiled else [])]
         ratios = ["ours / (raw + allocations)", "ours / torch", "custom / ours"]
-        shown = table("problem", *names, *ratios, right=(*names, *ratios))
+        shown, rows = table("problem", *names, *ratios, right=(*names, *ratios)), []
         for case in cases(where.device):
             times = host_times(contenders(case, where, compiled), rounds, wait)
             ours = times["ours"]
             shares = (ours / (times["raw"] + times["allocations"]), ours / times["torch"], times["custom"] / ours)
             cells = [f"{times[name] * 1e6:.2f}" if name in times else "-" for name in names]
-            shown.add_row(case.problem.typed, *cells, *(f"{share:.2f}" for share in shares))
+            rows.append([case.problem.typed, *cells, *(f"{share:.2f}" for share in shares)])
+            shown.add_row(*rows[-1])
         console().print(f"Host time on {where.name} ({where.arch}), PyTorch {torch.__version__}; microseconds a call")
         console().print(shown)
+        if csv:
+            timing = f"calls from Python in microseconds, least of {rounds} rounds of {CALLS}; nothing waits"
+            write_csv(csv, provenance(where) | {"timing": timing}, ("problem", *names, *ratios), rows)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,8 @@ MACHINES = {"llvm": cpu(), "cuda": SM90}
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
 # And the one for the largest cluster of the candidates that are sampled, where a tool cannot have larger ones.
 LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
+# Combinations of decisions that are listed sooner than points are drawn from them.
+SMALL_SPACE = 5000
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
@@ -52,21 +55,39 @@ def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> 
     return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
 
 
-@functools.lru_cache(maxsize=4)
-def points_of(name: str, problem: Problem, machine: Machine) -> tuple[Candidate, ...]:
-    """All points of a template's space. Kept, because tests of the same problem follow each other."""
-    return tuple(points(problem, machine, {name: spaces.find(name).space(problem, machine)}))
+def drawn(template: Template, problem: Problem, machine: Machine, count: int, seed: str) -> list[Candidate]:
+    """Distinct points of a template's space, `count` or all of them, every one as likely as another.
+
+    Combinations of decisions are drawn until enough of them are allowed: listing a large space takes seconds.
+    """
+    table, random_ = template.space(problem, machine), random.Random(seed)
+    combinations = math.prod(map(len, table.values()))
+    if combinations <= SMALL_SPACE:
+        listed = list(points(problem, machine, {template.name: table}))
+        return random_.sample(listed, min(count, len(listed)))
+    found: list[Candidate] = []
+    seen: set[int] = set()
+    while len(found) < count and len(seen) < combinations:
+        if (number := random_.randrange(combinations)) in seen:
+            continue
+        seen.add(number)
+        decisions = {}
+        for name, values in table.items():
+            number, place = divmod(number, len(values))
+            decisions[name] = values[place]
+        if template.allowed(problem, machine, decisions) is None:
+            found.append(template.candidate(decisions))
+    return found
 
 
 def sampled(template: Template, problem: Problem, machine: Machine, count: int) -> list[Candidate]:
     """The default, and `count` other points of the space, the same ones in every run."""
     default = template.candidate(template.default(problem, machine))
-    others = [c for c in points_of(template.name, problem, machine) if c != default]
-    if largest := os.environ.get(LARGEST_CLUSTER):
-        others = [c for c in others if c.values.get("cluster", 1) <= int(largest)]
-        if default.values.get("cluster", 1) > int(largest):
-            default, *others = others
-    return [default, *random.Random(f"{template.name} {problem}").sample(others, min(count, len(others)))]
+    largest = int(os.environ.get(LARGEST_CLUSTER, 0))
+    # Without clusters beyond the largest, fewer are left of what is drawn.
+    found = drawn(template, problem, machine, (count + 1) * (8 if largest else 1), f"{template.name} {problem}")
+    kept = [c for c in [default, *found] if not largest or c.values.get("cluster", 1) <= largest]
+    return list(dict.fromkeys(kept))[: count + 1]
 
 
 def settings_of(problem: Problem, number: int) -> Settings:
