@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -23,8 +24,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu
 from tvm_sparse.core.problem import Problem, Settings
 from tvm_sparse.core.registry import make, parse
-from tvm_sparse.core.spaces import points
-from tvm_sparse.core.template import Template
+from tvm_sparse.core.template import Table, Template
 from tvm_sparse.runtime import dispatch
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -36,8 +36,8 @@ MACHINES = {"llvm": cpu(), "cuda": SM90}
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
 # And the one for the largest cluster of the candidates that are sampled, where a tool cannot have larger ones.
 LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
-# Combinations of decisions that are listed sooner than points are drawn from them.
-SMALL_SPACE = 5000
+# Combinations of decisions that are tried where points of a space are drawn.
+MOST = 50_000
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
@@ -55,29 +55,23 @@ def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> 
     return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
 
 
-def drawn(template: Template, problem: Problem, machine: Machine, count: int, seed: str) -> list[Candidate]:
-    """Distinct points of a template's space, `count` or all of them, every one as likely as another.
-
-    Combinations of decisions are drawn until enough of them are allowed: listing a large space takes seconds.
-    """
-    table, random_ = template.space(problem, machine), random.Random(seed)
-    combinations = math.prod(map(len, table.values()))
-    if combinations <= SMALL_SPACE:
-        listed = list(points(problem, machine, {template.name: table}))
-        return random_.sample(listed, min(count, len(listed)))
-    found: list[Candidate] = []
-    seen: set[int] = set()
-    while len(found) < count and len(seen) < combinations:
-        if (number := random_.randrange(combinations)) in seen:
-            continue
-        seen.add(number)
+def combinations(table: Table, seed: str) -> Iterator[dict[str, int]]:
+    """Combinations of a table's values in random order, each once, the same ones in every run: all of them, or MOST."""
+    total = math.prod(map(len, table.values()))
+    for number in random.Random(seed).sample(range(total), min(total, MOST)):
         decisions = {}
         for name, values in table.items():
             number, place = divmod(number, len(values))
             decisions[name] = values[place]
-        if template.allowed(problem, machine, decisions) is None:
-            found.append(template.candidate(decisions))
-    return found
+        yield decisions
+
+
+def drawn(template: Template, problem: Problem, machine: Machine, count: int, seed: str) -> list[Candidate]:
+    """Distinct points of a template's space, every one as likely as another: `count`, or as many as are found. Nothing
+    is listed, as some spaces are of a million combinations."""
+    tried = combinations(template.space(problem, machine), seed)
+    allowed = (one for one in tried if template.allowed(problem, machine, one) is None)
+    return [template.candidate(one) for one in itertools.islice(allowed, count)]
 
 
 def sampled(template: Template, problem: Problem, machine: Machine, count: int) -> list[Candidate]:
