@@ -276,6 +276,9 @@ def main(
         "selection": " ".join([selection or "all", *(f"without {one}" for one in deselect or ())]),
         "workers": workers,
     }
+    where = machine.resolve("auto")
+    path = csv or result_path("sanitize", where).with_suffix(".csv")
+    facts = {k: v for k, v in provenance(where).items() if k != "timing"}
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in (NO_TOOL, *(tool or TOOLS)):
@@ -296,15 +299,12 @@ def main(
             print({column: line[column] for column in COLUMNS}, flush=True)
             if name != NO_TOOL:
                 lines.append(line)
+                write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS]]))
     columns = [column for column in COLUMNS if column not in asked]
     shown = table(*columns, right=columns[1 : columns.index("ended")])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in columns))
     console().print(shown)
-    where = machine.resolve("auto")
-    path = csv or result_path("sanitize", where).with_suffix(".csv")
-    facts = {k: v for k, v in provenance(where).items() if k != "timing"}
-    write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS] for line in lines]))
     if any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
         raise SystemExit(1)
 
