@@ -96,7 +96,7 @@ class State:
     lows: Any = None  # shared: the low words of the masses of each copy of each bin
     highs: Any = None  # shared: their high words
     tallies: Any = None  # shared: how many words it has
-    shown: Any = None  # shared: the block's masses of each bin, for the others of the cluster, of two histograms in turn
+    shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
     ring: Any = None  # shared: each thread's vectors that are on their way
     raw: Any = None  # words of the vector in hand
@@ -170,7 +170,7 @@ class Crew:
     clear
         (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
     add, count
-        (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to how many words it has.
+        (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to its number of words.
     add_part
         (s, t, i) -> the threads' `s.part[i]` to that sum.
     unite
@@ -324,7 +324,7 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     """The group of equal words within which a mass of `need` is reached.
 
     Reads: the row, `top`, `factor`, `need`, and what `count_slices` has written.
-    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`; `found`: mass and number of the group's words; scratch.
+    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`; `found`: the group's mass and words; scratch.
     Barriers: several; begins and ends with one.
     After: the group (`agrees`) is one word, or all of some value, and words of no mass.
     """

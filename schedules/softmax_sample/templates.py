@@ -42,7 +42,11 @@ def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)), overlapped=layout.overlap)
+    return gpu_program(
+        problem,
+        kernel(layout, on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)),
+        overlapped=layout.overlap,
+    )
 
 
 def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
