@@ -369,7 +369,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 2},
+            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 8},
         ),
         (
             "fused_step",
@@ -379,7 +379,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
-            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2, "tile_n": 16, "words": 16},
+            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2, "words": 16},
         ),
         (
             "fused_step",

@@ -48,7 +48,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=7,
+    version=8,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

@@ -17,6 +17,7 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...device.overlap import start_consumer, wait_for_producer
 from ...device.region import device_region
+from ...device.words import held_address
 from ..interface import gpu_program
 from .look_up import look_up
 from .merge import merge
@@ -45,8 +46,7 @@ def product(e: Extents) -> Callable[..., Any]:
         s.mine = T.min(each_block(e, io.frequent), io.frequent - s.begin)
         for n in T.serial((e.rows - s.t + (e.threads - 1)) // e.threads):
             s.best[n * e.threads + s.t] = T.uint32(0)
-        if s.t == 0:
-            s.odd[0] = 0
+        s.base = held_address("u64", io.embedding.ptr_to([0, 0]))
 
     @T.inline
     def finish_block(s, io):
