@@ -29,8 +29,8 @@ from .state import alloc_product_state
 # fmt: off
 def product(e: Extents) -> Callable[..., Any]:
     """The second kernel, called with (io)."""
-    multiply_frequent = multiply_all(e, frequent_words(e), stage=True)
-    multiply_reached, share = multiply_all(e, reached_words(e), stage=False), find_share(e)
+    multiply_frequent, share = multiply_all(e, frequent_words(e), stage=True, named=False), find_share(e)
+    multiply_reached = multiply_all(e, reached_words(e), stage=False, named=e.group_lists == 1)
 
     @T.inline
     def begin(s, io, flat):

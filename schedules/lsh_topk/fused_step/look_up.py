@@ -49,7 +49,6 @@ from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
-NO_WORD = -(1 << 30)  # which no part has
 RECEIVED = 4  # hits that a lane has in flight
 put_hit = peer_store("put_hit", "unsigned short")
 put_many = peer_store("put_many", "int")
@@ -113,27 +112,21 @@ def find_pieces(e: Extents) -> Phase:
 def load_pieces(e: Extents) -> Phase:
     """A lane's vectors of `loads` pieces; the phase is (s, io, words).
 
-    Reads: `first`, `last`, `upcoming`, words. Writes: `word`, `NO_WORD` for what is not of the piece. Barriers: none.
+    Reads: `last`, `upcoming`, words. Writes: `word`, of vectors that begin before the end of their piece. Barriers:
+    none.
     """
 
     @T.inline
     def phase(s, io, words):
         for u in T.unroll(e.loads):
             at = T.meta_var([u * PER_VECTOR + v for v in range(PER_VECTOR)])
-            for v in T.unroll(PER_VECTOR):
-                s.word[u * PER_VECTOR + v] = NO_WORD
             if s.upcoming[u] < s.last[u]:
-                if s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
+                if e.vocab % PER_VECTOR == 0 or s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
                     T.ptx.ld.global_.v4.s32(*[s.word[i] for i in at], words.ptr_to([s.upcoming[u]]))
                 else:
                     for v in T.unroll(PER_VECTOR):
                         if s.upcoming[u] + v < io.bands * e.vocab:
                             T.ptx.ld.global_.s32(s.word[u * PER_VECTOR + v], words.ptr_to([s.upcoming[u] + v]))
-        for u in T.unroll(e.loads):
-            for v in T.unroll(PER_VECTOR):
-                # A number below 0 is a large one without a sign.
-                if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) >= T.Cast("uint32", s.last[u] - s.first[u]):
-                    s.word[u * PER_VECTOR + v] = NO_WORD
 
     return phase
 
@@ -165,7 +158,7 @@ def count_pieces(e: Extents) -> Phase:
             T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
         elif e.cluster > 1:
             within: T.int32 = word - s.slice * (e.cluster * part)
-            if T.Cast("uint32", within) < T.uint32(e.cluster * part):
+            if e.slices == 1 or T.Cast("uint32", within) < T.uint32(e.cluster * part):
                 send(s, within % part, within // part)
 
     @T.inline
@@ -187,7 +180,9 @@ def count_pieces(e: Extents) -> Phase:
                 s.going = 0
                 for u in T.unroll(e.loads):
                     for v in T.unroll(PER_VECTOR):
-                        hit(s, s.word[u * PER_VECTOR + v])
+                        # Neither before the piece nor behind it.
+                        if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) < T.Cast("uint32", s.last[u] - s.first[u]):
+                            hit(s, s.word[u * PER_VECTOR + v])
                     s.upcoming[u] = s.upcoming[u] + e.piece
                     if s.upcoming[u] < s.last[u]:
                         s.going = 1

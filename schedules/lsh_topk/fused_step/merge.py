@@ -201,14 +201,14 @@ def take_keys(e: Extents) -> Phase:
     @T.inline
     def load(io, s, block, at, j):
         """A key of a block, its `at`-th: frequent words', and then those that reach the threshold."""
-        turn = T.meta_var(turn_of(e, block, s.index % e.group_lists) * s.reached[0])
+        place = T.meta_var(turn_of(e, block, s.index % e.group_lists) + (at - s.each[0]) * e.group_blocks)
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
             if block * s.each[0] + at < io.frequent:
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
         elif at < s.each[0] + s.reached[0]:
-            if turn + at - s.each[0] < s.words[0]:
-                load_key(s.own[j], io.others.ptr_to([s.flat, turn + at - s.each[0]]))
+            if place < s.words[0]:
+                load_key(s.own[j], io.others.ptr_to([s.flat, place]))
 
     @T.inline
     def load_some(io, s, i, first):

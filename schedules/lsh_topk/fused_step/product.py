@@ -86,19 +86,25 @@ def turn_of(e: Extents, block: Any, index: Any) -> Any:
 def find_share(e: Extents) -> Phase:
     """Which words that reach the threshold are the thread block's; the phase is (s, io).
 
-    Reads: the lengths of the group's lists. Writes: `firsts`, `upto`. Barriers: none.
+    They are dealt out in turn. So where the first ones of a list stand is known before its length is, and their names
+    are on their way together with that.
+
+    Reads: the lengths of the group's lists; the first of them. Writes: `firsts`, `upto`; of one list `name`, of words
+    that there may not be. Barriers: none.
     """
 
     @T.inline
     def phase(s, io):
         for n in T.unroll(e.group_lists):
+            s.firsts[n] = turn_of(e, s.block, n)
             s.upto[n] = 0
             if s.first_list + n < io.lists:
                 T.ptx.ld.global_.s32(s.upto[n], io.found.ptr_to([s.first_list + n, 0]))
+        if e.group_lists == 1:
+            if s.t < e.tile and s.firsts[0] + s.t * e.group_blocks < e.vocab:
+                T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([s.first_list, s.firsts[0] + s.t * e.group_blocks]))
         for n in T.unroll(e.group_lists):
-            each: T.int32 = each_block(e, s.upto[n])
-            s.firsts[n] = T.min(turn_of(e, s.block, n) * each, s.upto[n])
-            s.upto[n] = T.min(each, s.upto[n] - s.firsts[n])
+            s.upto[n] = T.max(s.upto[n] - s.firsts[n] + (e.group_blocks - 1), 0) // e.group_blocks
         for n in T.unroll(e.group_lists - 1):
             s.upto[n + 1] = s.upto[n + 1] + s.upto[n]
 
@@ -117,9 +123,9 @@ def reached_words(e: Extents) -> Words:
 
     def place(s: Any, i: Any) -> Any:
         """Where it stands there."""
-        found = s.firsts[0] + i
+        found = s.firsts[0] + i * e.group_blocks
         for n in range(1, e.group_lists):
-            found = T.Select(i >= s.upto[n - 1], s.firsts[n] + i - s.upto[n - 1], found)
+            found = T.Select(i >= s.upto[n - 1], s.firsts[n] + (i - s.upto[n - 1]) * e.group_blocks, found)
         return found
 
     def owned(s: Any, i: Any, row: Any) -> Any:
@@ -533,11 +539,11 @@ def finish_tile(e: Extents, words: Words) -> Phase:
     return phase
 
 
-def multiply_all(e: Extents, words: Words, stage: bool) -> Phase:
+def multiply_all(e: Extents, words: Words, stage: bool, named: bool) -> Phase:
     """The scores of `many` words; the phase is (s, io, many).
 
     `stage`: hidden states are brought to shared memory first, while memory sends the first words. The first words of a
-    tile are asked for before the one before is finished.
+    tile are asked for before the one before is finished. `named`: those of the first tile are in `name`.
 
     Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """
@@ -547,7 +553,8 @@ def multiply_all(e: Extents, words: Words, stage: bool) -> Phase:
     @T.inline
     def phase(s, io, many):
         count: T.int32 = T.min(many, e.tile)
-        fetch(s, io, 0, count)
+        if not named:
+            fetch(s, io, 0, count)
         if stage:
             begin_states(s, io)
         put_names(e, s, 0, count)

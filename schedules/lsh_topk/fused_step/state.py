@@ -96,8 +96,8 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
     ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
-    ``firsts``, ``upto``        of the words that reach the threshold the thread block's first one of each of the
-                                group's lists, and how many it has up to that list
+    ``firsts``, ``upto``        of the words that reach the threshold where the thread block's first one of each of the
+                                group's lists stands, and how many it has up to that list
 
     Of the thread block, in shared memory:
 
