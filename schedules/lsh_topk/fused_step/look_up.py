@@ -157,9 +157,9 @@ def count_pieces(e: Extents) -> Phase:
         if T.Cast("uint32", local) < T.uint32(part):
             T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
         elif e.cluster > 1:
-            within: T.int32 = word - s.slice * (e.cluster * part)
-            if e.slices == 1 or T.Cast("uint32", within) < T.uint32(e.cluster * part):
-                send(s, within % part, within // part)
+            within: T.uint32 = T.Cast("uint32", word - s.slice * (e.cluster * part))
+            if e.slices == 1 or within < T.uint32(e.cluster * part):
+                send(s, T.Cast("int32", within % T.uint32(part)), T.Cast("int32", within // T.uint32(part)))
 
     @T.inline
     def phase(s, io):
