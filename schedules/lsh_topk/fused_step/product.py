@@ -324,7 +324,7 @@ def multiply_halves(e: Extents) -> Phase:
     """The products of chunk `c` of two words and of an octet of hidden states, of 16 bits; the phase is (s, c, octet,
     at). Words are the operand with 16 rows, hidden states the one with eight columns.
 
-    Reads: `hand`; `state` from `at` on. Writes: `chains`: if there are some, one for each half of a chunk. Barriers: none, but all lanes
+    Reads: `hand`; `state` from `at` on. Writes: `chains`; of two each has a half of the chunk. Barriers: none, but all lanes
     take part.
     """
     kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
@@ -342,7 +342,7 @@ def multiply_halves(e: Extents) -> Phase:
 
 def multiply_floats(e: Extents) -> Phase:
     """The same of float32, whose `high` and `low` are those of the chunk, by three products of tf32, as
-    `output_layer.tiles` makes them; of some `chains` each has one.
+    `output_layer.tiles` makes them; of two `chains` the first has that of the higher parts.
     """
     mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
 
@@ -350,7 +350,7 @@ def multiply_floats(e: Extents) -> Phase:
     def phase(s, c, octet, at):
         for i in T.unroll(2):
             first, second, third = T.meta_var([
-                [s.chains[n % e.chains * e.chain + octet * 4 + v] for v in range(4)] for n in range(3)])
+                [s.chains[min(n, e.chains - 1) * e.chain + octet * 4 + v] for v in range(4)] for n in range(3)])
             high, low = T.meta_var([[part[i * 4 + v] for v in range(4)] for part in (s.high, s.low)])
             mma(*second, *high, s.state[at + 4 + i * 2], s.state[at + 4 + i * 2 + 1], *second)
             mma(*first, *high, s.state[at + i * 2], s.state[at + i * 2 + 1], *first)

@@ -49,7 +49,7 @@ TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory
 MOST_PARTS = 40 * 1024  # and bytes of these, by default
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
 WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
-BESIDES = 8  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
+BESIDES = 20  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
 # The third kernel.
 SEARCHERS = 512  # threads of a block
 SURVIVORS = 2048  # keys that it ranks side by side
@@ -259,7 +259,7 @@ class Extents:
     @property
     def chains(self) -> int:
         """Sums of a product that do not wait for each other; of many octets those are enough."""
-        return self.halves + 1 if self.octets <= FEW_OCTETS else 1
+        return 2 if self.octets <= FEW_OCTETS else 1
 
     @property
     def chain(self) -> int:
