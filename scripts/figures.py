@@ -873,6 +873,18 @@ def tuning_projection() -> str:
 
 
 @part
+def call_costs() -> str:
+    found = results("host-time-h200")
+    shown = ("raw", "allocations", "ours", "torch", "custom", "idle")
+    ratios = ("ours / (raw + allocations)", "ours / torch", "custom / ours")
+    rows = [
+        [code(row["problem"].split()[0]), *(us(float(row[name])) for name in shown), *(row[name] for name in ratios)]
+        for row in found.rows
+    ]
+    return f"{provenance('host-time-h200')}:\n\n{table(('call', *shown, *ratios), rows)}"
+
+
+@part
 def gu_tables() -> str:
     cases = results("gu-tables-h200").by("m", "k", "n", "block", "sparsity")
     shapes = list(dict.fromkeys(key[:3] for key in cases))

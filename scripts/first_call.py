@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from reproduction import provenance, write_csv
 
 from tvm_sparse.cli.common import console, errors, table
 from tvm_sparse.core import machine
@@ -33,6 +34,7 @@ KEYS = (
     "bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.9",
     "nhot_lookup/rows=64,vocab=32000,width=256,nonzeros=8",
 )
+COLUMNS = ("problem", "import ms", "first result ms", "second ms", "kernel")
 
 CHILD = """
 import json, pickle, sys, time
@@ -82,11 +84,12 @@ def main(
     kernels: Annotated[Path | None, typer.Option(help="A folder for tvm_sparse.load, in the time.")] = None,
     prebuilt: Annotated[bool, typer.Option(help="Problems of the installed kernels, one an operator.")] = False,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
+    csv: Annotated[Path | None, typer.Option(help="Where the figures go, too.")] = None,
 ) -> None:
     with errors():
         where = machine.resolve(target)
         wanted = list(keys or (_installed(where) if prebuilt else KEYS))
-        shown = table("problem", "import ms", "first result ms", "second ms", "kernel", right=("import ms",))
+        shown, rows = table(*COLUMNS, right=COLUMNS[1:2]), []
         with tempfile.TemporaryDirectory() as scratch:
             for key in wanted:
                 path = Path(scratch) / "inputs"
@@ -97,8 +100,12 @@ def main(
                 note = f"{lines[-1][3]}: {lines[-1][4]}"
                 if compiled := sum(line[5] for line in lines):
                     note += f"; compiled in {compiled} of {repeats}"
-                shown.add_row(parse(key).typed, *figures, note)
+                rows.append([parse(key).typed, *figures, note])
+                shown.add_row(*rows[-1])
         console().print(shown)
+        if csv:
+            timing = f"median (least to most) of {repeats} processes"
+            write_csv(csv, provenance(where) | {"timing": timing}, COLUMNS, rows)
 
 
 def _spread(values: list[float]) -> str:

@@ -1,14 +1,15 @@
 """What a call costs the host, in microseconds, beside what it cannot do without and what PyTorch's own operators cost.
 
     python scripts/host_time.py                      # on the GPU if there is one; half a minute
+    python scripts/host_time.py --csv scripts/results/host-time-h200.csv
     python scripts/host_time.py --target cpu --no-compiled
 
-`raw` calls the kernel's function with outputs that are there; `allocations` are `torch.empty` of the outputs.
-`custom` is the operator of torch.ops in eager mode, `compiled` a function of torch.compile that is nothing but the
-call, `graph` the same under CUDA graphs (mode="reduce-overhead", its copies and checks included). Nothing waits for the
-GPU within the clock. All take turns, and the figure is the least of the rounds: a host that does something else adds,
-and never takes away. The shapes are so small that a GPU keeps up. On a CPU the kernel runs within the call: there every
-figure but the allocations holds its time.
+`raw` calls the kernel's function with outputs that are there; `allocations` are `torch.empty` of the outputs. `custom`
+is the operator of torch.ops in eager mode, `idle` one of the same arguments that does nothing, `compiled` a function of
+torch.compile that is nothing but the call, `graph` the same under CUDA graphs (mode="reduce-overhead", its copies and
+checks included). Nothing waits for the GPU within the clock. All take turns, and the figure is the least of the rounds:
+a host that does something else adds, and never takes away. The shapes are so small that a GPU keeps up. On a CPU the
+kernel runs within the call: there every figure but the allocations holds its time.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from reproduction import provenance, write_csv
 
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table
 from tvm_sparse.core import registry
@@ -29,6 +32,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.runtime.dispatch import dispatcher
 
+_libraries: list[Any] = []  # an operator is there as long as the library object that defined it
 CALLS = 50  # fewer than the launch queue holds
 
 
@@ -41,7 +45,7 @@ class Case:
     given: tuple[Any, ...]  # of the call
     arguments: tuple[Any, ...]  # of the kernel, in front of the outputs
     outputs: tuple[Any, ...]
-    operator: Callable[[], Any]
+    operator: tuple[Any, tuple[Any, ...]]  # of torch.ops, and its arguments
     torch: Callable[[], Any]
 
 
@@ -61,13 +65,13 @@ def cases(device: str) -> list[Case]:
     ops = torch.ops.tvm_sparse
     found.append(
         Case(problem, tvm_sparse.softmax_topk, (logits, 5), (logits, 1.0, 0), outputs,
-             lambda: ops.softmax_topk.default(logits, 5),
+             (ops.softmax_topk.default, (logits, 5)),
              lambda: torch.topk(torch.softmax(logits, -1), 5))
     )  # fmt: skip
     problem = registry.parse("softmax/batch=8,vocab=1024")
     result = tvm_sparse.softmax(logits)
     found.append(
-        Case(problem, tvm_sparse.softmax, (logits,), (logits, 0), (result,), lambda: ops.softmax.default(logits),
+        Case(problem, tvm_sparse.softmax, (logits,), (logits, 0), (result,), (ops.softmax.default, (logits,)),
              lambda: torch.softmax(logits, -1))
     )  # fmt: skip
     problem = registry.parse("bsr_matmul/m=8,k=256,n=256,block=16,sparsity=0.9")
@@ -78,7 +82,7 @@ def cases(device: str) -> list[Case]:
     known = weight.order, weight.long, weight.pattern, weight.constant, 256
     found.append(
         Case(weight.problem(8, 0, ""), tvm_sparse.bsr_matmul, (x, weight), (x, *weight.arguments), (y,),
-             lambda: ops.bsr_matmul.default(x, *parts, *known), lambda: torch.nn.functional.linear(x, dense))
+             (ops.bsr_matmul.default, (x, *parts, *known)), lambda: torch.nn.functional.linear(x, dense))
     )  # fmt: skip
     problem = registry.parse("nhot_lookup/rows=64,vocab=1000,width=128,nonzeros=5,weighted=1")
     indptr, indices, values, embedding = tensors(problem)
@@ -87,10 +91,23 @@ def cases(device: str) -> list[Case]:
     bag = torch.nn.functional.embedding_bag
     found.append(
         Case(rows.problem(128, "float32"), tvm_sparse.nhot_lookup, (rows, embedding), (*rows.arguments, embedding),
-             (summed,), lambda: ops.nhot_lookup.default(indptr, indices, values, embedding, True),
+             (summed,), (ops.nhot_lookup.default, (indptr, indices, values, embedding, True)),
              lambda: bag(indices, embedding, indptr, mode="sum", per_sample_weights=values, include_last_offset=True))
     )  # fmt: skip
     return found
+
+
+def idle(overload: Any, outputs: Sequence[Any]) -> Any:
+    """An operator like this one that does nothing, and returns these outputs."""
+    import torch
+
+    name = overload._schema.name.split("::")[1]
+    library = torch.library.Library("host_time", "FRAGMENT")
+    _libraries.append(library)
+    library.define(name + str(overload._schema).partition(name)[2].replace(".default", "", 1))
+    results = outputs[0] if len(outputs) == 1 else tuple(outputs)
+    library.impl(name, lambda keyset, *args: results, "Autograd", with_keyset=True)
+    return getattr(torch.ops.host_time, name).default
 
 
 def contenders(case: Case, where: Machine, compiled: bool) -> dict[str, Callable[[], Any]]:
@@ -98,12 +115,15 @@ def contenders(case: Case, where: Machine, compiled: bool) -> dict[str, Callable
 
     function = dispatcher.kernel(case.problem, where).function
     arguments, outputs, given, call = case.arguments, case.outputs, case.given, case.call
+    custom, operands = case.operator
+    nothing = idle(custom, outputs)
     shapes = [(tuple(one.shape), one.dtype, one.device) for one in outputs]
     found: dict[str, Callable[[], Any]] = {
         "ours": lambda: call(*given),
         "raw": lambda: function(*arguments, *outputs),
         "allocations": lambda: [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes],
-        "custom": case.operator,
+        "custom": lambda: custom(*operands),
+        "idle": lambda: nothing(*operands),
         "torch": case.torch,
     }
     if compiled:
@@ -136,6 +156,7 @@ def main(
     target: Target = "auto",
     compiled: Annotated[bool, typer.Option(help="Also inside of torch.compile, which compiles for seconds.")] = True,
     rounds: Annotated[int, typer.Option(min=1)] = 30,
+    csv: Annotated[Path | None, typer.Option(help="Where the figures go, too.")] = None,
 ) -> None:
     with errors():
         where = machine_here(target, "timing calls")
@@ -145,17 +166,21 @@ def main(
 
         logging.getLogger("tvm_sparse").setLevel(logging.ERROR)
         wait = torch.cuda.synchronize if where.kind == "cuda" else lambda: None
-        names = ["raw", "allocations", "ours", "torch", "custom", *(["compiled", "graph"] if compiled else [])]
+        names = ["raw", "allocations", "ours", "torch", "custom", "idle", *(["compiled", "graph"] if compiled else [])]
         ratios = ["ours / (raw + allocations)", "ours / torch", "custom / ours"]
-        shown = table("problem", *names, *ratios, right=(*names, *ratios))
+        shown, rows = table("problem", *names, *ratios, right=(*names, *ratios)), []
         for case in cases(where.device):
             times = host_times(contenders(case, where, compiled), rounds, wait)
             ours = times["ours"]
             shares = (ours / (times["raw"] + times["allocations"]), ours / times["torch"], times["custom"] / ours)
             cells = [f"{times[name] * 1e6:.2f}" if name in times else "-" for name in names]
-            shown.add_row(case.problem.typed, *cells, *(f"{share:.2f}" for share in shares))
+            rows.append([case.problem.typed, *cells, *(f"{share:.2f}" for share in shares)])
+            shown.add_row(*rows[-1])
         console().print(f"Host time on {where.name} ({where.arch}), PyTorch {torch.__version__}; microseconds a call")
         console().print(shown)
+        if csv:
+            timing = f"calls from Python in microseconds, least of {rounds} rounds of {CALLS}; nothing waits"
+            write_csv(csv, provenance(where) | {"timing": timing}, ("problem", *names, *ratios), rows)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's cac
 array is an allocation of the driver, whose end the tools know; tests that need it are marked `allocator`, and left out.
 What the CUDA API returns is not reported: callers look at it, and bindings ask it for functions that a driver may lack.
 
-The tools run one after another, each over the tests in `--workers` processes, which share the GPU. Every process has a
-sanitizer of its own, and takes the next test that none of the others has taken. (Under one sanitizer the processes of
-pytest-xdist never began a test.) A finding ends the CUDA context, and with it everything that follows: a process stops
-at its first failure, and another one takes its place. What a test costs is mostly on the processor: kernels are
-compiled, once for all tools, references made, and every kernel is patched as it is loaded. How long all of it takes on
-a machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are `left`, not begun before
-its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
-`--keep FOLDER --resume` goes on with what is left.
+First the tests run without a tool, and kernels are compiled; under a sanitizer a compiler's process takes minutes, and
+all tests wait for it that want the same kernel. Then the tools run one after another, each over the tests in
+`--workers` processes, which share the GPU. Every process has a sanitizer of its own, and takes the next test that none
+of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A finding ends the CUDA
+context, and with it everything that follows: a process stops at its first failure, and another one takes its place. How
+long all of it takes on a machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are
+`left`, not begun before its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as
+long again is killed. `--keep FOLDER --resume` goes on with what is left.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+NO_TOOL = "none"  # a run that compiles kernels
 OUTCOMES = ("passed", "failed", "skipped", "left")
 COLUMNS = ("tool", "files", "selection", "tests", *OUTCOMES, "errors", "seconds", "workers", "ended", "messages")
 # What the tests' processes are told: when the time is up, the file for what became of each test, and the folder with a
@@ -123,8 +124,8 @@ def run(
     keep: Path | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """One tool over the tests: a line of the table. What they build is kept in the folder `builds`, or not at all; what
-    pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`."""
+    """One tool over the tests, or none: a line of the table. What they build is kept in the folder `builds`, or not at
+    all; what pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if keep is None else keep.resolve() / tool
         if not resume:
@@ -157,7 +158,7 @@ def run(
             if tool == "memcheck":
                 options += ["--report-api-errors", "no"]
             options += ["--log-file", str(next(logs)), *(more or ())]
-            command = [sanitizer, "--tool", tool, *options, *checked, *tests]
+            command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
             return subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | told, stdout=file, stderr=file, start_new_session=True
             )
@@ -275,9 +276,12 @@ def main(
         "selection": " ".join([selection or "all", *(f"without {one}" for one in deselect or ())]),
         "workers": workers,
     }
+    where = machine.resolve("auto")
+    path = csv or result_path("sanitize", where).with_suffix(".csv")
+    facts = {k: v for k, v in provenance(where).items() if k != "timing"}
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name in tool or TOOLS:
+        for name in (NO_TOOL, *(tool or TOOLS)):
             line = run(
                 sanitizer,
                 name,
@@ -292,17 +296,15 @@ def main(
                 resume=resume,
             )
             line |= asked
-            lines.append(line)
             print({column: line[column] for column in COLUMNS}, flush=True)
+            if name != NO_TOOL:
+                lines.append(line)
+                write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS]]))
     columns = [column for column in COLUMNS if column not in asked]
     shown = table(*columns, right=columns[1 : columns.index("ended")])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in columns))
     console().print(shown)
-    where = machine.resolve("auto")
-    path = csv or result_path("sanitize", where).with_suffix(".csv")
-    facts = {k: v for k, v in provenance(where).items() if k != "timing"}
-    write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS] for line in lines]))
     if any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
         raise SystemExit(1)
 

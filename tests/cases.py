@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Iterable, Iterator
@@ -22,8 +24,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu
 from tvm_sparse.core.problem import Problem, Settings
 from tvm_sparse.core.registry import make, parse
-from tvm_sparse.core.spaces import points
-from tvm_sparse.core.template import Template
+from tvm_sparse.core.template import Table, Template
 from tvm_sparse.runtime import dispatch
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -35,6 +36,8 @@ MACHINES = {"llvm": cpu(), "cuda": SM90}
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
 # And the one for the largest cluster of the candidates that are sampled, where a tool cannot have larger ones.
 LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
+# Combinations of decisions that are tried where points of a space are drawn.
+MOST = 50_000
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)
@@ -52,21 +55,33 @@ def cases(kind: str, problems: tuple[Problem, ...] = AWKWARD, **having: Any) -> 
     return [pair for pair in pairs if all(getattr(pair[0], name) == value for name, value in having.items())]
 
 
-@functools.lru_cache(maxsize=4)
-def points_of(name: str, problem: Problem, machine: Machine) -> tuple[Candidate, ...]:
-    """All points of a template's space. Kept, because tests of the same problem follow each other."""
-    return tuple(points(problem, machine, {name: spaces.find(name).space(problem, machine)}))
+def combinations(table: Table, seed: str) -> Iterator[dict[str, int]]:
+    """Combinations of a table's values in random order, each once, the same ones in every run: all of them, or MOST."""
+    total = math.prod(map(len, table.values()))
+    for number in random.Random(seed).sample(range(total), min(total, MOST)):
+        decisions = {}
+        for name, values in table.items():
+            number, place = divmod(number, len(values))
+            decisions[name] = values[place]
+        yield decisions
+
+
+def drawn(template: Template, problem: Problem, machine: Machine, count: int, seed: str) -> list[Candidate]:
+    """Distinct points of a template's space, every one as likely as another: `count`, or as many as are found. Nothing
+    is listed, as some spaces are of a million combinations."""
+    tried = combinations(template.space(problem, machine), seed)
+    allowed = (one for one in tried if template.allowed(problem, machine, one) is None)
+    return [template.candidate(one) for one in itertools.islice(allowed, count)]
 
 
 def sampled(template: Template, problem: Problem, machine: Machine, count: int) -> list[Candidate]:
     """The default, and `count` other points of the space, the same ones in every run."""
     default = template.candidate(template.default(problem, machine))
-    others = [c for c in points_of(template.name, problem, machine) if c != default]
-    if largest := os.environ.get(LARGEST_CLUSTER):
-        others = [c for c in others if c.values.get("cluster", 1) <= int(largest)]
-        if default.values.get("cluster", 1) > int(largest):
-            default, *others = others
-    return [default, *random.Random(f"{template.name} {problem}").sample(others, min(count, len(others)))]
+    largest = int(os.environ.get(LARGEST_CLUSTER, 0))
+    # Without clusters beyond the largest, fewer are left of what is drawn.
+    found = drawn(template, problem, machine, (count + 1) * (8 if largest else 1), f"{template.name} {problem}")
+    kept = [c for c in [default, *found] if not largest or c.values.get("cluster", 1) <= largest]
+    return list(dict.fromkeys(kept))[: count + 1]
 
 
 def settings_of(problem: Problem, number: int) -> Settings:

@@ -347,6 +347,9 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     run(str(program), "synccheck", [str(tests)], selection="5")
     told = {path.name for path in tests.parent.iterdir() if path.name.startswith("largest")}
     assert told == {"largest cluster None", "largest cluster 8"}
+    # With no tool, no sanitizer is asked.
+    line = run("absent", "none", [str(tests)], selection="5")
+    assert (line["passed"], line["ended"]) == (1, "whole")
     # Whose time is up at once begins no test; what was done counts where the run is killed.
     said = tmp_path / "said"
     line = run(str(program), "memcheck", [str(tests)], workers=1, minutes=1e-6, keep=said)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, sampled, settings_of
+from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, combinations, sampled, settings_of
 from tvm import tirx
 from tvm.ir import Call
 
@@ -354,9 +354,9 @@ def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: 
         template = spaces.find(name)
         assert template.point(problem, machine, template.default(problem, machine)) is None
         assert all(values and len(set(values)) == len(values) for values in table.values())
-        for values in itertools.product(*table.values()):
-            reason = template.allowed(problem, machine, dict(zip(table, values, strict=True)))
-            reasons[f"{name}{values}"] = "a point that is allowed" if reason is None else reason
+        for decisions in itertools.islice(combinations(table, f"{name} {problem}"), 2000):
+            reason = template.allowed(problem, machine, decisions)
+            reasons[f"{name}{decisions}"] = "a point that is allowed" if reason is None else reason
     for where, reason in reasons.items():
         assert len(reason.split()) >= 4 and reason == reason.strip() and "{" not in reason, f"{where}: {reason!r}"
 

@@ -7,20 +7,18 @@ lines which none before reached.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cases import AWKWARD, REALISTIC
+from cases import AWKWARD, REALISTIC, drawn
 
 import tvm_sparse.operators
 import tvm_sparse.schedules
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
-from tvm_sparse.core.spaces import points
 from tvm_sparse.core.template import NotApplicable, Template
 
 from . import MACHINES, Point
@@ -74,13 +72,11 @@ def candidates(template: Template, problems: tuple[Problem, ...]) -> Iterator[Po
         if problem.operator != template.operator:
             continue
         try:
-            table = template.space(problem, machine)
+            default = template.candidate(template.default(problem, machine))
+            others = drawn(template, problem, machine, SAMPLED, f"{template.name} {problem.key}")
         except NotApplicable:
             continue
-        default = template.candidate(template.default(problem, machine))
-        allowed = list(points(problem, machine, {template.name: table}))
-        draw = random.Random(f"{template.name} {problem.key}")
-        for candidate in dict.fromkeys([default, *draw.sample(allowed, min(SAMPLED, len(allowed)))]):
+        for candidate in dict.fromkeys([default, *others]):
             yield Point(problem.key, candidate)
 
 

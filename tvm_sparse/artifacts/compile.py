@@ -135,7 +135,7 @@ def compile_bundle(
 
 def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: str) -> tuple[Any, Program, str]:
     """The compiler's module of one candidate, with its device code, the program that it was made of, and its symbol."""
-    template = spaces.find(candidate.template)
+    template = spaces.find(candidate.template, problem.operator)
     if template.version != candidate.version:
         raise CompileError(f"{candidate}: the template is at version {template.version}")
     reason = template.point(problem, machine, candidate.values)

@@ -42,8 +42,8 @@ MAX_ALONE = 64
 # Steps in hand, which divide those of a word; with a ring, steps of a stage.
 DEPTH = (1, 2, 3, 4, 5, 8, 16)
 MAX_DEPTH = 4  # in registers
-# Stages of a warp's ring in shared memory. 0: words go to registers.
-STAGES = (0, 2, 3, 4, 6, 8)
+# Stages of a warp's ring in shared memory: no more were ever faster. 0: words go to registers.
+STAGES = (0, 2, 3)
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
 MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.

@@ -16,20 +16,35 @@ from .rows import CsrRows
 __all__ = ["nhot_lookup"]
 
 
+# Launchers by the layouts of all arrays, and how many are kept: structures of every number of entries come.
+_alike, MOST = repeat.Own(), 256
+
+
 def _call(indptr: Any, indices: Any, values: Any, table: Any, checked: bool, validate: bool) -> Any:
     csr = indptr, indices, values
-    if not checked or arrays.is_fake(table):
+    if not checked:
         return call.nhot_lookup(csr, table, validate=validate)
-    found = call.repeated_lookup(csr, table, torch, checked=True)
+    parts, given = csr if values is not None else csr[:2], (*csr, table)
+    alike = _alike.of(dispatcher.launchers)
+    found = repeat.again(alike, None, given, (*parts, table), None)
     if found is not None:
         return found
-    rows = CsrRows(csr, columns=table.shape[0], checked=True)
-    result = call.nhot_lookup(rows, table)
-    kept = repeat.repeated(rows.launchers.of(dispatcher.launchers), None, (table,))
+    if arrays.is_fake(table):
+        return call.nhot_lookup(csr, table)
+    found = call.repeated_lookup(csr, table, torch, checked=True)
+    if found is None:
+        rows = CsrRows(csr, columns=table.shape[0], checked=True)
+        found = call.nhot_lookup(rows, table)
+        kept = repeat.repeated(rows.launchers.of(dispatcher.launchers), None, (table,))
+        if kept is not None:
+            repeat.put_down(dispatcher.launchers, call.lookup_key(parts), (table,), kept)
+    else:
+        kept = repeat.repeated(dispatcher.launchers, call.lookup_key(parts), (table,))
     if kept is not None:
-        parts = csr if values is not None else csr[:2]
-        repeat.put_down(dispatcher.launchers, call.lookup_key(parts), (table,), kept)
-    return result
+        if len(alike) >= MOST:
+            alike.clear()
+        repeat.put_down(alike, None, given, kept)
+    return found
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
