@@ -53,6 +53,8 @@ BESIDES = 20  # registers of a thread beside words, hidden states and sums: with
 # The third kernel.
 SEARCHERS = 512  # threads of a block
 SURVIVORS = 2048  # keys that it ranks side by side
+MOST_KEYS = 16  # of the frequent words of a row, that each of them asks for before it knows which count,
+OTHER_KEYS = 2  # and of the others
 SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 
 
@@ -324,6 +326,12 @@ class Extents:
     def heads_each(self) -> int:
         """Thread blocks of one such group."""
         return ceildiv(self.group_blocks, self.maxima * WARP)
+
+    @property
+    def keys(self) -> int:
+        """Keys of frequent words that a thread asks for at once; 0 if they are too many."""
+        found = ceildiv(self.frequent, SEARCHERS)
+        return found if found <= MOST_KEYS else 0
 
     @property
     def searchers(self) -> int:
