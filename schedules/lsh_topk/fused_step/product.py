@@ -243,47 +243,72 @@ def put_names(e, s, round, count):
 
 def in_hand(i: Any, c: Any) -> Any:
     """Where chunk `c` of the `i`-th of a lane's two words is."""
-    return (c * 2 + i) * 4
+    return ((c // 2 * 2 + i) * 2 + c % 2) * 4
 
 
 def find_words(e: Extents) -> Phase:
-    """Where a job's two words of this lane are; the phase is (s, job, round, count). Lanes beyond the last word take
-    that again.
+    """Where the words are that this lane loads for a job, its own two and its neighbours'; the phase is (s, job, round,
+    count). Lanes beyond the last word take that again.
 
     Reads: `names`, `base`. Writes: `at`. Barriers: none.
     """
 
     @T.inline
     def phase(s, job, round, count):
-        for i in T.unroll(2):
+        for n in T.unroll(4):
             word = T.meta_var(s.names[name_at(e, round, T.min(
-                job // e.parts * TILE + i * (TILE // 2) + s.group, count - 1))])
-            s.at[i] = s.base + (
+                job // e.parts * TILE + n // 2 * (TILE // 2) + s.group - s.group % 2 + n % 2, count - 1))])
+            s.at[n] = s.base + (
                 T.Cast("uint64", word) * T.uint64(e.hidden * e.itemsize)
-                + T.Cast("uint64", (job % e.parts * (e.depth * PER_CHUNK) + s.member) * VECTOR))
+                + T.Cast("uint64", (job % e.parts * (e.depth * PER_CHUNK) + s.group % 2 * PER_CHUNK + s.member) * VECTOR))
 
     return phase
 
 
-def ask_chunk(e: Extents) -> Phase:
-    """Begin the load of a job's `c`-th chunk; the phase is (s, job, c).
+def ask_chunks(e: Extents) -> Phase:
+    """Begin the load of a pair of a job's chunks, its `p`-th; the phase is (s, job, p).
+
+    The two are 128 bytes of each word, which eight lanes load: those of a word and of its neighbour, first of the one,
+    then of the other. Four lanes a word, as operands have it, would ask for half as much at a time.
 
     Reads: `at`, words. Writes: `hand`, zeros behind columns. Barriers: none.
     """
-    # Chunks that a row has whole, in whichever part of it.
-    whole = e.vectors // PER_CHUNK - (e.parts - 1) * e.depth
+    # Pairs that a row has whole, in whichever part of it.
+    whole = e.vectors // (2 * PER_CHUNK) - (e.parts - 1) * (e.depth // 2)
 
     @T.inline
-    def phase(s, job, c):
-        vector = T.meta_var((job % e.parts * e.depth + c) * PER_CHUNK + s.member)
-        for i in T.unroll(2):
-            at = in_hand(i, c)
-            if tirx.any(c < whole, vector < e.vectors):
+    def phase(s, job, p):
+        vector = T.meta_var(((job % e.parts * (e.depth // 2) + p) * 2 + s.group % 2) * PER_CHUNK + s.member)
+        for n in T.unroll(4):
+            at = (p * 4 + n) * 4
+            if tirx.any(p < whole, vector < e.vectors):
                 load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
-                          s.at[i] + T.Cast("uint64", c * CHUNK))
+                          s.at[n] + T.Cast("uint64", p * (2 * CHUNK)))
             else:
                 for v in T.unroll(4):
                     s.hand[at + v] = T.uint32(0)
+
+    return phase
+
+
+def part_words(e: Extents) -> Phase:
+    """Give each lane both chunks of its own words; the phase is (s, p).
+
+    Reads and writes: `hand`. Before: of the even word and of the odd one the chunk that this lane loads. After: of its
+    own word the first chunk, and the second. Barriers: none, but all lanes of a warp take part.
+    """
+
+    @T.inline
+    def phase(s, p):
+        for i in T.unroll(2):
+            for v in T.unroll(4):
+                at = (p * 4 + i * 2) * 4 + v
+                s.passed = T.tvm_warp_shuffle_xor(
+                    T.uint32(FULL_WARP), T.Select(s.group % 2 == 1, s.hand[at], s.hand[at + 4]), 4, 32, 32)
+                if s.group % 2 == 1:
+                    s.hand[at] = s.passed
+                else:
+                    s.hand[at + 4] = s.passed
 
     return phase
 
@@ -362,8 +387,8 @@ def multiply_floats(e: Extents) -> Phase:
 def multiply_job(e: Extents) -> Phase:
     """Multiply a job with all hidden states; the phase is (s, job, following).
 
-    As soon as a chunk has been multiplied, its place goes to that of the job that follows, if one is `asked` for, whose
-    words are `at`. Hidden states are asked for a step ahead.
+    As soon as two chunks have been multiplied, their place goes to those of the job that follows, if one is `asked` for,
+    whose words are `at`. Hidden states are asked for a step ahead.
 
     A float32 is split as if it were finite, by two instructions instead of seven: the lower part of an infinity or NaN
     is NaN then, and with it the score (see `sum_again`).
@@ -372,7 +397,7 @@ def multiply_job(e: Extents) -> Phase:
     take part.
     """
     steps, turn = e.depth * e.octets, 4 * e.halves
-    ask, bring = ask_chunk(e), bring_states(e)
+    ask, part, bring = ask_chunks(e), part_words(e), bring_states(e)
     products = multiply_floats(e) if e.halves == 2 else multiply_halves(e)
 
     @T.inline
@@ -392,13 +417,15 @@ def multiply_job(e: Extents) -> Phase:
         for step in T.unroll(steps):
             if step + 1 < steps:
                 bring(s, whole, last, (step + 1) // e.octets, (step + 1) % e.octets, (step + 1) % 2 * turn)
+            if step % (2 * e.octets) == 0:
+                part(s, step // (2 * e.octets))
             if e.halves == 2:
                 if step % e.octets == 0:
                     split_words(s, step // e.octets)
             products(s, step // e.octets, step % e.octets, step % 2 * turn)
-            if step % e.octets == e.octets - 1:
+            if step % (2 * e.octets) == 2 * e.octets - 1:
                 if s.asked != 0:
-                    ask(s, following, step // e.octets)
+                    ask(s, following, step // (2 * e.octets))
         for n in T.unroll(e.chain):
             for c in T.unroll(e.chains - 1):
                 s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
@@ -411,14 +438,14 @@ def ask_first(e: Extents) -> Phase:
 
     Reads: `names`. Writes: `at`, `hand`. Barriers: none.
     """
-    find, ask = find_words(e), ask_chunk(e)
+    find, ask = find_words(e), ask_chunks(e)
 
     @T.inline
     def phase(s, round, count):
         if s.warp < (count + (TILE - 1)) // TILE * e.parts:
             find(s, s.warp, round, count)
-            for c in T.unroll(e.depth):
-                ask(s, s.warp, c)
+            for p in T.unroll(e.depth // 2):
+                ask(s, s.warp, p)
 
     return phase
 

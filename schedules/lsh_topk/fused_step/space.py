@@ -46,7 +46,8 @@ OCTET = 8  # hidden states of one: columns of the other operand
 FEW_OCTETS = 2
 GROUP = 16  # rows of lists that are put together, at most
 TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory at a time,
-MOST_PARTS = 40 * 1024  # and bytes of these, by default
+MOST_PARTS = 40 * 1024  # and bytes of these, by default; or, beside the first kernel, the first of
+WORDS_BESIDE = (48, 32, 16)  # these that has room
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
 WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
 BESIDES = 20  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
@@ -377,9 +378,9 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
-    """As many thread blocks of a row as leave each a multiprocessor, and as few slices as have room; the rest as
-    measured on an H200 with beams of 12 to 48. Jobs of 16 words are for 16 bits, where all sums of a thread block have
-    room beside the first kernel."""
+    """As many thread blocks of a row as leave each a multiprocessor, and a quarter of these to the second kernel alone;
+    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. With float32, whose product takes
+    longer than the look-up, thread blocks of the second kernel have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
@@ -392,7 +393,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "row_groups": 2 if wide and most_blocks(problem, machine) // 2 >= problem.n else 1,
             "threads": 256,
             "hash_threads": 512,
-            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores), default=1),
+            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores * 3 // 4), default=1),
             "slices": slices,
             "bucket_lanes": 4,
             "loads": 2,
@@ -403,9 +404,9 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
-        choices = [{"words": words, "beside": beside} for beside in range(overlap, -1, -1)]
-        if overlap:
-            choices = [{"words": words, "beside": 1} for words in reversed(TILES)] + choices
+        alone = {"words": words, "beside": 0}
+        together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
+        choices = [*together, alone] if e.itemsize == 2 else [alone, *together]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:

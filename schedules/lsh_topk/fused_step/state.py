@@ -122,14 +122,15 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "firsts": T.alloc_local([e.group_lists], "int32"),
         "upto": T.alloc_local([e.group_lists], "int32"),
         # The product: words of the job in hand, and of hidden states of two steps in turn; the parts of words of a
-        # chunk; sums; where the embedding is, and this lane's words of the job that is asked for; whether there is one;
-        # the number of a job.
+        # chunk; sums; where the embedding is, and words of the job that is asked for; what a lane has from another one;
+        # whether a job is asked for; the number of a job.
         "hand": T.alloc_local([e.hand], "uint32"),
         "state": T.alloc_local([2 * 4 * e.halves], "uint32"),
         **{name: T.alloc_local([8], "uint32") for name in ("high", "low") if e.halves == 2},
         "chains": T.alloc_local([e.chains * e.chain], "float32"),
         "base": register("uint64"),
-        "at": T.alloc_local([2], "uint64"),
+        "at": T.alloc_local([4], "uint64"),
+        "passed": register("uint32"),
         "asked": register(),
         "job": register(),
         # Of a lane: a score, its ordered bits and key, and the largest of these bits and another lane's.
