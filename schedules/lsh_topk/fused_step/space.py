@@ -191,8 +191,8 @@ class Extents:
 
     @property
     def resident(self) -> int:
-        """And of the second."""
-        return 1 + self.overlap
+        """And of the second: half of them, if one of the first has the others."""
+        return 1 + self.beside
 
     # The product. A *job* is a tile of 16 words, times `depth` chunks of each of them.
 
@@ -379,8 +379,8 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and a quarter of these to the second kernel alone;
-    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. With float32, whose product takes
-    longer than the look-up, thread blocks of the second kernel have a multiprocessor to themselves."""
+    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. In float32 and with wide beams,
+    where the product takes longer than the look-up, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
@@ -404,9 +404,9 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
-        alone = {"words": words, "beside": 0}
+        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (THREADS[-1], 256)]
         together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
-        choices = [*together, alone] if e.itemsize == 2 else [alone, *together]
+        choices = [*together, *alone] if e.itemsize == 2 and not wide else [*alone, *together]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:
