@@ -47,4 +47,4 @@ def default(problem: Compaction, machine: Machine) -> Decisions:
         if n == 1
         or (n * problem.lists <= machine.cores and CompactExtents(problem.vocab, THREADS[0], n).share >= LEAST_SHARE)
     )
-    return {"threads": 512, "slices": max(fitting), "overlap": 1 if machine.has_clusters else 0}
+    return {"threads": 384, "slices": max(fitting), "overlap": 1 if machine.has_clusters else 0}
