@@ -404,9 +404,10 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
-        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (THREADS[-1], 256)]
+        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (512, 256)]
         together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
-        choices = [*together, *alone] if e.itemsize == 2 and not wide else [*alone, *together]
+        apart = e.itemsize == 4 or wide
+        choices = [*alone, *together] if apart else [*together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:
