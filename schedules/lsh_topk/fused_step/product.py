@@ -260,7 +260,7 @@ def find_words(e: Extents) -> Phase:
                 job // e.parts * TILE + n // 2 * (TILE // 2) + s.group - s.group % 2 + n % 2, count - 1))])
             s.at[n] = s.base + (
                 T.Cast("uint64", word) * T.uint64(e.hidden * e.itemsize)
-                + T.Cast("uint64", (job % e.parts * (e.depth * PER_CHUNK) + s.group % 2 * PER_CHUNK + s.member) * VECTOR))
+                + T.Cast("uint64", ((job % e.parts * e.depth + s.group % 2) * PER_CHUNK + s.member) * VECTOR))
 
     return phase
 
@@ -349,8 +349,8 @@ def multiply_halves(e: Extents) -> Phase:
     """The products of chunk `c` of two words and of an octet of hidden states, of 16 bits; the phase is (s, c, octet,
     at). Words are the operand with 16 rows, hidden states the one with eight columns.
 
-    Reads: `hand`; `state` from `at` on. Writes: `chains`; of two each has a half of the chunk. Barriers: none, but all lanes
-    take part.
+    Reads: `hand`; `state` from `at` on. Writes: `chains`; of two each has a half of the chunk. Barriers: none, but all
+    lanes take part.
     """
     kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
@@ -387,8 +387,8 @@ def multiply_floats(e: Extents) -> Phase:
 def multiply_job(e: Extents) -> Phase:
     """Multiply a job with all hidden states; the phase is (s, job, following).
 
-    As soon as two chunks have been multiplied, their place goes to those of the job that follows, if one is `asked` for,
-    whose words are `at`. Hidden states are asked for a step ahead.
+    As soon as two chunks have been multiplied, their place goes to those of the job that follows, if one is `asked`
+    for, whose words are `at`. Hidden states are asked for a step ahead.
 
     A float32 is split as if it were finite, by two instructions instead of seven: the lower part of an infinity or NaN
     is NaN then, and with it the score (see `sum_again`).
@@ -405,7 +405,8 @@ def multiply_job(e: Extents) -> Phase:
         for n in T.unroll(8):
             word = T.meta_var(s.hand[in_hand(n % 2, c) + n // 2])
             s.high[n] = word & T.uint32(0xFFFFE000)
-            s.low[n] = T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", s.high[n]))
+            s.low[n] = T.reinterpret(
+                "uint32", T.reinterpret("float32", word) - T.reinterpret("float32", s.high[n]))
 
     @T.inline
     def phase(s, job, following):

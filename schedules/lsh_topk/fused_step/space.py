@@ -285,7 +285,7 @@ class Extents:
 
     @property
     def sum_pitch(self) -> int:
-        """Sums from one row to the next: so many that eight words of four rows, every second, have banks of their own."""
+        """Sums from one row to the next: eight words of every second of eight rows have banks of their own."""
         return self.tile + 4
 
     @property
