@@ -240,9 +240,13 @@ def take_asked(e: Extents) -> Phase:
     @T.inline
     def phase(io, s, factor):
         total(s, factor)
+        bound: T.uint32 = s.bound[0]
         for i in T.unroll(e.keys + OTHER_KEYS):
             s.other[0] = s.asked[i]
-            if tirx.any(i < e.keys, (i - e.keys) * SEARCHERS + s.t < s.words[0]):
+            if tirx.all(i >= e.keys, (i - e.keys) * SEARCHERS + s.t >= s.words[0]):
+                s.other[0] = T.uint64(0)
+            # Hardly any reaches it: mostly all lanes of a warp pass over what is to be done then.
+            if T.cuda.ballot_sync(T.uint32(FULL_WARP), key_bits(s.other[0]) >= bound) != T.uint32(0):
                 keep_key(s)
         rest(s, io.keys, e.keys * SEARCHERS, io.frequent)
         rest(s, io.others, OTHER_KEYS * SEARCHERS, s.words[0])
