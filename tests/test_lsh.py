@@ -436,6 +436,21 @@ def test_a_step_of_a_head_leaves_no_word_out(bands: int, more: dict[str, int]) -
         assert found[0] == found[1]
 
 
+def test_a_step_of_a_head_adds_infinities_of_float32_column_by_column() -> None:
+    """Words are split as if they were finite: the lower part of an infinity is NaN."""
+    problem = parse("lsh_topk/lists=1,beam=3,hidden=8,vocab=80,frequent=30,n=3,k=4,units=2,bands=6")
+    template = spaces.find("fused_step")
+    point = {**template.default(problem, SM90), "threads": 128, "hash_threads": 256, "cluster": 1}
+    program = template.build(problem, point)
+    held = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+    inputs, outputs = problem.generate(0, "random", {"threshold": 7, "scale": 1.0, "log": 0}), problem.empty_outputs()
+    hidden, embedding, ids = inputs[0], inputs[1], inputs[7]
+    hidden[0, :, 0], embedding[ids[5], 0] = 1.0, -np.inf  # a word that is masked by its embedding
+    run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs, *held], pipeline=program.pipeline)
+    assert np.isfinite(outputs[0]).all() and ids[5] not in outputs[1]
+    problem.check(inputs, problem.reference(inputs), outputs)
+
+
 def test_a_step_of_a_head_in_one_program_is_taken_where_it_fits() -> None:
     fits = parse("lsh_topk/lists=1,beam=12,hidden=1000,vocab=40000,frequent=5500,n=12,dtype=float16")
     for more, template in (
