@@ -1020,9 +1020,9 @@ def sanitizer_table() -> str:
     """What `scripts/sanitize.py` has found, a line for each tool."""
     [path] = RESULTS.glob("sanitize-*.csv")
     found = results(path.stem)
-    columns = ("tool", "passed", "failed", "skipped", "left", "errors", "seconds")
+    columns = ("tool", "date", "passed", "failed", "skipped", "left", "errors", "seconds")
     rows = [[row[column] for column in columns] for row in found.rows]
-    return f"{found.facts['device']}, {found.facts['date'][:10]}.\n\n{table(columns, rows)}"
+    return f"{found.facts['device']}:\n\n{table(columns, rows)}"
 
 
 @part

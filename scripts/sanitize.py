@@ -23,6 +23,7 @@ long again is killed. `--keep FOLDER --resume` goes on with what is left.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import itertools
 import json
@@ -48,7 +49,19 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 NO_TOOL = "none"  # a run that compiles kernels
 OUTCOMES = ("passed", "failed", "skipped", "left")
-COLUMNS = ("tool", "files", "selection", "tests", *OUTCOMES, "errors", "seconds", "workers", "ended", "messages")
+COLUMNS = (
+    "tool",
+    "files",
+    "selection",
+    "tests",
+    *OUTCOMES,
+    "errors",
+    "seconds",
+    "workers",
+    "date",
+    "ended",
+    "messages",
+)
 # What the tests' processes are told: when the time is up, the file for what became of each test, and the folder with a
 # file for each test that one of them has taken.
 UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT", "TVM_SPARSE_SANITIZE_TAKEN"
@@ -275,6 +288,7 @@ def main(
         "files": " ".join(Path(path).name for path in files),
         "selection": " ".join([selection or "all", *(f"without {one}" for one in deselect or ())]),
         "workers": workers,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
     where = machine.resolve("auto")
     path = csv or result_path("sanitize", where).with_suffix(".csv")
