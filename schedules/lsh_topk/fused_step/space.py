@@ -379,8 +379,8 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and a quarter of these to the second kernel alone;
-    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. In float32 and with wide beams,
-    where the product takes longer than the look-up, its thread blocks have a multiprocessor to themselves."""
+    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. In float32, where the product
+    takes longest, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
@@ -406,8 +406,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
         alone = [{"words": words, "beside": 0, "threads": threads} for threads in (512, 256)]
         together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
-        apart = e.itemsize == 4 or wide
-        choices = [*alone, *together] if apart else [*together, *alone]
+        choices = [*alone, *together] if e.itemsize == 4 else [*together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:
