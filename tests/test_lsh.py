@@ -369,7 +369,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 2},
+            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 8},
         ),
         (
             "fused_step",
@@ -379,7 +379,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
-            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2, "tile_n": 16, "words": 16},
+            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2, "words": 16},
         ),
         (
             "fused_step",
@@ -434,6 +434,21 @@ def test_a_step_of_a_head_leaves_no_word_out(bands: int, more: dict[str, int]) -
             assert outputs[3] == [count]
             found.append([output.tobytes() for output in outputs])
         assert found[0] == found[1]
+
+
+def test_a_step_of_a_head_adds_infinities_of_float32_column_by_column() -> None:
+    """Words are split as if they were finite: the lower part of an infinity is NaN."""
+    problem = parse("lsh_topk/lists=1,beam=3,hidden=8,vocab=80,frequent=30,n=3,k=4,units=2,bands=6")
+    template = spaces.find("fused_step")
+    point = {**template.default(problem, SM90), "threads": 128, "hash_threads": 256, "cluster": 1}
+    program = template.build(problem, point)
+    held = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+    inputs, outputs = problem.generate(0, "random", {"threshold": 7, "scale": 1.0, "log": 0}), problem.empty_outputs()
+    hidden, embedding, ids = inputs[0], inputs[1], inputs[7]
+    hidden[0, :, 0], embedding[ids[5], 0] = 1.0, -np.inf  # a word that is masked by its embedding
+    run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs, *held], pipeline=program.pipeline)
+    assert np.isfinite(outputs[0]).all() and ids[5] not in outputs[1]
+    problem.check(inputs, problem.reference(inputs), outputs)
 
 
 def test_a_step_of_a_head_in_one_program_is_taken_where_it_fits() -> None:

@@ -39,11 +39,12 @@ def allowed(problem: Compaction, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: Compaction, machine: Machine) -> Decisions:
-    """Slices of 64 words or more of the bitmap, and no more thread blocks than multiprocessors."""
+    """As many slices as there are multiprocessors for: where candidates stand side by side, as frequent words do, few
+    thread blocks have all of them."""
     fitting = (
         n
         for n in SOME_SLICES
         if n == 1
-        or (n * problem.lists <= machine.cores and CompactExtents(problem.vocab, THREADS[0], n).share >= 2 * WARP)
+        or (n * problem.lists <= machine.cores and CompactExtents(problem.vocab, THREADS[0], n).share >= LEAST_SHARE)
     )
-    return {"threads": 512, "slices": max(fitting), "overlap": 1 if machine.has_clusters else 0}
+    return {"threads": 384, "slices": max(fitting), "overlap": 1 if machine.has_clusters else 0}

@@ -17,6 +17,7 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...device.overlap import start_consumer, wait_for_producer
 from ...device.region import device_region
+from ...device.words import held_address
 from ..interface import gpu_program
 from .look_up import look_up
 from .merge import merge
@@ -28,8 +29,8 @@ from .state import alloc_product_state
 # fmt: off
 def product(e: Extents) -> Callable[..., Any]:
     """The second kernel, called with (io)."""
-    multiply_frequent = multiply_all(e, frequent_words(e), stage=True)
-    multiply_reached, share = multiply_all(e, reached_words(e), stage=False), find_share(e)
+    multiply_frequent, share = multiply_all(e, frequent_words(e), stage=True, named=False), find_share(e)
+    multiply_reached = multiply_all(e, reached_words(e), stage=False, named=e.group_lists == 1)
 
     @T.inline
     def begin(s, io, flat):
@@ -45,8 +46,7 @@ def product(e: Extents) -> Callable[..., Any]:
         s.mine = T.min(each_block(e, io.frequent), io.frequent - s.begin)
         for n in T.serial((e.rows - s.t + (e.threads - 1)) // e.threads):
             s.best[n * e.threads + s.t] = T.uint32(0)
-        if s.t == 0:
-            s.odd[0] = 0
+        s.base = held_address("u64", io.embedding.ptr_to([0, 0]))
 
     @T.inline
     def finish_block(s, io):

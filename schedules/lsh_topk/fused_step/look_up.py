@@ -3,14 +3,15 @@
 begin          what needs nothing of the producer kernel: counts to 0, columns of the first units
 find_pieces    where the buckets of a thread block's bands are
 count_pieces   their words: those of the thread block's part of the vocabulary are counted, others sent
-receive        what the others have sent
+tell           the others how much was sent to them
+receive        what they have sent
 vote           words of the part that reach the threshold
 list_reached   those that no row of the list had before
 
 Each thread block of a cluster hashes some bands, goes through their buckets, and counts the hits of a part of the
-vocabulary. A hit of another one's part is *sent*: written down in the sender's shared memory, which the other one reads
-when all have come to a barrier. Hits that there is no room for are added to the other's counts at once, which takes
-longer.
+vocabulary. A hit of another one's part is *sent*: written down in that one's shared memory, which reads what all have
+sent it when they have come to a barrier. Hits that there is no room for are added to the other's counts at once, which
+takes longer.
 
 A bucket is gone through in *pieces* of what `bucket_lanes` lanes load together, because some are very long: two units
 of a band that share a column make buckets ten times as long as others, and two such pairs hundred times. Pieces beside
@@ -27,7 +28,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.cluster import cluster_arrive, cluster_wait, peer_load
+from ...device.cluster import cluster_arrive, cluster_wait, peer_store
 from ...device.overlap import CACHE_LINE, wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, scan_lanes
@@ -48,11 +49,9 @@ from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
-NO_WORD = -(1 << 30)  # which no part has
-PER_LOAD = 4  # hits in 8 bytes
-RECEIVED = 2  # such loads that a lane has in flight
-many_of = peer_load("many_of", "int", "int32")
-hits_of = peer_load("hits_of", "unsigned long long", "uint64")
+RECEIVED = 4  # hits that a lane has in flight
+put_hit = peer_store("put_hit", "unsigned short")
+put_many = peer_store("put_many", "int")
 
 
 # fmt: off
@@ -113,27 +112,21 @@ def find_pieces(e: Extents) -> Phase:
 def load_pieces(e: Extents) -> Phase:
     """A lane's vectors of `loads` pieces; the phase is (s, io, words).
 
-    Reads: `first`, `last`, `upcoming`, words. Writes: `word`, `NO_WORD` for what is not of the piece. Barriers: none.
+    Reads: `last`, `upcoming`, words. Writes: `word`, of vectors that begin before the end of their piece. Barriers:
+    none.
     """
 
     @T.inline
     def phase(s, io, words):
         for u in T.unroll(e.loads):
             at = T.meta_var([u * PER_VECTOR + v for v in range(PER_VECTOR)])
-            for v in T.unroll(PER_VECTOR):
-                s.word[u * PER_VECTOR + v] = NO_WORD
             if s.upcoming[u] < s.last[u]:
-                if s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
+                if e.vocab % PER_VECTOR == 0 or s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
                     T.ptx.ld.global_.v4.s32(*[s.word[i] for i in at], words.ptr_to([s.upcoming[u]]))
                 else:
                     for v in T.unroll(PER_VECTOR):
                         if s.upcoming[u] + v < io.bands * e.vocab:
                             T.ptx.ld.global_.s32(s.word[u * PER_VECTOR + v], words.ptr_to([s.upcoming[u] + v]))
-        for u in T.unroll(e.loads):
-            for v in T.unroll(PER_VECTOR):
-                # A number below 0 is a large one without a sign.
-                if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) >= T.Cast("uint32", s.last[u] - s.first[u]):
-                    s.word[u * PER_VECTOR + v] = NO_WORD
 
     return phase
 
@@ -141,17 +134,19 @@ def load_pieces(e: Extents) -> Phase:
 def count_pieces(e: Extents) -> Phase:
     """The hits of these pieces; the phase is (s, io). `bucket_lanes` lanes have a piece, and `loads` pieces in flight.
 
-    Reads: `spans`, `further`, words. Writes: counts, of the whole cluster; `sent`, `many_sent`. Barriers: none; one of
-    the cluster has to come before, and one after.
+    Reads: `spans`, `further`, words. Writes: counts, and `sent` of the whole cluster; `many_sent`. Barriers: none; one
+    of the cluster has to come before, and one after.
     """
     load, groups, part = load_pieces(e), e.counting.groups, e.counting.part
 
     @T.inline
     def send(s, local, owner):
-        segment: T.int32 = owner * e.segments + s.warp % e.segments
-        at: T.int32 = T.cuda.atomic_add(s.many_sent.ptr_to([segment]), T.int32(1))
+        at: T.int32 = T.cuda.atomic_add(
+            s.many_sent.ptr_to([owner * e.segments + s.warp % e.segments]), T.int32(1))
         if at < e.room:
-            s.sent[segment * e.room + at] = T.Cast("uint16", local)
+            T.evaluate(put_hit(
+                s.sent.ptr_to([(s.rank * e.segments + s.warp % e.segments) * e.room + at]), owner,
+                T.Cast("uint16", local)))
         else:
             T.evaluate(add_at_peer(s.cells.ptr_to([cell_of(local)]), owner, one_of(local)))
 
@@ -162,9 +157,9 @@ def count_pieces(e: Extents) -> Phase:
         if T.Cast("uint32", local) < T.uint32(part):
             T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
         elif e.cluster > 1:
-            within: T.int32 = word - s.slice * (e.cluster * part)
-            if T.Cast("uint32", within) < T.uint32(e.cluster * part):
-                send(s, within % part, within // part)
+            within: T.uint32 = T.Cast("uint32", word - s.slice * (e.cluster * part))
+            if e.slices == 1 or within < T.uint32(e.cluster * part):
+                send(s, T.Cast("int32", within % T.uint32(part)), T.Cast("int32", within // T.uint32(part)))
 
     @T.inline
     def phase(s, io):
@@ -185,7 +180,9 @@ def count_pieces(e: Extents) -> Phase:
                 s.going = 0
                 for u in T.unroll(e.loads):
                     for v in T.unroll(PER_VECTOR):
-                        hit(s, s.word[u * PER_VECTOR + v])
+                        # Neither before the piece nor behind it.
+                        if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) < T.Cast("uint32", s.last[u] - s.first[u]):
+                            hit(s, s.word[u * PER_VECTOR + v])
                     s.upcoming[u] = s.upcoming[u] + e.piece
                     if s.upcoming[u] < s.last[u]:
                         s.going = 1
@@ -193,35 +190,41 @@ def count_pieces(e: Extents) -> Phase:
     return phase
 
 
-def receive(e: Extents) -> Phase:
-    """The hits that the cluster's thread blocks have sent, a warp a segment; the phase is (s).
+def tell(e: Extents) -> Phase:
+    """How many hits the thread block has sent to each other one; the phase is (s).
 
-    Reads: `sent` and `many_sent`, of the others. Writes: counts. Barriers: none; one of the cluster has to come before,
-    and one of the thread block after.
+    Reads: `many_sent`. Writes: `many_got`, of the others. Barriers: none; one of the thread block has to come before,
+    and one of the cluster after.
     """
-    per_warp, segments = WARP * PER_LOAD, e.cluster * e.segments
 
     @T.inline
     def phase(s):
-        held = T.alloc_local([RECEIVED], "uint64")
+        if s.t < e.cluster * e.segments:
+            T.evaluate(put_many(
+                s.many_got.ptr_to([s.rank * e.segments + s.t % e.segments]), s.t // e.segments, s.many_sent[s.t]))
+
+    return phase
+
+
+def receive(e: Extents) -> Phase:
+    """The hits that the cluster's thread blocks have sent, a warp a segment; the phase is (s).
+
+    Reads: `sent` and `many_got`. Writes: counts. Barriers: none; one of the cluster has to come before, and one of the
+    thread block after.
+    """
+    segments = e.cluster * e.segments
+
+    @T.inline
+    def phase(s):
         for n in T.serial((segments - s.warp + (e.counting.warps - 1)) // e.counting.warps):
-            sender: T.int32 = (n * e.counting.warps + s.warp) // e.segments
-            segment: T.int32 = s.rank * e.segments + (n * e.counting.warps + s.warp) % e.segments
-            # The first ones come with their number.
-            s.many = many_of(s.many_sent.ptr_to([segment]), sender)
-            s.at = s.lane * PER_LOAD
-            s.going = 1
-            while s.going != 0:
+            segment: T.int32 = n * e.counting.warps + s.warp
+            s.many = T.min(s.many_got[segment], e.room)
+            for i in T.serial((s.many + (WARP * RECEIVED - 1)) // (WARP * RECEIVED)):
                 for u in T.unroll(RECEIVED):
-                    held[u] = hits_of(
-                        s.sent.ptr_to([segment * e.room + T.min(s.at + u * per_warp, e.room - PER_LOAD)]), sender)
-                for u in T.unroll(RECEIVED):
-                    for v in T.unroll(PER_LOAD):
-                        if s.at + u * per_warp + v < T.min(s.many, e.room):
-                            local: T.int32 = T.Cast("int32", (held[u] >> T.uint64(16 * v)) & T.uint64(0xFFFF))
-                            T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
-                s.at = s.at + RECEIVED * per_warp
-                s.going = T.Cast("int32", s.at < T.min(s.many, e.room))
+                    at = T.meta_var((i * RECEIVED + u) * WARP + s.lane)
+                    if at < s.many:
+                        local: T.int32 = T.Cast("int32", s.sent[segment * e.room + at])
+                        T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
 
     return phase
 
@@ -331,7 +334,8 @@ def look_up(e: Extents) -> Phase:
     """The kernel, called with (io)."""
     h, tile = e.hashing, e.counting.tile
     prepare, stage, load_first, find = begin(e), stage_row(h), load_first_columns(h), find_places(h)
-    seek, count, receive_all, elect, take = find_pieces(e), count_pieces(e), receive(e), vote(e), list_reached(e)
+    seek, count, elect, take = find_pieces(e), count_pieces(e), vote(e), list_reached(e)
+    tell_all, receive_all = tell(e), receive(e)
 
     def state(io: Any, t: Any) -> SimpleNamespace:
         many = io.lists * (e.beam * e.slices)
@@ -370,17 +374,17 @@ def look_up(e: Extents) -> Phase:
                 T.cuda.cta_sync()
                 if s.t == 0:
                     s.further[0] = 0
+            if e.cluster > 1:
+                tell_all(s)
             arrive(e)
             wait(e)
+            # From here on no thread block reaches another one's shared memory.
             if e.cluster > 1:
                 receive_all(s)
-                arrive(e)
                 T.cuda.cta_sync()
             elect(s, io)
             T.cuda.cta_sync()
             take(s, io)
-            if e.cluster > 1:
-                wait(e)
 
     return kernel
 # fmt: on

@@ -1,12 +1,14 @@
 """The third kernel of `fused_step`: a thread block a row finds the best of its keys; others clear bitmaps.
 
+    ask_keys        the row's keys, if they are not too many
     find_blocks     of the blocks' best keys the n-th best is a bound: the blocks whose best ones reach it
     join_sums       the blocks' sums of powers
-    take_keys       those blocks' keys that reach the bound
+    take_asked      the keys that reach the bound; or, where these are too many to ask for,
+    take_keys       those of the blocks whose best ones do
     rank            these, by counting; or one best key after another where they are too many
     clear           bitmaps
 
-The first two are done side by side, by a warp each.
+Blocks and sums are looked at side by side, by a warp each.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ...device.state import Buffers, local, shared
 from ...output_layer.tiles.best import write_value
 from .powers import LOWEST, over_largest, two_to, unit_of_bits
 from .product import each_block, turn_of
-from .space import SEARCHERS, SURVIVORS, WARP, Extents
+from .space import OTHER_KEYS, SEARCHERS, SURVIVORS, WARP, Extents
 
 Phase = Callable[..., Any]
 AT_ONCE = 2  # keys of a block that a lane loads together
@@ -49,6 +51,8 @@ class State(Buffers):
         Ordered bits of the blocks' best keys, and the blocks' sums of powers.
     maxima, ranks
         Of groups of blocks the largest of `heads`, and their ranks.
+    asked
+        Keys of the row that were asked for before the bound was known.
     found, chosen
         How many blocks reach the bound; a ballot of them.
     own, key, other, last
@@ -84,6 +88,7 @@ class State(Buffers):
     ranks: Any = local("int32", lambda e: e.maxima)
     found: Any = local("int32")
     chosen: Any = local("uint32")
+    asked: Any = local("uint64", lambda e: e.keys + OTHER_KEYS)
     own: Any = local("uint64", AT_ONCE)
     key: Any = local("uint64")
     other: Any = local("uint64")
@@ -193,6 +198,62 @@ def keep_key(s):
             s.keys[s.rank[0]] = s.other[0]
 
 
+@T.inline
+def total(s, factor):
+    """Of each warp for itself. Reads: `largest`, `sums`. Writes: `top` and `d`, of the row."""
+    s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
+    s.sum[0] = s.sums[0]
+    over_largest(s.d, s.value, s.sum, s.top[0], factor)
+
+
+def ask_keys(e: Extents) -> Phase:
+    """Keys of the row, whichever will count: a second trip to memory takes longer than all of them. Of the words that
+    reach the threshold there may be fewer.
+
+    Reads: keys. Writes: `asked`. Barriers: none. The phase is (io, s).
+    """
+
+    @T.inline
+    def phase(io, s):
+        for i in T.unroll(e.keys):
+            s.asked[i] = T.uint64(0)
+            if i * SEARCHERS + s.t < io.frequent:
+                load_key(s.asked[i], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
+        for i in T.unroll(OTHER_KEYS):
+            s.asked[e.keys + i] = T.uint64(0)
+            if i * SEARCHERS + s.t < e.vocab:
+                load_key(s.asked[e.keys + i], io.others.ptr_to([s.flat, i * SEARCHERS + s.t]))
+
+    return phase
+
+
+def take_asked(e: Extents) -> Phase:
+    """Reads: `asked`, and the keys for which there was no room. Writes: `keys`; `top` and `d`. Barriers: of the warp;
+    one has to come before, and one after. The phase is (io, s, factor)."""
+
+    @T.inline
+    def rest(s, keys, begin, end):
+        for i in T.serial((end - begin - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            load_key(s.other[0], keys.ptr_to([s.flat, begin + i * SEARCHERS + s.t]))
+            keep_key(s)
+
+    @T.inline
+    def phase(io, s, factor):
+        total(s, factor)
+        bound: T.uint32 = s.bound[0]
+        for i in T.unroll(e.keys + OTHER_KEYS):
+            s.other[0] = s.asked[i]
+            if tirx.all(i >= e.keys, (i - e.keys) * SEARCHERS + s.t >= s.words[0]):
+                s.other[0] = T.uint64(0)
+            # Hardly any reaches it: mostly all lanes of a warp pass over what is to be done then.
+            if T.cuda.ballot_sync(T.uint32(FULL_WARP), key_bits(s.other[0]) >= bound) != T.uint32(0):
+                keep_key(s)
+        rest(s, io.keys, e.keys * SEARCHERS, io.frequent)
+        rest(s, io.others, OTHER_KEYS * SEARCHERS, s.words[0])
+
+    return phase
+
+
 def take_keys(e: Extents) -> Phase:
     """Reads: keys of the blocks that reach the bound, a warp a block. Writes: `keys`; `top` and `d`, of the row.
     Barriers: of the warp; one has to come before, and one after. The phase is (io, s, factor).
@@ -201,14 +262,14 @@ def take_keys(e: Extents) -> Phase:
     @T.inline
     def load(io, s, block, at, j):
         """A key of a block, its `at`-th: frequent words', and then those that reach the threshold."""
-        turn = T.meta_var(turn_of(e, block, s.index % e.group_lists) * s.reached[0])
+        place = T.meta_var(turn_of(e, block, s.index % e.group_lists) + (at - s.each[0]) * e.group_blocks)
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
             if block * s.each[0] + at < io.frequent:
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
         elif at < s.each[0] + s.reached[0]:
-            if turn + at - s.each[0] < s.words[0]:
-                load_key(s.own[j], io.others.ptr_to([s.flat, turn + at - s.each[0]]))
+            if place < s.words[0]:
+                load_key(s.own[j], io.others.ptr_to([s.flat, place]))
 
     @T.inline
     def load_some(io, s, i, first):
@@ -222,13 +283,6 @@ def take_keys(e: Extents) -> Phase:
         for j in T.unroll(AT_ONCE):
             s.other[0] = s.own[j]
             keep_key(s)
-
-    @T.inline
-    def total(s, factor):
-        """Of each warp for itself."""
-        s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
-        s.sum[0] = s.sums[0]
-        over_largest(s.d, s.value, s.sum, s.top[0], factor)
 
     @T.inline
     def phase(io, s, factor):
@@ -360,8 +414,8 @@ def clear(e: Extents) -> Phase:
 def merge(e: Extents) -> Phase:
     """The kernel, called with (io)."""
     do = SimpleNamespace(
-        load=load_heads(e), find=find_blocks(e), join=join_sums(e), take=take_keys(e), rank=rank(e),
-        finish=finish_list(e), clear=clear(e))
+        load=load_heads(e), find=find_blocks(e), join=join_sums(e), rank=rank(e),
+        ask=ask_keys(e), take=take_asked(e) if e.keys else take_keys(e), finish=finish_list(e), clear=clear(e))
 
     @T.inline
     def search(io, s):
@@ -371,10 +425,12 @@ def merge(e: Extents) -> Phase:
         s.reached[0] = each_block(e, s.words[0])
         if s.t < 2 * WARP:
             do.load(io, s)
-            if s.t < WARP:
-                do.find(s)
-            else:
-                do.join(s, factor)
+        if e.keys > 0:
+            do.ask(io, s)
+        if s.t < WARP:
+            do.find(s)
+        elif s.t < 2 * WARP:
+            do.join(s, factor)
         T.cuda.cta_sync()
         do.take(io, s, factor)
         T.cuda.cta_sync()

@@ -22,12 +22,12 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.arithmetic import LOG2_E
+from ...device.arithmetic import LOG2_E, is_nan
 from ...device.selection import FULL_WARP, join_key, order_bits
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, FRAGMENT, HALF, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, OCTET, TILE, VECTOR, WARP, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -86,19 +86,25 @@ def turn_of(e: Extents, block: Any, index: Any) -> Any:
 def find_share(e: Extents) -> Phase:
     """Which words that reach the threshold are the thread block's; the phase is (s, io).
 
-    Reads: the lengths of the group's lists. Writes: `firsts`, `upto`. Barriers: none.
+    They are dealt out in turn. So where the first ones of a list stand is known before its length is, and their names
+    are on their way together with that.
+
+    Reads: the lengths of the group's lists; the first of them. Writes: `firsts`, `upto`; of one list `name`, of words
+    that there may not be. Barriers: none.
     """
 
     @T.inline
     def phase(s, io):
         for n in T.unroll(e.group_lists):
+            s.firsts[n] = turn_of(e, s.block, n)
             s.upto[n] = 0
             if s.first_list + n < io.lists:
                 T.ptx.ld.global_.s32(s.upto[n], io.found.ptr_to([s.first_list + n, 0]))
+        if e.group_lists == 1:
+            if s.t < e.tile and s.firsts[0] + s.t * e.group_blocks < e.vocab:
+                T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([s.first_list, s.firsts[0] + s.t * e.group_blocks]))
         for n in T.unroll(e.group_lists):
-            each: T.int32 = each_block(e, s.upto[n])
-            s.firsts[n] = T.min(turn_of(e, s.block, n) * each, s.upto[n])
-            s.upto[n] = T.min(each, s.upto[n] - s.firsts[n])
+            s.upto[n] = T.max(s.upto[n] - s.firsts[n] + (e.group_blocks - 1), 0) // e.group_blocks
         for n in T.unroll(e.group_lists - 1):
             s.upto[n + 1] = s.upto[n + 1] + s.upto[n]
 
@@ -117,9 +123,9 @@ def reached_words(e: Extents) -> Words:
 
     def place(s: Any, i: Any) -> Any:
         """Where it stands there."""
-        found = s.firsts[0] + i
+        found = s.firsts[0] + i * e.group_blocks
         for n in range(1, e.group_lists):
-            found = T.Select(i >= s.upto[n - 1], s.firsts[n] + i - s.upto[n - 1], found)
+            found = T.Select(i >= s.upto[n - 1], s.firsts[n] + (i - s.upto[n - 1]) * e.group_blocks, found)
         return found
 
     def owned(s: Any, i: Any, row: Any) -> Any:
@@ -142,9 +148,9 @@ def stage_states(e: Extents) -> Phase:
 
     They are read past the L1 cache: this kernel does not wait for the one that wrote them, as the one before it has.
 
-    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not; `odd`. Barriers: none.
+    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not. Barriers: none.
     """
-    each = e.chunks * PER_CHUNK
+    each = e.padded
     elements = VECTOR // e.itemsize
     rounds = ceildiv(e.rows * each, e.threads)
     at_once = min(IN_FLIGHT, rounds)
@@ -190,8 +196,6 @@ def stage_states(e: Extents) -> Phase:
                 if i < e.rows * each:
                     for v in T.unroll(4):
                         split(held[u * 4 + v], high, low, finite, v)
-                        if finite[v] != high[v]:
-                            s.odd[0] = 1
                     store_shared(s.states.ptr_to([place(i)]), *[high[v] for v in range(4)])
                     store_shared(s.states.ptr_to([e.half_bytes // 4 + place(i)]), *[low[v] for v in range(4)])
 
@@ -199,14 +203,13 @@ def stage_states(e: Extents) -> Phase:
 
 
 def await_states(e: Extents) -> Phase:
-    """Reads: `odd`. Writes: `is_odd`. Barriers: one, at the end. The phase is (s)."""
+    """Barriers: one, at the end. After: hidden states are in `states`. The phase is (s)."""
 
     @T.inline
     def phase(s):
         if e.halves == 1:
             T.ptx.cp.async_.wait_group(0)
         T.cuda.cta_sync()
-        s.is_odd = s.odd[0]
 
     return phase
 
@@ -238,196 +241,264 @@ def put_names(e, s, round, count):
         s.names[name_at(e, round, s.t)] = s.name[0]
 
 
-def in_hand(e: Extents, slot: Any, w: Any, c: Any) -> Any:
-    """Where chunk `c` of a lane's word of the `w`-th tile of a job is."""
-    return ((slot * e.job_tiles + w) * e.per_job + c) * 4
+def in_hand(i: Any, c: Any) -> Any:
+    """Where chunk `c` of the `i`-th of a lane's two words is."""
+    return ((c // 2 * 2 + i) * 2 + c % 2) * 4
 
 
-def ask_chunk(e: Extents) -> Phase:
-    """Begin the load of a job's `c`-th chunk; the phase is (s, io, slot, job, c).
+def find_words(e: Extents) -> Phase:
+    """Where the words are that this lane loads for a job, its own two and its neighbours'; the phase is (s, job, round,
+    count). Lanes beyond the last word take that again.
 
-    Reads: `word`, `embedding`. Writes: `hand`, zeros behind columns and words that there are not. Barriers: none.
+    Reads: `names`, `base`. Writes: `at`. Barriers: none.
     """
-    elements = VECTOR // e.itemsize
 
     @T.inline
-    def phase(s, io, slot, job, c):
-        vector = T.meta_var((job % e.parts * e.per_job + c) * PER_CHUNK + s.member)
-        for w in T.unroll(e.job_tiles):
-            at = in_hand(e, slot, w, c)
-            for v in T.unroll(4):
-                s.hand[at + v] = T.uint32(0)
-            if vector < e.vectors and s.word[slot * e.job_tiles + w] >= 0:
-                load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
-                          io.embedding.ptr_to([s.word[slot * e.job_tiles + w], vector * elements]))
+    def phase(s, job, round, count):
+        for n in T.unroll(4):
+            word = T.meta_var(s.names[name_at(e, round, T.min(
+                job // e.parts * TILE + n // 2 * (TILE // 2) + s.group - s.group % 2 + n % 2, count - 1))])
+            s.at[n] = s.base + (
+                T.Cast("uint64", word) * T.uint64(e.hidden * e.itemsize)
+                + T.Cast("uint64", ((job % e.parts * e.depth + s.group % 2) * PER_CHUNK + s.member) * VECTOR))
 
     return phase
 
 
-@T.inline
-def take_words(e, s, slot, job, round, count):
-    """The words that a lane loads for a job, -1 for none. Reads: `names`. Writes: `word`. Barriers: none."""
-    for w in T.unroll(e.job_tiles):
-        s.word[slot * e.job_tiles + w] = -1
-        if job // e.parts * e.tile_n + w * TILE + s.group < count:
-            s.word[slot * e.job_tiles + w] = s.names[name_at(e, round, job // e.parts * e.tile_n + w * TILE + s.group)]
+def ask_chunks(e: Extents) -> Phase:
+    """Begin the load of a pair of a job's chunks, its `p`-th; the phase is (s, job, p).
+
+    The two are 128 bytes of each word, which eight lanes load: those of a word and of its neighbour, first of the one,
+    then of the other. Four lanes a word, as operands have it, would ask for half as much at a time.
+
+    Reads: `at`, words. Writes: `hand`, zeros behind columns. Barriers: none.
+    """
+    # Pairs that a row has whole, in whichever part of it.
+    whole = e.vectors // (2 * PER_CHUNK) - (e.parts - 1) * (e.depth // 2)
+
+    @T.inline
+    def phase(s, job, p):
+        vector = T.meta_var(((job % e.parts * (e.depth // 2) + p) * 2 + s.group % 2) * PER_CHUNK + s.member)
+        for n in T.unroll(4):
+            at = (p * 4 + n) * 4
+            if tirx.any(p < whole, vector < e.vectors):
+                load_once(s.hand[at], s.hand[at + 1], s.hand[at + 2], s.hand[at + 3],
+                          s.at[n] + T.Cast("uint64", p * (2 * CHUNK)))
+            else:
+                for v in T.unroll(4):
+                    s.hand[at + v] = T.uint32(0)
+
+    return phase
+
+
+def part_words(e: Extents) -> Phase:
+    """Give each lane both chunks of its own words; the phase is (s, p).
+
+    Reads and writes: `hand`. Before: of the even word and of the odd one the chunk that this lane loads. After: of its
+    own word the first chunk, and the second. Barriers: none, but all lanes of a warp take part.
+    """
+
+    @T.inline
+    def phase(s, p):
+        for i in T.unroll(2):
+            for v in T.unroll(4):
+                at = (p * 4 + i * 2) * 4 + v
+                s.passed = T.tvm_warp_shuffle_xor(
+                    T.uint32(FULL_WARP), T.Select(s.group % 2 == 1, s.hand[at], s.hand[at + 4]), 4, 32, 32)
+                if s.group % 2 == 1:
+                    s.hand[at] = s.passed
+                else:
+                    s.hand[at + 4] = s.passed
+
+    return phase
+
+
+def bring_states(e: Extents) -> Phase:
+    """An octet of hidden states, a chunk of each, to registers; the phase is (s, whole, last, c, octet, at): the first
+    two are the addresses of this lane's first vector of the part, in the first octet and in the last.
+
+    Reads: `states`. Writes: `state` from `at` on. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, whole, last, c, octet, at):
+        for y in T.unroll(e.halves):
+            to = T.meta_var([s.state[at + y * 4 + v] for v in range(4)])
+            if octet < e.octets - 1:
+                load_shared(*to, whole + T.Cast(
+                    "uint32", y * e.half_bytes + c * CHUNK + octet * (OCTET * e.pitch * VECTOR)))
+            else:
+                load_shared(*to, last + T.Cast("uint32", y * e.half_bytes + c * CHUNK))
+
+    return phase
+
+
+def part_of_row(e: Extents, s: Any, row: Any, job: Any) -> Any:
+    """The address of this lane's first vector of a job's part of a hidden state. Held, so that what all chunks share is
+    not computed for each of them."""
+    place = s.states.ptr_to([(row * e.pitch + job % e.parts * (e.depth * PER_CHUNK) + s.member) * 4])
+    return held_address("u32", T.cuda.cvta_generic_to_shared(place))
+
+
+def last_row(e: Extents, s: Any) -> Any:
+    """Of the last octet the row of this lane: the last one, where there are fewer."""
+    return T.min((e.octets - 1) * OCTET + s.group, e.rows - 1)
+
+
+def multiply_halves(e: Extents) -> Phase:
+    """The products of chunk `c` of two words and of an octet of hidden states, of 16 bits; the phase is (s, c, octet,
+    at). Words are the operand with 16 rows, hidden states the one with eight columns.
+
+    Reads: `hand`; `state` from `at` on. Writes: `chains`; of two each has a half of the chunk. Barriers: none, but all
+    lanes take part.
+    """
+    kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
+    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
+
+    @T.inline
+    def phase(s, c, octet, at):
+        for i in T.unroll(2):
+            sums = T.meta_var([s.chains[i % e.chains * e.chain + octet * 4 + v] for v in range(4)])
+            words = T.meta_var([s.hand[in_hand(v % 2, c) + i * 2 + v // 2] for v in range(4)])
+            mma(*sums, *words, s.state[at + i * 2], s.state[at + i * 2 + 1], *sums)
+
+    return phase
+
+
+def multiply_floats(e: Extents) -> Phase:
+    """The same of float32, whose `high` and `low` are those of the chunk, by three products of tf32, as
+    `output_layer.tiles` makes them; of two `chains` the first has that of the higher parts.
+    """
+    mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
+
+    @T.inline
+    def phase(s, c, octet, at):
+        for i in T.unroll(2):
+            first, second, third = T.meta_var([
+                [s.chains[min(n, e.chains - 1) * e.chain + octet * 4 + v] for v in range(4)] for n in range(3)])
+            high, low = T.meta_var([[part[i * 4 + v] for v in range(4)] for part in (s.high, s.low)])
+            mma(*second, *high, s.state[at + 4 + i * 2], s.state[at + 4 + i * 2 + 1], *second)
+            mma(*first, *high, s.state[at + i * 2], s.state[at + i * 2 + 1], *first)
+            mma(*third, *low, s.state[at + i * 2], s.state[at + i * 2 + 1], *third)
+
+    return phase
 
 
 def multiply_job(e: Extents) -> Phase:
-    """Multiply a job with all hidden states; the phase is (s, io, slot, job, following).
+    """Multiply a job with all hidden states; the phase is (s, job, following).
 
-    As soon as a chunk has been multiplied, its place goes to that of the job that follows: `following`, -1 for none,
-    whose words are in `word`.
+    As soon as two chunks have been multiplied, their place goes to those of the job that follows, if one is `asked`
+    for, whose words are `at`. Hidden states are asked for a step ahead.
 
-    Hidden states are asked for a step ahead, and serve all tiles of the job. Sums are made in chains that do not wait
-    for each other: of float32 one for each of three products of tf32, as `output_layer.tiles` makes them, else one for
-    each half of a chunk.
+    A float32 is split as if it were finite, by two instructions instead of seven: the lower part of an infinity or NaN
+    is NaN then, and with it the score (see `sum_again`).
 
-    Reads: `hand`, `states`. Writes: `chains`, `hand`. Barriers: none, but all lanes take part.
+    Reads: `hand`, `at`, `asked`, `states`. Writes: sums to the first of `chains`; `hand`. Barriers: none, but all lanes
+    take part.
     """
-    kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
-    halves = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
-    floats = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
-    vectors = 2 * e.halves
-    steps = e.per_job * e.fragments
-    ask = ask_chunk(e)
+    steps, turn = e.depth * e.octets, 4 * e.halves
+    ask, part, bring = ask_chunks(e), part_words(e), bring_states(e)
+    products = multiply_floats(e) if e.halves == 2 else multiply_halves(e)
 
     @T.inline
-    def of_halves(s, slot, c, f, at):
-        for i in T.unroll(2):
-            for w in T.unroll(e.job_tiles):
-                sums = T.meta_var([s.chains[i * e.chain + (w * e.fragments + f) * 4 + v] for v in range(4)])
-                halves(*sums, s.state[at + i * 2], s.state[at + 4 + i * 2], s.state[at + i * 2 + 1],
-                       s.state[at + 4 + i * 2 + 1], s.hand[in_hand(e, slot, w, c) + i * 2],
-                       s.hand[in_hand(e, slot, w, c) + i * 2 + 1], *sums)
+    def split_words(s, c):
+        for n in T.unroll(8):
+            word = T.meta_var(s.hand[in_hand(n % 2, c) + n // 2])
+            s.high[n] = word & T.uint32(0xFFFFE000)
+            s.low[n] = T.reinterpret(
+                "uint32", T.reinterpret("float32", word) - T.reinterpret("float32", s.high[n]))
 
     @T.inline
-    def of_floats(s, slot, c, f, at):
-        """Hidden states are in halves already."""
-        finite = T.alloc_local([4], "uint32")
-        for i in T.unroll(2):
-            high = T.meta_var([s.state[at + v % 2 * 4 + i * 2 + v // 2] for v in range(4)])
-            low = T.meta_var([s.state[at + 8 + v % 2 * 4 + i * 2 + v // 2] for v in range(4)])
-            for v in T.unroll(4):
-                finite[v] = s.state[at + v % 2 * 4 + i * 2 + v // 2]
-            if s.is_odd != 0:
-                for v in T.unroll(4):
-                    if (finite[v] & T.uint32(0x7F800000)) == T.uint32(0x7F800000):
-                        finite[v] = T.uint32(0)
-            for w in T.unroll(e.job_tiles):
-                first, second, third = T.meta_var([
-                    [s.chains[n * e.chain + (w * e.fragments + f) * 4 + v] for v in range(4)] for n in range(3)])
-                of = T.meta_var(w * 4 + i * 2)
-                floats(*second, *low, s.b_finite[of], s.b_finite[of + 1], *second)
-                floats(*first, *high, s.b_high[of], s.b_high[of + 1], *first)
-                floats(*third, *[finite[v] for v in range(4)], s.b_low[of], s.b_low[of + 1], *third)
-
-    multiply = of_halves if kind else of_floats
-
-    @T.inline
-    def bring(s, from_part, from_last, step):
-        for y in T.unroll(vectors):
-            at = step % 2 * (vectors * 4) + y * 4
-            first = step % e.fragments * FRAGMENT + y % 2 * HALF
-            beside = y // 2 * e.half_bytes + step // e.fragments * CHUNK
-            if first + HALF <= e.rows:
-                load_shared(
-                    s.state[at], s.state[at + 1], s.state[at + 2], s.state[at + 3],
-                    from_part + T.uint32(beside + first * e.pitch * VECTOR))
-            elif first < e.rows:
-                load_shared(
-                    s.state[at], s.state[at + 1], s.state[at + 2], s.state[at + 3], from_last + T.uint32(beside))
-            else:
-                for v in T.unroll(4):
-                    s.state[at + v] = T.uint32(0)
-
-    @T.inline
-    def phase(s, io, slot, job, following):
-        # Held, so that what all chunks share is not computed for each of them.
-        states: T.uint32 = held_address(
-            "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(s.group * e.pitch + s.member) * 4])))
-        from_part: T.uint32 = states + T.Cast("uint32", job % e.parts * (e.per_job * CHUNK))
-        # Of the last half of a fragment, if that has fewer than eight rows: lanes without one read the last.
-        of_last = T.meta_var(T.min(e.rows // HALF * HALF + s.group, e.rows - 1))
-        from_last: T.uint32 = T.uint32(0)
-        if e.rows % HALF != 0:
-            from_last = held_address(
-                "u32", T.cuda.cvta_generic_to_shared(s.states.ptr_to([(of_last * e.pitch + s.member) * 4]))
-            ) + T.Cast("uint32", job % e.parts * (e.per_job * CHUNK))
+    def phase(s, job, following):
+        whole: T.uint32 = part_of_row(e, s, s.group, job)
+        last: T.uint32 = part_of_row(e, s, last_row(e, s), job)
         for i in T.unroll(e.chains * e.chain):
             s.chains[i] = T.float32(0)
-        bring(s, from_part, from_last, 0)
+        bring(s, whole, last, 0, 0, 0)
         for step in T.unroll(steps):
-            c = step // e.fragments
-            # Chunks beyond a row's last one are those of the next row's.
-            if e.chunks % e.per_job == 0 or job % e.parts * e.per_job + c < e.chunks:
-                if step + 1 < steps:
-                    if e.chunks % e.per_job == 0 or job % e.parts * e.per_job + (step + 1) // e.fragments < e.chunks:
-                        bring(s, from_part, from_last, step + 1)
-                if e.halves == 2 and step % e.fragments == 0:
-                    for w in T.unroll(e.job_tiles):
-                        for v in T.unroll(4):
-                            split(s.hand[in_hand(e, slot, w, c) + v], s.b_high, s.b_low, s.b_finite, w * 4 + v)
-                multiply(s, slot, c, step % e.fragments, step % 2 * (vectors * 4))
-            if step % e.fragments == e.fragments - 1:
-                if following >= 0:
-                    ask(s, io, slot, following, c)
+            if step + 1 < steps:
+                bring(s, whole, last, (step + 1) // e.octets, (step + 1) % e.octets, (step + 1) % 2 * turn)
+            if step % (2 * e.octets) == 0:
+                part(s, step // (2 * e.octets))
+            if e.halves == 2:
+                if step % e.octets == 0:
+                    split_words(s, step // e.octets)
+            products(s, step // e.octets, step % e.octets, step % 2 * turn)
+            if step % (2 * e.octets) == 2 * e.octets - 1:
+                if s.asked != 0:
+                    ask(s, following, step // (2 * e.octets))
+        for n in T.unroll(e.chain):
+            for c in T.unroll(e.chains - 1):
+                s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
 
     return phase
 
 
 def ask_first(e: Extents) -> Phase:
-    """Begin the loads of the first jobs of a tile of `count` words, as many as a warp has in hand; the phase is (s, io,
-    round, count).
+    """Begin the loads of a warp's first job of a tile of `count` words; the phase is (s, round, count).
 
-    Reads: `names`. Writes: `word`, `hand`. Barriers: none.
+    Reads: `names`. Writes: `at`, `hand`. Barriers: none.
     """
-    ask = ask_chunk(e)
+    find, ask = find_words(e), ask_chunks(e)
 
     @T.inline
-    def phase(s, io, round, count):
-        for d in T.unroll(e.depth):
-            if s.warp + d * e.warps < (count + (e.tile_n - 1)) // e.tile_n * e.parts:
-                take_words(e, s, d, s.warp + d * e.warps, round, count)
-                for c in T.unroll(e.per_job):
-                    ask(s, io, d, s.warp + d * e.warps, c)
+    def phase(s, round, count):
+        if s.warp < (count + (TILE - 1)) // TILE * e.parts:
+            find(s, s.warp, round, count)
+            for p in T.unroll(e.depth // 2):
+                ask(s, s.warp, p)
 
     return phase
 
 
 def multiply_tile(e: Extents) -> Phase:
-    """The parts of the scores of `count` words, whose first jobs are in hand; the phase is (s, io, round, count).
+    """The parts of the scores of `count` words, whose first jobs are in hand; the phase is (s, round, count).
 
     Reads: `hand`, `names`, words, `states`. Writes: `sums`. Barriers: none; one has to follow.
     """
-    multiply = multiply_job(e)
+    find, multiply = find_words(e), multiply_job(e)
 
     @T.inline
     def put(s, job):
         for n in T.unroll(e.chain):
-            f, i = T.meta_var(n // 4 % e.fragments), T.meta_var(n % 4)
-            for c in T.unroll(e.chains - 1):
-                s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
-            row = T.meta_var(f * FRAGMENT + i // 2 * HALF + s.group)
-            of_row = T.meta_var((job % e.parts * e.rows + row) * e.sum_pitch)
-            word = T.meta_var(job // e.parts * e.tile_n + n // 4 // e.fragments * TILE + s.member * 2 + i % 2)
+            row = T.meta_var(n // 4 * OCTET + s.member * 2 + n % 2)
+            word = T.meta_var(job // e.parts * TILE + n // 2 % 2 * (TILE // 2) + s.group)
             if row < e.rows:
-                s.sums[of_row + word] = s.chains[n]
+                s.sums[(job % e.parts * e.rows + row) * e.sum_pitch + word] = s.chains[n]
 
     @T.inline
-    def phase(s, io, round, count):
-        jobs: T.int32 = (count + (e.tile_n - 1)) // e.tile_n * e.parts
-        for n in T.serial((jobs + (e.warps * e.depth - 1)) // (e.warps * e.depth)):
-            for d in T.unroll(e.depth):
-                s.job = (n * e.depth + d) * e.warps + s.warp
-                if s.job < jobs:
-                    s.following = s.job + e.depth * e.warps
-                    if s.following < jobs:
-                        take_words(e, s, d, s.following, round, count)
-                    else:
-                        s.following = -1
-                    multiply(s, io, d, s.job, s.following)
-                    put(s, s.job)
+    def phase(s, round, count):
+        jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
+        for n in T.serial((jobs - s.warp + (e.warps - 1)) // e.warps):
+            s.job = n * e.warps + s.warp
+            s.asked = T.Cast("int32", s.job + e.warps < jobs)
+            if s.asked != 0:
+                find(s, s.job + e.warps, round, count)
+            multiply(s, s.job, s.job + e.warps)
+            put(s, s.job)
+
+    return phase
+
+
+def sum_again(e: Extents) -> Phase:
+    """The score of a word of float32 whose sums are NaN, column by column: what infinities and NaN make of it. Their
+    lower parts are NaN, or 0 times an infinity. The phase is (s, io, row, word).
+
+    Reads: `states`, words. Writes: `score`; as scratch `high`, `state`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, row, word):
+        s.score[0] = T.float32(0)
+        for n in T.serial(e.vectors):
+            load_once(s.high[0], s.high[1], s.high[2], s.high[3], io.embedding.ptr_to([word, n * 4]))
+            for y in T.unroll(2):
+                load_shared(
+                    s.state[y * 4], s.state[y * 4 + 1], s.state[y * 4 + 2], s.state[y * 4 + 3],
+                    T.cuda.cvta_generic_to_shared(s.states.ptr_to([y * (e.half_bytes // 4) + (row * e.pitch + n) * 4])))
+            for v in T.unroll(4):
+                s.score[0] = s.score[0] + T.reinterpret("float32", s.high[v]) * (
+                    T.reinterpret("float32", s.state[v]) + T.reinterpret("float32", s.state[4 + v]))
 
     return phase
 
@@ -440,12 +511,16 @@ def finish_tile(e: Extents, words: Words) -> Phase:
     """
     lanes = e.row_lanes
     per_warp, rounds, steps = WARP // lanes, ceildiv(e.tile, lanes), (lanes - 1).bit_length()
+    again = sum_again(e) if e.halves == 2 else None
 
     @T.inline
-    def add(s, row, i):
+    def add(s, io, row, round, i):
         s.score[0] = T.float32(0)
         for p in T.unroll(e.parts):
             s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + i]
+        if e.halves == 2:
+            if is_nan(s.score[0]):
+                again(s, io, row, s.names[name_at(e, round, i)])
 
     @T.inline
     def join(s, row, count, factor):
@@ -475,7 +550,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
                 i = T.meta_var(n * lanes + s.lane % lanes)
                 at = T.meta_var(round * e.tile + i)
                 if i < count and row < s.rows:
-                    add(s, row, i)
+                    add(s, io, row, round, i)
                     if e.bias:
                         s.score[0] = s.score[0] + io.bias[s.names[name_at(e, round, i)]]
                     s.bits[0] = order_bits(s.score[0])
@@ -492,11 +567,11 @@ def finish_tile(e: Extents, words: Words) -> Phase:
     return phase
 
 
-def multiply_all(e: Extents, words: Words, stage: bool) -> Phase:
+def multiply_all(e: Extents, words: Words, stage: bool, named: bool) -> Phase:
     """The scores of `many` words; the phase is (s, io, many).
 
     `stage`: hidden states are brought to shared memory first, while memory sends the first words. The first words of a
-    tile are asked for before the one before is finished.
+    tile are asked for before the one before is finished. `named`: those of the first tile are in `name`.
 
     Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """
@@ -506,22 +581,23 @@ def multiply_all(e: Extents, words: Words, stage: bool) -> Phase:
     @T.inline
     def phase(s, io, many):
         count: T.int32 = T.min(many, e.tile)
-        fetch(s, io, 0, count)
+        if not named:
+            fetch(s, io, 0, count)
         if stage:
             begin_states(s, io)
         put_names(e, s, 0, count)
         T.cuda.cta_sync()
-        ask(s, io, 0, count)
+        ask(s, 0, count)
         if stage:
             ready(s)
         for n in T.serial((many + (e.tile - 1)) // e.tile):
             now: T.int32 = T.min(many - n * e.tile, e.tile)
             coming: T.int32 = T.max(T.min(many - (n + 1) * e.tile, e.tile), 0)
             fetch(s, io, n + 1, coming)
-            multiply(s, io, n, now)
+            multiply(s, n, now)
             put_names(e, s, n + 1, coming)
             T.cuda.cta_sync()
-            ask(s, io, n + 1, coming)
+            ask(s, n + 1, coming)
             finish(s, io, n, now)
             T.cuda.cta_sync()
 

@@ -24,12 +24,12 @@ SLICES = (1, 2, 4, 8)
 ROW_GROUPS = (1, 2, 3)
 BUCKET_LANES = (2, 4, 8)
 LOADS = (1, 2, 4)
-DEPTHS = (1, 2)
+DEPTHS = (4, 8)
 # The first kernel.
 ALL = 224 * 1024  # bytes of shared memory that two thread blocks have on a multiprocessor of compute capability 9.0
 MOST_BESIDE = ALL // 2
 ALL_FOR_TWO = 98 * 1024  # from which on it is given all of them for two of its thread blocks
-TILE_BANDS = 256  # that a thread block looks up together, at most
+TILE_BANDS = 512  # that a thread block looks up together, at most
 SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
 MOST_PART = 1 << 16  # words, for hits of 16 bits
 SEGMENTS = 16  # of what a thread block sends,
@@ -41,19 +41,21 @@ COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
 # The product.
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
-TILE = 8  # words of a product: columns of an operand of tensor cores
-JOB = 64  # chunks that a warp multiplies in one go, of all of a job's words together
-WORDS = (8, 16)  # of a job
-FRAGMENT = 16  # rows of hidden states of one: rows of the other operand
-TILES = (16, 24, 48, 96)  # words whose sums a thread block has in shared memory at a time,
-MOST_PARTS = 40 * 1024  # and bytes of these, by default
-HALF = 8  # of a fragment: rows of which a lane has one
+TILE = 16  # words of a product: rows of an operand of tensor cores
+OCTET = 8  # hidden states of one: columns of the other operand
+FEW_OCTETS = 2
+GROUP = 16  # rows of lists that are put together, at most
+TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory at a time,
+MOST_PARTS = 40 * 1024  # and bytes of these, by default; or, beside the first kernel, the first of
+WORDS_BESIDE = (48, 32, 16)  # these that has room
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
 WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
-BESIDES = 8  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
+BESIDES = 20  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
 # The third kernel.
 SEARCHERS = 512  # threads of a block
 SURVIVORS = 2048  # keys that it ranks side by side
+MOST_KEYS = 16  # of the frequent words of a row, that each of them asks for before it knows which count,
+OTHER_KEYS = 2  # and of the others
 SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 
 
@@ -84,8 +86,7 @@ class Extents:
     slices: int  # and look up what is in one slice of the vocabulary
     bucket_lanes: int  # that go through a bucket together,
     loads: int  # and how many vectors each of them has in flight
-    tile_n: int  # words of a job of the product: all of them are multiplied with a hidden state that was loaded once
-    depth: int  # jobs whose words a warp has in flight
+    depth: int  # chunks of a job of the product, all of them in flight
     words: int  # whose sums a thread block of the product has at a time, at most
     overlap: int
     beside: int
@@ -190,15 +191,15 @@ class Extents:
 
     @property
     def resident(self) -> int:
-        """And of the second."""
-        return 1 + self.overlap
+        """And of the second: half of them, if one of the first has the others."""
+        return 1 + self.beside
 
-    # The product. A *job* is one or two tiles of 8 words, times 8 or 4 chunks of each of them.
+    # The product. A *job* is a tile of 16 words, times `depth` chunks of each of them.
 
     @property
     def group_lists(self) -> int:
         """Lists of a group, or 1 of which a group has some rows."""
-        return max(1, FRAGMENT // self.beam) if self.row_groups == 1 else 1
+        return max(1, GROUP // self.beam) if self.row_groups == 1 else 1
 
     @property
     def rows(self) -> int:
@@ -211,9 +212,9 @@ class Extents:
         return self.blocks // self.row_groups
 
     @property
-    def fragments(self) -> int:
-        """Of 16 rows, of a group."""
-        return ceildiv(self.rows, FRAGMENT)
+    def octets(self) -> int:
+        """Of the rows of a group."""
+        return ceildiv(self.rows, OCTET)
 
     @property
     def warps(self) -> int:
@@ -233,31 +234,25 @@ class Extents:
         return ceildiv(self.vectors * VECTOR, CHUNK)
 
     @property
-    def job_tiles(self) -> int:
-        """Tiles of a job."""
-        return self.tile_n // TILE
-
-    @property
-    def per_job(self) -> int:
-        """Chunks of each of its words."""
-        return JOB // self.tile_n
-
-    @property
     def parts(self) -> int:
-        """Jobs of as many words as one has."""
-        return ceildiv(self.chunks, self.per_job)
+        """Jobs of a tile."""
+        return ceildiv(self.chunks, self.depth)
+
+    @property
+    def padded(self) -> int:
+        """Vectors of a row up to the end of its last job."""
+        return self.parts * self.depth * (CHUNK // VECTOR)
 
     @property
     def pitch(self) -> int:
         """Vectors from one hidden state to the next in shared memory. Eight of them start in different banks."""
-        found = self.chunks * (CHUNK // VECTOR)
-        return found if found % 8 == 4 else found + 4
+        return self.padded if self.padded % 8 == 4 else self.padded + 4
 
     @property
     def tile(self) -> int:
         """Words of a thread block at a time: its frequent ones, in as few tiles as there is room for."""
         each = ceildiv(self.frequent, self.group_blocks)
-        return ceildiv(ceildiv(each, ceildiv(each, self.words)), self.tile_n) * self.tile_n
+        return ceildiv(ceildiv(each, ceildiv(each, self.words)), TILE) * TILE
 
     @property
     def halves(self) -> int:
@@ -266,18 +261,18 @@ class Extents:
 
     @property
     def chains(self) -> int:
-        """Sums of a product that do not wait for each other."""
-        return self.halves + 1
+        """Sums of a product that do not wait for each other; of many octets those are enough."""
+        return 2 if self.octets <= FEW_OCTETS else 1
 
     @property
     def chain(self) -> int:
         """Sums of one of these: registers of a thread."""
-        return self.job_tiles * self.fragments * 4
+        return self.octets * 4
 
     @property
     def hand(self) -> int:
-        """Registers of a thread for the words of the jobs that are in flight."""
-        return self.depth * JOB // TILE * 4
+        """Registers of a thread for the words of a job."""
+        return self.depth * 8
 
     @property
     def half_bytes(self) -> int:
@@ -290,8 +285,8 @@ class Extents:
 
     @property
     def sum_pitch(self) -> int:
-        """Sums from one row to the next: an odd multiple of 8, so that four rows have eight banks each."""
-        return self.tile if self.tile % 16 == 8 else self.tile + 8
+        """Sums from one row to the next: eight words of every second of eight rows have banks of their own."""
+        return self.tile + 4
 
     @property
     def tile_bytes(self) -> int:
@@ -310,8 +305,9 @@ class Extents:
 
     @property
     def held(self) -> int:
-        """Registers of a thread for words of jobs, for hidden states of two steps, and for sums."""
-        return self.hand + 2 * 8 * self.halves + self.chains * self.chain
+        """Registers of a thread for words of a job and operands made of them, for hidden states of two steps, and for
+        sums."""
+        return self.hand + 8 * self.halves + 2 * 4 * self.halves + self.chains * self.chain
 
     # Memory.
 
@@ -331,6 +327,12 @@ class Extents:
     def heads_each(self) -> int:
         """Thread blocks of one such group."""
         return ceildiv(self.group_blocks, self.maxima * WARP)
+
+    @property
+    def keys(self) -> int:
+        """Keys of frequent words that a thread asks for at once; 0 if they are too many."""
+        found = ceildiv(self.frequent, SEARCHERS)
+        return found if found <= MOST_KEYS else 0
 
     @property
     def searchers(self) -> int:
@@ -368,7 +370,6 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "slices": SLICES,
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
-        "tile_n": WORDS,
         "depth": DEPTHS,
         "words": TILES,
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
@@ -377,9 +378,9 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
-    """As many thread blocks of a row as leave each a multiprocessor, and as few slices as have room; the rest as
-    measured on an H200 with beams of 12 to 48. Jobs of 16 words are for 16 bits, where all sums of a thread block have
-    room beside the first kernel."""
+    """As many thread blocks of a row as leave each a multiprocessor, and a quarter of these to the second kernel alone;
+    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. In float32, where the product
+    takes longest, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
@@ -392,21 +393,20 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "row_groups": 2 if wide and most_blocks(problem, machine) // 2 >= problem.n else 1,
             "threads": 256,
             "hash_threads": 512,
-            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores), default=1),
+            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores * 3 // 4), default=1),
             "slices": slices,
             "bucket_lanes": 4,
             "loads": 2,
-            "tile_n": WORDS[0],
-            "depth": 1,
+            "depth": DEPTHS[0],
             "words": TILES[0],
             "overlap": overlap,
             "beside": 0,
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
-        choices = [{"words": words, "beside": beside} for beside in range(overlap, -1, -1)]
-        if overlap and e.itemsize == 2:
-            choices.insert(0, {"tile_n": WORDS[-1], "words": TILES[-1], "beside": 1})
+        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (512, 256)]
+        together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
+        choices = [*alone, *together] if e.itemsize == 4 else [*together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:
@@ -417,12 +417,10 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     limit = shared_limit(machine) - SMALL
-    if e.words % e.tile_n:
-        return f"{e.words} words are no whole jobs of {e.tile_n}"
     if e.beside and not e.overlap:
         return "a kernel that does not overlap with the next has none beside it"
-    if e.row_groups > 1 and e.rows < FRAGMENT:
-        return f"{e.row_groups} groups of the beam's {e.beam} rows fill no tile of {FRAGMENT}"
+    if e.row_groups > 1 and e.rows < GROUP:
+        return f"{e.row_groups} groups of the beam's {e.beam} rows have fewer than {GROUP} each"
     if problem.n > e.group_blocks:
         return f"n={problem.n} exceeds the {e.group_blocks} thread blocks of a group, which name a word each"
     if e.cluster > 1 and e.counting.part > MOST_PART:

@@ -26,8 +26,9 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
     ``cells``            how often words of its part were hit
     ``spans``            pieces of buckets: where they begin and, in the high half, end; ``further``: how many there are
                          beside the first of each band
-    ``sent``             hits of other parts, as words of these, in segments; ``many_sent``: how many each of them has,
-                         or would have, had it room
+    ``sent``             hits of its part that others have found, as words of it, in segments, some for each of these;
+                         ``many_got``: how many each has, or would have, had it room; ``many_sent``: how many it sent
+                         itself, by the segments of others that it has
     ``row``, ``places``  see `schedules.lsh.hashing`
     ``votes``            words of the thread block's part that reach the threshold, as bits
     ``listed``           words for the list, then where they go
@@ -66,6 +67,7 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
         "listed": T.alloc_shared([1], "int32"),
         "further": T.alloc_shared([1], "int32"),
         "many_sent": T.alloc_shared([SEGMENTS], "int32"),
+        "many_got": T.alloc_shared([SEGMENTS], "int32"),
         "span": register("uint64"),
         # Of a thread: words in flight.
         "word": T.alloc_local([e.loads * PER_VECTOR], "int32"),
@@ -94,15 +96,14 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
     ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
-    ``firsts``, ``upto``        of the words that reach the threshold the thread block's first one of each of the
-                                group's lists, and how many it has up to that list
+    ``firsts``, ``upto``        of the words that reach the threshold where the thread block's first one of each of the
+                                group's lists stands, and how many it has up to that list
 
     Of the thread block, in shared memory:
 
     ``states``  hidden states, `pitch` vectors apart
     ``sums``    parts of scores of `tile` words, `[part][row][word]`, rows `sum_pitch` apart
     ``names``   these words, and those of the tile that follows
-    ``odd``     whether a float32 hidden state has an infinity or NaN
     ``best``    ordered bits of the largest score of each row; ``exponentials``: the sum of their powers
     """
     found: dict[str, Any] = {"block": register(), "t": t, "warp": t // WARP, "lane": t % WARP}
@@ -116,25 +117,22 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     found |= {
         "names": T.alloc_shared([2 * e.tile], "int32"),
         "name": T.alloc_local([1], "int32"),
-        "odd": T.alloc_shared([1], "int32"),
         "best": T.alloc_shared([e.rows], "uint32"),
         "exponentials": T.alloc_shared([e.rows], "float64"),
         "firsts": T.alloc_local([e.group_lists], "int32"),
         "upto": T.alloc_local([e.group_lists], "int32"),
-        # The product: words of the jobs in hand, and of hidden states of two steps in turn; sums; which words a lane
-        # loads; the numbers of a job and of a tile; `odd`.
+        # The product: words of the job in hand, and of hidden states of two steps in turn; the parts of words of a
+        # chunk; sums; where the embedding is, and words of the job that is asked for; what a lane has from another one;
+        # whether a job is asked for; the number of a job.
         "hand": T.alloc_local([e.hand], "uint32"),
-        "state": T.alloc_local([2 * 8 * e.halves], "uint32"),
-        **{
-            name: T.alloc_local([e.job_tiles * 4], "uint32")
-            for name in ("b_high", "b_low", "b_finite")
-            if e.halves == 2
-        },
+        "state": T.alloc_local([2 * 4 * e.halves], "uint32"),
+        **{name: T.alloc_local([8], "uint32") for name in ("high", "low") if e.halves == 2},
         "chains": T.alloc_local([e.chains * e.chain], "float32"),
-        "word": T.alloc_local([e.depth * e.job_tiles], "int32"),
+        "base": register("uint64"),
+        "at": T.alloc_local([4], "uint64"),
+        "passed": register("uint32"),
+        "asked": register(),
         "job": register(),
-        "following": register(),
-        "is_odd": register(),
         # Of a lane: a score, its ordered bits and key, and the largest of these bits and another lane's.
         "score": T.alloc_local([1], "float32"),
         "key": T.alloc_local([1], "uint64"),
