@@ -68,7 +68,7 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
 REFUSED = {
     "a stage of 16 cache lines is twice": {"depth": 16, "stages": 2, **ALONE, "tiles": 4},
     "warps that share a tile meet": {"reduce_warps": 2, "tiles": 4, "stages": 2, "depth": 1},
-    "exceed a multiprocessor's shared memory": {**ALONE, "tiles": 12, "stages": 8, "depth": 4},
+    "exceed a multiprocessor's shared memory": {**ALONE, "tiles": 16, "stages": 3, "depth": 4},
     "6 tiles are no power of two": {**ALONE, "tiles": 6, "depth": 1},
     "5 steps in hand exceed 4": {**ALONE, "tiles": 4, "depth": 5},
     "words are brought into the L2 cache ahead": {"prefetch": 1, "overlap": 0},

@@ -150,9 +150,9 @@ def test_what_does_not_agree_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         (changed(program=without_declaration), "do not agree on whether it is cooperative"),
         (changed(program=larger), "its 9999 thread blocks wait for each other, and 132 multiprocessors run"),
     ):
-        monkeypatch.setattr(spaces, "find", lambda name, wrong=wrong: wrong)
+        monkeypatch.setattr(spaces, "find", lambda name, operator, wrong=wrong: wrong)
         with pytest.raises(CompileError, match=message):
             compile_candidate(problem, candidate, SM90, tmp_path / "a.so")
-    monkeypatch.setattr(spaces, "find", lambda name: template)
+    monkeypatch.setattr(spaces, "find", lambda name, operator: template)
     compiled = compile_candidate(problem, candidate, SM90, tmp_path / "a.so")
     assert compiled.resident is not None and compiled.resident["blocks"] == candidate.values["blocks"]
