@@ -885,6 +885,19 @@ def call_costs() -> str:
 
 
 @part
+def first_calls() -> str:
+    """Of calls whose kernel was compiled."""
+    found = results("first-call-compiled-h200")
+    seconds = [float(row["first result ms"].split()[0]) / 1e3 for row in found.rows]
+    calls = listed([code(row["problem"].split()[0]) for row in found.rows])
+    sentence = (
+        f"First results of {calls} at shapes that nobody had tuned, in a process with PyTorch imported:"
+        f" {span(seconds, 1)} seconds ({provenance('first-call-compiled-h200')})."
+    )
+    return textwrap.fill(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+@part
 def gu_tables() -> str:
     cases = results("gu-tables-h200").by("m", "k", "n", "block", "sparsity")
     shapes = list(dict.fromkeys(key[:3] for key in cases))
