@@ -23,7 +23,6 @@ long again is killed. `--keep FOLDER --resume` goes on with what is left.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import itertools
 import json
@@ -288,11 +287,11 @@ def main(
         "files": " ".join(Path(path).name for path in files),
         "selection": " ".join([selection or "all", *(f"without {one}" for one in deselect or ())]),
         "workers": workers,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
     where = machine.resolve("auto")
     path = csv or result_path("sanitize", where).with_suffix(".csv")
     facts = {k: v for k, v in provenance(where).items() if k != "timing"}
+    asked["date"] = facts["date"][:10]
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in (NO_TOOL, *(tool or TOOLS)):

@@ -992,14 +992,17 @@ def place_in_keys(s, rank, key):
 
 
 def in_bins_or_finer_ones(layout: Layout, each: int = 2) -> Callable[..., Any]:
-    """As `rank_survivors` puts them together. Ranked keys come into `keys`."""
+    """As `rank_survivors` puts them together, after bins have become 0. Ranked keys come into `keys`."""
     threads, k, bins = layout.tiling.threads, layout.k, layout.pool.bins
+    clear = rank.clear_bins(layout)
     in_bins = rank.rank_in_bins(threads, k, bins, CROWD, layout.vocab, place_in_keys, each=each)
     refine = rank.refine_bins(threads, bins, CROWD, layout.vocab)
     in_finer_bins = rank.rank_in_bins(threads, k, bins, 2 * CROWD, layout.vocab, place_in_keys, finer=True)
 
     @T.inline
     def phase(s):
+        clear(s)
+        T.cuda.cta_sync()
         in_bins(s, s.t)
         if s.slot[0] != 0:
             refine(s, s.t)
@@ -1012,14 +1015,7 @@ def in_bins_or_finer_ones(layout: Layout, each: int = 2) -> Callable[..., Any]:
 @pytest.mark.parametrize(("k", "size", "threads"), [(50, 90, 64), (300, 700, 128), (60, 290, 32)])
 def test_ranked_in_bins_unless_one_is_crowded(k: int, size: int, threads: int) -> None:
     layout = layout_of(20000, k, threads=threads)
-    clear = rank.clear_bins(layout)
-    ranked = in_bins_or_finer_ones(layout)
-
-    @T.inline
-    def phase(s):
-        clear(s)
-        T.cuda.cta_sync()
-        ranked(s)
+    phase = in_bins_or_finer_ones(layout)
 
     state, keys = survivors_of(layout, size)
     alone = Alone(layout, phase, [*state, "equals_until"], ["keys", "slot"], cases=len(keys))
@@ -1036,14 +1032,7 @@ def test_equals_are_ranked_by_their_columns_if_these_are_spread() -> None:
     """Over all the row, or over what `equals_until` leaves of it; but not where an outlier puts others beside them."""
     vocab, size, k, threads = 40000, 400, 300, 64
     layout = layout_of(vocab, k, threads=threads)
-    clear = rank.clear_bins(layout)
-    ranked = in_bins_or_finer_ones(layout)
-
-    @T.inline
-    def phase(s):
-        clear(s)
-        T.cuda.cta_sync()
-        ranked(s)
+    phase = in_bins_or_finer_ones(layout)
 
     rng = np.random.default_rng(0)
     values = np.repeat(np.array([3, 2.5, 2], "float32"), [40, 10, 350])  # the second ones crowd no bin

@@ -230,9 +230,27 @@ def agrees(s: State, x: Any) -> tirx.PrimExpr:
     return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), slice_of(s, x) == s.slice[0])
 
 
-def is_heavy(crew: Crew, vocab: int, s: State, x: Any) -> tirx.PrimExpr:
-    """Whether an element has any mass."""
-    return crew.exponential(s, x) >= T.float32(2.0 ** -unit_bits(vocab))
+def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
+    """Whether an element of this exponential has any mass."""
+    return power >= T.float32(2.0 ** -unit_bits(vocab))
+
+
+def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step.
+
+    The phase is (io, row, t, s).
+    """
+
+    @T.inline
+    def phase(io, row, t, s):
+        crew.begin(io, row, t, s)
+        for j in T.serial(crew.steps, unroll=False):
+            crew.load(io, row, t, s, j)
+            for e in T.unroll(crew.elements):
+                crew.take(io, s, e)
+                see(io, row, t, s, j, e)
+
+    return phase
 
 
 def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
@@ -245,30 +263,31 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
     weighed = weigh(crew, vocab)
 
     @T.inline
+    def see(io, row, t, s, j, e):
+        weighed(s, s.x[0])
+        if s.mass[0] > T.uint64(0):
+            s.part[0] = s.part[0] + s.mass[0]
+            if s.power[0] >= s.least[0]:
+                s.part[1] = s.part[1] + s.mass[0]
+            s.slice[0] = slice_of(s, s.x[0])
+            # Neighbours of one slice are added at once: rows of equals would else be waiting for one bin.
+            if s.slice[0] != s.run[0]:
+                if s.gathered[0] > T.uint64(0):
+                    crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+                s.run[0] = s.slice[0]
+                s.gathered[0] = s.mass[0]
+            else:
+                s.gathered[0] = s.gathered[0] + s.mass[0]
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
     def phase(io, row, t, s):
         s.part[0] = T.uint64(0)
         s.part[1] = T.uint64(0)
         s.run[0] = 0
         s.gathered[0] = T.uint64(0)
-        crew.begin(io, row, t, s)
-        for j in T.serial(crew.steps, unroll=False):
-            crew.load(io, row, t, s, j)
-            for e in T.unroll(crew.elements):
-                crew.take(io, s, e)
-                weighed(s, s.x[0])
-                if s.mass[0] > T.uint64(0):
-                    s.part[0] = s.part[0] + s.mass[0]
-                    if s.power[0] >= s.least[0]:
-                        s.part[1] = s.part[1] + s.mass[0]
-                    s.slice[0] = slice_of(s, s.x[0])
-                    # Neighbours of one slice are added at once: rows of equals would else be waiting for one bin.
-                    if s.slice[0] != s.run[0]:
-                        if s.gathered[0] > T.uint64(0):
-                            crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
-                        s.run[0] = s.slice[0]
-                        s.gathered[0] = s.mass[0]
-                    else:
-                        s.gathered[0] = s.gathered[0] + s.mass[0]
+        pass_over(io, row, t, s)
         if s.gathered[0] > T.uint64(0):
             # Bins are gone through from the last on.
             crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
@@ -331,6 +350,18 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     weighed = weigh(crew, vocab)
 
     @T.inline
+    def see(io, row, t, s, j, e):
+        if agrees(s, s.x[0]):
+            weighed(s, s.x[0])
+            if s.mass[0] > T.uint64(0):
+                s.run[0] = T.Cast("int32", T.min(
+                    (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
+                crew.add(s, t, OTHERS, s.run[0], s.mass)
+                crew.count(s, t, s.run[0])
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
     def phase(io, row, t, s):
         s.above[0] = T.uint64(0)
         # `found` has been read.
@@ -345,18 +376,7 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
             if digit == 0 or (s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
                 crew.clear(s, t)
-                crew.begin(io, row, t, s)
-                for j in T.serial(crew.steps, unroll=False):
-                    crew.load(io, row, t, s, j)
-                    for e in T.unroll(crew.elements):
-                        crew.take(io, s, e)
-                        if agrees(s, s.x[0]):
-                            weighed(s, s.x[0])
-                            if s.mass[0] > T.uint64(0):
-                                s.run[0] = T.Cast("int32", T.min(
-                                    (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
-                                crew.add(s, t, OTHERS, s.run[0], s.mass)
-                                crew.count(s, t, s.run[0])
+                pass_over(io, row, t, s)
                 crew.unite(s, t, OTHERS)
                 crew.find(s, t, OTHERS)
                 crew.meet()
@@ -377,21 +397,22 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
     part = ceildiv(vocab, RADIX_BINS)
 
     @T.inline
+    def see(io, row, t, s, j, e):
+        # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
+        if agrees(s, s.x[0]):
+            if is_heavy(crew.exponential(s, s.x[0]), vocab):
+                # Bins are gone through from the last on.
+                crew.add(s, t, OTHERS, RADIX_BINS - 1 - crew.column(s, t, j, e) // part, s.mass)
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
     def phase(io, row, t, s):
         s.rank[0] = T.truncdiv(
             s.need[0] - s.above[0] - T.uint64(1), T.truncdiv(s.found[MASS], s.found[COUNT]))
         crew.clear(s, t)
         s.mass[0] = T.uint64(1)
-        crew.begin(io, row, t, s)
-        for j in T.serial(crew.steps, unroll=False):
-            crew.load(io, row, t, s, j)
-            for e in T.unroll(crew.elements):
-                crew.take(io, s, e)
-                # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
-                if agrees(s, s.x[0]):
-                    if is_heavy(crew, vocab, s, s.x[0]):
-                        # Bins are gone through from the last on.
-                        crew.add(s, t, OTHERS, RADIX_BINS - 1 - crew.column(s, t, j, e) // part, s.mass)
+        pass_over(io, row, t, s)
         crew.unite(s, t, OTHERS)
         s.need[0] = s.rank[0] + T.uint64(1)
         s.above[0] = T.uint64(0)
@@ -727,9 +748,6 @@ def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
     vocab = blocks.problem.vocab
     piece = ceildiv(ceildiv(vocab, RADIX_BINS), 32)
 
-    def heavy(s: State, x: Any) -> tirx.PrimExpr:
-        return exponential_on_gpu(s, x) >= T.float32(2.0 ** -unit_bits(vocab))
-
     @T.inline
     def phase(io, row, t, s, first, last):
         if s.own[0] < 32:
@@ -745,7 +763,7 @@ def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
                             s.x[1 + u] = written_element(io, row, first + t * piece + i * LOADS + u)
                     for u in T.unroll(LOADS):
                         if agrees(s, s.x[1 + u]):
-                            if heavy(s, s.x[1 + u]):
+                            if is_heavy(exponential_on_gpu(s, s.x[1 + u]), vocab):
                                 if s.number[0] == wanted[0]:
                                     write_word(io, row, s, first + t * piece + i * LOADS + u, s.x[1 + u])
                                 s.number[0] = s.number[0] + 1
@@ -872,12 +890,14 @@ def pick_by_thread(vocab: int) -> Callable[..., Any]:
         for i in range(last - first):
             s.x[0] = element(io, row, first + i)
             if agrees(s, s.x[0]):
-                if exponential_on_cpu(s, s.x[0]) >= T.float32(2.0 ** -unit_bits(vocab)):
+                if is_heavy(exponential_on_cpu(s, s.x[0]), vocab):
                     if s.rank[0] == T.uint64(0):
                         write_word(io, row, s, first + i, s.x[0])
                     s.rank[0] = s.rank[0] - T.uint64(1)
 
     return phase
+
+
 def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     """The search of a CPU's thread; the phase is (io, row, first, best, top_p, min_p, uniform)."""
     vocab = problem.vocab

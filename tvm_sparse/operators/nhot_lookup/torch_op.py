@@ -30,7 +30,7 @@ def _call(indptr: Any, indices: Any, values: Any, table: Any, checked: bool, val
     if found is not None:
         return found
     if arrays.is_fake(table):
-        return call.nhot_lookup(csr, table)
+        return call.nhot_lookup(csr, table, validate=validate)
     found = call.repeated_lookup(csr, table, torch, checked=True)
     if found is None:
         rows = CsrRows(csr, columns=table.shape[0], checked=True)
