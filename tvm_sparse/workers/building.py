@@ -207,6 +207,8 @@ class Kept:
 kept = Kept()
 
 if __name__ == "__main__":
-    # Compiling needs no PyTorch, and tvm_ffi imports it where it is installed: half of what this process would import.
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    # Compiling needs no PyTorch, which tvm_ffi imports where it is installed: half of what this process would import.
+    # Nor TVM's distributed runtime, which TVM does without where it is absent: a fifth of the rest.
+    for absent in ("torch", "tvm.runtime.disco"):
+        sys.modules[absent] = None  # type: ignore[assignment]
     serve(handle)

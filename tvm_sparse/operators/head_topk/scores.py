@@ -122,6 +122,10 @@ def compare_words(
     """
     import numpy as np
 
+    numbers = np.flatnonzero((found != wanted).any(axis=1))  # what is equal need not be looked at
+    if not len(numbers):
+        return
+    states, found, wanted = states[numbers], found[numbers], wanted[numbers]
     rows = [words[ids] for ids in (found, wanted)]  # of -1 those of the last word, in both
     added = [bias[ids] for ids in (found, wanted)] if bias is not None else []
     theirs, ours = (pair_scores(states, *pair) for pair in zip(rows, added or (None, None), strict=True))
@@ -136,12 +140,12 @@ def compare_words(
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
         row = int(np.argwhere(twice)[0][0])
-        raise Mismatch(f"{argument.name}[{row}] has {ordered[row, 1:][twice[row]][0]} twice")
+        raise Mismatch(f"{argument.name}[{numbers[row]}] has {ordered[row, 1:][twice[row]][0]} twice")
     if wrong.any():
         row, rank = (int(i) for i in np.argwhere(wrong)[0])
         raise Mismatch(
-            f"{argument.name}[{row}, {rank}] is {found[row, rank]} with a score of {theirs[row, rank]:.9g}, expected"
-            f" {wanted[row, rank]} with {ours[row, rank]:.9g} ({np.count_nonzero(wrong)} of {wrong.size} differ)"
+            f"{argument.name}[{numbers[row]}, {rank}] is {found[row, rank]} with a score of {theirs[row, rank]:.9g},"
+            f" expected {wanted[row, rank]} with {ours[row, rank]:.9g} ({np.count_nonzero(wrong)} words differ)"
         )
 
 
