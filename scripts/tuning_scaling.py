@@ -1,6 +1,6 @@
 """How much faster several devices tune: the same problems, with the same number of trials, on 1, 2, ... of them.
 
-    python scripts/tuning_scaling.py --devices 1,2                         # so many GPUs of this machine: 3 minutes
+    python scripts/tuning_scaling.py --devices 1,2 --trials 48             # so many GPUs of this machine: 3 minutes
     python scripts/tuning_scaling.py --workers 1,2,4 --problems 4 --trials 12     # so many parts of the CPU: 3 minutes
 
 The problems are products with block-sparse weights of 1024 x 1024 at several batches, each tuned from nothing in a
