@@ -15,8 +15,8 @@ all tests wait for it that want the same kernel. Then the tools run one after an
 `--workers` processes, which share the GPU. Every process has a sanitizer of its own, and takes the next test that none
 of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A finding ends the CUDA
 context, and with it everything that follows: a process stops at its first failure, and another one takes its place. How
-long all of it takes on a machine, `--minutes` tells: a tool's line has its tests and seconds, and how many tests are
-`left`, not begun before its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as
+long all of it takes on a machine, `--minutes` tells: a tool's line has its tests and seconds, its messages and the tests
+that they came in, and how many tests are `left`, not begun before its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as
 long again is killed. `--keep FOLDER --resume` goes on with what is left.
 """
 
@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,9 +61,10 @@ COLUMNS = (
     "ended",
     "messages",
 )
-# What the tests' processes are told: when the time is up, the file for what became of each test, and the folder with a
-# file for each test that one of them has taken.
+# What the tests' processes are told: when the time is up, the file for what became of each test, the folder with a file
+# for each test that one of them has taken, and the file that their sanitizer writes.
 UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT", "TVM_SPARSE_SANITIZE_TAKEN"
+SAID = "TVM_SPARSE_SANITIZE_SAID"
 # The tests' own, for the folder that keeps what they build.
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
 # Likewise, for the largest cluster that they sample. In larger ones synccheck finds warps divergent where nothing can
@@ -102,6 +103,30 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if outcome != "passed" or report.when == "call":
             with open(os.environ[REPORT], "a") as file:
                 print(json.dumps([report.nodeid, outcome, round(report.duration, 1)]), file=file)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Likewise: note what the sanitizer has said while the test ran."""
+    global _read
+    log = Path(os.environ.get(SAID, ""))
+    if REPORT not in os.environ or not log.is_file():
+        return
+    with log.open("rb") as file:
+        file.seek(_read)
+        said = file.read()
+    _read += len(said)
+    if kinds := _kinds(said.decode(errors="replace")):
+        with open(_findings(Path(os.environ[REPORT])), "a") as file:
+            print(json.dumps([nodeid, kinds]), file=file)
+
+
+_read = 0  # bytes of the sanitizer's file that have been read
+
+
+def _findings(report: Path) -> Path:
+    """The file beside a report for what the sanitizer said in which test."""
+    return report.with_name("findings")
 
 
 def device_tier(folder: Path) -> list[str]:
@@ -169,10 +194,10 @@ def run(
             options += ["--port", str(PORT + worker * PORTS), "--max-connections", str(PORTS)]
             if tool == "memcheck":
                 options += ["--report-api-errors", "no"]
-            options += ["--log-file", str(next(logs)), *(more or ())]
+            options += ["--log-file", log := str(next(logs)), *(more or ())]
             command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
             return subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | told, stdout=file, stderr=file, start_new_session=True
+                command, cwd=ROOT, env=os.environ | told | {SAID: log}, stdout=file, stderr=file, start_new_session=True
             )
 
         started = time.monotonic()
@@ -186,7 +211,8 @@ def run(
         if found["left"] and ended != KILLED:
             ended = "time up"
         said = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
-        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found | errors_of(said)
+        line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found
+        line |= errors_of(said, _lines(_findings(report)))
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
@@ -227,8 +253,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _lines(report: Path) -> list[tuple[str, str, float]]:
-    """The lines of a report: a test, what became of it, and its seconds."""
+def _lines(report: Path) -> list[Any]:
+    """The lines of a report: a test, what became of it, and its seconds; or of its findings."""
     return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
 
 
@@ -241,13 +267,22 @@ def counts(report: Path) -> dict[str, int]:
     return {"tests": len(of) - found["left"]} | {outcome: found[outcome] for outcome in OUTCOMES}
 
 
-def errors_of(log: str) -> dict[str, Any]:
-    """How many errors the sanitizer counted, in all processes, and its messages without numbers."""
-    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
+def _kinds(log: str) -> Counter[str]:
+    """How often the sanitizer said what, without numbers."""
     lines = re.findall(r"^=+ ((?:Invalid|Uninitialized|Barrier|Program hit|Error|Warning|Race).*)", log, re.MULTILINE)
-    kinds = Counter(re.sub(r"0x[0-9a-f]+|\d+", "#", line)[:120] for line in lines)
-    messages = "; ".join(f"{text} ({count})" for text, count in kinds.most_common(5))
-    return {"errors": max(sum(map(int, summaries)), len(lines)), "messages": messages}
+    return Counter(re.sub(r"0x[0-9a-f]+|\d+", "#", line)[:120] for line in lines)
+
+
+def errors_of(log: str, findings: Sequence[tuple[str, dict[str, int]]] = ()) -> dict[str, Any]:
+    """How many errors the sanitizer counted, in all processes, and its messages, with the tests of `findings` in which
+    it had them."""
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
+    kinds, messages = _kinds(log), []
+    for text, count in kinds.most_common(5):
+        tests = sorted({test.partition("::")[2] for test, said in findings if text in said})
+        where = " in " + ", ".join(tests) if tests else ""
+        messages.append(f"{text} ({count}{where})")
+    return {"errors": max(sum(map(int, summaries)), kinds.total()), "messages": "; ".join(messages)}
 
 
 def main(

@@ -532,6 +532,7 @@ def finish_tile(e: Extents, words: Words) -> Phase:
                 add_power(s.d, s.rest_power, s.held[n], factor, unit)
         for b in T.unroll(steps):
             s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+        T.cuda.warp_sync()  # all lanes have read `best`; shuffles order no memory
         if s.lane % lanes == 0 and s.largest[0] != T.uint32(0):
             if s.best[row] != T.uint32(0):
                 s.d[0] = s.d[0] + s.exponentials[row] * T.Cast(
