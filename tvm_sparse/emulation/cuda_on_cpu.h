@@ -660,15 +660,29 @@ static bool covers(const Knowledge& a, const Knowledge& b) {
   return a.known >= b.known && all(a.clocks, b.clocks) && all(a.epochs, b.epochs);
 }
 
+// The threads of a barrier mostly know the same: what was joined last is not compared again.
+static const Knowledge *last_to, *last_from, *last_joined;
+
+static void forget_knowledge() {
+  knowledge.clear();
+  last_to = last_from = last_joined = nullptr;
+}
+
 static void join(const Knowledge*& to, const Knowledge* from) {
-  if (!from || to == from || (to && covers(*to, *from))) return;
-  if (!to || covers(*from, *to)) {
-    to = from;
-    return;
+  if (!from || to == from) return;
+  if (to != last_to || from != last_from) {
+    last_to = to, last_from = from;
+    if (to && covers(*to, *from)) {
+      last_joined = to;
+    } else if (!to || covers(*from, *to)) {
+      last_joined = from;
+    } else {
+      knowledge.push_back(*to);
+      join(knowledge.back(), *from);
+      last_joined = &knowledge.back();
+    }
   }
-  knowledge.push_back(*to);
-  join(knowledge.back(), *from);
-  to = &knowledge.back();
+  to = last_joined;
 }
 
 static void acquire(Thread& t, const Knowledge* from) {
@@ -1287,7 +1301,7 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
   for (size_t next = 0; next < blocks; next += slots) {
     m.blocks.clear();
     m.loaded = nullptr;
-    knowledge.clear();
+    forget_knowledge();
     mbarriers_made = 0;
     for (size_t s = 0; s < slots; s++) {
       prepare(resident[s], order[(next + s) / cluster], (next + s) % cluster, s);
