@@ -7,6 +7,7 @@ Tests that share a fixture of their module form a group as well, so that it is m
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -37,6 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(alone)
         elif shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays until the end: no collection of garbage has to look at it again."""
+    gc.freeze()
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tuning_child
 
@@ -69,11 +71,21 @@ def test_a_killed_driver_is_resumed_and_a_lost_node_costs_nothing_but_time(
     outcomes: list[str] = []
     head = nodes.head_node.node_id
 
+    def lose(node: Any, stopped: list[psutil.Process]) -> None:
+        nodes.remove_node(node, allow_graceful=False)
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def measure(self: Any, *arguments: Any) -> Reply:
         if self.node != head and not victims:  # one of two devices at least is beside the head
             victims.extend(node for node in nodes.list_all_nodes() if node.node_id == self.node)
-            # Its process takes longer to start: the node is lost in the midst of the trial.
-            threading.Timer(0.4, nodes.remove_node, (victims[0], False)).start()
+            # Its processes stand still from now on: the node is lost before the trial ends, however fast it is.
+            [raylet] = victims[0].all_processes["raylet"]
+            stopped = psutil.Process(raylet.process.pid).children(recursive=True)
+            for process in stopped:
+                process.suspend()
+            threading.Timer(0.4, lose, (victims[0], stopped)).start()
         try:
             reply = real(self, *arguments)
         except Lost:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -450,12 +451,53 @@ def on_llvm(function: Any) -> Callable[[Sequence[Any]], None]:
     return call
 
 
-@pytest.mark.parametrize(("template", "problem"), cases("llvm"), ids=case_id)
+# Of templates without tests of their own: what no choice brings, whole vectors and whole tiles.
+BESIDES = {
+    "softmax_streamed": "softmax/batch=1,vocab=2048,dtype=bfloat16",
+    "persistent_tiles": "block_recurrent/steps=2,batch=17,hidden=16,nonzeros=2,dtype=bfloat16",
+}
+
+
+def choices(problem: Problem) -> set[tuple[str, Any]]:
+    """What selects code rather than its extents: dtypes, cells, activations, shapes of blocks, extras."""
+    extras = {field.name for field in dataclasses.fields(problem) if field.metadata.get("optional")}
+    told = {name: bool(axis) if isinstance(axis, int) else axis for name, axis in problem.axes.items()}
+    return {(name, axis) for name, axis in told.items() if name in extras or isinstance(axis, str)}
+
+
+def size(problem: Problem) -> int:
+    return math.prod(axis for axis in problem.axes.values() if isinstance(axis, int) and axis)
+
+
+@functools.cache
+def own_problems(template: Template) -> list[Problem]:
+    """The problems that a template is run on without a GPU: the least, and as few others, two in all at least, as show
+    each choice that any has. Sizes at which one branches are for its own tests; on a GPU it runs on all problems."""
+    left = [problem for _, problem in cases(template.kind, name=template.name)]
+    chosen = [min(left, key=size)]
+    if template.name in BESIDES:
+        chosen.append(parse(BESIDES[template.name]))
+    while left := [problem for problem in left if problem not in chosen]:
+        shown = set().union(*map(choices, chosen))
+        best = max(left, key=lambda problem: (len(choices(problem) - shown), size(problem)))
+        if not choices(best) - shown and len(chosen) > 1:
+            break
+        chosen.append(best)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [(t, problem) for t in spaces.templates() if t.kind == "llvm" for problem in own_problems(t)],
+    ids=case_id,
+)
 def test_cpu_candidates_for_every_structure_batch_and_alignment(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
     machine = MACHINES["llvm"]
-    for number, candidate in enumerate(sampled(template, problem, machine, 1)):
+    # Another point at one problem: what differs between problems the default shows.
+    another = problem == own_problems(template)[-1]
+    for number, candidate in enumerate(sampled(template, problem, machine, int(another))):
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources is None
         if candidate == spaces.fallback(problem, machine):  # so it is looked at before it is timed, with guards around
@@ -562,51 +604,27 @@ def emulated(program: Program, seed: int, stale: Stale | None = None) -> Callabl
 
 
 def with_threads() -> list[tuple[Template, Problem]]:
-    """Every template with explicit threads on every problem; of those that are checked as loops above, which is faster,
-    each on a third of the problems, not all on the same."""
-    chosen = cases("cuda", explicit_threads=True)
-    schedule_based = [t for t in spaces.templates() if t.kind == "cuda" and not t.explicit_threads]
-    for number, template in enumerate(schedule_based):
-        pairs = cases("cuda", name=template.name)
-        chosen += pairs[number % min(3, len(pairs)) :: 3]
-    return chosen
-
-
-@functools.cache
-def own_problems(template: Template) -> list[Problem]:
-    return [problem for one, problem in with_threads() if one == template]
-
-
-def inputs_of(template: Template, problem: Problem) -> list[tuple[int, str]]:
-    """Seeds and structures that a template's default is run with: every second structure, of its next problem the
-    others; all of them where it has one problem."""
-    problems, structures = own_problems(template), list(enumerate(problem.structures))
-    return structures if len(problems) == 1 else structures[problems.index(problem) % 2 :: 2]
-
-
-@functools.cache
-def with_another(template: Template) -> list[Problem]:
-    """The problems at which another point than the default is run as well: every third one, or the last.
-
-    It costs as much as the default, and what differs between problems the default shows.
-    """
-    problems = own_problems(template)
-    return problems[1::3] or problems
+    """Every template on its own problems; of those that are checked as loops above, which is faster, on two."""
+    templates = [template for template in spaces.templates() if template.kind == "cuda"]
+    return [(t, p) for t in templates for p in own_problems(t)[0 if t.explicit_threads else -2 :]]
 
 
 @pytest.mark.parametrize(("template", "problem"), with_threads(), ids=case_id)
 def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
-    default, *others = sampled(template, problem, SM90, int(problem in with_another(template)))
-    program = template.build(problem, default.values)
-    # The seed draws the inputs and the order of the threads.
-    for number, (seed, structure) in enumerate(inputs_of(template, problem)):
-        # One of them at another batch than the one that the kernel was built for.
-        case = problem.with_batch(problem.batch_extent + (number == 1))
-        verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
-    for candidate in others:
+    """The default, and at the last problem another point: what differs between problems the default shows.
+
+    The default takes every second structure, of the next problem the others, and so does the other point; all of them
+    where there is one problem.
+    """
+    problems, structures = own_problems(template), list(enumerate(problem.structures))
+    number, step = problems.index(problem), min(len(problems), 2)
+    for shift, candidate in enumerate(sampled(template, problem, SM90, int(problem == problems[-1]))):
         program = template.build(problem, candidate.values)
-        for seed, structure in enumerate(problem.structures[1:3], start=10):
-            verify(problem, structure, seed, emulated(program, seed), workspaces(program, problem))
+        # The seed draws the inputs and the order of the threads.
+        for place, (seed, structure) in enumerate(structures[(number + shift) % step :: step]):
+            # One of them at another batch than the one that the kernel was built for.
+            case = problem.with_batch(problem.batch_extent + (place == 1))
+            verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
 
 
 @pytest.mark.parametrize(
@@ -913,25 +931,25 @@ def test_thread_by_thread_catches_a_missing_barrier() -> None:
 PARKED_BYTES = 32
 
 
-@functools.cache
-def also_for_sm80(template: Template) -> Problem | None:
-    """The one problem that a template's default is compiled for on an older GPU as well: whether it can be, the program
-    decides rather than the problem, unless in bfloat16, which has more instructions on later ones."""
-    fitting = [
-        p for _, p in cases("cuda", REALISTIC, name=template.name) if template.name in spaces.applicable(p, SM80)[0]
-    ]
-    return max(fitting, key=lambda problem: problem.axes.get("dtype") == "bfloat16", default=None)
+def with_machine_code() -> list[tuple[Template, Problem]]:
+    """Every template with one problem: with one that it is compiled for on an older GPU as well, if there is any, and
+    best in bfloat16, which has fewer instructions there."""
+
+    def worth(pair: tuple[Template, Problem]) -> tuple[bool, bool]:
+        template, problem = pair
+        return template.name in spaces.applicable(problem, SM80)[0], problem.axes.get("dtype") == "bfloat16"
+
+    ranked = sorted(cases("cuda", REALISTIC), key=worth)
+    return list({template: (template, problem) for template, problem in ranked}.values())
 
 
 @needs_cuda
-@pytest.mark.parametrize(("template", "problem"), cases("cuda", REALISTIC), ids=case_id)
+@pytest.mark.parametrize(("template", "problem"), with_machine_code(), ids=case_id)
 def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
-    # Another point at one problem: what differs between problems the default shows.
-    another = problem == next(p for _, p in cases("cuda", REALISTIC, name=template.name))
-    compiled = [(SM90, candidate) for candidate in sampled(template, problem, SM90, int(another))]
-    if problem == also_for_sm80(template):
+    compiled = [(SM90, candidate) for candidate in sampled(template, problem, SM90, 1)]
+    if template.name in spaces.applicable(problem, SM80)[0]:
         compiled.append((SM80, template.candidate(template.default(problem, SM80))))
     for number, (machine, candidate) in enumerate(compiled):
         library = tmp_path / f"{number}.so"

@@ -660,15 +660,29 @@ static bool covers(const Knowledge& a, const Knowledge& b) {
   return a.known >= b.known && all(a.clocks, b.clocks) && all(a.epochs, b.epochs);
 }
 
+// The threads of a barrier mostly know the same: what was joined last is not compared again.
+static const Knowledge *last_to, *last_from, *last_joined;
+
+static void forget_knowledge() {
+  knowledge.clear();
+  last_to = last_from = last_joined = nullptr;
+}
+
 static void join(const Knowledge*& to, const Knowledge* from) {
-  if (!from || to == from || (to && covers(*to, *from))) return;
-  if (!to || covers(*from, *to)) {
-    to = from;
-    return;
+  if (!from || to == from) return;
+  if (to != last_to || from != last_from) {
+    last_to = to, last_from = from;
+    if (to && covers(*to, *from)) {
+      last_joined = to;
+    } else if (!to || covers(*from, *to)) {
+      last_joined = from;
+    } else {
+      knowledge.push_back(*to);
+      join(knowledge.back(), *from);
+      last_joined = &knowledge.back();
+    }
   }
-  knowledge.push_back(*to);
-  join(knowledge.back(), *from);
-  to = &knowledge.back();
+  to = last_joined;
 }
 
 static void acquire(Thread& t, const Knowledge* from) {
@@ -717,7 +731,7 @@ Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
   for (unsigned i = 0; i < count; i++) {
     Thread& o = threads[first + i];
     if (mask >> i & 1)
-      complete &= o.state == State::kWarp && o.mask == t.mask && strcmp(o.op, op) == 0;
+      complete &= o.state == State::kWarp && o.mask == t.mask && (o.op == op || strcmp(o.op, op) == 0);
   }
   if (complete) {
     uint32_t joined[32] = {};
@@ -856,8 +870,11 @@ static char* home(char* address) {
 
 static Region* find_region(char* address, size_t size) {
   address = home(address);
-  for (Region& r : machine.regions)
-    if (address >= r.begin && address + size <= r.end) return &r;
+  auto within = [&](const Region& r) { return address >= r.begin && address + size <= r.end; };
+  static size_t last;  // mostly, it is the one of the access before
+  if (last < machine.regions.size() && within(machine.regions[last])) return &machine.regions[last];
+  for (size_t i = 0; i < machine.regions.size(); i++)
+    if (within(machine.regions[i])) return &machine.regions[last = i];
   return nullptr;
 }
 
@@ -929,6 +946,11 @@ static void finish_pending_write() {
       report_race("two threads write different values to", address + i, p.other, p.pc);
 }
 
+static bool within_stack(const Thread& t, const char* address, size_t size) {
+  const char* stack = (const char*)t.start.uc_stack.ss_sp;
+  return address >= stack && address + size <= stack + t.start.uc_stack.ss_size;
+}
+
 // Beside the arrays, a kernel touches its stack, constants of the library, and (through threadIdx
 // and the like) the machine. All else is out of bounds, whether or not the page is mapped.
 static void check_elsewhere(char* address, size_t size, void* pc) {
@@ -937,7 +959,7 @@ static void check_elsewhere(char* address, size_t size, void* pc) {
   auto within = [&](const void* begin, size_t length) {
     return address >= (const char*)begin && address + size <= (const char*)begin + length;
   };
-  if (within(t->start.uc_stack.ss_sp, t->start.uc_stack.ss_size)) return;
+  if (within_stack(*t, address, size)) return;
   if (within(t->block->threads.data(), t->block->threads.size() * sizeof(Thread))) return;
   if (within(t->block, sizeof(Block))) return;
   if (within(image_start(), image_end - image_start()) && !find_region(address, 1)) return;
@@ -1010,6 +1032,7 @@ void on_access(char* address, size_t size, bool is_write, void* pc) {
   Thread* t = machine.current;
   if (!t) return;
   finish_pending_write();
+  if (within_stack(*t, address, size)) return;
   Region* found = find_region(address, size);
   if (!found) return check_elsewhere(address, size, pc);
   check_peer(*found, pc);
@@ -1287,7 +1310,7 @@ void cuda_on_cpu_run(const char* name, void (*body)(void**), void** args, const 
   for (size_t next = 0; next < blocks; next += slots) {
     m.blocks.clear();
     m.loaded = nullptr;
-    knowledge.clear();
+    forget_knowledge();
     mbarriers_made = 0;
     for (size_t s = 0; s < slots; s++) {
       prepare(resident[s], order[(next + s) / cluster], (next + s) % cluster, s);

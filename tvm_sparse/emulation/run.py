@@ -58,10 +58,12 @@ __all__ = ["EmulationError", "cuda_source", "run_on_cpu"]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 PAGE = mmap.PAGESIZE
 CANARY = 0xA5
-GXX = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
-# No guards around static variables: shared arrays are static here, and their locks would be instrumented.
+GXX = ["g++", "-x", "c++", "-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+MACHINE_FLAGS = ["-O2", "-DCOC_MACHINE"]
+# -Og, because most kernels run for less time than g++ takes for them. No guards around static variables: shared arrays
+# are static here, and their locks would be instrumented.
 KERNEL_FLAGS = [
-    "-g1", "-fno-threadsafe-statics", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
+    "-Og", "-g1", "-fno-threadsafe-statics", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
     "-fsanitize=bounds,alignment", "-fno-sanitize-recover=all", "-fsanitize=thread",
 ]  # fmt: skip
 KNOWN_INCLUDES = {"cstdint", "type_traits", "cuda.h", "cuda_fp16.h", "cuda_bf16.h",
@@ -321,7 +323,7 @@ def _compile(source: str, kernels: Sequence[Kernel], host: bytes, folder: Path) 
 def _machine_object() -> bytes:
     with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
         out = Path(folder) / "machine.o"
-        _gxx([*GXX, "-DCOC_MACHINE", "-c", str(HEADER), "-o", str(out)])
+        _gxx([*GXX, *MACHINE_FLAGS, "-c", str(HEADER), "-o", str(out)])
         return out.read_bytes()
 
 
