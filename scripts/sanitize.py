@@ -14,10 +14,11 @@ First the tests run without a tool, and kernels are compiled; under a sanitizer 
 all tests wait for it that want the same kernel. Then the tools run one after another, each over the tests in
 `--workers` processes, which share the GPU. Every process has a sanitizer of its own, and takes the next test that none
 of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A finding ends the CUDA
-context, and with it everything that follows: a process stops at its first failure, and another one takes its place. How
-long all of it takes on a machine, `--minutes` tells: a tool's line has its tests and seconds, its messages and the tests
-that they came in, and how many tests are `left`, not begun before its time was up. What has ended counts, whatever becomes of the run; a tool that takes half as
-long again is killed. `--keep FOLDER --resume` goes on with what is left.
+context, and with it everything that follows: a process stops at its first failure, and another one takes its place. A
+tool's line has its messages, and the tests that they came in. How long all of it takes on a machine, `--minutes` tells:
+a line has the tests and seconds, and how many tests are `left`, not begun before the time was up. What ended counts,
+whatever becomes of the run; a tool that takes half as long again is killed. `--keep FOLDER --resume` goes on with what
+is left.
 """
 
 from __future__ import annotations

@@ -733,6 +733,68 @@ def test_missing_barrier_is_a_race():
         run_tirx(reverse("none"), [x, y])
 
 
+def last_of_a_warp(barrier):
+    """The values of a warp, and the last one for all; `barrier`: "warp", or "shuffle", which orders no memory."""
+
+    @T.prim_func
+    def func(X: T.Buffer((32,), "float32"), Y: T.Buffer((32,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([32])
+        s = T.alloc_shared([1], "float32")
+        if t == 31:
+            s[0] = X[t]
+        if barrier == "warp":
+            T.cuda.warp_sync()
+        else:
+            Y[t] = T.tvm_warp_shuffle_xor(T.uint32(FULL), X[t], 1, 32, 32)
+        Y[t] = s[0]
+
+    return func
+
+
+def test_shuffles_order_no_memory():
+    x, y = arrays()
+    run_tirx(last_of_a_warp("warp"), [x[:32].copy(), y[:32].copy()])
+    with pytest.raises(EmulationError, match="data race: a thread reads what another wrote, .*shared memory"):
+        run_tirx(last_of_a_warp("shuffle"), [x[:32].copy(), y[:32].copy()])
+
+
+def counted(barrier):
+    """How many threads there are, by atomics; `barrier`: "both", or the one that is left out."""
+
+    @T.prim_func
+    def func(Y: T.Buffer((64,), "int32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([64])
+        s = T.alloc_shared([1], "int32")
+        if t == 0:
+            s[0] = 0
+        if barrier != "first":
+            T.cuda.cta_sync()
+        T.cuda.atomic_add(s.ptr_to([0]), T.int32(1))
+        if barrier != "second":
+            T.cuda.cta_sync()
+        Y[t] = s[0]
+
+    return func
+
+
+def test_atomics_race_with_all_but_each_other():
+    y = np.zeros(64, "int32")
+    run_tirx(counted("both"), [y])
+    np.testing.assert_array_equal(y, 64)
+    messages = {
+        "first": "an atomic changes what another wrote|a thread writes what another wrote, .* an atomic of thread",
+        "second": "a thread reads what another wrote, .* an atomic of thread|an atomic changes what another read",
+    }
+    for left_out, message in messages.items():
+        for seed in range(3):
+            with pytest.raises(EmulationError, match=f"data race: ({message})"):
+                run_tirx(counted(left_out), [y], seed=seed)
+
+
 def test_missing_barrier_gives_wrong_results_in_shuffled_order():
     x, y = arrays()
     run_tirx(reverse("none"), [x, y], check_races=False)

@@ -129,7 +129,8 @@ struct Block {
 
 // Shadow of one byte: its last write and its last reads, for the race detector. A bulk copy
 // has a thread number from kAsync on, by the mbarrier it signals, and the phase of that as its clock.
-constexpr uint32_t kAsync = 1u << 16;
+// kAtomic in the thread number says that a write was an atomic.
+constexpr uint32_t kAsync = 1u << 16, kAtomic = 1u << 15;
 struct Access {
   uint32_t block, thread, epoch, clock, arrived;
 };
@@ -207,6 +208,7 @@ void cluster_wait(int line);
 void copy_async(void* dst, const void* src, int size, int filled);
 void wait_copies(int pending_groups);
 void check_address(const void* address, size_t size);
+void on_atomic(const void* address, size_t size);
 void mbarrier_init(char* place, uint32_t count);
 void mbarrier_arrive(char* place, uint32_t bytes);
 bool mbarrier_wait(int line, char* place, uint32_t parity);
@@ -715,7 +717,8 @@ static size_t cluster_threads(const Block& b) { return cluster_size() * b.thread
 
 // ---- collectives -----------------------------------------------------------------------------
 
-// Every warp collective is one exchange: all lanes of `mask` bring a value and get all values.
+// Every warp collective is one exchange: all lanes of `mask` bring a value and get all values. Of them
+// __syncwarp alone orders memory.
 // Lanes which do not exist because the block is no multiple of 32 are not waited for: each TIRx
 // kernel starts with a full-mask shuffle, whatever its block size.
 Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
@@ -737,11 +740,13 @@ Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
     uint32_t joined[32] = {};
     uint64_t values[32];
     const Knowledge* heard = nullptr;
+    bool orders = strcmp(op, "__syncwarp") == 0;
     memset(values, 0xFF, sizeof values);  // lanes that take no part have an undefined value
     for (unsigned i = 0; i < count; i++)
       if (mask >> i & 1) {
         Thread& o = threads[first + i];
         values[i] = o.value;
+        if (!orders) continue;
         o.clock[i]++;
         for (unsigned k = 0; k < 32; k++) joined[k] = std::max(joined[k], o.clock[k]);
         join(heard, o.heard);
@@ -750,8 +755,10 @@ Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
       if (mask >> i & 1) {
         Thread& o = threads[first + i];
         memcpy(o.lanes, values, sizeof values);
-        memcpy(o.clock, joined, sizeof joined);
-        acquire(o, heard);
+        if (orders) {
+          memcpy(o.clock, joined, sizeof joined);
+          acquire(o, heard);
+        }
         o.participants = mask;
         wake(o);
       }
@@ -896,22 +903,23 @@ static void check_peer(const Region& r, void* pc, bool awaited = false) {
 }
 
 // Two accesses of different threads of one block to one byte, one of them a write, are a race
-// unless a barrier (or, within a warp, a collective that both lanes took part in) is between.
-// Atomics and ptx loads and stores with volatile, acquire... are not looked at, nor is ordering
-// through them known. Threads of different blocks are compared only if these are of one cluster,
+// unless a barrier (or, within a warp, a __syncwarp that both lanes took part in) is between.
+// Atomics of shared memory are writes that are no race with each other; those of global memory and
+// ptx loads and stores with volatile, acquire... are not looked at, nor is ordering through any of
+// them known. Threads of different blocks are compared only if these are of one cluster,
 // and only in its shared memory: the cluster barrier has to be between. An mbarrier orders what is
 // before an arrival, and bulk copies, before what is behind a wait for that phase.
 bool ordered(const Access& before, const Thread& t, bool shared) {
   const Block& b = *t.block;
-  uint32_t rank = before.block - b.leader->number;
+  uint32_t rank = before.block - b.leader->number, thread = before.thread & ~kAtomic;
   if (before.epoch == 0 || rank >= cluster_size() || (rank != b.rank && !shared)) return true;
-  if (before.thread >= kAsync)
-    return heard_of(t, cluster_threads(b) + before.thread - kAsync) > before.clock;
-  if (t.known > before.arrived || heard_of(t, rank * b.threads.size() + before.thread) > before.clock)
+  if (thread >= kAsync)
+    return heard_of(t, cluster_threads(b) + thread - kAsync) > before.clock;
+  if (t.known > before.arrived || heard_of(t, rank * b.threads.size() + thread) > before.clock)
     return true;
   if (rank != b.rank) return t.heard && before.epoch < t.heard->epochs[rank];
-  if (before.thread == t.rank || before.epoch < b.epoch) return true;
-  return before.thread / 32 == t.warp && t.clock[before.thread % 32] > before.clock;
+  if (thread == t.rank || before.epoch < b.epoch) return true;
+  return thread / 32 == t.warp && t.clock[thread % 32] > before.clock;
 }
 
 [[noreturn]] void report_race(const char* what, char* address, Access other,
@@ -929,10 +937,11 @@ bool ordered(const Access& before, const Thread& t, bool shared) {
          "which the thread has not awaited", what, long(home(address) - r.begin), r.name, code_offset(pc),
          other.clock, where.c_str());
   }
-  fail("data race: %s byte %ld of %s, code+0x%lx; the other is thread (%u, %u, %u) of block "
+  uint32_t thread = other.thread & ~kAtomic;
+  fail("data race: %s byte %ld of %s, code+0x%lx; the other is %sthread (%u, %u, %u) of block "
        "(%u, %u, %u), with no barrier between", what, long(home(address) - r.begin), r.name,
-       code_offset(pc), other.thread % d.x, other.thread / d.x % d.y, other.thread / d.x / d.y,
-       idx.x, idx.y, idx.z);
+       code_offset(pc), thread != other.thread ? "an atomic of " : "", thread % d.x,
+       thread / d.x % d.y, thread / d.x / d.y, idx.x, idx.y, idx.z);
 }
 
 static void finish_pending_write() {
@@ -1015,7 +1024,7 @@ static void look_for_races(const Region& r, char* address, size_t size, bool is_
         report_race(async ? "a bulk copy writes what another read," : "a thread writes what another read,",
                     address + i, read, pc);
     if (!ordered(s.write, t, shared)) {
-      if (strict || s.write.thread >= kAsync)
+      if (strict || s.write.thread >= kAtomic)
         report_race(async ? "a bulk copy writes what another wrote," : "a thread writes what another wrote,",
                     address + i, s.write, pc);
       if (!machine.pending.address && size <= 16) {
@@ -1024,6 +1033,28 @@ static void look_for_races(const Region& r, char* address, size_t size, bool is_
         memcpy(p.before, address, size);
       }
     }
+    s.write = now;
+  }
+}
+
+void on_atomic(const void* place, size_t size) {
+  void* pc = __builtin_return_address(0);
+  char* address = (char*)place;
+  finish_pending_write();
+  Region* r = find_region(address, size);
+  if (!r || !r->owner || !machine.check_races) return;
+  const Thread& t = self();
+  Access now = access_of(t);
+  now.thread |= kAtomic;
+  Shadow* shadow = r->shadow + (home(address) - r->begin);
+  for (size_t i = 0; i < size; i++) {
+    Shadow& s = shadow[i];
+    bool atomic = s.write.thread < kAsync && s.write.thread & kAtomic;
+    if (!atomic && !ordered(s.write, t, true))
+      report_race("an atomic changes what another wrote,", address + i, s.write, pc);
+    for (const Access& read : {s.read, s.read_before})
+      if (!ordered(read, t, true))
+        report_race("an atomic changes what another read,", address + i, read, pc);
     s.write = now;
   }
 }
@@ -1394,6 +1425,7 @@ template <class T, class F>
 COC_UNCHECKED inline T atomic(T* address, F change) {
   yield_point();
   check_address(address, sizeof(T));
+  on_atomic(address, sizeof(T));
   if (uintptr_t(address) % sizeof(T)) fail("atomic on the misaligned address %p", (void*)address);
   T old = raw_load<T>(address);
   raw_store<T>(address, change(old));
