@@ -451,10 +451,11 @@ def on_llvm(function: Any) -> Callable[[Sequence[Any]], None]:
     return call
 
 
-# Of templates without tests of their own: what no choice brings, whole vectors and whole tiles.
+# What no choice brings: whole vectors and tiles, and lengths of rows that do not fill the last pack of a batch.
 BESIDES = {
     "softmax_streamed": "softmax/batch=1,vocab=2048,dtype=bfloat16",
     "persistent_tiles": "block_recurrent/steps=2,batch=17,hidden=16,nonzeros=2,dtype=bfloat16",
+    "persistent_rows": "sparse_recurrent/steps=2,batch=9,hidden=19,nonzeros=3,cell=gru,dtype=float16,ragged=1",
 }
 
 
