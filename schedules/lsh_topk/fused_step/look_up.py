@@ -298,11 +298,12 @@ def list_reached(e: Extents) -> Phase:
             s.other[0] = T.cuda.atomic_add(s.listed.ptr_to([0]), s.upto[0])
         s.place_at = s.place_at + T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.other[0], WARP - 1, 32, 32)
         T.cuda.cta_sync()
-        # One for all warps: a counter in memory takes additions one after another.
+        # One for all warps: a counter in memory takes additions one after another. Its answer has a place of its own,
+        # because the compiler lets all threads read what the first one adds.
         if s.t == 0 and s.listed[0] > 0:
-            s.listed[0] = T.cuda.atomic_add(io.found.ptr_to([s.work_list, 0]), s.listed[0])
+            s.listed[1] = T.cuda.atomic_add(io.found.ptr_to([s.work_list, 0]), s.listed[0])
         T.cuda.cta_sync()
-        s.place_at = s.place_at + s.listed[0]
+        s.place_at = s.place_at + s.listed[1]
         for i in T.unroll(rounds):
             while s.reached[i] != T.uint32(0):
                 s.local = (first + i * e.hash_threads + s.t) * WARP + T.cuda.ffs_u32(s.reached[i]) - 1

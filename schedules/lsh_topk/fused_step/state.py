@@ -31,7 +31,7 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
                          itself, by the segments of others that it has
     ``row``, ``places``  see `schedules.lsh.hashing`
     ``votes``            words of the thread block's part that reach the threshold, as bits
-    ``listed``           words for the list, then where they go
+    ``listed``           how many words go to the list, and where
 
     Of all its threads:
 
@@ -64,7 +64,7 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
         "last": T.alloc_local([e.loads], "int32"),
         "upcoming": T.alloc_local([e.loads], "int32"),
         "entry": T.alloc_local([8 if e.cuckoo else 1], "int32"),
-        "listed": T.alloc_shared([1], "int32"),
+        "listed": T.alloc_shared([2], "int32"),
         "further": T.alloc_shared([1], "int32"),
         "many_sent": T.alloc_shared([SEGMENTS], "int32"),
         "many_got": T.alloc_shared([SEGMENTS], "int32"),
