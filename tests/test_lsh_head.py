@@ -550,6 +550,7 @@ def test_what_cannot_be_called() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.allocator  # a captured graph allocates
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("path", ["lsh", "exact"])
 def test_a_step_is_one_graph(path: str, dtype: str) -> None:
@@ -580,6 +581,7 @@ def test_a_step_is_one_graph(path: str, dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.allocator  # a captured graph allocates
 def test_a_search_through_a_graph() -> None:
     torch = pytest.importorskip("torch")
     embedding, _ = drawn(1)

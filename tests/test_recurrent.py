@@ -389,6 +389,7 @@ def test_a_gpu_computes_what_a_cpu_does(cell: str, dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.allocator  # a captured graph allocates
 @pytest.mark.parametrize("cell", CELLS)
 def test_all_steps_are_captured_in_a_graph(cell: str) -> None:
     module, x = layer(cell), torch.randn(STEPS, BATCH, INPUTS)

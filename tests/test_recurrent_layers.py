@@ -647,6 +647,7 @@ def test_a_layer_is_cudnn_s(cell: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.allocator  # a captured graph allocates
 @pytest.mark.parametrize("batch", [4, 20])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_call_is_one_graph(cell: str, batch: int) -> None:
@@ -672,6 +673,7 @@ def test_a_call_is_one_graph(cell: str, batch: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.allocator  # a captured graph allocates
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_stack_on_the_gpu(cell: str, tmp_path: Path) -> None:
     made = module(cell, 24, 64, num_layers=2, bidirectional=True)
