@@ -885,7 +885,8 @@ static char* home(char* address) {
 static Region* find_region(char* address, size_t size) {
   address = home(address);
   auto within = [&](const Region& r) { return address >= r.begin && address + size <= r.end; };
-  static size_t last;  // mostly, it is the one of the access before
+  static size_t seen[1024];  // mostly, it is the one of the access before to that page
+  size_t& last = seen[uintptr_t(address) / kPage % 1024];
   if (last < machine.regions.size() && within(machine.regions[last])) return &machine.regions[last];
   for (size_t i = 0; i < machine.regions.size(); i++)
     if (within(machine.regions[i])) return &machine.regions[last = i];
