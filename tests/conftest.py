@@ -55,10 +55,15 @@ def shares_a_fixture(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes that tests start have all there is, but time in rounds that are short."""
+    """Processes that tests start have all there is, but time in rounds that are short.
+
+    They and the tests share a cache of compiled kernels, begun anew: with the user's, a template that changed would not
+    be compiled again, and one of two processes that test would wait for its lock while the other compiles.
+    """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("children")
         patch.setenv("PYTHONPATH", core_only.environment(folder, absent=())["PYTHONPATH"])
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
