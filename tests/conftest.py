@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import core_only
 import pytest
@@ -50,6 +51,20 @@ def shares_a_fixture(item: pytest.Item) -> bool:
     known = getattr(item, "_fixtureinfo", None)
     made = known.name2fixturedefs.values() if known else ()
     return any(one.scope == "module" for fixtures in made for one in fixtures)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that tests start have all there is, but time in rounds that are short.
+
+    They and the tests share a cache of compiled kernels, begun anew: with the user's, a template that changed would not
+    be compiled again, and one of two processes that test would wait for its lock while the other compiles.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("children")
+        patch.setenv("PYTHONPATH", core_only.environment(folder, absent=())["PYTHONPATH"])
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -160,26 +160,32 @@ def as_numpy(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_layer_of_blocks_is_torch_s(cell: str, dtype: str) -> None:
-    """Pruned in blocks, and dense; with lengths and resets, in several launches."""
-    for block, density in ((16, 0.4), (8, 0.5), (1, 1.0)):
-        made, kind = module(cell, 6, 40, density=None), getattr(torch, dtype)
-        weight = tvm_sparse.prune(made.weight_hh_l0, density, method="block", block=block).to(kind)
-        made.weight_hh_l0.detach().copy_(weight)
-        layer = layer_of(made, cell, dtype=dtype, form="blocks")
-        assert layer.form == "blocks" and "BlockRecurrentWeights" in repr(layer)
-        weights = [a.detach().to(kind) for a in (made.weight_ih_l0, made.bias_ih_l0, made.bias_hh_l0)]
-        x = torch.randn(5, 19, 6).to(kind)
-        found, entries = layer(given := layer.project_inputs(x, *weights)), layer_of(made, cell, dtype=dtype)
-        with torch.no_grad():
-            wanted = flat(copy.deepcopy(made).to(kind).float()(x.float()))
-        for one, other in zip(found, wanted, strict=True):
-            close(one, other.reshape(one.shape), TOLERANCE[dtype])
-        more = {"lengths": torch.randint(0, 6, (19,)), "resets": torch.rand(5, 19) < 0.3}
-        for one, other in zip(layer(given, **more), entries(given, **more), strict=True):
-            close(one, other, TOLERANCE[dtype])
+# Pruned in blocks of 16 or 8 units, and dense.
+PRUNED = ((16, 0.4), (8, 0.5), (1, 1.0))
+
+
+# Each way to prune with each cell and with each dtype: the weights' format alone tells the blocks apart.
+@pytest.mark.parametrize(
+    ("cell", "dtype", "block", "density"),
+    [(cell, dtype, *PRUNED[(i + j) % 3]) for i, cell in enumerate(CELLS) for j, dtype in enumerate(FLOATS)],
+)
+def test_a_layer_of_blocks_is_torch_s(cell: str, dtype: str, block: int, density: float) -> None:
+    """With lengths and resets, in several launches."""
+    made, kind = module(cell, 6, 40, density=None), getattr(torch, dtype)
+    weight = tvm_sparse.prune(made.weight_hh_l0, density, method="block", block=block).to(kind)
+    made.weight_hh_l0.detach().copy_(weight)
+    layer = layer_of(made, cell, dtype=dtype, form="blocks")
+    assert layer.form == "blocks" and "BlockRecurrentWeights" in repr(layer)
+    weights = [a.detach().to(kind) for a in (made.weight_ih_l0, made.bias_ih_l0, made.bias_hh_l0)]
+    x = torch.randn(5, 19, 6).to(kind)
+    found, entries = layer(given := layer.project_inputs(x, *weights)), layer_of(made, cell, dtype=dtype)
+    with torch.no_grad():
+        wanted = flat(copy.deepcopy(made).to(kind).float()(x.float()))
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other.reshape(one.shape), TOLERANCE[dtype])
+    more = {"lengths": torch.randint(0, 6, (19,)), "resets": torch.rand(5, 19) < 0.3}
+    for one, other in zip(layer(given, **more), entries(given, **more), strict=True):
+        close(one, other, TOLERANCE[dtype])
 
 
 def test_forms_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

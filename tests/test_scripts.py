@@ -1,6 +1,6 @@
 """scripts/ about output and recurrent layers: each runs, on the CPU and at small shapes; what it says of recall is so.
 
-In processes of their own, as `test_examples` has it. What they are for is a GPU.
+In processes of their own. What they are for is a GPU.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import string
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import forking
 import numpy as np
 import pytest
 
@@ -23,40 +25,44 @@ HASH = ("--k", "4", "--units", "2", "--bands", "30")
 STEP = (*HASH, "--vocab", "700", "--hidden", "40", "--candidates", "200", "--dtype", "float32", "--target", "cpu")
 
 
+class Scripts:
+    """Runs scripts as `python FILE WORDS...` does, in forks of one process (`forking`), with one cache of kernels."""
+
+    def __init__(self, folder: Path) -> None:
+        self._said, self._complained = folder / "stdout", folder / "stderr"
+        environment = {
+            **os.environ,
+            "COLUMNS": "200",
+            "TVM_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "XDG_DATA_HOME": str(folder / "data"),
+        }
+        command = [sys.executable, forking.__file__]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
+
+    def run(self, script: str, *words: str | Path) -> str:
+        """What it prints."""
+        argv = [str(SCRIPTS / script), *map(str, words)]
+        request = {"argv": argv, "stdout": str(self._said), "stderr": str(self._complained)}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        code = self.process.stdout.readline()
+        said, complaints = self._said.read_text(), self._complained.read_text()
+        assert code == "0\n", f"{argv}\n{code}\n{said}\n{complaints}"
+        assert "has no time" not in complaints, complaints
+        return said
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of compiled kernels: scripts share some."""
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
     pytest.importorskip("torch")
-    return tmp_path_factory.mktemp("cache")
-
-
-# A script as `python FILE WORDS...` runs it, with rounds of timing that are as short as they can be, and no rests.
-SHORT = """
-import os, runpy, sys
-
-from tvm_sparse.bench import timing
-
-timing.ROUND_SECONDS = timing.REST_SECONDS = 1e-4
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def run(cache: Path, script: str, *words: str | Path) -> str:
-    environment = {
-        **os.environ,
-        "COLUMNS": "200",
-        "TVM_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(cache),
-        "XDG_DATA_HOME": str(cache / "data"),
-    }
-    command = [sys.executable, "-c", SHORT, str(SCRIPTS / script), *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    assert "has no time" not in done.stderr, done.stderr
-    return done.stdout
+    started = Scripts(tmp_path_factory.mktemp("scripts"))
+    yield started
+    started.process.kill()
+    started.process.communicate()
 
 
 def lines_of(path: Path) -> list[dict[str, str]]:
@@ -67,28 +73,28 @@ def lines_of(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.timeout(280)
-def test_the_exact_head_beside_its_peers(cache: Path, tmp_path: Path) -> None:
+def test_the_exact_head_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "head.csv"
     shapes = ("--shape", "3,500,40,5,float32", "--shape", "1,301,33,7,float16")
-    assert "head / product" in run(cache, "head_bench.py", "--target", "cpu", *shapes, "--csv", out)
+    assert "head / product" in scripts.run("head_bench.py", "--target", "cpu", *shapes, "--csv", out)
     lines = lines_of(out)
     assert len(lines) == 8 and all(float(line["microseconds"]) > 0 for line in lines)
     assert {line["implementation"] for line in lines} >= {"head_topk", "product", "product + softmax_topk"}
 
 
 @pytest.mark.timeout(280)
-def test_lists_of_candidates_a_row(cache: Path, tmp_path: Path) -> None:
+def test_lists_of_candidates_a_row(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "grid.csv"
     shape = ("--target", "cpu", "--size", "40,700", "--m", "12", "--m", "90", "--batch", "3", "--dtype", "float32")
-    assert "torch / ours" in run(cache, "specvocab_grid.py", *shape, "--csv", out)
+    assert "torch / ours" in scripts.run("specvocab_grid.py", *shape, "--csv", out)
     lines = lines_of(out)
     assert len(lines) == 10 and all(float(line["microseconds"]) > 0 for line in lines)
 
 
 @pytest.mark.timeout(280)
-def test_steps_of_table_4(cache: Path, tmp_path: Path) -> None:
+def test_steps_of_table_4(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "steps.csv"
-    printed = run(cache, "shi_xu_knight_table4.py", *STEP, "--beam", "3", "--csv", out)
+    printed = scripts.run("shi_xu_knight_table4.py", *STEP, "--beam", "3", "--csv", out)
     assert "LSH head" in printed and "candidate list" in printed
     lines = {line["step"]: line for line in lines_of(out)}
     assert 180 <= int(lines["LSH head"]["candidates"]) <= 200  # as many as were asked for, or a few less
@@ -96,10 +102,10 @@ def test_steps_of_table_4(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_a_step_by_lsh_beside_its_peers(cache: Path, tmp_path: Path) -> None:
+def test_a_step_by_lsh_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "lsh.csv"
     shapes = ("--target", "cpu", "--shape", "3,500,40,150,float32", "--shape", "2,300,33,90,float16")
-    printed = run(cache, "lsh_bench.py", *HASH, *shapes, "--n", "5", "--csv", out)
+    printed = scripts.run("lsh_bench.py", *HASH, *shapes, "--n", "5", "--csv", out)
     assert "torch / LSH" in printed
     lines = lines_of(out)
     assert len(lines) == 14 and all(float(line["microseconds"]) > 0 for line in lines)
@@ -107,18 +113,18 @@ def test_a_step_by_lsh_beside_its_peers(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_beams_of_table_8(cache: Path, tmp_path: Path) -> None:
+def test_beams_of_table_8(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "beams.csv"
-    run(cache, "shi_xu_knight_table8.py", *STEP, "--beam", "2", "--beam", "5", "--n", "4", "--csv", out)
+    scripts.run("shi_xu_knight_table8.py", *STEP, "--beam", "2", "--beam", "5", "--n", "4", "--csv", out)
     lines = lines_of(out)
     assert [line["beam"] for line in lines] == ["2"] * 6 + ["5"] * 6
     assert int(lines[0]["candidates"]) < int(lines[-1]["candidates"])  # a larger beam has a longer list
 
 
 @pytest.mark.timeout(280)
-def test_parts_of_table_1(cache: Path, tmp_path: Path) -> None:
+def test_parts_of_table_1(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "parts.csv"
-    run(cache, "shi_xu_knight_table1.py", *STEP, "--beam", "2", "--csv", out)
+    scripts.run("shi_xu_knight_table1.py", *STEP, "--beam", "2", "--csv", out)
     lines = lines_of(out)
     assert len(lines) == 21 and {line["output"] for line in lines} == {
         "torch product + softmax + topk",
@@ -139,10 +145,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(280)
-def test_speed_against_recall(cache: Path, states: Path, tmp_path: Path) -> None:
+def test_speed_against_recall(scripts: Scripts, states: Path, tmp_path: Path) -> None:
     out = tmp_path / "points.csv"
     options = ("--target", "cpu", "--dtype", "float32", "--setting", "3,2,40", "--rows", "24", "--samples", "64")
-    run(cache, "shi_xu_knight_figure6.py", states, *options, "--csv", out)
+    scripts.run("shi_xu_knight_figure6.py", states, *options, "--csv", out)
     lines = lines_of(out)
     assert {line["implementation"] for line in lines} == {
         "exact head",
@@ -154,11 +160,11 @@ def test_speed_against_recall(cache: Path, states: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_recall_is_what_the_hash_gives(cache: Path, states: Path, tmp_path: Path, beam: int) -> None:
+def test_recall_is_what_the_hash_gives(scripts: Scripts, states: Path, tmp_path: Path, beam: int) -> None:
     """Shares and recalls of the CSV, recomputed from the definition: equations 3, 9 and 10."""
     out = tmp_path / "recall.csv"
     options = ("--setting", "3,2,40", "--rows", "24", "--samples", "64", "--beam", str(beam))
-    assert "recall@12 of 0.99: " in run(cache, "lsh_recall.py", states, *options, "--csv", out)
+    assert "recall@12 of 0.99: " in scripts.run("lsh_recall.py", states, *options, "--csv", out)
     with np.load(states) as saved:
         embedding, hidden = saved["embedding"], saved["hidden"].reshape(-1, 64, 32)[:2, :12].reshape(24, 32)
     permutations = wta.permutations(32, 3, 2, 40, 0)
@@ -205,26 +211,26 @@ def bert(folder: Path, hidden: int = 24, inner: int = 48) -> None:
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
 
 
-def test_recall_of_a_models_own_states(cache: Path, tmp_path: Path) -> None:
+def test_recall_of_a_models_own_states(scripts: Scripts, tmp_path: Path) -> None:
     bert(tmp_path / "model")
     out = tmp_path / "recall.csv"
     options = ("--setting", "2,2,20", "--rows", "24", "--samples", "128")
     saved, again = tmp_path / "states.npz", tmp_path / "again.csv"
-    printed = run(cache, "lsh_recall.py", tmp_path / "model", *options, "--csv", out, "--save", saved)
+    printed = scripts.run("lsh_recall.py", tmp_path / "model", *options, "--csv", out, "--save", saved)
     assert "139 words, 24 columns" in printed
     lines = lines_of(out)
     assert all(float(line["recall_12"]) >= float(line["goal"]) for line in lines)
     # The file stands for the model; float16 changes the order of a few columns.
-    run(cache, "lsh_recall.py", saved, *options, "--csv", again)
+    scripts.run("lsh_recall.py", saved, *options, "--csv", again)
     for one, other in zip(lines, lines_of(again), strict=True):
         assert abs(float(one["share"]) - float(other["share"])) < 0.1
 
 
 @pytest.mark.timeout(280)
-def test_points_of_a_space_side_by_side(cache: Path) -> None:
+def test_points_of_a_space_side_by_side(scripts: Scripts) -> None:
     problem = "head_topk/batch=2,vocab=97,hidden=24,k=3"
     words = ("--template", "head_rows", "--fix", "simd=8,16", "--points", "2", "--target", "cpu")
-    out = run(cache, "probes/explore.py", problem, *words)
+    out = scripts.run("probes/explore.py", problem, *words)
     assert "(default)" in out and len([line for line in out.splitlines() if "head_rows@" in line]) == 3
     assert not any("simd=32" in line for line in out.splitlines())
 
@@ -233,10 +239,10 @@ def test_points_of_a_space_side_by_side(cache: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_recurrent_layers_beside_their_peers(cache: Path, tmp_path: Path) -> None:
+def test_recurrent_layers_beside_their_peers(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "rnn.csv"
     cases = ("--case", "40,3,9,0.2", "--case", "33,2,5,0.3,lstm", "--case", "20,18,4,0.3,gru")
-    printed = run(cache, "rnn_bench.py", "--target", "cpu", *cases, "--csv", out)
+    printed = scripts.run("rnn_bench.py", "--target", "cpu", *cases, "--csv", out)
     assert "torch module" in printed
     lines = lines_of(out)
     assert len(lines) == 30 and all(float(line["microseconds"]) > 0 for line in lines)
@@ -246,27 +252,29 @@ def test_recurrent_layers_beside_their_peers(cache: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(280)
-def test_sweeps_of_zhu_and_pool(cache: Path, tmp_path: Path) -> None:
-    run(cache, "zhu_pool_figures.py", "--target", "cpu", "--figure", "2d", "--shrink", "64", "--output", tmp_path / "f")
+def test_sweeps_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
+    scripts.run(
+        "zhu_pool_figures.py", "--target", "cpu", "--figure", "2d", "--shrink", "64", "--output", tmp_path / "f"
+    )
     lines = lines_of(tmp_path / "f.csv")
     assert {line["figure"] for line in lines} == {"2d"} and all(float(line["microseconds"]) > 0 for line in lines)
     assert {line["steps"] for line in lines} == {"2", "4", "8", "16"}  # the first two shrink to the same
 
 
 @pytest.mark.timeout(280)
-def test_layers_of_zhu_and_pool(cache: Path, tmp_path: Path) -> None:
+def test_layers_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "layers.csv"
-    printed = run(cache, "zhu_pool_tables23.py", "--target", "cpu", "--table", "2", "--shrink", "256", "--csv", out)
+    printed = scripts.run("zhu_pool_tables23.py", "--target", "cpu", "--table", "2", "--shrink", "256", "--csv", out)
     assert "Table 2, lstm, batch 4" in printed and "7.39" in printed  # 2.44 / 0.33 is the paper's of 256 at 12.5 %
     lines = lines_of(out)
     assert {line["density"] for line in lines} == {"1", "0.125", "0.0625", "0.0417", "0.047"}
 
 
 @pytest.mark.timeout(280)
-def test_layouts_of_table_1(cache: Path, tmp_path: Path) -> None:
+def test_layouts_of_table_1(scripts: Scripts, tmp_path: Path) -> None:
     """Without a GPU: the penalties that are expected, which the better layouts lower."""
     out = tmp_path / "ablation.csv"
-    printed = run(cache, "zhu_pool_table1.py", "--target", "cpu", "--case", "192,4,3,0.2", "--csv", out)
+    printed = scripts.run("zhu_pool_table1.py", "--target", "cpu", "--case", "192,4,3,0.2", "--csv", out)
     assert "no GPU here" in printed
     penalty = {line["configuration"]: float(line["expected_penalty"]) for line in lines_of(out)}
     assert penalty["naive"] > penalty["wide loads"] > penalty["bank-aware layout, Algorithm 1"]

@@ -98,6 +98,13 @@ struct Thread {
   int group = 0;
 };
 
+// A thread that can run, beside the priority that it had when that was so: to find the highest of a thousand, nothing
+// else is read.
+struct Ready {
+  Thread* thread;
+  int64_t priority;
+};
+
 struct Barrier {
   int arrived = 0, expected = 0, true_predicates = 0;
   const Knowledge* heard = nullptr;
@@ -106,7 +113,7 @@ struct Barrier {
 struct Block {
   Dim idx;
   std::vector<Thread> threads;
-  std::vector<Thread*> ready;
+  std::vector<Ready> ready;
   Barrier barriers[16];
   uint32_t epoch = 1;  // grows at every block barrier
   unsigned alive = 0;
@@ -353,7 +360,7 @@ void suspend() {
 
 void wake(Thread& t) {
   t.state = State::kReady;
-  t.block->ready.push_back(&t);
+  t.block->ready.push_back({&t, t.priority});
 }
 
 // Lets another thread run first, sometimes: around atomics and polling loads.
@@ -361,7 +368,7 @@ void yield_point(bool always) {
   if (!always && random_number() % 4) return;
   Thread* t = machine.current;
   t->priority -= int64_t(1) << 40;  // a polling thread must not starve those it waits for
-  t->block->ready.push_back(t);
+  t->block->ready.push_back({t, t->priority});
   suspend();
 }
 
@@ -465,8 +472,8 @@ Thread* pick(Block& b) {
   size_t best = random_number() % b.ready.size();
   if (b.policy)
     for (size_t i = 0; i < b.ready.size(); i++)
-      if (b.ready[i]->priority > b.ready[best]->priority) best = i;
-  Thread* t = b.ready[best];
+      if (b.ready[i].priority > b.ready[best].priority) best = i;
+  Thread* t = b.ready[best].thread;
   b.ready[best] = b.ready.back();
   b.ready.pop_back();
   return t;
@@ -636,7 +643,7 @@ void prepare(Block& b, unsigned cluster, unsigned rank, unsigned slot) {
     t.start.uc_stack.ss_size = kStack - kPage;
     t.start.uc_link = nullptr;
     makecontext(&t.start, thread_main, 0);
-    b.ready.push_back(&t);
+    b.ready.push_back({&t, t.priority});
   }
 }
 
@@ -731,10 +738,10 @@ Thread& exchange(const char* op, int line, uint32_t mask, uint64_t value) {
   unsigned count = std::min<unsigned>(32, threads.size() - first);
   if (count < 32) mask &= (1u << count) - 1;
   bool complete = true;
-  for (unsigned i = 0; i < count; i++) {
+  for (unsigned i = 0; i < count && complete; i++) {
     Thread& o = threads[first + i];
     if (mask >> i & 1)
-      complete &= o.state == State::kWarp && o.mask == t.mask && (o.op == op || strcmp(o.op, op) == 0);
+      complete = o.state == State::kWarp && o.mask == t.mask && (o.op == op || strcmp(o.op, op) == 0);
   }
   if (complete) {
     uint32_t joined[32] = {};
@@ -878,7 +885,8 @@ static char* home(char* address) {
 static Region* find_region(char* address, size_t size) {
   address = home(address);
   auto within = [&](const Region& r) { return address >= r.begin && address + size <= r.end; };
-  static size_t last;  // mostly, it is the one of the access before
+  static size_t seen[1024];  // mostly, it is the one of the access before to that page
+  size_t& last = seen[uintptr_t(address) / kPage % 1024];
   if (last < machine.regions.size() && within(machine.regions[last])) return &machine.regions[last];
   for (size_t i = 0; i < machine.regions.size(); i++)
     if (within(machine.regions[i])) return &machine.regions[last = i];

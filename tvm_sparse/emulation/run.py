@@ -3,7 +3,7 @@
 `run_on_cpu` builds a module for CUDA as `tvm.compile` does, up to the CUDA C++ text. g++ compiles
 that text behind `cuda_on_cpu.h`, where every CUDA thread is a fiber; LLVM compiles the host
 function, so that launch extents, launch order and workspaces are those of the real thing. Both run
-in a forked child, which turns crashes, hangs and misbehaviour into an `EmulationError`:
+in a child process (`child`), which turns crashes, hangs and misbehaviour into an `EmulationError`:
 
 * results that depend on the order of threads or blocks (the order is drawn from `seed`);
 * data races between threads of a block, in shared and global memory, and between those of a cluster
@@ -30,7 +30,7 @@ only as different results under different seeds.
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import functools
 import mmap
 import os
@@ -38,11 +38,13 @@ import re
 import select
 import shutil
 import signal
-import struct
+import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,12 @@ from tvm import tirx
 from tvm.ir import Call, StringImm
 from tvm.tirx.build import split_host_device_mods
 
+from .child import CLUSTER_DIMS, COOPERATIVE, DIMS, DYNAMIC_SHARED, FLAGS, PAGE, Kernel, Placed, receive, send
+
 __all__ = ["EmulationError", "cuda_source", "run_on_cpu"]
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-PAGE = mmap.PAGESIZE
+CHILD = Path(__file__).with_name("child.py")
 CANARY = 0xA5
 GXX = ["g++", "-x", "c++", "-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
 MACHINE_FLAGS = ["-O2", "-DCOC_MACHINE"]
@@ -69,26 +73,10 @@ KERNEL_FLAGS = [
 KNOWN_INCLUDES = {"cstdint", "type_traits", "cuda.h", "cuda_fp16.h", "cuda_bf16.h",
                   "math_constants.h", "sm_61_intrinsics.h", "cuda/std/cstdint",
                   "cuda/std/type_traits", "cuda/barrier", "cooperative_groups.h"}  # fmt: skip
-DIMS = ["blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z"]
-CLUSTER_DIMS = ["clusterCtaIdx.x", "clusterCtaIdx.y", "clusterCtaIdx.z"]
-DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
-COOPERATIVE = "tirx.use_cooperative_launch"
-# Programmatic dependent launch: kernels run one after another here, which it permits; stale contents are for the rest.
-OVERLAPPING = "tirx.use_programtic_dependent_launch"
-FLAGS = {COOPERATIVE, OVERLAPPING}
 
 
 class EmulationError(RuntimeError):
     """A kernel did what CUDA does not allow, crashed or did not end."""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What is needed to launch one `__global__` function."""
-
-    name: str
-    dtypes: tuple[str, ...]  # of the parameters; "handle" for pointers
-    launch_params: tuple[str, ...]
 
 
 def run_on_cpu(
@@ -134,11 +122,15 @@ def run_on_cpu(
         placed: list[Any] = [
             _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)
         ]
-        for i, before in (stale or {}).items():
-            placed[i].hold_until_awaited(before)
         arrays = [a for a in args if isinstance(a, np.ndarray)]
         copies = [p for p in placed if isinstance(p, _GuardedArray)]
-        error = _run_in_child(library, built, placed, seed, timeout, check_races)
+        try:
+            for i, before in (stale or {}).items():
+                placed[i].hold_until_awaited(before)
+            error = _run_in_child(library, built, placed, seed, timeout, check_races)
+        finally:
+            for copy in copies:
+                copy.file.close()
         if error is not None:
             if isinstance(error, str):
                 error = EmulationError(_with_source_lines(error, built.source, library))
@@ -707,11 +699,11 @@ class _GuardedArray:
         self.name, self.nbytes = name, array.nbytes
         room = -(-self.nbytes // 16) * 16
         pages = -(-max(room, 1) // PAGE)
-        self._map = mmap.mmap(-1, (pages + 2) * PAGE)
-        self._memory = np.frombuffer(self._map, np.uint8)
+        self.file = open(os.memfd_create("cuda_on_cpu"), "r+b", buffering=0)
+        self.file.truncate((pages + 2) * PAGE)
+        self._memory = np.frombuffer(mmap.mmap(self.file.fileno(), (pages + 2) * PAGE), np.uint8)
         self._memory[:] = CANARY
         self._start = (pages + 1) * PAGE - room
-        self.guards = [self.address - self._start, self.address - self._start + (pages + 1) * PAGE]
         self.array = self._inside.view(array.dtype).reshape(array.shape)
         self.array[...] = array
         self.stale: np.ndarray | None = None
@@ -726,16 +718,10 @@ class _GuardedArray:
     def _inside(self) -> np.ndarray:
         return self._memory[self._start : self._start + self.nbytes]
 
-    @property
-    def address(self) -> int:
-        return self._memory.ctypes.data + self._start
-
-    def tensor(self) -> tvm.runtime.Tensor:
-        room = self._memory[self._start : self._start + max(self.nbytes, 16)]
-        if not self.nbytes:
-            room = self._memory[self._start - PAGE : self._start]
-        flat: Any = tvm_ffi.from_dlpack(room, require_alignment=16)
-        return flat._create_view(self.array.shape, str(self.array.dtype))
+    def placed(self) -> Placed:
+        stale = None if self.stale is None else self.stale.tobytes()
+        shape, dtype = self.array.shape, str(self.array.dtype)
+        return Placed(self.name, shape, dtype, self._start, self.nbytes, len(self._memory), stale)
 
     def check_canary(self) -> None:
         before = self._memory[PAGE : self._start]
@@ -745,96 +731,89 @@ class _GuardedArray:
             raise EmulationError(f"out-of-bounds write to {self.name}, {where}")
 
 
-def _run_in_child(
-    library: Path, built: _Built, args: list[object], seed: int, timeout: float, check_races: bool
-) -> str | BaseException | None:  # fmt: skip
-    """What went wrong, if anything: text from the emulator or an exception of the host function.
+class _Runner:
+    """The process that forks the runs, and how to ask it."""
 
-    A fork, because kernels may crash, hang and scribble, and because it isolates the registration
-    of the kernels' names and of "__tvm_set_device" as global functions.
-    """
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            runtime = Path(tvm.__file__).with_name("lib") / "libtvm_runtime.so"
+            command = [sys.executable, "-P", str(CHILD), str(theirs.fileno()), str(runtime)]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def run(self, request: dict[str, Any], files: Sequence[int], timeout: float) -> str | int:
+        """What the child said, or the status that it ended with."""
+        read_end, write_end = os.pipe()
+        with open(read_end, "rb", buffering=0) as errors:
+            try:
+                send(self._connection, request, [write_end, 1, 2, *files])
+            finally:
+                os.close(write_end)
+            child, _ = receive(self._connection)
+            text, ended = b"", False
+            try:
+                while select.select([errors], [], [], timeout + 10)[0]:
+                    if ended := not (chunk := errors.read(1 << 16)):
+                        break
+                    text += chunk
+            finally:
+                if not ended:
+                    os.kill(child, signal.SIGKILL)
+            status, _ = receive(self._connection)
+        return text.decode(errors="replace") or status if ended else f"timeout: no answer after {timeout + 10} s"
+
+    def close(self) -> None:
+        self._connection.close()
+        if self.owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+
+_runner: _Runner | None = None
+_asking = threading.Lock()
+
+
+def _close_runner() -> None:
+    global _runner
+    if _runner is not None:
+        _runner.close()
+        _runner = None
+
+
+atexit.register(_close_runner)
+
+
+def _run_in_child(
+    library: Path, built: _Built, args: Sequence[Any], seed: int, timeout: float, check_races: bool
+) -> str | BaseException | None:
+    """What went wrong, if anything: text from the emulator or an exception of the host function."""
+    global _runner
+    request = {
+        "library": str(library),
+        "entry": built.entry,
+        "kernels": [astuple(kernel) for kernel in built.kernels],
+        "arguments": [astuple(a.placed()) if isinstance(a, _GuardedArray) else a for a in args],
+        "seed": seed,
+        "timeout": timeout,
+        "check_races": check_races,
+    }
+    files = [a.file.fileno() for a in args if isinstance(a, _GuardedArray)]
+    with _asking:
+        if _runner is not None and _runner.owner != os.getpid():  # of the process that this one was forked of
+            _close_runner()
+        if _runner is None:
+            _runner = _Runner()
         try:
-            _child(library, built, args, seed, timeout, check_races, write_end)
-            os._exit(0)
-        except BaseException as error:
-            os.write(write_end, f"\0{type(error).__name__}\0{error}".encode())
-            os._exit(4)
-    os.close(write_end)
-    text, status = b"", None
-    while select.select([read_end], [], [], timeout + 10)[0]:
-        if not (chunk := os.read(read_end, 1 << 16)):
-            _, status = os.waitpid(child, 0)
-            break
-        text += chunk
-    os.close(read_end)
-    if status is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return f"timeout: no answer after {timeout + 10} s"
-    message = text.decode(errors="replace")
-    if message.startswith("\0"):
-        _, kind, message = message.split("\0", 2)
+            said = _runner.run(request, files, timeout)
+        except BaseException:
+            _close_runner()
+            raise
+    if isinstance(said, str) and said.startswith("\0"):
+        _, kind, message = said.split("\0", 2)
         known = {c.__name__: c for c in (TypeError, ValueError, IndexError, NotImplementedError)}
         return known.get(kind, EmulationError)(message)
-    return message or (f"the child ended with status {status}" if status else None)
-
-
-def _child(
-    library: Path, built: _Built, args: list[object], seed: int, timeout: float, check_races: bool, error_fd: int
-) -> None:
-    lib = ctypes.CDLL(str(library))
-    lib.cuda_on_cpu_init.argtypes = [
-        ctypes.c_int, ctypes.c_uint64, ctypes.c_bool, ctypes.c_double,
-    ]  # fmt: skip
-    lib.cuda_on_cpu_region.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    lib.cuda_on_cpu_stale.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    lib.cuda_on_cpu_init(error_fd, seed, check_races, timeout)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for arg in args:
-        if isinstance(arg, _GuardedArray):
-            lib.cuda_on_cpu_region(arg.address, arg.nbytes, arg.name.encode())
-            if arg.stale is not None:
-                lib.cuda_on_cpu_stale(arg.address, arg.stale.ctypes.data, arg.nbytes)
-            for guard in arg.guards:
-                libc.mprotect(guard, PAGE, 0)
-    tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
-    for kernel in built.kernels:
-        tvm_ffi.register_global_func(kernel.name, _launcher(lib, kernel), override=True)
-    main = tvm.runtime.load_module(str(library))[built.entry]
-    main(*(a.tensor() if isinstance(a, _GuardedArray) else a for a in args))
-    libc.fflush(None)  # what kernels have printed
-
-
-def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> Callable[..., None]:
-    """A packed function that takes what the CUDA runtime's kernel functions take."""
-    formats = {"float32": "f", "float64": "d", "bool": "?", "handle": "Q"}
-    formats |= {f"int{8 << i}": c for i, c in enumerate("bhiq")}
-    formats |= {f"uint{8 << i}": c.upper() for i, c in enumerate("bhiq")}
-    extents = [p for p in kernel.launch_params if p not in FLAGS]
-
-    def launch(*values: Any) -> None:
-        count = len(kernel.dtypes)
-        slots = (ctypes.c_char * (8 * max(count, 1)))()
-        for i, (dtype, value) in enumerate(zip(kernel.dtypes, values[:count], strict=True)):
-            if dtype == "handle":
-                value = getattr(value, "value", value) or 0
-            struct.pack_into(formats[dtype], slots, 8 * i, value)
-        base = ctypes.addressof(slots)
-        pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
-        sizes = dict(zip(extents, (int(v) for v in values[count:]), strict=True))
-        dims = (ctypes.c_uint * 9)(*(sizes.get(d, 1) for d in [*DIMS, *CLUSTER_DIMS]))
-        lib.cuda_on_cpu_run(
-            kernel.name.encode(),
-            ctypes.cast(lib[f"emulated_{kernel.name}"], ctypes.c_void_p),
-            pointers, dims, ctypes.c_size_t(sizes.get(DYNAMIC_SHARED, 0)),
-            COOPERATIVE in kernel.launch_params, OVERLAPPING in kernel.launch_params,
-        )  # fmt: skip
-
-    return launch
+    return f"the child ended with status {said}" if isinstance(said, int) and said else said or None
 
 
 def _with_source_lines(message: str, source: str, library: Path) -> str:

@@ -162,18 +162,30 @@ def handle(message: dict[str, Any]) -> Any:
 _search: strategies.Strategy | None = None
 
 
+# What no search needs, and imports of a search take wherever it is installed: half of the seconds that it begins with.
+UNNEEDED = ("torch", "sklearn", "tvm.runtime.disco")
+
+
+class Absent:
+    """For `sys.meta_path`: modules that are not found, as if they were not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if name in UNNEEDED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def load() -> None:
-    """Import what most searches need."""
+    """Import what most searches need, without what they do not."""
     from . import search
 
-    with contextlib.suppress(ImportError):  # the first search that needs it tells of it
-        search.load()
+    sys.meta_path.insert(0, Absent)
+    try:
+        with contextlib.suppress(ImportError):  # the first search that needs it tells of it
+            search.load()
+    finally:
+        sys.meta_path.remove(Absent)  # problems and strategies from outside may need them
 
 
 if __name__ == "__main__":
-    # The search needs no PyTorch, which tvm_ffi imports where it is installed. SciPy looks for it here.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    import tvm_ffi  # noqa: F401
-
-    del sys.modules["torch"]
     serve(handle, begin=load)
