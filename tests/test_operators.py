@@ -163,6 +163,14 @@ def test_lookups_differ_in_what_their_decisions_depend_on() -> None:
     assert 0 < distances[0] < distances[1] < distances[2]
 
 
+def test_steps_of_another_beam_have_decisions_of_their_own() -> None:
+    step = parse("lsh_topk/lists=1,beam=12,hidden=1000,vocab=40000,frequent=5500,n=12,dtype=float16")
+    assert 0 < step.distance(dataclasses.replace(step, frequent=5400)) < step.distance(dataclasses.replace(step, n=13))
+    assert step.distance(dataclasses.replace(step, bias=1)) == 0
+    for other in ({"beam": 13}, {"dtype": "bfloat16"}, {"table": "cuckoo"}, {"vocab": 60_000}, {"frequent": 2000}):
+        assert step.distance(dataclasses.replace(step, **other)) is None
+
+
 def test_typical_rows_are_counted_roughly() -> None:
     assert [typical(n, 1) for n in (0, 1, 2, 3, 4, 7, 8, 14, 15, 100, 1000)] == [
         1,
