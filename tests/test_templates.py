@@ -628,6 +628,17 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
             verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_hits_where_a_thread_block_has_no_room_for_all_pieces_of_its_buckets(beyond: int) -> None:
+    """All words are in one long bucket of each band, and are found by as many hits as there are bands, but not by one
+    more: neither is one lost nor counted twice."""
+    problem = parse("lsh_topk/lists=1,beam=1,hidden=4,vocab=520,frequent=1,n=1,k=2,units=1,bands=260")
+    template = spaces.find("fused_step")
+    program = template.build(problem, template.default(problem, SM90))
+    settings = {"threshold": problem.bands + beyond}
+    verify(problem, "every", 0, emulated(program, 0), workspaces(program, problem), settings)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "decisions"),
     [

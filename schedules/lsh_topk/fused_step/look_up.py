@@ -14,8 +14,9 @@ sent it when they have come to a barrier. Hits that there is no room for are add
 takes longer.
 
 A bucket is gone through in *pieces* of what `bucket_lanes` lanes load together, because some are very long: two units
-of a band that share a column make buckets ten times as long as others, and two such pairs hundred times. Pieces beside
-the first of each band are *further* ones; those that there is no room for stay in one piece with the last of these.
+of a band that share a column make buckets ten times as long as others, and two such pairs hundred times. The longest
+ones have `MOST_PIECES` longer pieces. Pieces beside the first of each band are *further* ones; those that there is no
+room for stay in one piece with the last of these.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ...lsh.buckets import (
 )
 from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
+from .space import MOST_PIECES, PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
@@ -85,7 +86,7 @@ def find_pieces(e: Extents) -> Phase:
     Reads: `places`, tables; `further`, 0. Writes: `spans`, `further`. Barriers: none; one has to come before, and one
     after.
     """
-    find = find_buckets(e.counting)
+    find, longest = find_buckets(e.counting), e.piece * MOST_PIECES
 
     @T.inline
     def phase(s, io):
@@ -94,8 +95,11 @@ def find_pieces(e: Extents) -> Phase:
             s.band[0] = s.begin + s.at
             s.code[0] = code_of_places(e.hashing, s, s.at)
             find(s, io, 1)
-            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + e.piece
-            s.more = T.max((s.last[0] - s.next + (e.piece - 1)) // e.piece, 0)
+            piece: T.int32 = T.max((s.last[0] - s.first[0] + (longest - 1)) // longest, 1) * e.piece
+            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + piece
+            s.more = 0
+            if s.next < s.last[0]:
+                s.more = (s.last[0] - s.next + (piece - 1)) // piece
             s.place_at = 0
             if s.more > 0:
                 s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
@@ -103,8 +107,8 @@ def find_pieces(e: Extents) -> Phase:
             s.spans[s.at] = span_of(s.first[0], T.Select(s.more > 0, s.next, s.last[0]))
             for j in T.serial(s.more):
                 s.spans[s.many + s.place_at + j] = span_of(
-                    s.next, T.Select(j + 1 < s.more, s.next + e.piece, s.last[0]))
-                s.next = s.next + e.piece
+                    s.next, T.Select(j + 1 < s.more, s.next + piece, s.last[0]))
+                s.next = s.next + piece
 
     return phase
 

@@ -30,7 +30,9 @@ ALL = 224 * 1024  # bytes of shared memory that two thread blocks have on a mult
 MOST_BESIDE = ALL // 2
 ALL_FOR_TWO = 98 * 1024  # from which on it is given all of them for two of its thread blocks
 TILE_BANDS = 512  # that a thread block looks up together, at most
-SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
+SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each,
+LEAST_SPARE = 512  # and at least: of few bands some may have most of the words
+MOST_PIECES = 32  # of a bucket; those of one that has more words are longer
 MOST_PART = 1 << 16  # words, for hits of 16 bits
 SEGMENTS = 16  # of what a thread block sends,
 SENT = 8192  # hits of all of these
@@ -127,7 +129,7 @@ class Extents:
     @property
     def spare(self) -> int:
         """Further pieces of its buckets that a thread block has room for, beside the first of each."""
-        return SPARE * self.counting.tile
+        return max(SPARE * self.counting.tile, LEAST_SPARE)
 
     @property
     def segments(self) -> int:
