@@ -164,6 +164,7 @@ class Headline:
 
 GU_SPARSE = ("torch BSR", "torch bsr_dense_mm", "cuSPARSE")
 HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
+SAMPLED = "peers-sample-h200"
 QUALITY = "shi-xu-knight-figure6-docstrings-lstm-h200"
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
@@ -598,9 +599,9 @@ def head_sentence() -> str:
             f" {span(full)} times in float32, and reads the embedding at {span(shares, 0)} % of the card's limit."
             f" PyTorch's product, softmax and top-k take"
             f" {span(times[TORCH_HEAD] / times['head_topk'] for times in found.values())} times as long."
-            f" Product + `softmax_topk` takes {span(won)} times as long at {len(won)} shapes. The head loses to it at"
-            f" {len(lost)}, (batch, vocab, hidden): {listed(lost)}. To the product of 16 bits alone `softmax_topk` adds"
-            f" {span(added, 1)} microseconds.",
+            f" Product + `softmax_topk` takes {span(won)} times as long at {len(won)} shapes."
+            + (f" The head loses to it at {len(lost)}, (batch, vocab, hidden): {listed(lost)}." if lost else "")
+            + f" To the product of 16 bits alone `softmax_topk` adds {span(added, 1)} microseconds.",
             *missing,
         ]
     )
@@ -809,6 +810,20 @@ def softmax_ratios() -> str:
         f"The faster of `torch.softmax`, eager and compiled, takes {times_as(min(found.ratios))} to"
         f" {times_as(max(found.ratios))} times as long, {times_as(found.mean)} in the geometric mean."
     )
+
+
+@part
+def softmax_sample_peers() -> str:
+    names = (NAME, "torch topk, cumsum, multinomial", "torch sort, cumsum, multinomial")
+    rows = []
+    for problem, times in results(SAMPLED).by_problem().items():
+        axes = problem.axes
+        fastest = min(times[name] for name in names[1:] if name in times)
+        kept = "all words" if axes["whole"] else f"top {axes['k']}"
+        cells = [us(times.get(name)) for name in names]
+        rows.append([f"{axes['batch']} x {axes['vocab']}", kept, *cells, times_as(fastest / times[NAME])])
+    head = ["softmax_sample", "of", "tvm_sparse", "PyTorch's topk", "PyTorch's sort", "PyTorch / ours"]
+    return table(head, rows)
 
 
 # ------------------------------------------------------------------------------------------------- many devices
@@ -1069,6 +1084,7 @@ def _where(*names: str) -> Callable[[], str]:
 
 PARTS["where-peers"] = _where("peers-h200")
 PARTS["where-softmax"] = _where("peers-softmax-h200")
+PARTS["where-sample"] = _where(SAMPLED)
 PARTS["where-gu"] = _where("gu-tables-h200")
 PARTS["where-float16"] = _where("peers-float16-h200")
 PARTS["where-rotated"] = _where("peers-rotated-h200")
