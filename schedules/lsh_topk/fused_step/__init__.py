@@ -50,7 +50,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=11,
+    version=12,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

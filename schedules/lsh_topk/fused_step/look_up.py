@@ -2,6 +2,7 @@
 
 begin          what needs nothing of the producer kernel: counts to 0, columns of the first units
 find_pieces    where the buckets of a thread block's bands are
+lengthen       pieces of these, where there is no room for as many
 count_pieces   their words: those of the thread block's part of the vocabulary are counted, others sent
 tell           the others how much was sent to them
 receive        what they have sent
@@ -14,9 +15,9 @@ sent it when they have come to a barrier. Hits that there is no room for are add
 takes longer.
 
 A bucket is gone through in *pieces* of what `bucket_lanes` lanes load together, because some are very long: two units
-of a band that share a column make buckets ten times as long as others, and two such pairs hundred times. The longest
-ones have `MOST_PIECES` longer pieces. Pieces beside the first of each band are *further* ones; those that there is no
-room for stay in one piece with the last of these.
+of a band that share a column make buckets ten times as long as others, and two such pairs hundred times. Pieces beside
+the first of each band are *further* ones. Where there is no room for all of them, as with few units, whose buckets are
+all long, they are found again, each as many times as long as makes them fit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ...lsh.buckets import (
 )
 from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
-from .space import MOST_PIECES, PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
+from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
 from .state import alloc_hash_state
 
 Phase = Callable[..., Any]
@@ -83,10 +84,10 @@ def begin(e: Extents) -> Phase:
 def find_pieces(e: Extents) -> Phase:
     """Where the buckets of `many` bands from `begin` on are, whose units' places are known; the phase is (s, io).
 
-    Reads: `places`, tables; `further`, 0. Writes: `spans`, `further`. Barriers: none; one has to come before, and one
-    after.
+    Reads: `places`, tables; `stride`, the words of a piece; `further`, 0. Writes: `further`; `spans`, all of them if
+    `further` is not above `spare`. Barriers: none; one has to come before, and one after.
     """
-    find, longest = find_buckets(e.counting), e.piece * MOST_PIECES
+    find = find_buckets(e.counting)
 
     @T.inline
     def phase(s, io):
@@ -95,20 +96,38 @@ def find_pieces(e: Extents) -> Phase:
             s.band[0] = s.begin + s.at
             s.code[0] = code_of_places(e.hashing, s, s.at)
             find(s, io, 1)
-            piece: T.int32 = T.max((s.last[0] - s.first[0] + (longest - 1)) // longest, 1) * e.piece
-            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + piece
+            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + s.stride
             s.more = 0
-            if s.next < s.last[0]:
-                s.more = (s.last[0] - s.next + (piece - 1)) // piece
             s.place_at = 0
-            if s.more > 0:
+            if s.next < s.last[0]:
+                s.more = T.truncdiv(s.last[0] - s.next + s.stride - 1, s.stride)
                 s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
-                s.more = T.max(T.min(s.more, e.spare - s.place_at), 0)
-            s.spans[s.at] = span_of(s.first[0], T.Select(s.more > 0, s.next, s.last[0]))
-            for j in T.serial(s.more):
-                s.spans[s.many + s.place_at + j] = span_of(
-                    s.next, T.Select(j + 1 < s.more, s.next + piece, s.last[0]))
-                s.next = s.next + piece
+            s.spans[s.at] = span_of(s.first[0], T.min(s.next, s.last[0]))
+            if s.place_at + s.more <= e.spare:
+                for j in T.serial(s.more):
+                    s.spans[s.many + s.place_at + j] = span_of(s.next, s.next + T.min(s.stride, s.last[0] - s.next))
+                    s.next = s.next + s.stride
+
+    return phase
+
+
+def lengthen(e: Extents) -> Phase:
+    """Longer pieces, if there is no room for so many; the phase is (s).
+
+    Reads: `further`. Writes: `going`, whether they have to be found again; if so `stride`, and `further`, to 0.
+    Barriers: two of the thread block, if so; one has to come before. After: found again they all fit, because a band
+    has at most one more than its share of those that `spare` has room for beside one a band.
+    """
+
+    @T.inline
+    def phase(s):
+        s.going = T.Cast("int32", s.further[0] > e.spare)
+        if s.going != 0:
+            s.stride = T.truncdiv(s.further[0] + (e.spare - e.counting.tile - 1), e.spare - e.counting.tile) * e.piece
+            T.cuda.cta_sync()
+            if s.t == 0:
+                s.further[0] = 0
+            T.cuda.cta_sync()
 
     return phase
 
@@ -168,7 +187,7 @@ def count_pieces(e: Extents) -> Phase:
     @T.inline
     def phase(s, io):
         words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
-        pieces: T.int32 = s.many + T.min(s.further[0], e.spare)
+        pieces: T.int32 = s.many + s.further[0]
         for n in T.serial((pieces + (groups * e.loads - 1)) // (groups * e.loads)):
             for u in T.unroll(e.loads):
                 at = T.meta_var((n * e.loads + u) * groups + s.t // e.bucket_lanes)
@@ -339,7 +358,7 @@ def look_up(e: Extents) -> Phase:
     """The kernel, called with (io)."""
     h, tile = e.hashing, e.counting.tile
     prepare, stage, load_first, find = begin(e), stage_row(h), load_first_columns(h), find_places(h)
-    seek, count, elect, take = find_pieces(e), count_pieces(e), vote(e), list_reached(e)
+    seek, stretch, count, elect, take = find_pieces(e), lengthen(e), count_pieces(e), vote(e), list_reached(e)
     tell_all, receive_all = tell(e), receive(e)
 
     def state(io: Any, t: Any) -> SimpleNamespace:
@@ -371,8 +390,12 @@ def look_up(e: Extents) -> Phase:
                     load_first(s, columns, s.begin * h.units, s.many * h.units, s.t)
                 find(s, columns, s.begin * h.units, s.many * h.units, s.t)
                 T.cuda.cta_sync()
-                seek(s, io)
-                T.cuda.cta_sync()
+                s.stride = e.piece
+                s.going = 1
+                while s.going != 0:
+                    seek(s, io)
+                    T.cuda.cta_sync()
+                    stretch(s)
                 if n == 0:
                     wait(e)
                 count(s, io)

@@ -30,9 +30,7 @@ ALL = 224 * 1024  # bytes of shared memory that two thread blocks have on a mult
 MOST_BESIDE = ALL // 2
 ALL_FOR_TWO = 98 * 1024  # from which on it is given all of them for two of its thread blocks
 TILE_BANDS = 512  # that a thread block looks up together, at most
-SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each,
-LEAST_SPARE = 512  # and at least: of few bands some may have most of the words
-MOST_PIECES = 32  # of a bucket; those of one that has more words are longer
+SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
 MOST_PART = 1 << 16  # words, for hits of 16 bits
 SEGMENTS = 16  # of what a thread block sends,
 SENT = 8192  # hits of all of these
@@ -123,13 +121,13 @@ class Extents:
 
     @property
     def piece(self) -> int:
-        """Words of a piece of a bucket: what `bucket_lanes` lanes load together."""
+        """Words of a piece of a bucket, where there is room for as many: what `bucket_lanes` lanes load together."""
         return self.bucket_lanes * PER_VECTOR
 
     @property
     def spare(self) -> int:
         """Further pieces of its buckets that a thread block has room for, beside the first of each."""
-        return max(SPARE * self.counting.tile, LEAST_SPARE)
+        return SPARE * self.counting.tile
 
     @property
     def segments(self) -> int:

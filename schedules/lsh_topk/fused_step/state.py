@@ -35,7 +35,8 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
 
     Of all its threads:
 
-    ``base``   the first word of its part
+    ``base``    the first word of its part
+    ``stride``  words of a piece of a bucket
     """
     h = e.hashing
     rounds = ceildiv(e.votes, e.hash_threads)
@@ -79,7 +80,7 @@ def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> Sim
             name: register()
             for name in (
                 "share", "from_band", "bands", "begin", "many", "base", "unit", "row_of", "slot", "at", "next",
-                "more", "going", "local", "place_at",
+                "more", "going", "local", "place_at", "stride",
             )
         },
     }  # fmt: skip
