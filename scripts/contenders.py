@@ -74,7 +74,7 @@ class Libraries:
         for problem, contenders, _ in shapes:
             found = dispatcher.explain(problem, self._where)
             if found.library is None:
-                public[_chosen(problem, found.record, found.candidate)] = found.how
+                public[_chosen(problem, found.record, found.candidate)] = found
             for one in contenders:
                 try:
                     named.append(one.job(problem, self._where))
@@ -90,8 +90,14 @@ class Libraries:
             self._built = dict(zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         # A folder like an exported one: the public functions look into it before they compile anything.
         entries = [
-            building.described(*job, self._where, how, self._built[job].value, figures={})
-            for job, how in public.items()
+            building.described(
+                *job,
+                self._where,
+                found.how,
+                self._built[job].value,
+                {**found.figures, "problem": found.record} if found.figures else {},
+            )
+            for job, found in public.items()
             if self._built[job].ok
         ]
         if entries:

@@ -26,8 +26,11 @@ TABLES = (WORDS, STARTS_TABLE, CUCKOO_TABLE, MULTIPLIERS, ALWAYS, THRESHOLD)
 STRUCTURES = ("random", "skewed", "unseen", "every", "nothing")
 # A usual threshold; every word that is hit at all; more hits than a byte counts.
 SETTINGS = ({"threshold": 6}, {"threshold": 1}, {"threshold": 260})
-# Words that resemble a hidden state, and bands and rows of a beam of a problem that is cheap to check.
-NEAR, FEW_BANDS, FEW_ROWS = 64, 48, 3
+# Words that resemble a hidden state, how many of them much, and most hits of the others: on real embeddings hardly any
+# word has more, and buckets have few words beside those that any two codes share.
+NEAR, NEAREST, FEW_HITS = 64, 4, 16
+# Bands and rows of a beam of a problem that is cheap to check.
+FEW_BANDS, FEW_ROWS = 48, 3
 # In which share of the bands a row has a long bucket, which shares of all words are in one, and how often. As in tables
 # of 40,000 normal embeddings, k=16 and units=3, with 10 words in most buckets: 80 where two units share a column, 850
 # where two pairs of them do.
@@ -70,8 +73,9 @@ def word_codes(
     """Codes of words `(vocab, bands)`, of which rows with the codes `rows` `(rows, bands)` hit some.
 
     `draw(shape)` draws codes. `random`: words have codes of their own, except that `NEAR` words of each row have its
-    code in some of the bands, each word in a share of its own; and that of each row a few buckets are long, as they are
-    in bands two of whose units share a column. `skewed`: in each band up to half of all words have the
+    code in some of the bands, each word in a share of its own, `NEAREST` of them in up to all, the others in up to
+    about `FEW_HITS`; and that of each row a few buckets are long, as they are in bands two of whose units share a
+    column. `skewed`: in each band up to half of all words have the
     code of one row. `unseen`: no word has the code of a row, if there are other codes. `every`: all words have the
     codes of the first row.
     """
@@ -98,6 +102,7 @@ def word_codes(
             codes[:, crowded] = np.where(rng.random((vocab, len(crowded))) < shares, row[crowded], codes[:, crowded])
             near = rng.permutation(vocab)[: min(NEAR, max(1, vocab // 8))]
             share = rng.random((len(near), 1))
+            share[NEAREST:] *= min(1, FEW_HITS / bands)
             codes[near] = np.where(rng.random((len(near), bands)) < share, row, codes[near])
     return codes.astype(np.int32)
 
