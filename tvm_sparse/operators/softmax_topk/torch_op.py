@@ -1,4 +1,8 @@
-"""`softmax_topk` as a custom operator of PyTorch."""
+"""`softmax_topk` as custom operators of PyTorch: one without `ids`, and one with them, which has a result more.
+
+Two, because PyTorch takes a list of results apart more slowly than results that a schema counts, which shows in the
+time of small calls.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,39 @@ from . import call
 __all__ = ["softmax_topk"]
 
 
-def _call(logits: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any) -> list[Any]:
-    return list(call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids))
+def _call(logits: Any, k: int, log: bool, temperature: float, bias: Any) -> tuple[Any, ...]:
+    return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias)
+
+
+def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any) -> tuple[Any, ...]:
+    return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are the operator's own."""
-    logits, k, log, temperature, bias, ids = args
+    logits, *rest = args
     custom.unbatched("softmax_topk", in_dims[4:5], ("bias",))
-    logits = custom.in_front(logits, in_dims[0], info.batch_size)
-    ids = None if ids is None else custom.in_front(ids, in_dims[5], info.batch_size)
-    results = _OPERATOR(logits, k, log, temperature, bias, ids)
-    return results, [0] * len(results)
+    return _OPERATOR(custom.in_front(logits, in_dims[0], info.batch_size), *rest), (0, 0)
+
+
+def _batched_given(info: Any, in_dims: Any, *args: Any) -> Any:
+    logits, k, ids, *rest = args
+    custom.unbatched("softmax_topk", in_dims[5:6], ("bias",))
+    logits, ids = (custom.in_front(one, dim, info.batch_size) for one, dim in ((logits, in_dims[0]), (ids, in_dims[2])))
+    return _GIVEN(logits, k, ids, *rest), (0, 0, 0)
 
 
 _OPERATOR = custom.define(
-    "softmax_topk(Tensor logits, int k, bool log=False, float temperature=1.0, Tensor? bias=None, Tensor? ids=None)"
-    " -> Tensor[]",
+    "softmax_topk(Tensor logits, int k, bool log=False, float temperature=1.0, Tensor? bias=None) -> (Tensor, Tensor)",
     _call,
     _batched,
+    custom.without_backward("logits", call.INSTEAD),
+)
+_GIVEN = custom.define(
+    "softmax_topk_given(Tensor logits, int k, Tensor ids, bool log=False, float temperature=1.0, Tensor? bias=None)"
+    " -> (Tensor, Tensor, Tensor)",
+    _call_given,
+    _batched_given,
     custom.without_backward("logits", call.INSTEAD),
 )
 
@@ -45,4 +63,6 @@ def softmax_topk(
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function, as it stands in a graph."""
-    return custom.written(tuple(_OPERATOR(logits, k, log, temperature, bias, ids)), out)
+    if ids is None:
+        return custom.written(_OPERATOR(logits, k, log, temperature, bias), out)
+    return custom.written(_GIVEN(logits, k, ids, log, temperature, bias), out)
