@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..artifacts.manifest import HOW
 from ..core import spaces
@@ -16,7 +16,9 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
-from ..records.predictor import Predictor
+
+if TYPE_CHECKING:  # where a record or a library decides, nothing of records is imported
+    from ..records.predictor import Predictor
 
 # Which of these are no miss, by the name of a policy.
 POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
