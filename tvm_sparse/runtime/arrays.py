@@ -7,6 +7,7 @@ an array of one is there only if its library is.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 import threading
@@ -67,6 +68,12 @@ def _is_cupy(array: Any) -> bool:
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
+@functools.lru_cache(64)
+def _name(dtype: Any) -> str:
+    """The name of a dtype of NumPy, which puts it together anew whenever it is asked, in microseconds."""
+    return dtype.name
+
+
 def dtype_name(given: Any) -> str:
     """The name of a dtype of torch or NumPy, or of what it is called."""
     import numpy as np
@@ -109,7 +116,7 @@ def facts(name: str, array: Any) -> Facts:
         masked = sys.modules.get("numpy.ma")
         if masked is not None and isinstance(array, masked.MaskedArray):
             raise TypeError(f"{name}: got a masked array, whose mask a kernel does not see; use its filled(value)")
-        dtype = array.dtype.name if array.dtype.isnative else f"{array.dtype.name} of the other byte order"
+        dtype = _name(array.dtype) if array.dtype.isnative else f"{_name(array.dtype)} of the other byte order"
         return Facts(
             array.shape,
             dtype,
@@ -237,7 +244,7 @@ def argument(array: Any) -> Any:
         return array
     import tvm_ffi
 
-    if is_numpy(array) and array.dtype.name == "bfloat16":
+    if is_numpy(array) and _name(array.dtype) == "bfloat16":
         array = _BfloatExport(array)
     return tvm_ffi.from_dlpack(array)
 
