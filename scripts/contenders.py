@@ -90,13 +90,7 @@ class Libraries:
             self._built = dict(zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
         # A folder like an exported one: the public functions look into it before they compile anything.
         entries = [
-            building.described(
-                *job,
-                self._where,
-                found.how,
-                self._built[job].value,
-                {**found.figures, "problem": found.record} if found.figures else {},
-            )
+            building.described(*job, self._where, found.how, self._built[job].value, found.figures)
             for job, found in public.items()
             if self._built[job].ok
         ]

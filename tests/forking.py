@@ -1,7 +1,7 @@
 """Scripts in forks of a process that has imported PyTorch and the compiler, which takes longer than most of them run.
 
 `python forking.py` reads a line of JSON for each: its `argv`, and the files for its `stdout` and `stderr`. It answers
-with the exit code. Rounds of timing are as short as they can be, without rests.
+with the exit code.
 """
 
 import atexit
@@ -35,9 +35,8 @@ def main() -> None:
     import torch  # noqa: F401
     import tvm  # noqa: F401
 
-    from tvm_sparse.bench import timing
+    import tvm_sparse.bench.timing  # noqa: F401
 
-    timing.ROUND_SECONDS = timing.REST_SECONDS = 1e-4
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

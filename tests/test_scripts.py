@@ -26,7 +26,7 @@ STEP = (*HASH, "--vocab", "700", "--hidden", "40", "--candidates", "200", "--dty
 
 
 class Scripts:
-    """Runs scripts as `python FILE WORDS...` does, in forks of one process (`forking`), with one cache of kernels."""
+    """Runs scripts as `python FILE WORDS...` does, in forks of one process (`forking`)."""
 
     def __init__(self, folder: Path) -> None:
         self._said, self._complained = folder / "stdout", folder / "stderr"
@@ -35,7 +35,6 @@ class Scripts:
             "COLUMNS": "200",
             "TVM_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
-            "XDG_CACHE_HOME": str(folder / "cache"),
             "XDG_DATA_HOME": str(folder / "data"),
         }
         command = [sys.executable, forking.__file__]

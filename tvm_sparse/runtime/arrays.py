@@ -315,7 +315,7 @@ def returned(array: Any, like: Any) -> Any:
         return array
     namespace = getattr(like, "__array_namespace__", lambda: None)()
     if is_numpy(array) and namespace is not None and hasattr(namespace, "from_dlpack"):
-        return namespace.from_dlpack(_BfloatExport(array) if array.dtype.name == "bfloat16" else array)
+        return namespace.from_dlpack(_BfloatExport(array) if _name(array.dtype) == "bfloat16" else array)
     return array
 
 

@@ -358,7 +358,7 @@ def look_up(e: Extents) -> Phase:
     """The kernel, called with (io)."""
     h, tile = e.hashing, e.counting.tile
     prepare, stage, load_first, find = begin(e), stage_row(h), load_first_columns(h), find_places(h)
-    seek, stretch, count, elect, take = find_pieces(e), lengthen(e), count_pieces(e), vote(e), list_reached(e)
+    seek, fit, count, elect, take = find_pieces(e), lengthen(e), count_pieces(e), vote(e), list_reached(e)
     tell_all, receive_all = tell(e), receive(e)
 
     def state(io: Any, t: Any) -> SimpleNamespace:
@@ -395,7 +395,7 @@ def look_up(e: Extents) -> Phase:
                 while s.going != 0:
                     seek(s, io)
                     T.cuda.cta_sync()
-                    stretch(s)
+                    fit(s)
                 if n == 0:
                     wait(e)
                 count(s, io)
