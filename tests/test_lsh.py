@@ -369,12 +369,12 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 8},
+            {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 8, "staged": 0},
         ),
         (
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
-            {"threads": 128, "hash_threads": 256, "cluster": 4, "slices": 2, "loads": 2, "words": 16},
+            {"threads": 128, "hash_threads": 256, "cluster": 4, "slices": 2, "loads": 2, "words": 16, "staged": 1},
         ),
         (
             "fused_step",

@@ -13,7 +13,8 @@ that nothing is left out. A vocabulary that a cluster's shared memory has no roo
 cluster of its own.
 
 **product.** A thread block a multiprocessor, for each group of up to 16 rows; or some for each of the `row_groups` into
-which a wide beam is cut. Hidden states are in shared memory. The thread block's share of the frequent words comes from
+which a wide beam is cut. Hidden states are in shared memory (`staged`); or a warp has the same part of columns of all
+its words, and keeps that of the hidden states in registers. The thread block's share of the frequent words comes from
 memory into registers, and goes to tensor cores: a warp has a tile of 16 words and a part of their columns, and as soon
 as a piece is multiplied the next word's takes its place. Words are the operand with 16 rows, hidden states the one with
 eight columns: so hidden states that were loaded once serve 16 words, and need not be moved from register to register.
@@ -50,7 +51,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=12,
+    version=13,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

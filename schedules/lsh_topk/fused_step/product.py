@@ -1,6 +1,6 @@
-"""The product of `fused_step`: words from memory times hidden states in shared memory.
+"""The product of `fused_step`: words from memory times hidden states in shared memory or registers.
 
-    stage_states    the group's hidden states
+    stage_states    the group's hidden states; or keep_states, where each warp has its part of them in registers
     find_share      which of the words that reach the threshold are the thread block's
     multiply_all    all of some words, a tile at a time:
     ask_first       words asked for,
@@ -214,6 +214,35 @@ def await_states(e: Extents) -> Phase:
     return phase
 
 
+def in_state(e: Extents, c: Any, octet: Any) -> Any:
+    """Where chunk `c` of the lane's hidden state of an octet is, if the warp keeps them."""
+    return (c * e.octets + octet) * 4
+
+
+def keep_states(e: Extents) -> Phase:
+    """Load the warp's part of all hidden states to registers, where it stays; the phase is (s, io).
+
+    They are read past the L1 cache, as by `stage_states`.
+
+    Reads: `hidden`. Writes: `state`, with zeros behind columns and rows that there are not. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io):
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        for c in T.unroll(e.depth):
+            for octet in T.unroll(e.octets):
+                row = T.meta_var(octet * OCTET + s.group)
+                vector = T.meta_var((s.warp % e.parts * e.depth + c) * PER_CHUNK + s.member)
+                for v in T.unroll(4):
+                    s.state[in_state(e, c, octet) + v] = T.uint32(0)
+                if tirx.all(row < s.rows, vector < e.vectors):
+                    load_anew(*[s.state[in_state(e, c, octet) + v] for v in range(4)],
+                              rows.ptr_to([(s.first_row + row) * e.hidden + vector * (VECTOR // e.itemsize)]))
+
+    return phase
+
+
 def name_at(e: Extents, round: Any, i: Any) -> Any:
     """Where the `i`-th name of a tile is: those of two tiles are there at a time."""
     return round % 2 * e.tile + i
@@ -388,13 +417,13 @@ def multiply_job(e: Extents) -> Phase:
     """Multiply a job with all hidden states; the phase is (s, job, following).
 
     As soon as two chunks have been multiplied, their place goes to those of the job that follows, if one is `asked`
-    for, whose words are `at`. Hidden states are asked for a step ahead.
+    for, whose words are `at`. Hidden states in shared memory are asked for a step ahead.
 
     A float32 is split as if it were finite, by two instructions instead of seven: the lower part of an infinity or NaN
     is NaN then, and with it the score (see `sum_again`).
 
-    Reads: `hand`, `at`, `asked`, `states`. Writes: sums to the first of `chains`; `hand`. Barriers: none, but all lanes
-    take part.
+    Reads: `hand`, `at`, `asked`, `states` or `state`. Writes: sums to the first of `chains`; `hand`. Barriers: none, but
+    all lanes take part.
     """
     steps, turn = e.depth * e.octets, 4 * e.halves
     ask, part, bring = ask_chunks(e), part_words(e), bring_states(e)
@@ -409,24 +438,39 @@ def multiply_job(e: Extents) -> Phase:
                 "uint32", T.reinterpret("float32", word) - T.reinterpret("float32", s.high[n]))
 
     @T.inline
-    def phase(s, job, following):
+    def multiply(s, following, step, at):
+        if step % (2 * e.octets) == 0:
+            part(s, step // (2 * e.octets))
+        if e.halves == 2:
+            if step % e.octets == 0:
+                split_words(s, step // e.octets)
+        products(s, step // e.octets, step % e.octets, at)
+        if step % (2 * e.octets) == 2 * e.octets - 1:
+            if s.asked != 0:
+                ask(s, following, step // (2 * e.octets))
+
+    @T.inline
+    def from_shared(s, job, following):
         whole: T.uint32 = part_of_row(e, s, s.group, job)
         last: T.uint32 = part_of_row(e, s, last_row(e, s), job)
-        for i in T.unroll(e.chains * e.chain):
-            s.chains[i] = T.float32(0)
         bring(s, whole, last, 0, 0, 0)
         for step in T.unroll(steps):
             if step + 1 < steps:
                 bring(s, whole, last, (step + 1) // e.octets, (step + 1) % e.octets, (step + 1) % 2 * turn)
-            if step % (2 * e.octets) == 0:
-                part(s, step // (2 * e.octets))
-            if e.halves == 2:
-                if step % e.octets == 0:
-                    split_words(s, step // e.octets)
-            products(s, step // e.octets, step % e.octets, step % 2 * turn)
-            if step % (2 * e.octets) == 2 * e.octets - 1:
-                if s.asked != 0:
-                    ask(s, following, step // (2 * e.octets))
+            multiply(s, following, step, step % 2 * turn)
+
+    @T.inline
+    def from_registers(s, job, following):
+        for step in T.unroll(steps):
+            multiply(s, following, step, in_state(e, step // e.octets, step % e.octets))
+
+    all_steps = from_shared if e.staged else from_registers
+
+    @T.inline
+    def phase(s, job, following):
+        for i in T.unroll(e.chains * e.chain):
+            s.chains[i] = T.float32(0)
+        all_steps(s, job, following)
         for n in T.unroll(e.chain):
             for c in T.unroll(e.chains - 1):
                 s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
@@ -571,12 +615,13 @@ def finish_tile(e: Extents, words: Words) -> Phase:
 def multiply_all(e: Extents, words: Words, stage: bool, named: bool) -> Phase:
     """The scores of `many` words; the phase is (s, io, many).
 
-    `stage`: hidden states are brought to shared memory first, while memory sends the first words. The first words of a
-    tile are asked for before the one before is finished. `named`: those of the first tile are in `name`.
+    `stage`: hidden states are brought first, while memory sends the first words. The first words of a tile are asked
+    for before the one before is finished. `named`: those of the first tile are in `name`.
 
     Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """
-    fetch, begin_states, ready = fetch_names(e, words), stage_states(e), await_states(e)
+    fetch, ready = fetch_names(e, words), await_states(e)
+    begin_states = stage_states(e) if e.staged else keep_states(e)
     ask, multiply, finish = ask_first(e), multiply_tile(e), finish_tile(e, words)
 
     @T.inline
@@ -589,7 +634,7 @@ def multiply_all(e: Extents, words: Words, stage: bool, named: bool) -> Phase:
         put_names(e, s, 0, count)
         T.cuda.cta_sync()
         ask(s, 0, count)
-        if stage:
+        if stage and e.staged == 1:
             ready(s)
         for n in T.serial((many + (e.tile - 1)) // e.tile):
             now: T.int32 = T.min(many - n * e.tile, e.tile)

@@ -12,13 +12,14 @@ from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
-from ...recurrent.sizes import register_limit, shared_limit
+from ...recurrent.sizes import FILE, MOST_REGISTERS, register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (128, 256, 384, 512)
 HASH_THREADS = (256, 384, 512)
 WIDE_BEAM = 40  # above which hidden states leave no room for a thread block of the first kernel beside the product's
+KEPT_ROWS = 24  # of a group, at most, of which warps keep hidden states in registers by default
 CLUSTERS = (1, 2, 3, 4, 5, 8)  # of thread blocks; more than 8 are not portable
 SLICES = (1, 2, 4, 8)
 ROW_GROUPS = (1, 2, 3)
@@ -87,6 +88,7 @@ class Extents:
     bucket_lanes: int  # that go through a bucket together,
     loads: int  # and how many vectors each of them has in flight
     depth: int  # chunks of a job of the product, all of them in flight
+    staged: int  # whether all hidden states are in shared memory, or each warp keeps its part of them in registers
     words: int  # whose sums a thread block of the product has at a time, at most
     overlap: int
     beside: int
@@ -190,9 +192,16 @@ class Extents:
         return ceildiv(1024, self.hash_threads) if self.overlap else 1
 
     @property
+    def left(self) -> int:
+        """Registers that a thread of the second has beside one thread block of the first, or alone."""
+        taken = self.hash_threads * register_limit(self.hash_resident * self.hash_threads) if self.beside else 0
+        return min(MOST_REGISTERS, (FILE - taken) // self.threads // 8 * 8)
+
+    @property
     def resident(self) -> int:
-        """And of the second: half of them, if one of the first has the others."""
-        return 1 + self.beside
+        """Thread blocks of the second that the compiler leaves registers for: two, where that is enough for a thread,
+        as one of the first may have the place of the other."""
+        return 1 + (self.beside and self.held + BESIDES <= register_limit(2 * self.threads))
 
     # The product. A *job* is a tile of 16 words, times `depth` chunks of each of them.
 
@@ -281,7 +290,12 @@ class Extents:
 
     @property
     def state_bytes(self) -> int:
-        return self.halves * self.half_bytes
+        return self.halves * self.half_bytes if self.staged else 0
+
+    @property
+    def state_held(self) -> int:
+        """Registers of a thread for hidden states: of two steps, or of its warp's part."""
+        return 2 * 4 * self.halves if self.staged else self.depth * self.octets * 4
 
     @property
     def sum_pitch(self) -> int:
@@ -305,9 +319,8 @@ class Extents:
 
     @property
     def held(self) -> int:
-        """Registers of a thread for words of a job and operands made of them, for hidden states of two steps, and for
-        sums."""
-        return self.hand + 8 * self.halves + 2 * 4 * self.halves + self.chains * self.chain
+        """Registers of a thread for words of a job and operands made of them, for hidden states, and for sums."""
+        return self.hand + 8 * self.halves + self.state_held + self.chains * self.chain
 
     # Memory.
 
@@ -371,6 +384,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
         "depth": DEPTHS,
+        "staged": (0, 1),
         "words": TILES,
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
@@ -379,8 +393,8 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and a quarter of these to the second kernel alone;
-    as few slices as have room; the rest as measured on an H200 with beams of 12 to 48. In float32, where the product
-    takes longest, its thread blocks have a multiprocessor to themselves."""
+    as few slices as have room; hidden states in registers, if these suffice; the rest as measured on an H200 with beams
+    of 12 to 48. In float32, where the product takes longest, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
@@ -398,6 +412,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "bucket_lanes": 4,
             "loads": 2,
             "depth": DEPTHS[0],
+            "staged": 1,
             "words": TILES[0],
             "overlap": overlap,
             "beside": 0,
@@ -406,7 +421,13 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
         alone = [{"words": words, "beside": 0, "threads": threads} for threads in (512, 256)]
         together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
-        choices = [*alone, *together] if e.itemsize == 4 else [*together, *alone]
+        groups = ceildiv(problem.beam, KEPT_ROWS)
+        kept = [
+            {"staged": 0, "row_groups": groups, "words": n, "beside": 1}
+            for n in reversed(TILES)
+            if overlap and groups in ROW_GROUPS
+        ]
+        choices = [*alone, *together] if e.itemsize == 4 else [*kept, *together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:
@@ -419,6 +440,10 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
     limit = shared_limit(machine) - SMALL
     if e.beside and not e.overlap:
         return "a kernel that does not overlap with the next has none beside it"
+    if not e.staged and e.halves == 2:
+        return "hidden states of float32 are split in shared memory"
+    if not e.staged and e.warps % e.parts:
+        return f"{e.warps} warps are no multiple of the {e.parts} parts of columns of which they keep hidden states"
     if e.row_groups > 1 and e.rows < GROUP:
         return f"{e.row_groups} groups of the beam's {e.beam} rows have fewer than {GROUP} each"
     if problem.n > e.group_blocks:
@@ -427,7 +452,7 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
         return f"a part of {e.counting.part} words: hits are sent in 16 bits"
     if e.cluster > problem.bands:
         return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
-    if e.held + BESIDES > register_limit(e.resident * e.threads):
+    if e.held + BESIDES > e.left:
         return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
     for what, size in (("counts and pieces", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
         if size > limit:

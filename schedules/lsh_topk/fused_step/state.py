@@ -102,7 +102,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
 
     Of the thread block, in shared memory:
 
-    ``states``  hidden states, `pitch` vectors apart
+    ``states``  hidden states, `pitch` vectors apart, unless warps keep them
     ``sums``    parts of scores of `tile` words, `[part][row][word]`, rows `sum_pitch` apart
     ``names``   these words, and those of the tile that follows
     ``best``    ordered bits of the largest score of each row; ``exponentials``: the sum of their powers
@@ -113,7 +113,8 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     pool = T.alloc_buffer([e.product_bytes // 8], "uint64", scope="shared.dyn")
     at = 0
     for name, kind, size in (("states", "uint32", e.state_bytes), ("sums", "float32", e.tile_bytes)):
-        found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
+        if size:
+            found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
         at += size
     found |= {
         "names": T.alloc_shared([2 * e.tile], "int32"),
@@ -122,11 +123,11 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "exponentials": T.alloc_shared([e.rows], "float64"),
         "firsts": T.alloc_local([e.group_lists], "int32"),
         "upto": T.alloc_local([e.group_lists], "int32"),
-        # The product: words of the job in hand, and of hidden states of two steps in turn; the parts of words of a
-        # chunk; sums; where the embedding is, and words of the job that is asked for; what a lane has from another one;
-        # whether a job is asked for; the number of a job.
+        # The product: words of the job in hand; hidden states, of two steps in turn or of all the warp's part; the parts
+        # of words of a chunk; sums; where the embedding is, and words of the job that is asked for; what a lane has from
+        # another one; whether a job is asked for; the number of a job.
         "hand": T.alloc_local([e.hand], "uint32"),
-        "state": T.alloc_local([2 * 4 * e.halves], "uint32"),
+        "state": T.alloc_local([e.state_held], "uint32"),
         **{name: T.alloc_local([8], "uint32") for name in ("high", "low") if e.halves == 2},
         "chains": T.alloc_local([e.chains * e.chain], "float32"),
         "base": register("uint64"),
