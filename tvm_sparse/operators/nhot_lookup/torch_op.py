@@ -8,7 +8,6 @@ import torch
 
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import refuse_gradient
-from tvm_sparse.runtime.dispatch import dispatcher
 
 from . import call
 from .rows import CsrRows
@@ -16,35 +15,31 @@ from .rows import CsrRows
 __all__ = ["nhot_lookup"]
 
 
-# Launchers by the layouts of all arrays, and how many are kept: structures of every number of entries come.
-_alike, MOST = repeat.Own(), 256
-
-
 def _call(indptr: Any, indices: Any, values: Any, table: Any, checked: bool, validate: bool) -> Any:
     csr = indptr, indices, values
-    if not checked:
-        return call.nhot_lookup(csr, table, validate=validate)
-    parts, given = csr if values is not None else csr[:2], (*csr, table)
-    alike = _alike.of(dispatcher.launchers)
-    found = repeat.again(alike, None, given, (*parts, table), None)
-    if found is not None:
-        return found
-    if arrays.is_fake(table):
+    if not checked or arrays.is_fake(table):
         return call.nhot_lookup(csr, table, validate=validate)
     found = call.repeated_lookup(csr, table, torch, checked=True)
-    if found is None:
-        rows = CsrRows(csr, columns=table.shape[0], checked=True)
-        found = call.nhot_lookup(rows, table)
-        kept = repeat.repeated(rows.launchers.of(dispatcher.launchers), None, (table,))
-        if kept is not None:
-            repeat.put_down(dispatcher.launchers, call.lookup_key(parts), (table,), kept)
-    else:
-        kept = repeat.repeated(dispatcher.launchers, call.lookup_key(parts), (table,))
+    if found is not None:
+        return found
+    launchers, rows = call.dispatcher.launchers, CsrRows(csr, columns=table.shape[0], checked=True)
+    found = call.nhot_lookup(rows, table)
+    kept = repeat.repeated(rows.launchers.of(launchers), None, (table,))
     if kept is not None:
-        if len(alike) >= MOST:
-            alike.clear()
-        repeat.put_down(alike, None, given, kept)
+        repeat.put_down(launchers, call.lookup_key(_parts(csr)), (table,), kept)
     return found
+
+
+def _parts(csr: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+    return csr if csr[2] is not None else csr[:2]
+
+
+def _launched(
+    launchers: Any, indptr: Any, indices: Any, values: Any, table: Any, checked: bool, validate: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    parts = _parts((indptr, indices, values))
+    found = repeat.repeated(launchers, call.lookup_key(parts), (table,)) if checked else None
+    return found, (*parts, table)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -84,6 +79,7 @@ _OPERATOR = custom.define(
     _batched,
     _backward,
     _setup,
+    _launched,
 )
 
 
