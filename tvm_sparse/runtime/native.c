@@ -209,29 +209,35 @@ static PyObject *made(PyObject *likes) {
   return outputs;
 }
 
-/* What a call of the kernel returns, a new reference: `out`, or the new `outputs`. NULL: an error. */
-static PyObject *run(PyObject *function, PyObject *before, PyObject *outputs, PyObject *out, int single) {
-  PyObject *arguments = PySequence_Concat(before, outputs);
-  PyObject *nothing = arguments == NULL ? NULL : PyObject_Call(function, arguments, NULL);
-  Py_XDECREF(arguments);
-  if (nothing == NULL) return NULL;
-  Py_DECREF(nothing);
-  return Py_NewRef(out != Py_None ? out : single ? PyTuple_GetItem(outputs, 0) : outputs);
-}
-
-/* A kernel's arguments in front of the outputs: those of a recipe, and in the place of each None the operator's. */
-static PyObject *filled(PyObject *recipe, PyObject *places, PyObject *given) {
-  Py_ssize_t next = 0, n = PyTuple_Size(recipe);
-  PyObject *before = n < 0 ? NULL : PyTuple_New(n);
-  for (Py_ssize_t i = 0; before != NULL && i < n; ++i) {
-    PyObject *one = PyTuple_GetItem(recipe, i);
-    if (one == Py_None) {
-      PyObject *place = PyTuple_GetItem(places, next++);
-      one = place == NULL ? NULL : PyTuple_GetItem(given, PyLong_AsSsize_t(place));
+/* Calls a kernel by a recipe: its arguments, those of the operator's call in the places of None, and new outputs. */
+static PyObject *by_recipe(PyObject *recipe, PyObject *given) {
+  PyObject *likes = PyTuple_GetItem(recipe, 1), *before = PyTuple_GetItem(recipe, 3), *places = PyTuple_GetItem(recipe, 4);
+  if (likes == NULL || before == NULL || places == NULL) return NULL;
+  Py_ssize_t inputs = PyTuple_Size(before), all = inputs + PyTuple_Size(likes), next = 0;
+  PyObject *arguments = PyTuple_New(all), *result = NULL;
+  for (Py_ssize_t i = 0; arguments != NULL && i < all; ++i) {
+    PyObject *one;
+    if (i < inputs) {
+      one = PyTuple_GetItem(before, i);
+      if (one == Py_None) {
+        PyObject *place = PyTuple_GetItem(places, next++);
+        one = place == NULL ? NULL : PyTuple_GetItem(given, PyLong_AsSsize_t(place));
+      }
+      Py_XINCREF(one);
+    } else {
+      one = PyObject_CallFunctionObjArgs(empty_like, PyTuple_GetItem(likes, i - inputs), NULL);
     }
-    if (one == NULL || PyTuple_SetItem(before, i, Py_NewRef(one)) < 0) Py_CLEAR(before);
+    if (one == NULL || PyTuple_SetItem(arguments, i, one) < 0) Py_CLEAR(arguments);
   }
-  return before;
+  if (arguments == NULL) return NULL;
+  PyObject *nothing = PyObject_Call(PyTuple_GetItem(recipe, 0), arguments, NULL);
+  if (nothing != NULL) {
+    Py_DECREF(nothing);
+    int single = PyTuple_GetItem(recipe, 2) == Py_True;
+    result = single ? Py_NewRef(PyTuple_GetItem(arguments, inputs)) : PyTuple_GetSlice(arguments, inputs, all);
+  }
+  Py_DECREF(arguments);
+  return result;
 }
 
 /* ---- the module's functions ------------------------------------------------------------------------------------- */
@@ -300,7 +306,13 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t nargs) 
       goto done;
     }
   }
-  result = run(function, before, outputs, out, single);
+  PyObject *arguments = PySequence_Concat(before, outputs);
+  if (arguments == NULL) goto done;
+  PyObject *nothing = PyObject_Call(function, arguments, NULL);
+  Py_DECREF(arguments);
+  if (nothing == NULL) goto done;
+  Py_DECREF(nothing);
+  result = Py_NewRef(out != Py_None ? out : single ? PyTuple_GetItem(outputs, 0) : outputs);
 done:
   Py_XDECREF(outputs);
   Py_DECREF(found);
@@ -316,14 +328,7 @@ static PyObject *recalled(PyObject *self, PyObject *const *args, Py_ssize_t narg
   PyObject *found = found_for(known, Py_None, args[2]);
   Py_DECREF(known);
   if (found == NULL) return none_unless_error();
-  PyObject *function, *likes, *facts, *recipe, *places, *result = NULL;
-  int single;
-  if (PyArg_ParseTuple(found, "(OOOp)OO", &function, &likes, &facts, &single, &recipe, &places)) {
-    PyObject *before = filled(recipe, places, args[2]), *outputs = before == NULL ? NULL : made(likes);
-    if (outputs != NULL) result = run(function, before, outputs, Py_None, single);
-    Py_XDECREF(outputs);
-    Py_XDECREF(before);
-  }
+  PyObject *result = by_recipe(found, args[2]);
   Py_DECREF(found);
   return result;
 }

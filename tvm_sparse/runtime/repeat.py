@@ -39,7 +39,9 @@ class Launcher(NamedTuple):
 class Recipe(NamedTuple):
     """What `recalled` needs."""
 
-    launcher: Launcher
+    function: Any
+    likes: tuple[Any, ...]
+    single: bool  # these three as of the launcher
     before: tuple[Any, ...]  # the kernel's arguments in front of the outputs, None for those that a call gives
     places: tuple[int, ...]  # of these among the arguments of the call
 
@@ -123,8 +125,8 @@ def _repeated(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...]) -> A
     return None if key is None else launchers.get(key)
 
 
-def _made(launcher: Launcher) -> tuple[Any, ...]:
-    return tuple([sys.modules["torch"].empty_like(like) for like in launcher.likes])
+def _made(likes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([sys.modules["torch"].empty_like(like) for like in likes])
 
 
 def _again(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...], before: tuple[Any, ...], out: Any) -> Any:
@@ -136,7 +138,7 @@ def _again(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...], before:
     if found is None:
         return None
     if out is None:
-        outputs = _made(found)
+        outputs = _made(found.likes)
     else:
         outputs = (out,) if found.single else out
         if type(outputs) is not tuple or _layouts(outputs) != found.facts:
@@ -156,10 +158,9 @@ def _recalled(launchers: dict[Any, Any], name: str, args: tuple[Any, ...]) -> An
     found = None if known is None else _repeated(known, None, args)
     if found is None:
         return None
-    launcher, recipe, places = found
-    given, outputs = iter(places), _made(launcher)
-    launcher.function(*[args[next(given)] if one is None else one for one in recipe], *outputs)
-    return outputs[0] if launcher.single else outputs
+    places, outputs = iter(found.places), _made(found.likes)
+    found.function(*[args[next(places)] if one is None else one for one in found.before], *outputs)
+    return outputs[0] if found.single else outputs
 
 
 # As `use_native` says.
@@ -219,7 +220,7 @@ def remember(
     known = launchers.setdefault(name, {})
     if len(known) >= MOST:
         known.clear()
-    put_down(known, None, args, Recipe(launcher, recipe, tuple(places)))
+    put_down(known, None, args, Recipe(launcher.function, launcher.likes, launcher.single, recipe, tuple(places)))
 
 
 def _prepare() -> None:
