@@ -30,9 +30,7 @@ def _batched(info: Any, in_dims: Any, logits: Any) -> Any:
     return _OPERATOR(logits.movedim(in_dims[0], 0)), 0
 
 
-_OPERATOR = custom.define(
-    "logsumexp(Tensor logits) -> Tensor", call.logsumexp, _batched, _backward, _setup, _launched
-)
+_OPERATOR = custom.define("logsumexp(Tensor logits) -> Tensor", call.logsumexp, _batched, _backward, _setup, _launched)
 
 
 def logsumexp(logits: Any, out: Any = None) -> Any:

@@ -32,8 +32,10 @@ def _launched(
     return found, (logits, inverse_temperature(temperature), int(log), *beside)
 
 
-def _launched_given(launchers: Any, logits: Any, k: int, ids: Any, *rest: Any) -> tuple[Any, tuple[Any, ...]]:
-    return _launched(launchers, logits, k, *rest, ids)
+def _launched_given(
+    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    return _launched(launchers, logits, k, log, temperature, bias, ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
