@@ -90,7 +90,7 @@ def cases(device: str) -> list[Case]:
     bag = torch.nn.functional.embedding_bag
     found.append(
         Case(rows.problem(128, "float32"), tvm_sparse.nhot_lookup, (rows, embedding), (*rows.arguments, embedding),
-             (summed,), (ops.nhot_lookup.default, (indptr, indices, values, embedding, True)),
+             (summed,), (ops.nhot_lookup_rows.default, (indptr, indices, values, embedding)),
              lambda: bag(indices, embedding, indptr, mode="sum", per_sample_weights=values, include_last_offset=True))
     )  # fmt: skip
     return found

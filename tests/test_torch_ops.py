@@ -188,7 +188,7 @@ print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(no
 """
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
     names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
-    names |= {"softmax_topk_given", "bsr_matmul_epilogue"}
+    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows"}
     assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
 
 
@@ -256,7 +256,8 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True),
     "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),
     "candidate_logits": (HIDDEN, EMBEDDING, WORDS, None, None, False),
-    "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True, False),
+    "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),
+    "nhot_lookup_rows": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE)),
     "bsr_matmul": (leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure),
     "bsr_matmul_epilogue": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
@@ -266,7 +267,10 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
         *(*custom.module_of("bsr_matmul").turned(COLUMNS, STARTS, 66, (5, 3), 4), False),
     ),
 }
-OF = {"softmax_topk_given": "softmax_topk", "bsr_matmul_epilogue": "bsr_matmul", "bsr_matmul_full": "bsr_matmul"}
+OF = {
+    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
+    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full"), "bsr_matmul"),
+}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -293,7 +297,7 @@ def test_operators_may_be_given_their_first_arguments_only(name: str, given: int
 
 
 RECALLED = (
-    *("softmax", "logsumexp", "softmax_topk", "softmax_topk_given", "nhot_lookup"),
+    *("softmax", "logsumexp", "softmax_topk", "softmax_topk_given", "nhot_lookup_rows"),
     *("bsr_matmul", "bsr_matmul_epilogue", "bsr_matmul_full"),
 )
 
