@@ -142,6 +142,15 @@ def test_a_function_is_compiled_by_itself_and_at_any_batch() -> None:
         same(compiled(LOGITS[:rows]), tvm_sparse.softmax(LOGITS[:rows]))
 
 
+def test_a_structure_is_packed_in_a_graph_of_any_shape() -> None:
+    compiled = torch.compile(tvm_sparse.bsr_matmul, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (7, 5):
+        x, blocks = leaf(X[:rows]), leaf(BLOCKS)
+        compiled(x, (blocks, COLUMNS, STARTS)).sum().backward()
+        wanted = gradients(lambda y, b: y @ dense(b).T, (X[:rows], BLOCKS), torch.ones(rows, 35))
+        torch.testing.assert_close([x.grad, blocks.grad], wanted, atol=2e-5, rtol=2e-5)
+
+
 def test_into_out_in_a_graph() -> None:
     out, pair = torch.empty(7, 61), (torch.empty(7, 5), torch.empty(7, 5, dtype=torch.int64))
     compiled = torch.compile(tvm_sparse.softmax, backend="aot_eager", fullgraph=True)

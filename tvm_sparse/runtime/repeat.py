@@ -96,14 +96,16 @@ _forward_ad: Any = None
 def _layouts(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a launcher depends on of these arguments; None if a kernel does not take all tensors as they are.
 
-    The layouts of tensors, and of None, truth values, numbers and texts what tells 1, 1.0 and True apart.
+    The layouts of tensors, None, and of truth values, numbers and texts what tells 1, 1.0 and True apart.
     """
     torch = sys.modules.get("torch")
     found: list[Any] = []
     for one in given:
-        if torch is not None and type(one) is torch.Tensor and _is_plain(one):
+        if one is None:
+            found.append(None)
+        elif torch is not None and type(one) is torch.Tensor and _is_plain(one):
             found.append((one.shape, one.dtype, one.device))
-        elif one is None or type(one) in (bool, int, float, str):
+        elif type(one) in (bool, int, float, str):
             found.append(repr(one))
         else:
             return None
@@ -199,7 +201,7 @@ def launcher(function: Any, outputs: tuple[Any, ...], single: bool = False) -> L
     return Launcher(function, tuple(map(arrays.prototype, outputs)), key and key[1], single)
 
 
-MOST = 256  # calls of an operator that are remembered: some come in shapes without end
+MOST = 1024  # calls of an operator that are remembered: some come in shapes without end
 
 
 def remember(
