@@ -78,11 +78,10 @@ def cases(device: str) -> list[Case]:
     x, data, indices, indptr = tensors(problem)[:4]
     weight = tvm_sparse.BsrWeight((data, indices, indptr), columns=256)
     y = tvm_sparse.bsr_matmul(x, weight)
-    parts, dense = (weight.data, weight.indices, weight.indptr), weight.to_dense()
-    known = weight.order, weight.long, weight.pattern, weight.constant, 256
+    known, dense = (weight.data, weight.indices, weight.indptr, weight.order, weight.structure), weight.to_dense()
     found.append(
         Case(weight.problem(8, 0, ""), tvm_sparse.bsr_matmul, (x, weight), (x, *weight.arguments), (y,),
-             (ops.bsr_matmul.default, (x, *parts, *known)), lambda: torch.nn.functional.linear(x, dense))
+             (ops.bsr_matmul.default, (x, *known)), lambda: torch.nn.functional.linear(x, dense))
     )  # fmt: skip
     problem = registry.parse("nhot_lookup/rows=64,vocab=1000,width=128,nonzeros=5,weighted=1")
     indptr, indices, values, embedding = tensors(problem)
@@ -91,7 +90,7 @@ def cases(device: str) -> list[Case]:
     bag = torch.nn.functional.embedding_bag
     found.append(
         Case(rows.problem(128, "float32"), tvm_sparse.nhot_lookup, (rows, embedding), (*rows.arguments, embedding),
-             (summed,), (ops.nhot_lookup.default, (indptr, indices, values, embedding, True)),
+             (summed,), (ops.nhot_lookup_rows.default, (indptr, indices, values, embedding)),
              lambda: bag(indices, embedding, indptr, mode="sum", per_sample_weights=values, include_last_offset=True))
     )  # fmt: skip
     return found

@@ -594,8 +594,7 @@ def test_the_extension_says_what_python_does() -> None:
     found = {name: repeat.is_plain(one) for name, (one, _) in tensors.items()}
     assert found == {name: wanted for name, (_, wanted) in tensors.items()}
     with torch.autograd.forward_ad.dual_level():
-        assert not repeat.is_plain(base) and not repeat.are_plain((base,))
-    assert repeat.are_plain((base, None, 1, 2.0, True, "")) and not repeat.are_plain((base, base.t()))
+        assert not repeat.is_plain(base) and repeat.key_of(None, (base,)) is None
     launchers: dict = {}
     calls = []
     repeat.put_down(launchers, "sum", (base, None), repeat.launcher(lambda *a: calls.append(a), (base.clone(),)))
@@ -615,6 +614,93 @@ def test_the_extension_says_what_python_does() -> None:
     with pytest.raises(ZeroDivisionError):
         again("fails", (base,))
     assert len(calls) == 2
+
+
+def test_keys_tell_arguments_apart() -> None:
+    base = torch.randn(4, 64)
+    repeat.put_down({}, None, (base,), None)  # from here on by the extension, if there is one
+    values = (
+        None,
+        True,
+        False,
+        1,
+        0,
+        -1,
+        2**40,
+        1.0,
+        0.0,
+        -0.0,
+        "",
+        "1",
+        "1.0",
+        "None",
+        "True",
+        "online",
+        "of 8 bytes",
+    )
+    several = [(base, base), (base[:2], base), (base.half(),), ("a", "b"), ("ab", ""), ("ab",), (1, 1), ()]
+    given = [*((base, value) for value in values), *((value, base) for value in values), *several]
+    keys = [repeat.key_of("what", args) for args in given]
+    assert None not in keys and len(set(keys)) == len(given)
+    assert keys == [repeat.key_of("what", tuple(one.clone() if one is base else one for one in a)) for a in given]
+    assert repeat.key_of("other", ()) != repeat.key_of("what", ())
+    for args in ((base, base.t()), (base, [1]), (base, (1,)), (base, 1j), (torch.randn(4, requires_grad=True), 1)):
+        assert repeat.key_of("what", args) is None
+
+
+def test_keys_tell_arguments_apart_without_the_extension(in_python: None) -> None:
+    test_keys_tell_arguments_apart()
+
+
+def test_a_call_of_an_operator_is_recalled() -> None:
+    """With its own tensors in the places of those that the first was called with."""
+    calls: list[tuple] = []
+    launchers: dict = {}
+    base, other = torch.randn(4, 64), torch.randn(4, 64)
+    single = repeat.launcher(lambda *a: calls.append(a), (base.clone(),), single=True)
+    several = repeat.launcher(lambda *a: calls.append(a), (base.clone(), torch.empty(3, dtype=torch.int64)))
+    args = (base, 2, other, "text", None)
+    assert repeat.recalled(launchers, "one", args) is None
+    repeat.remember(launchers, "one", args, single, (other, 0.5, base, 7))
+    repeat.remember(launchers, "two", args, several, (base,))
+    given = (torch.randn(4, 64), 2, torch.randn(4, 64), "text", None)
+    made = repeat.recalled(launchers, "one", given)
+    assert made.shape == base.shape and made.data_ptr() != base.data_ptr()
+    wanted = (given[2], 0.5, given[0], 7, made)
+    assert len(calls) == 1 and all(have is want for have, want in zip(calls[0], wanted, strict=True))
+    pair = repeat.recalled(launchers, "two", given)
+    assert type(pair) is tuple and [one.dtype for one in pair] == [torch.float32, torch.int64]
+    assert all(have is want for have, want in zip(calls[1], (given[0], *pair), strict=True))
+    x, _, y, *_ = given
+    for unlike in (
+        (x, 3, y, "text", None), (x, 2.0, y, "text", None), (x, True, y, "text", None), (x, 2, y, "texts", None),
+        (x, 2, y, "text", 0), (x, 2, y, "text"), (x[:2], 2, y, "text", None), (x.half(), 2, y, "text", None),
+        (torch.empty(64, 4).t(), 2, y, "text", None), (x.view(-1)[1:].expand(4, 255), 2, y, "text", None),
+        (torch._neg_view(x), 2, y, "text", None), (x.clone().requires_grad_(), 2, y, "text", None),
+        (torch.nn.Parameter(x, requires_grad=False), 2, y, "text", None), (x, 2, None, "text", None), (),
+    ):  # fmt: skip
+        assert repeat.recalled(launchers, "one", unlike) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert repeat.recalled(launchers, "one", given) is None
+    assert repeat.recalled(launchers, "three", given) is None and len(calls) == 2
+    repeat.remember(launchers, "fails", (base,), repeat.launcher(lambda *a: 1 / 0, (base,)), (base,))
+    with pytest.raises(ZeroDivisionError):
+        repeat.recalled(launchers, "fails", (base,))
+    repeat.remember(launchers, "twice", (base, base), single, (base,))
+    assert repeat.recalled(launchers, "twice", (base, base)) is None
+
+
+def test_a_call_of_an_operator_is_recalled_without_the_extension(in_python: None) -> None:
+    test_a_call_of_an_operator_is_recalled()
+
+
+def test_calls_without_end_are_not_all_remembered() -> None:
+    base, launchers = torch.randn(4, 64), {}
+    found = repeat.launcher(lambda *a: None, (base,), single=True)
+    for number in range(2 * repeat.MOST):
+        repeat.remember(launchers, "one", (base, number), found, (base, number))
+        assert repeat.recalled(launchers, "one", (base, number)) is not None
+        assert len(launchers["one"]) <= repeat.MOST
 
 
 def test_threads_call_at_once() -> None:
@@ -906,7 +992,7 @@ def test_autocast_casts_to_the_dtype_of_the_weight() -> None:
     half = weight.bfloat16()
     wanted = tvm_sparse.bsr_matmul(x.bfloat16(), half, bias=bias.bfloat16())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for given in (x, x.bfloat16()):
+        for given in (x, x, x.bfloat16(), x.bfloat16()):  # the second of each takes the short way
             assert torch.equal(tvm_sparse.bsr_matmul(given, half, bias=bias), wanted)
         assert tvm_sparse.bsr_matmul(x, weight).dtype is torch.float32
         with pytest.raises(ValueError, match=r"x: expected dtype float32, .*once the weight: .*to\(dtype='bfloat16'\)"):

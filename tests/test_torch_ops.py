@@ -16,7 +16,8 @@ import pytest
 from cases import calls_run
 
 import tvm_sparse
-from tvm_sparse.runtime import custom
+from tvm_sparse.operators.bsr_matmul.weight import Structure
+from tvm_sparse.runtime import custom, repeat
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 torch = pytest.importorskip("torch")
@@ -141,6 +142,15 @@ def test_a_function_is_compiled_by_itself_and_at_any_batch() -> None:
         same(compiled(LOGITS[:rows]), tvm_sparse.softmax(LOGITS[:rows]))
 
 
+def test_a_structure_is_packed_in_a_graph_of_any_shape() -> None:
+    compiled = torch.compile(tvm_sparse.bsr_matmul, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (7, 5):
+        x, blocks = leaf(X[:rows]), leaf(BLOCKS)
+        compiled(x, (blocks, COLUMNS, STARTS)).sum().backward()
+        wanted = gradients(lambda y, b: y @ dense(b).T, (X[:rows], BLOCKS), torch.ones(rows, 35))
+        torch.testing.assert_close([x.grad, blocks.grad], wanted, atol=2e-5, rtol=2e-5)
+
+
 def test_into_out_in_a_graph() -> None:
     out, pair = torch.empty(7, 61), (torch.empty(7, 5), torch.empty(7, 5, dtype=torch.int64))
     compiled = torch.compile(tvm_sparse.softmax, backend="aot_eager", fullgraph=True)
@@ -186,7 +196,8 @@ graph = torch.export.load(sys.argv[1]).graph
 print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(node.target)}))
 """
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
-    names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"} | {"softmax_topk_given"}
+    names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
+    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows"}
     assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
 
 
@@ -254,24 +265,33 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True),
     "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),
     "candidate_logits": (HIDDEN, EMBEDDING, WORDS, None, None, False),
-    "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True, False),
-    "bsr_matmul": (
-        *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.long, WEIGHT.pattern, False, 66),
-        *(leaf(PRODUCT_BIAS), "gelu", None, None, None, None, -1, "uniform", False),
+    "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),
+    "nhot_lookup_rows": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE)),
+    "bsr_matmul": (leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure),
+    "bsr_matmul_epilogue": (
+        *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
     ),
+    "bsr_matmul_full": (
+        *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
+        *(*custom.module_of("bsr_matmul").turned(COLUMNS, STARTS, 66, (5, 3), 4), False),
+    ),
+}
+OF = {
+    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
+    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full"), "bsr_matmul"),
 }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_pytorch_finds_the_operator_right(name: str) -> None:
-    custom.module_of(name.removesuffix("_given"))
+    custom.module_of(OF.get(name, name))
     torch.library.opcheck(getattr(torch.ops.tvm_sparse, name).default, OPERATORS[name])
 
 
 @pytest.mark.parametrize(
     ("name", "given"),
     [("softmax", 1), ("softmax_topk", 2), ("head_topk", 3), ("candidate_topk", 4), ("candidate_logits", 3),
-     ("nhot_lookup", 4), ("bsr_matmul", 9)],
+     ("nhot_lookup", 4)],
 )  # fmt: skip
 def test_operators_may_be_given_their_first_arguments_only(name: str, given: int) -> None:
     custom.module_of(name)
@@ -280,6 +300,121 @@ def test_operators_may_be_given_their_first_arguments_only(name: str, given: int
     defaults = [argument.default_value for argument in operator._schema.arguments[given:]]
     same(operator(*args), operator(*args, *defaults))
     torch.library.opcheck(operator, tuple(args))
+
+
+# ---- repeated calls ------------------------------------------------------------------------------
+
+
+RECALLED = (
+    *("softmax", "logsumexp", "softmax_topk", "softmax_topk_given", "nhot_lookup_rows"),
+    *("bsr_matmul", "bsr_matmul_epilogue", "bsr_matmul_full"),
+)
+
+
+@pytest.fixture(params=["native", "python"])
+def slow(request: pytest.FixtureRequest, dispatcher: Dispatcher) -> Iterator[list]:
+    """Arguments of the calls that went the long way, where launchers are found by the extension and without it."""
+    tvm_sparse.softmax(LOGITS)
+    native = repeat.recalled is getattr(repeat.native, "recalled", None)
+    if request.param == "native" and not native:
+        pytest.skip("the extension was not built, or PyTorch is older than 2.10")
+    dispatcher.launchers = {}
+    repeat.use_native(request.param == "native")
+    found: list = []
+    key_of = repeat.key_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeat, "key_of", lambda what, given: found.append(given) or key_of(what, given))
+        yield found
+    repeat.use_native(native)
+    dispatcher.launchers = {}
+
+
+def operator_and_plain_arguments(name: str) -> tuple[Any, tuple[Any, ...]]:
+    custom.module_of(OF.get(name, name))
+    args = tuple(one.detach() if torch.is_tensor(one) else one for one in OPERATORS[name])
+    return getattr(torch.ops.tvm_sparse, name).default, args
+
+
+@pytest.mark.parametrize("name", RECALLED)
+def test_an_operator_knows_calls_like_one_before(name: str, slow: list, dispatcher: Dispatcher) -> None:
+    operator, args = operator_and_plain_arguments(name)
+    # Other floats, and the same structure somewhere else.
+    others = tuple(
+        one if not torch.is_tensor(one) else one.flip(0) if one.is_floating_point() else one.clone() for one in args
+    )
+    first, second = operator(*args), operator(*others)
+    dispatcher.launchers = {}
+    slow.clear()
+    same(operator(*others), second)
+    assert slow  # launchers of before are void
+    slow.clear()
+    for given, wanted in ((args, first), (others, second)):
+        same(operator(*given), wanted)
+        with torch.no_grad():
+            same(operator(*given), wanted)
+        with torch.inference_mode():  # where PyTorch goes past what is registered for autograd
+            same(operator(*given), wanted)
+    assert not slow
+
+
+def test_an_operator_looks_at_its_settings(slow: list) -> None:
+    """Those that a launcher holds, or that its kernel takes."""
+    import tvm_sparse.torch_ops
+
+    ops = torch.ops.tvm_sparse
+    for _ in range(2):
+        for log, wanted in ((False, tvm_sparse.softmax(LOGITS)), (True, tvm_sparse.log_softmax(LOGITS))):
+            same(ops.softmax(LOGITS, "online", log), wanted)
+        for settings in ({}, {"temperature": 0.5}, {"log": True}, {"bias": BIAS}, {"temperature": 2.0, "log": True}):
+            for k in (5, 1):
+                same(ops.softmax_topk(LOGITS, k, **settings), tvm_sparse.softmax_topk(LOGITS, k, **settings))
+
+
+def test_what_is_not_plain_goes_the_long_way(slow: list) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    operator, _ = operator_and_plain_arguments("softmax")
+    wanted = operator(LOGITS)
+    same(operator(LOGITS), wanted)
+    shifted = torch.cat([LOGITS.new_zeros(1), LOGITS.flatten()])[1:].view(7, 61)
+    for given in (shifted, LOGITS.t().contiguous().t(), torch._neg_view(-LOGITS)):
+        slow.clear()
+        same(operator(given), wanted)
+        assert slow
+    x = leaf(LOGITS)
+    operator(x).square().sum().backward()
+    [want] = gradients(lambda y: torch.softmax(y, -1), (LOGITS,), 2 * wanted)
+    torch.testing.assert_close(x.grad, want)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        same(operator(LOGITS), wanted)
+    assert "tvm_sparse.softmax.default" in seen
+    forward = torch.autograd.forward_ad
+    with forward.dual_level(), pytest.raises(RuntimeError, match="tangent|forward"):
+        operator(forward.make_dual(LOGITS, LOGITS))
+
+
+def test_a_weight_that_is_validated_is_validated_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, args = operator_and_plain_arguments("bsr_matmul_full")
+    checked = []
+    monkeypatch.setattr(tvm_sparse.BsrWeight, "validate", lambda self: checked.append(self))
+    for validate in (False, True, True):
+        operator(*args[:-1], validate)
+    assert len(checked) == 2
+
+
+def test_a_structure_is_one_integer() -> None:
+    for one in (
+        Structure(66), Structure(0, 0, "skewed"), Structure(2**31 - 1, 2**30 - 2, "skewed", True),
+        Structure(5, 1, "uniform", True),
+    ):  # fmt: skip
+        assert 0 <= one.packed() < 2**63 and Structure.unpacked(one.packed()) == one
 
 
 def test_vmap_knows_the_arguments_that_were_left_out() -> None:
@@ -347,6 +482,8 @@ def test_vmap() -> None:
         same([array[one] for array in found], tvm_sparse.softmax_sample(y, uniforms=UNIFORMS))
     for call, given, each in (
         (lambda y: tvm_sparse.bsr_matmul(y, WEIGHT), x, (X, -X)),
+        (lambda y: tvm_sparse.bsr_matmul(y, WEIGHT, bias=PRODUCT_BIAS), x, (X, -X)),
+        (lambda y: tvm_sparse.bsr_matmul(y, WEIGHT, validate=True), x, (X, -X)),
         (lambda t: tvm_sparse.nhot_lookup(ROWS, t), tables, (TABLE, -TABLE)),
     ):
         torch.testing.assert_close(torch.vmap(call, 1)(given), torch.stack([call(one) for one in each]))
@@ -453,6 +590,9 @@ def test_gradients_of_a_product(activation: Any, monkeypatch: pytest.MonkeyPatch
         return ACTIVATIONS[activation](x @ dense(blocks).T + bias)
 
     check_gradients(ours, theirs, (X, BLOCKS, PRODUCT_BIAS))
+    if activation is None:
+        bare = lambda x, blocks: tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS))  # noqa: E731
+        check_gradients(bare, lambda x, blocks: x @ dense(blocks).T, (X, BLOCKS))
 
 
 def test_gradients_of_x_with_a_prepared_weight() -> None:

@@ -10,7 +10,7 @@ import torch
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.problem import ACTIVATIONS
 from ..operators.bsr_matmul.torch_op import Turned, product, turned
-from ..operators.bsr_matmul.weight import balanced
+from ..operators.bsr_matmul.weight import Structure, balanced
 from .settings import integer
 
 # What is known of the structure, in buffers that are made again from it.
@@ -66,10 +66,8 @@ class BsrLinear(torch.nn.Module):
     turned_indptr: torch.Tensor
     turned_order: torch.Tensor
     _kept: tuple[BsrWeight, Any, tuple[int, int]] | None
-    _long: int
-    _pattern: str
-    _turned_long: int
-    _turned_pattern: str
+    _structure: int
+    _turned_structure: int
 
     def __init__(self, weight: Any, bias: torch.Tensor | None = None, *, activation: str | None = None) -> None:
         super().__init__()
@@ -184,12 +182,10 @@ class BsrLinear(torch.nn.Module):
             self.turned_indices,
             self.turned_indptr,
             self.turned_order,
-            self._turned_long,
-            self._turned_pattern,
+            self._turned_structure,
         )
-        parts = data, self.indices, self.indptr
-        known = self.order, self._long, self._pattern, False
-        return product(x, parts, self.in_features, *known, bias=bias, activation=self.activation, backward=backward)
+        options = {"bias": bias, "activation": self.activation, "backward": backward}
+        return product(x, (data, self.indices, self.indptr), self.order, self._structure, **options)
 
     def _in_graph(self, x: Any, data: Any, bias: Any) -> bool:
         """Whether PyTorch is to see the operator: it traces, or somebody wants a gradient."""
@@ -205,7 +201,7 @@ class BsrLinear(torch.nn.Module):
         kept = self._kept
         if kept is None or kept[2] != where:
             parts = data.detach(), self.indices, self.indptr
-            weight = BsrWeight.assembled(parts, self.in_features, self.order, self._long, self._pattern, False)
+            weight = BsrWeight.assembled(parts, self.order, self._structure)
             kept = self._kept = weight, None if bias is None else bias.detach(), where
         return kept[0], kept[1]
 
@@ -235,10 +231,11 @@ class BsrLinear(torch.nn.Module):
         if self.data.device.type == "meta":
             return
         rows, cols = self.block_shape
-        block_bytes = rows * cols * self.data.element_size()
-        order, self._long, self._pattern = balanced(self.indptr, block_bytes)
-        found = turned(self.indices, self.indptr, self.in_features // cols, block_bytes)
-        self._turned_long, self._turned_pattern = found.long, found.pattern
+        itemsize = self.data.element_size()
+        order, long, pattern = balanced(self.indptr, rows * cols * itemsize)
+        self._structure = Structure(self.in_features, long, pattern).packed()
+        found = turned(self.indices, self.indptr, self.in_features, self.block_shape, itemsize)
+        self._turned_structure = found.structure
         for name, tensor in zip((_ORDER, *_TURNED), (order, *found[:4]), strict=True):
             self.register_buffer(name, tensor, persistent=False)
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ..core import registry
-from . import arrays, repeat
+from . import arrays, dispatch, repeat
 from .calls import no_gradient
 
 NAMESPACE = "tvm_sparse"
@@ -57,6 +57,7 @@ def define(
     batched: Callable[..., Any],
     backward: Callable[..., Any],
     setup: Callable[..., Any] | None = None,
+    launched: Callable[..., tuple[Any, tuple[Any, ...]]] | None = None,
 ) -> Any:
     """Define a custom operator, and return its only overload.
 
@@ -71,6 +72,10 @@ def define(
         Rule of vmap: `(info, in_dims, *arguments) -> (results, out_dims)`.
     backward, setup
         As of `torch.library.register_autograd`.
+    launched
+        What ran in a call of plain tensors, so that calls like it need no Python of the operator: `(launchers,
+        *arguments) -> (launcher, before)`, as `repeat.remember` takes them, the launcher None if there is none.
+        `launchers` are those of the dispatcher before the call.
     """
     import torch
 
@@ -84,10 +89,22 @@ def define(
     # What follows the first arguments. PyTorch drops those at the end that are their defaults.
     rest = [tuple(defaults[given:]) for given in range(len(defaults) + 1)]
 
+    def computed(args: tuple[Any, ...]) -> Any:
+        launchers, whole = dispatch.dispatcher.launchers, (*args, *rest[len(args)])
+        results = call(*whole)
+        if launched is not None and repeat.key_of(None, args) is not None:
+            launcher, before = launched(launchers, *whole)
+            if launcher is not None:
+                repeat.remember(launchers, qualified, args, launcher, before)
+        return results
+
     def run(*args: Any) -> Any:
+        found = repeat.recalled(dispatch.dispatcher.launchers, qualified, args)
+        if found is not None:
+            return found
         before, arrays.here.below = arrays.here.below, True
         try:
-            return call(*args, *rest[len(args)])
+            return computed(args)
         finally:
             arrays.here.below = before
 
@@ -103,9 +120,10 @@ def define(
 
     def front(keyset: Any, *args: Any) -> Any:
         """Plain tensors need nothing of what lies between here and `run`, which takes three times as long as a call."""
-        if repeat.are_plain(args):
-            return call(*args, *rest[len(args)])
-        return differentiated(keyset, *args)
+        found = repeat.recalled(dispatch.dispatcher.launchers, qualified, args)
+        if found is not None:
+            return found
+        return differentiated(keyset, *args) if repeat.key_of(None, args) is None else computed(args)
 
     library.impl(name, front, "Autograd", with_keyset=True)
     return overload

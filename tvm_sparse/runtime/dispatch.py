@@ -133,7 +133,7 @@ class Dispatcher:
         self._warned: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
         self._forked = self._watches_forks = False
-        self.launchers: dict[tuple, Any] = {}
+        self.launchers: dict[Any, Any] = {}
         self.policy: str | None = None
         self.compiles = True
 
@@ -203,7 +203,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def taking(
-        self, problem: Problem, machine: Machine, way: str, launchers: dict[tuple, Any] | None = None
+        self, problem: Problem, machine: Machine, way: str, launchers: dict[Any, Any] | None = None
     ) -> Iterator[None]:
         """Let calls take this way within the block, whatever records say: to time it. For one thread at a time.
 

@@ -102,19 +102,55 @@ static Py_ssize_t write_facts(const Tensor *tensor, int64_t *words, Py_ssize_t r
   return 3 + tensor->ndim;
 }
 
-/* Of a tuple of tensors, and of None where there is none; -1: one of them is not plain, or an error. */
+/* What stands in front of the words of an argument that is no tensor; of a tensor it is the number of dimensions. */
+enum { NONE = -1, NO = -2, YES = -3, INTEGER = -4, NUMBER = -5, TEXT = -6 };
+
+/* Writes an argument that is no tensor; the words written, or 0 where it is of no known type or there is no room. */
+static Py_ssize_t write_value(PyObject *value, int64_t *words, Py_ssize_t room) {
+  if (room < 2) return 0;
+  if (value == Py_None || PyBool_Check(value)) {
+    words[0] = value == Py_None ? NONE : value == Py_True ? YES : NO;
+    return 1;
+  }
+  if (PyLong_CheckExact(value)) {
+    int overflow;
+    words[0] = INTEGER;
+    words[1] = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return overflow ? 0 : 2;
+  }
+  if (PyFloat_CheckExact(value)) {
+    double number = PyFloat_AsDouble(value);
+    words[0] = NUMBER;
+    memcpy(words + 1, &number, sizeof number);
+    return 2;
+  }
+  if (PyUnicode_CheckExact(value)) {
+    Py_ssize_t size;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &size);
+    if (text == NULL) PyErr_Clear();
+    if (text == NULL || size > (room - 2) * (Py_ssize_t)sizeof *words) return 0;
+    Py_ssize_t used = 2 + (size + (Py_ssize_t)sizeof *words - 1) / (Py_ssize_t)sizeof *words;
+    words[0] = TEXT;
+    words[used - 1] = 0; /* the bytes behind the text; where there is none, its size */
+    words[1] = size;
+    memcpy(words + 2, text, (size_t)size);
+    return used;
+  }
+  return 0;
+}
+
+/* Of a tuple of arguments; -1: a tensor is not plain, another one of no known type, or an error. */
 static Py_ssize_t write_all(PyObject *given, int64_t *words) {
   Py_ssize_t used = 0;
   for (Py_ssize_t i = 0, n = PyTuple_Size(given); i < n; ++i) {
     PyObject *one = PyTuple_GetItem(given, i);
-    if (used == MOST_WORDS) return -1;
-    if (one == Py_None) {
-      words[used++] = -1;
-      continue;
-    }
     Tensor tensor;
-    if (plain(one, &tensor) != 1) return -1;
-    Py_ssize_t more = write_facts(&tensor, words + used, MOST_WORDS - used);
+    Py_ssize_t more = 0, room = MOST_WORDS - used;
+    if ((PyObject *)Py_TYPE(one) != tensor_type) {
+      more = write_value(one, words + used, room);
+    } else if (plain(one, &tensor) == 1) {
+      more = write_facts(&tensor, words + used, room);
+    }
     if (more == 0) return -1;
     used += more;
   }
@@ -173,6 +209,37 @@ static PyObject *made(PyObject *likes) {
   return outputs;
 }
 
+/* Calls a kernel by a recipe: its arguments, those of the operator's call in the places of None, and new outputs. */
+static PyObject *by_recipe(PyObject *recipe, PyObject *given) {
+  PyObject *likes = PyTuple_GetItem(recipe, 1), *before = PyTuple_GetItem(recipe, 3), *places = PyTuple_GetItem(recipe, 4);
+  if (likes == NULL || before == NULL || places == NULL) return NULL;
+  Py_ssize_t inputs = PyTuple_Size(before), all = inputs + PyTuple_Size(likes), next = 0;
+  PyObject *arguments = PyTuple_New(all), *result = NULL;
+  for (Py_ssize_t i = 0; arguments != NULL && i < all; ++i) {
+    PyObject *one;
+    if (i < inputs) {
+      one = PyTuple_GetItem(before, i);
+      if (one == Py_None) {
+        PyObject *place = PyTuple_GetItem(places, next++);
+        one = place == NULL ? NULL : PyTuple_GetItem(given, PyLong_AsSsize_t(place));
+      }
+      Py_XINCREF(one);
+    } else {
+      one = PyObject_CallFunctionObjArgs(empty_like, PyTuple_GetItem(likes, i - inputs), NULL);
+    }
+    if (one == NULL || PyTuple_SetItem(arguments, i, one) < 0) Py_CLEAR(arguments);
+  }
+  if (arguments == NULL) return NULL;
+  PyObject *nothing = PyObject_Call(PyTuple_GetItem(recipe, 0), arguments, NULL);
+  if (nothing != NULL) {
+    Py_DECREF(nothing);
+    int single = PyTuple_GetItem(recipe, 2) == Py_True;
+    result = single ? Py_NewRef(PyTuple_GetItem(arguments, inputs)) : PyTuple_GetSlice(arguments, inputs, all);
+  }
+  Py_DECREF(arguments);
+  return result;
+}
+
 /* ---- the module's functions ------------------------------------------------------------------------------------- */
 
 static PyObject *none_unless_error(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
@@ -200,18 +267,6 @@ static PyObject *is_plain(PyObject *self, PyObject *tensor) {
   Tensor found;
   int so = exchange == NULL ? 0 : unwatched();
   if (so == 1) so = plain(tensor, &found);
-  return so < 0 ? NULL : PyBool_FromLong(so);
-}
-
-static PyObject *are_plain(PyObject *self, PyObject *arguments) {
-  (void)self;
-  Tensor found;
-  int so = exchange == NULL || !PyTuple_Check(arguments) ? 0 : unwatched();
-  for (Py_ssize_t i = 0, n = so == 1 ? PyTuple_Size(arguments) : 0; so == 1 && i < n; ++i) {
-    PyObject *one = PyTuple_GetItem(arguments, i);
-    int other = one == Py_None || PyLong_Check(one) || PyFloat_Check(one) || PyUnicode_Check(one);
-    so = other ? 1 : plain(one, &found);
-  }
   return so < 0 ? NULL : PyBool_FromLong(so);
 }
 
@@ -264,10 +319,24 @@ done:
   return result;
 }
 
+static PyObject *recalled(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  if (!count_is(nargs, 3)) return NULL;
+  PyObject *known = PyDict_GetItemWithError(args[0], args[1]);
+  if (known == NULL) return none_unless_error();
+  Py_INCREF(known);
+  PyObject *found = found_for(known, Py_None, args[2]);
+  Py_DECREF(known);
+  if (found == NULL) return none_unless_error();
+  PyObject *result = by_recipe(found, args[2]);
+  Py_DECREF(found);
+  return result;
+}
+
 static PyMethodDef methods[] = {
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL, NULL},
     {"is_plain", is_plain, METH_O, NULL},
-    {"are_plain", are_plain, METH_O, NULL},
+    {"recalled", (PyCFunction)(void (*)(void))recalled, METH_FASTCALL, NULL},
     {"key_of", (PyCFunction)(void (*)(void))key_of, METH_FASTCALL, NULL},
     {"repeated", (PyCFunction)(void (*)(void))repeated, METH_FASTCALL, NULL},
     {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL, NULL},

@@ -36,6 +36,16 @@ class Launcher(NamedTuple):
     single: bool  # one output, which is no tuple
 
 
+class Recipe(NamedTuple):
+    """What `recalled` needs."""
+
+    function: Any
+    likes: tuple[Any, ...]
+    single: bool  # these three as of the launcher
+    before: tuple[Any, ...]  # the kernel's arguments in front of the outputs, None for those that a call gives
+    places: tuple[int, ...]  # of these among the arguments of the call
+
+
 class Own:
     """The launchers of one weight or structure, whose arguments no call has to give again."""
 
@@ -83,13 +93,11 @@ _modes: Callable[[], int] = _find_modes
 _forward_ad: Any = None
 
 
-def _are_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether a kernel takes all tensors among these arguments as they are."""
-    return all([not arrays.is_torch(one) or _is_plain(one) for one in arguments])
-
-
 def _layouts(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a launcher depends on of tensors that may be None; None if a kernel does not take all as they are."""
+    """What a launcher depends on of these arguments; None if a kernel does not take all tensors as they are.
+
+    The layouts of tensors, None, and of truth values, numbers and texts what tells 1, 1.0 and True apart.
+    """
     torch = sys.modules.get("torch")
     found: list[Any] = []
     for one in given:
@@ -97,33 +105,42 @@ def _layouts(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
             found.append(None)
         elif torch is not None and type(one) is torch.Tensor and _is_plain(one):
             found.append((one.shape, one.dtype, one.device))
+        elif type(one) in (bool, int, float, str):
+            found.append(repr(one))
         else:
             return None
     return tuple(found)
 
 
 def _key_of(what: Any, given: tuple[Any, ...]) -> Any:
-    """Under what a launcher for a call like this one is put down; None if `given` are not all plain tensors or None."""
+    """Under what a launcher for a call like this one is put down; None if one of `given` is neither plain nor a value.
+
+    Values are None, truth values, numbers and texts.
+    """
     like = _layouts(given)
     return None if like is None else (what, like)
 
 
 def _repeated(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...]) -> Any:
-    """What was put down for a call like this one, or None: `what` was asked for, of these tensors, or None for one."""
+    """What was put down for a call like this one, or None: `what` was asked for, of these tensors and values."""
     key = _key_of(what, given)
     return None if key is None else launchers.get(key)
+
+
+def _made(likes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([sys.modules["torch"].empty_like(like) for like in likes])
 
 
 def _again(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...], before: tuple[Any, ...], out: Any) -> Any:
     """Call the kernel of a `Launcher` with the arguments `before` the outputs; its outputs, or None if there is none.
 
-    Also None if something of `given` is no plain tensor, or if `out` does not fit or overlaps with an argument.
+    Also None if a tensor of `given` is not plain, or if `out` does not fit or overlaps with an argument.
     """
     found = _repeated(launchers, what, given)
     if found is None:
         return None
     if out is None:
-        outputs = tuple([sys.modules["torch"].empty_like(like) for like in found.likes])
+        outputs = _made(found.likes)
     else:
         outputs = (out,) if found.single else out
         if type(outputs) is not tuple or _layouts(outputs) != found.facts:
@@ -134,27 +151,41 @@ def _again(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...], before:
     return out if out is not None else outputs[0] if found.single else outputs
 
 
+def _recalled(launchers: dict[Any, Any], name: str, args: tuple[Any, ...]) -> Any:
+    """The outputs of a call of the operator `name` that is like one to `remember`, or None.
+
+    One look at the arguments serves the checks, the search and the call.
+    """
+    known = launchers.get(name)
+    found = None if known is None else _repeated(known, None, args)
+    if found is None:
+        return None
+    places, outputs = iter(found.places), _made(found.likes)
+    found.function(*[args[next(places)] if one is None else one for one in found.before], *outputs)
+    return outputs[0] if found.single else outputs
+
+
 # As `use_native` says.
 is_plain: Callable[..., bool] = _is_plain
-are_plain: Callable[..., bool] = _are_plain
 key_of: Callable[..., Any] = _key_of
 repeated: Callable[..., Any] = _repeated
 again: Callable[..., Any] = _again
+recalled: Callable[..., Any] = _recalled
 _asked = False  # whether `native` was tried
 
 
 def use_native(wanted: bool) -> None:
     """Take the functions of `native`, which has been prepared, or those here; keys of the one are none of the other."""
-    global is_plain, are_plain, key_of, repeated, again
+    global is_plain, key_of, repeated, again, recalled
     if wanted:
-        is_plain, are_plain, key_of = native.is_plain, native.are_plain, native.key_of
-        repeated, again = native.repeated, native.again
+        is_plain, key_of = native.is_plain, native.key_of
+        repeated, again, recalled = native.repeated, native.again, native.recalled
     else:
-        is_plain, are_plain, key_of, repeated, again = _is_plain, _are_plain, _key_of, _repeated, _again
+        is_plain, key_of, repeated, again, recalled = _is_plain, _key_of, _repeated, _again, _recalled
 
 
 def put_down(launchers: dict[Any, Any], what: Any, given: tuple[Any, ...], found: Any) -> None:
-    """Put down what `repeated` is to find the next time, if all of `given` are plain tensors or None."""
+    """Put down what `repeated` is to find the next time, unless a tensor of `given` is not plain."""
     if "torch" not in sys.modules:
         return
     _prepare()
@@ -168,6 +199,30 @@ def launcher(function: Any, outputs: tuple[Any, ...], single: bool = False) -> L
     _prepare()
     key = key_of(None, outputs)
     return Launcher(function, tuple(map(arrays.prototype, outputs)), key and key[1], single)
+
+
+MOST = 1024  # calls of an operator that are remembered: some come in shapes without end
+
+
+def remember(
+    launchers: dict[Any, Any], name: str, args: tuple[Any, ...], launcher: Launcher, before: tuple[Any, ...]
+) -> None:
+    """Let `recalled` find this call of the operator `name`, whose kernel took the arguments `before` the outputs.
+
+    Every tensor of `before` is one of `args`, and what else there is follows from the layouts and values of `args`.
+    Nothing is remembered where a tensor stands twice among `args`, which leaves open where others stand.
+    """
+    places: list[int] = []
+    for tensor in filter(arrays.is_torch, before):
+        at = [place for place, one in enumerate(args) if one is tensor]
+        if len(at) != 1:
+            return
+        places += at
+    recipe = tuple([None if arrays.is_torch(one) else one for one in before])
+    known = launchers.setdefault(name, {})
+    if len(known) >= MOST:
+        known.clear()
+    put_down(known, None, args, Recipe(launcher.function, launcher.likes, launcher.single, recipe, tuple(places)))
 
 
 def _prepare() -> None:

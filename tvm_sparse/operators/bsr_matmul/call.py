@@ -112,7 +112,7 @@ def bsr_matmul(
     k = known.shape[-1]
     if k != weight_k:
         raise ValueError(f"x: expected {weight_k} columns, as the weight has, got shape {known.shape}")
-    casts = _casts(x, known, weight, torch)
+    casts = _casts(x, bias, known, weight, torch)
     if known.dtype != weight.dtype and not casts:
         raise ValueError(
             f"x: expected dtype {weight.dtype}, as the weight has, got {known.dtype}; convert x, or once the weight:"
@@ -124,9 +124,8 @@ def bsr_matmul(
             f" got {known.device}:{known.index}"
         )
     if casts:
-        x = x.to(weight.data.dtype)
         bias = bias.to(weight.data.dtype) if arrays.is_torch(bias) else bias
-        known = arrays.facts("x", x)
+        return bsr_matmul(x.to(weight.data.dtype), weight, bias=bias, activation=activation, out=out)
     if len(known.shape) != 2:
 
         def call(rows: Any, given: Any) -> list[Any]:
@@ -168,11 +167,13 @@ def _operator(x: Any, weight: Any, bias: Any, activation: str | None, out: Any, 
     return operator.bsr_matmul(x, weight, bias=bias, activation=activation, out=out, validate=validate)
 
 
-def _casts(x: Any, known: arrays.Facts, weight: BsrWeight, torch: Any) -> bool:
-    """Whether torch.autocast casts x and bias to the weight's dtype."""
+def _casts(x: Any, bias: Any, known: arrays.Facts, weight: BsrWeight, torch: Any) -> bool:
+    """Whether torch.autocast casts x or bias to the weight's dtype."""
     if not (arrays.is_torch(x) and arrays.is_torch(weight.data) and torch.is_autocast_enabled(known.device)):
         return False
-    return torch.get_autocast_dtype(known.device) is weight.data.dtype
+    dtype = weight.data.dtype
+    others = x.dtype is not dtype or (arrays.is_torch(bias) and bias.dtype is not dtype)
+    return others and torch.get_autocast_dtype(known.device) is dtype
 
 
 def _fill_rows(y: Any, bias: Any, activation: str) -> None:

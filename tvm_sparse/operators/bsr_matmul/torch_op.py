@@ -1,8 +1,11 @@
-"""`bsr_matmul` as a custom operator of PyTorch, with its gradients."""
+"""`bsr_matmul` as custom operators of PyTorch, with their gradients.
+
+Three, each with the arguments of the one before and some more, because PyTorch takes time for every argument, given or
+not: the product, as at inference; with bias and activation; and with what training and `validate` take.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +13,9 @@ import torch
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import refuse_gradient
-from tvm_sparse.runtime.dispatch import dispatcher
 
 from . import call
-from .weight import INSTEAD, BsrWeight, balanced
+from .weight import INSTEAD, BsrWeight, Structure, balanced
 
 __all__ = ["Turned", "bsr_matmul", "product", "turned"]
 
@@ -24,36 +26,37 @@ GATHERED = 2**26
 class Turned(NamedTuple):
     """The structure of a transposed weight, whose block b is the transposed block `places[b]`.
 
-    `order`, `long` and `pattern` are those of `BsrWeight`; nothing at all is known where there is no place.
+    `order` and `structure` are those of a `BsrWeight`; nothing at all is known where there is no place.
     """
 
     places: Any = None
     indices: Any = None
     indptr: Any = None
     order: Any = None
-    long: int = -1
-    pattern: str = "uniform"
+    structure: int = 0
 
 
-def turned(indices: Any, indptr: Any, block_columns: int, block_bytes: int | None = None) -> Turned:
+def turned(indices: Any, indptr: Any, columns: int, block: tuple[int, ...], itemsize: int | None = None) -> Turned:
     """The structure of the transposed matrix, on the device, by PyTorch's operators.
 
     Parameters
     ----------
     indices, indptr
         Of the matrix, int32.
-    block_columns
-        How many it has.
-    block_bytes
-        Of a block, to look at the structure as `BsrWeight` does, which waits for a GPU; None: not to.
+    columns, block
+        How many it has, and the shape of its blocks.
+    itemsize
+        Bytes of an element, to look at the structure as `BsrWeight` does, which waits for a GPU; None: not to.
     """
-    columns, places = torch.sort(indices, stable=True)
-    starts = torch.arange(block_columns + 1, device=indices.device, dtype=indices.dtype)
-    found = torch.searchsorted(columns, starts, out_int32=True)
-    rows = _block_rows(indices, indptr).index_select(0, places)
-    if block_bytes is None:
-        return Turned(places, rows, found)
-    return Turned(places, rows, found, *balanced(found, block_bytes))
+    rows, cols = block
+    found, places = torch.sort(indices, stable=True)
+    bounds = torch.arange(columns // cols + 1, device=indices.device, dtype=indices.dtype)
+    starts = torch.searchsorted(found, bounds, out_int32=True)
+    high = _block_rows(indices, indptr).index_select(0, places)
+    unread = None, -1, "uniform"
+    order, long, pattern = unread if itemsize is None else balanced(starts, rows * cols * itemsize)
+    structure = Structure(int((indptr.shape[0] - 1) * rows), long, pattern).packed()
+    return Turned(places, high, starts, order, structure)
 
 
 def _block_rows(indices: Any, indptr: Any) -> Any:
@@ -68,58 +71,73 @@ def _call(
     indices: Any,
     indptr: Any,
     order: Any,
-    long: int,
-    pattern: str,
-    constant: bool,
-    columns: int,
-    bias: Any,
-    activation: str,
-    places: Any,
-    turned_indices: Any,
-    turned_indptr: Any,
-    turned_order: Any,
-    turned_long: int,
-    turned_pattern: str,
-    validate: bool,
+    structure: int,
+    bias: Any = None,
+    activation: str = "",
+    *rest: Any,
 ) -> Any:
     parts, options = (data, indices, indptr), {"bias": bias, "activation": activation or None}
+    validate = bool(rest) and rest[-1]
     if order is None:
+        columns = Structure.unpacked(structure).columns
         weight = BsrWeight(parts, columns=columns, validate=validate, balance=False)
         return call.bsr_matmul(x, weight, **options)
-    # As of a BsrWeight, but for all weights of these shapes.
-    given, what = (x, *parts, order, bias), ("bsr_matmul", activation, pattern)
-    before = (x, *parts, order, long, int(constant), *(() if bias is None else (bias,)))
-    found = repeat.again(dispatcher.launchers, what, given, before, None)
-    if found is not None:
-        return found
-    weight = BsrWeight.assembled(parts, columns, order, long, pattern, constant)
+    launchers, weight = call.dispatcher.launchers, BsrWeight.assembled(parts, order, structure)
     y = call.bsr_matmul(x, weight, validate=validate, **options)
-    kept = repeat.repeated(weight.launchers.of(dispatcher.launchers), activation or None, (x, bias))
+    kept = repeat.repeated(weight.launchers.of(launchers), activation or None, (x, bias))
     if kept is not None:  # of x under other dimensions there is one of its rows alone
-        repeat.put_down(dispatcher.launchers, what, given, kept)
+        repeat.put_down(launchers, *_like(x, data, indices, indptr, order, structure, bias, activation), kept)
     return y
 
 
+def _like(*args: Any) -> tuple[Any, Any]:
+    """Under what a launcher of all weights of these shapes is put down."""
+    return "bsr_matmul of any weight", args
+
+
+def _launched(
+    launchers: Any,
+    x: Any,
+    data: Any,
+    indices: Any,
+    indptr: Any,
+    order: Any,
+    structure: int,
+    bias: Any = None,
+    activation: str = "",
+    *rest: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    found = repeat.repeated(launchers, *_like(x, data, indices, indptr, order, structure, bias, activation))
+    if rest and rest[-1]:  # is to be validated every time
+        found = None
+    known = Structure.unpacked(structure)
+    beside = () if bias is None else (bias,)
+    return found, (x, data, indices, indptr, order, known.long, int(known.constant), *beside)
+
+
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, data, indices, indptr, *_, columns, bias, activation = inputs[:11]
-    ctx.save_for_backward(x, data, indices, indptr, inputs[4], bias, *inputs[11:15])
-    ctx.known, ctx.columns, ctx.activation = (inputs[5], inputs[6], False), columns, activation
-    ctx.turned = inputs[15:17]
+    x, data, indices, indptr, order, structure, *beside = inputs
+    bias, ctx.activation, *rest = beside or (None, "")
+    *known, ctx.turned = rest[:-1] or _UNKNOWN
+    ctx.save_for_backward(x, data, indices, indptr, order, bias, *known)
+    ctx.structure, ctx.inputs = structure, len(inputs)
 
 
 def _backward(ctx: Any, grad: Any) -> Any:
-    x, data, indices, indptr, order, bias, *structure = ctx.saved_tensors
+    x, data, indices, indptr, order, bias, *known = ctx.saved_tensors
+    structure = Structure.unpacked(ctx.structure)
     if ctx.activation:
-        before = product(x, (data, indices, indptr), ctx.columns, order, *ctx.known, bias=bias)
+        # Blocks that are trained are no constant.
+        before = product(x, (data, indices, indptr), order, structure._replace(constant=False).packed(), bias=bias)
         grad = _through(grad, before, ctx.activation)
-    of_x = of_data = of_bias = None
+    found: list[Any] = [None] * ctx.inputs
     if ctx.needs_input_grad[0]:
-        of_x = _of_x(grad, data, indices, indptr, ctx.columns, Turned(*structure, *ctx.turned))
+        found[0] = _of_x(grad, data, indices, indptr, structure.columns, Turned._make((*known, ctx.turned)))
     if ctx.needs_input_grad[1]:
-        of_data = _of_blocks(grad, x, data, indices, indptr)
-    if bias is not None and ctx.needs_input_grad[9]:
-        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return of_x, of_data, *[None] * 7, of_bias, *[None] * 8
+        found[1] = _of_blocks(grad, x, data, indices, indptr)
+    if bias is not None and ctx.needs_input_grad[6]:
+        found[6] = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return tuple(found)
 
 
 def _through(grad: Any, before: Any, activation: str) -> Any:
@@ -132,12 +150,10 @@ def _through(grad: Any, before: Any, activation: str) -> Any:
 
 def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: Turned) -> Any:
     """dx = g @ W, as a product with the transposed weight."""
-    rows, cols = data.shape[1:]
     if given.places is None:
-        given = turned(indices, indptr, columns // cols)
+        given = turned(indices, indptr, columns, data.shape[1:])
     blocks = data.index_select(0, given.places).transpose(1, 2).contiguous()
-    parts, n = (blocks, given.indices, given.indptr), (indptr.shape[0] - 1) * rows
-    return product(grad, parts, n, given.order, given.long, given.pattern, False)
+    return product(grad, (blocks, given.indices, given.indptr), given.order, given.structure)
 
 
 def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
@@ -160,47 +176,52 @@ def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
 
 def _batched(info: Any, in_dims: Any, x: Any, *args: Any) -> Any:
     """Leading dimensions are the operator's own."""
-    names = ("weight",) * 3 + ("order", "long", "pattern", "constant", "columns", "bias")
-    custom.unbatched("bsr_matmul", in_dims[1:10], names)
-    return _OPERATOR(x.movedim(in_dims[0], 0), *args), 0
+    names = ("weight",) * 3 + ("order", "structure", "bias")
+    custom.unbatched("bsr_matmul", in_dims[1 : len(names) + 1], names[: len(args)])
+    return _OPERATORS[1 + len(args)](x.movedim(in_dims[0], 0), *args), 0
 
 
-_OPERATOR = custom.define(
-    "bsr_matmul(Tensor x, Tensor data, Tensor indices, Tensor indptr, Tensor? order, int long_rows, str pattern,"
-    " bool constant, int columns, Tensor? bias=None, str activation='', Tensor? turned_places=None,"
-    " Tensor? turned_indices=None, Tensor? turned_indptr=None, Tensor? turned_order=None, int turned_long_rows=-1,"
-    " str turned_pattern='uniform', bool validate=False) -> Tensor",
-    _call,
-    _batched,
-    _backward,
-    _setup,
-)
+_ARGUMENTS = "Tensor x, Tensor data, Tensor indices, Tensor indptr, Tensor? order, int structure"
+_BESIDE = f"{_ARGUMENTS}, Tensor? bias, str activation"
+# By the number of their arguments.
+_OPERATORS = {
+    len(operator._schema.arguments): operator
+    for schema in (
+        f"bsr_matmul({_ARGUMENTS})",
+        f"bsr_matmul_epilogue({_BESIDE})",
+        f"bsr_matmul_full({_BESIDE}, Tensor? turned_places, Tensor? turned_indices, Tensor? turned_indptr,"
+        " Tensor? turned_order, int turned_structure, bool validate)",
+    )
+    for operator in [custom.define(f"{schema} -> Tensor", _call, _batched, _backward, _setup, _launched)]
+}
 _UNKNOWN = Turned()
 
 
 def product(
     x: Any,
     parts: tuple[Any, Any, Any],
-    columns: int,
     order: Any,
-    long: int,
-    pattern: str,
-    constant: bool,
+    structure: int,
     *,
     bias: Any = None,
     activation: str | None = None,
     backward: Turned | None = None,
     validate: bool = False,
 ) -> Any:
-    """The custom operator, with what is known of the weight as `BsrWeight.assembled` takes it.
+    """The custom operator of the fewest arguments, with what is known of the weight as `BsrWeight.assembled` takes it.
 
     Parameters
     ----------
     backward
         The structure of the transposed weight, if it is known; else a backward pass finds it.
     """
-    rest = () if backward is None and not validate else (*(backward or _UNKNOWN), validate)
-    return _OPERATOR(x, *parts, order, long, pattern, constant, columns, bias, activation or "", *rest)
+    args: tuple[Any, ...] = x, *parts, order, structure
+    full = backward is not None or validate
+    if full or bias is not None or activation:
+        args += bias, activation or ""
+    if full:
+        args += *(backward or _UNKNOWN), validate
+    return _OPERATORS[len(args)](*args)
 
 
 def bsr_matmul(
@@ -209,16 +230,14 @@ def bsr_matmul(
     """The public function, as it stands in a graph."""
     options = {"bias": bias, "activation": activation, "validate": validate}
     if isinstance(weight, BsrWeight):
-        parts, columns = (weight.data, weight.indices, weight.indptr), weight.shape[1]
-        known = (weight.order, weight.long, weight.pattern, weight.constant)
+        parts, known = (weight.data, weight.indices, weight.indptr), (weight.order, weight.structure)
         if torch.is_grad_enabled() and x.requires_grad and weight.turned is None and not _traced(x):
-            block_bytes = math.prod(weight.block_shape) * numpy_dtype(weight.dtype).itemsize
-            block_columns = columns // weight.block_shape[1]
-            weight.turned = turned(weight.indices, weight.indptr, block_columns, block_bytes)
+            itemsize = numpy_dtype(weight.dtype).itemsize
+            weight.turned = turned(weight.indices, weight.indptr, weight.shape[1], weight.block_shape, itemsize)
         if x.requires_grad:
             options["backward"] = weight.turned
     else:
-        columns, known = x.shape[-1], (None, -1, "uniform", False)
+        known = None, Structure(x.shape[-1]).packed()
         if isinstance(weight, (tuple, list)):
             if len(weight) != 3:
                 raise ValueError(f"weight: expected (data, indices, indptr), got {len(weight)} items")
@@ -236,7 +255,7 @@ def bsr_matmul(
     if x.dtype != dtype and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
         x = x.to(dtype)
         options["bias"] = None if bias is None else bias.to(dtype)
-    return custom.written(product(x, parts, columns, *known, **options), out)
+    return custom.written(product(x, parts, *known, **options), out)
 
 
 def _traced(x: Any) -> bool:

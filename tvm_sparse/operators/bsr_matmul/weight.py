@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays, repeat
@@ -16,6 +16,30 @@ SKEWED = 4.0
 
 # What has a gradient of the stored blocks.
 INSTEAD = "call it under torch.no_grad(), or give bsr_matmul the parts (data, indices, indptr), or use tvm_sparse.nn"
+
+
+class Structure(NamedTuple):
+    """What is known of a prepared weight beside its arrays.
+
+    `long`, `pattern` and `constant` are the attributes of `BsrWeight`, `columns` is k. To a custom operator of PyTorch
+    it is one integer, because every argument costs a call time: bit 0 of a skewed pattern, bit 1 of a constant weight,
+    bits 2 to 32 hold `columns`, and those from 33 on `long + 1`.
+    """
+
+    columns: int
+    long: int = -1
+    pattern: str = "uniform"
+    constant: bool = False
+
+    def packed(self) -> int:
+        """The integer."""
+        return int(self.pattern == "skewed") + (int(self.constant) << 1) + (self.columns << 2) + (self.long + 1 << 33)
+
+    @classmethod
+    def unpacked(cls, packed: int) -> Structure:
+        """Of the integer."""
+        pattern, constant = "skewed" if packed & 1 else "uniform", bool(packed & 2)
+        return cls(packed >> 2 & 0x7FFFFFFF, (packed >> 33) - 1, pattern, constant)
 
 
 class BsrWeight:
@@ -52,6 +76,8 @@ class BsrWeight:
         `"skewed"` if some block rows were found to hold far more blocks than others, else `"uniform"`.
     constant
         As it was promised.
+    structure
+        `columns` and the last three, as the integer that `Structure.packed` makes.
 
     Raises
     ------
@@ -123,18 +149,14 @@ class BsrWeight:
             self._hold(_unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
 
     @classmethod
-    def assembled(
-        cls, parts: tuple[Any, Any, Any], columns: int, order: Any, long: int, pattern: str, constant: bool
-    ) -> BsrWeight:
+    def assembled(cls, parts: tuple[Any, Any, Any], order: Any, structure: int) -> BsrWeight:
         """A weight of tensors that `BsrWeight` has prepared before: nothing is checked.
 
         Parameters
         ----------
         parts
             `(data, indices, indptr)` as attributes of the weight have them.
-        columns
-            k.
-        order, long, pattern, constant
+        order, structure
             The attributes of these names.
         """
         self = cls.__new__(cls)
@@ -143,6 +165,7 @@ class BsrWeight:
         self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
         self.nnzb, rows, cols = known.shape
         self.block_shape = rows, cols
+        columns, long, pattern, constant = Structure.unpacked(structure)
         self.shape = ((self.indptr.shape[0] - 1) * rows, columns)
         self._options = {"balance": long >= 0, "constant": constant}
         self._hold(order, long, pattern, constant)
@@ -151,6 +174,7 @@ class BsrWeight:
     def _hold(self, order: Any, long: int, pattern: str, constant: bool) -> None:
         """Keep what is known of the structure, and what kernels take."""
         self.order, self.long, self.pattern, self.constant = order, long, pattern, constant
+        self.structure = Structure(self.shape[1], long, pattern, constant).packed()
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long, int(constant))
         self.launchers = repeat.Own()

@@ -1,4 +1,7 @@
-"""`nhot_lookup` as a custom operator of PyTorch."""
+"""`nhot_lookup` as custom operators of PyTorch: of bare arrays, and of those of a `CsrRows`, which nobody checks again.
+
+Two, because PyTorch takes time for every argument, given or not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import torch
 
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import refuse_gradient
-from tvm_sparse.runtime.dispatch import dispatcher
 
 from . import call
 from .rows import CsrRows
@@ -16,35 +18,32 @@ from .rows import CsrRows
 __all__ = ["nhot_lookup"]
 
 
-# Launchers by the layouts of all arrays, and how many are kept: structures of every number of entries come.
-_alike, MOST = repeat.Own(), 256
+def _call(indptr: Any, indices: Any, values: Any, table: Any, validate: bool) -> Any:
+    return call.nhot_lookup((indptr, indices, values), table, validate=validate)
 
 
-def _call(indptr: Any, indices: Any, values: Any, table: Any, checked: bool, validate: bool) -> Any:
+def _call_rows(indptr: Any, indices: Any, values: Any, table: Any) -> Any:
     csr = indptr, indices, values
-    if not checked:
-        return call.nhot_lookup(csr, table, validate=validate)
-    parts, given = csr if values is not None else csr[:2], (*csr, table)
-    alike = _alike.of(dispatcher.launchers)
-    found = repeat.again(alike, None, given, (*parts, table), None)
+    if arrays.is_fake(table):
+        return call.nhot_lookup(csr, table)
+    found = call.repeated_lookup(csr, table, torch, checked=True)
     if found is not None:
         return found
-    if arrays.is_fake(table):
-        return call.nhot_lookup(csr, table, validate=validate)
-    found = call.repeated_lookup(csr, table, torch, checked=True)
-    if found is None:
-        rows = CsrRows(csr, columns=table.shape[0], checked=True)
-        found = call.nhot_lookup(rows, table)
-        kept = repeat.repeated(rows.launchers.of(dispatcher.launchers), None, (table,))
-        if kept is not None:
-            repeat.put_down(dispatcher.launchers, call.lookup_key(parts), (table,), kept)
-    else:
-        kept = repeat.repeated(dispatcher.launchers, call.lookup_key(parts), (table,))
+    launchers, rows = call.dispatcher.launchers, CsrRows(csr, columns=table.shape[0], checked=True)
+    found = call.nhot_lookup(rows, table)
+    kept = repeat.repeated(rows.launchers.of(launchers), None, (table,))
     if kept is not None:
-        if len(alike) >= MOST:
-            alike.clear()
-        repeat.put_down(alike, None, given, kept)
+        repeat.put_down(launchers, call.lookup_key(_parts(csr)), (table,), kept)
     return found
+
+
+def _parts(csr: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+    return csr if csr[2] is not None else csr[:2]
+
+
+def _launched(launchers: Any, indptr: Any, indices: Any, values: Any, table: Any) -> tuple[Any, tuple[Any, ...]]:
+    parts = _parts((indptr, indices, values))
+    return repeat.repeated(launchers, call.lookup_key(parts), (table,)), (*parts, table)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -65,32 +64,29 @@ def _backward(ctx: Any, grad: Any) -> Any:
         starts = torch.arange(table.shape[0] + 1, device=indices.device, dtype=indptr.dtype)
         turned = torch.searchsorted(columns, starts).to(indptr.dtype)
         given = None if values is None else values.index_select(0, order)
-        of_table = _OPERATOR(turned, rows.index_select(0, order), given, grad, True, False)
-    return None, None, of_values, of_table, None, None
+        of_table = _ROWS(turned, rows.index_select(0, order), given, grad)
+    return None, None, of_values, of_table, None
 
 
 def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, table: Any, *rest: Any) -> Any:
     """Tables next to each other."""
     custom.unbatched("nhot_lookup", in_dims[:3], ("indptr", "indices", "values"))
     table = table.movedim(in_dims[3], 1)
-    found = _OPERATOR(indptr, indices, values, table.flatten(1), *rest)
+    operator = _OPERATOR if rest else _ROWS
+    found = operator(indptr, indices, values, table.flatten(1), *rest)
     return found.unflatten(1, table.shape[1:]), 1
 
 
+_ARGUMENTS = "Tensor indptr, Tensor indices, Tensor? values, Tensor table"
 _OPERATOR = custom.define(
-    "nhot_lookup(Tensor indptr, Tensor indices, Tensor? values, Tensor table, bool checked=False,"
-    " bool validate=False) -> Tensor",
-    _call,
-    _batched,
-    _backward,
-    _setup,
+    f"nhot_lookup({_ARGUMENTS}, bool validate=False) -> Tensor", _call, _batched, _backward, _setup
 )
+_ROWS = custom.define(f"nhot_lookup_rows({_ARGUMENTS}) -> Tensor", _call_rows, _batched, _backward, _setup, _launched)
 
 
 def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
     """The public function, as it stands in a graph."""
-    checked = isinstance(csr, CsrRows)
-    if checked:
+    if isinstance(csr, CsrRows):
         parts = csr.indptr, csr.indices, csr.values
     elif isinstance(csr, (tuple, list)):
         if len(csr) != 3:
@@ -101,4 +97,5 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         parts = csr.crow_indices(), csr.col_indices(), csr.values()
     else:
         raise TypeError(f"csr: expected a CsrRows, a torch.sparse_csr tensor or a tuple, got {type(csr).__name__}")
-    return custom.written(_OPERATOR(*parts, table, checked and not validate, validate), out)
+    checked = isinstance(csr, CsrRows) and not validate
+    return custom.written(_ROWS(*parts, table) if checked else _OPERATOR(*parts, table, validate), out)

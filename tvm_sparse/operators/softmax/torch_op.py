@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tvm_sparse.runtime import custom
+from tvm_sparse.runtime import custom, repeat
 
 from . import call
 
@@ -25,6 +25,10 @@ def _backward(ctx: Any, grad: Any) -> Any:
     return function(grad, y, -1, y.dtype), None, None
 
 
+def _launched(launchers: Any, logits: Any, algorithm: str, log: bool) -> tuple[Any, tuple[Any, ...]]:
+    return repeat.repeated(launchers, ("softmax", algorithm), (logits,)), (logits, int(log))
+
+
 def _batched(info: Any, in_dims: Any, logits: Any, algorithm: str, log: bool) -> Any:
     return _OPERATOR(logits.movedim(in_dims[0], 0), algorithm, log), 0
 
@@ -35,6 +39,7 @@ _OPERATOR = custom.define(
     _batched,
     _backward,
     _setup,
+    _launched,
 )
 
 

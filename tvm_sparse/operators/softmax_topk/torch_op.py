@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.runtime import custom
+from tvm_sparse.runtime import custom, repeat
+from tvm_sparse.runtime.calls import inverse_temperature
 
 from . import call
 
@@ -21,6 +22,20 @@ def _call(logits: Any, k: int, log: bool, temperature: float, bias: Any) -> tupl
 
 def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any) -> tuple[Any, ...]:
     return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids)
+
+
+def _launched(
+    launchers: Any, logits: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any = None
+) -> tuple[Any, tuple[Any, ...]]:
+    beside = [one for one in (bias, ids) if one is not None]
+    found = repeat.repeated(launchers, ("softmax_topk", k), (logits, bias, ids))
+    return found, (logits, inverse_temperature(temperature), int(log), *beside)
+
+
+def _launched_given(
+    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    return _launched(launchers, logits, k, log, temperature, bias, ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -42,6 +57,7 @@ _OPERATOR = custom.define(
     _call,
     _batched,
     custom.without_backward("logits", call.INSTEAD),
+    launched=_launched,
 )
 _GIVEN = custom.define(
     "softmax_topk_given(Tensor logits, int k, Tensor ids, bool log=False, float temperature=1.0, Tensor? bias=None)"
@@ -49,6 +65,7 @@ _GIVEN = custom.define(
     _call_given,
     _batched_given,
     custom.without_backward("logits", call.INSTEAD),
+    launched=_launched_given,
 )
 
 
