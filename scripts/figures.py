@@ -1045,12 +1045,20 @@ def fault_tables() -> str:
 
 @part
 def sanitizer_table() -> str:
-    """What `scripts/sanitize.py` has found, a line for each tool."""
+    """What `scripts/sanitize.py` has found, a line for each run."""
     [path] = RESULTS.glob("sanitize-*.csv")
     found = results(path.stem)
     columns = ("tool", "date", "passed", "failed", "skipped", "left", "errors", "seconds")
-    rows = [[row[column] for column in columns] for row in found.rows]
-    return f"{found.facts['device']}:\n\n{table(columns, rows)}"
+    rows = [[row["tool"], _checked(row), *(row[column] for column in columns[1:])] for row in found.rows]
+    return f"{found.facts['device']}:\n\n{table(('tool', 'tests', *columns[1:]), rows)}"
+
+
+def _checked(row: dict[str, str]) -> str:
+    """Of which tests a run of the sanitizer was."""
+    first, files = row["selection"].split()[0], row["files"].split()
+    if first != "not":
+        return code(first)
+    return "all files" if len(files) == 10 else listed([code(name.removesuffix(".py")) for name in files])
 
 
 @part
