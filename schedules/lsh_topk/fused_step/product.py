@@ -422,8 +422,8 @@ def multiply_job(e: Extents) -> Phase:
     A float32 is split as if it were finite, by two instructions instead of seven: the lower part of an infinity or NaN
     is NaN then, and with it the score (see `sum_again`).
 
-    Reads: `hand`, `at`, `asked`, `states` or `state`. Writes: sums to the first of `chains`; `hand`. Barriers: none, but
-    all lanes take part.
+    Reads: `hand`, `at`, `asked`, `states` or `state`. Writes: sums to the first of `chains`; `hand`. Barriers: none,
+    but all lanes take part.
     """
     steps, turn = e.depth * e.octets, 4 * e.halves
     ask, part, bring = ask_chunks(e), part_words(e), bring_states(e)

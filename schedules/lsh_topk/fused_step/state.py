@@ -123,9 +123,9 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "exponentials": T.alloc_shared([e.rows], "float64"),
         "firsts": T.alloc_local([e.group_lists], "int32"),
         "upto": T.alloc_local([e.group_lists], "int32"),
-        # The product: words of the job in hand; hidden states, of two steps in turn or of all the warp's part; the parts
-        # of words of a chunk; sums; where the embedding is, and words of the job that is asked for; what a lane has from
-        # another one; whether a job is asked for; the number of a job.
+        # The product: words of the job in hand; hidden states, of two steps in turn or of all the warp's part; the
+        # parts of words of a chunk; sums; where the embedding is, and words of the job that is asked for; what a lane
+        # has from another one; whether a job is asked for; the number of a job.
         "hand": T.alloc_local([e.hand], "uint32"),
         "state": T.alloc_local([e.state_held], "uint32"),
         **{name: T.alloc_local([8], "uint32") for name in ("high", "low") if e.halves == 2},
