@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -15,9 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from tvm_sparse.core import locking, scratch
+from tvm_sparse.core import locking, scratch, spaces
+from tvm_sparse.core import machine as machines
+from tvm_sparse.core.registry import parse
 from tvm_sparse.workers import processes
-from tvm_sparse.workers.building import Kept
+from tvm_sparse.workers.absent import without
+from tvm_sparse.workers.building import BUILD_WORKER, Kept
 from tvm_sparse.workers.processes import Pool, StartError, Worker
 
 PACKAGE_ROOT = Path(processes.__file__).parents[2]
@@ -575,6 +580,30 @@ def started_pid(keeper: Kept) -> int:
         [worker] = pool.workers
         assert worker.pid is not None
         return worker.pid
+
+
+def test_what_a_worker_does_without_is_absent_for_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with without("antigravity", "colorsys"):
+        with pytest.raises(ModuleNotFoundError, match="colorsys"):
+            importlib.import_module("colorsys")
+        assert "colorsys" not in sys.modules and importlib.import_module("json")
+    assert importlib.import_module("colorsys")
+
+
+@linux
+def test_a_build_worker_does_without_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    problem, machine = parse("softmax/batch=2,vocab=8"), machines.cpu()
+    request = {
+        "problem": problem.key, "candidate": str(spaces.fallback(problem, machine)), "symbol": "",
+        "machine": dataclasses.asdict(machine), "path": str(tmp_path / "k.so"), "plugins": (),
+    }  # fmt: skip
+    with Pool(1, BUILD_WORKER, name="build") as pool:
+        reply = next(pool.map([request], timeout=120))
+        assert reply.ok, reply.message
+        loaded = Path(f"/proc/{pool.workers[0].pid}/maps").read_text()
+    assert "libtvm" in loaded and "libtorch" not in loaded
 
 
 def test_a_build_worker_is_kept_for_all_threads_and_ends_after_a_while() -> None:

@@ -6,12 +6,12 @@ it was timed with. A process in which a call failed is renewed, so a spoilt GPU 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from ..core.registry import add_plugins, parse
 from ..runtime.loading import load_function, prepare
+from ..workers.absent import without
 from ..workers.processes import serve
 from .buffers import Fatal, device_of, empty
 from .timing import time_kernel
@@ -82,8 +82,7 @@ def load(library: str, kind: str) -> Any:
 if __name__ == "__main__":
     # Kernels are measured without PyTorch, which tvm_ffi imports where it is installed: most of this process's start.
     # Problems from outside may still import it.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    import tvm_ffi  # noqa: F401
+    with without("torch"):
+        import tvm_ffi  # noqa: F401
 
-    del sys.modules["torch"]
     serve(handle, watched=lambda message: "library" in message)

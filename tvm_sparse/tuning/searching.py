@@ -21,6 +21,7 @@ from ..core.registry import add_plugins, parse, plugins
 from ..core.template import Table
 from ..records import Log
 from ..records.queries import predictor
+from ..workers.absent import without
 from ..workers.processes import Reply, Worker, few_threads, serve
 from . import strategies
 from .domain import Domain
@@ -166,25 +167,13 @@ _search: strategies.Strategy | None = None
 UNNEEDED = ("torch", "sklearn", "tvm.runtime.disco")
 
 
-class Absent:
-    """For `sys.meta_path`: modules that are not found, as if they were not installed."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        if name in UNNEEDED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
 def load() -> None:
     """Import what most searches need, without what they do not."""
     from . import search
 
-    sys.meta_path.insert(0, Absent)
-    try:
-        with contextlib.suppress(ImportError):  # the first search that needs it tells of it
-            search.load()
-    finally:
-        sys.meta_path.remove(Absent)  # problems and strategies from outside may need them
+    # Problems and strategies from outside may need them later; the first search that needs what is missing tells of it.
+    with without(*UNNEEDED), contextlib.suppress(ImportError):
+        search.load()
 
 
 if __name__ == "__main__":

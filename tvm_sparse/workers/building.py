@@ -19,6 +19,7 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import add_plugins, parse, plugins
+from .absent import without
 from .processes import Pool, serve
 
 BUILD_TIMEOUT = 300.0
@@ -209,6 +210,5 @@ kept = Kept()
 if __name__ == "__main__":
     # Compiling needs no PyTorch, which tvm_ffi imports where it is installed: half of what this process would import.
     # Nor TVM's distributed runtime, which TVM does without where it is absent: a fifth of the rest.
-    for absent in ("torch", "tvm.runtime.disco"):
-        sys.modules[absent] = None  # type: ignore[assignment]
-    serve(handle)
+    with without("torch", "tvm.runtime.disco"):
+        serve(handle)
