@@ -573,6 +573,17 @@ def test_the_short_way_without_its_extension(in_python: None, monkeypatch: pytes
     test_the_short_way_asks_nobody(monkeypatch)
 
 
+def test_an_extension_of_other_sources_is_left_alone(
+    in_python: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if repeat.native is None:
+        pytest.skip("the extension was not built")
+    monkeypatch.setattr(repeat, "_asked", False)
+    monkeypatch.setattr(repeat.native, "revision", repeat.REVISION - 1, raising=False)
+    repeat.put_down({}, None, (torch.randn(4),), None)
+    assert repeat.again is repeat._again and "install the package again" in caplog.text
+
+
 def test_the_extension_says_what_python_does() -> None:
     if repeat.again is not getattr(repeat.native, "again", None):
         pytest.skip("the extension was not built, or PyTorch is older than 2.10")

@@ -35,7 +35,8 @@ typedef struct Exchange {
   void *current_stream;
 } Exchange;
 
-enum { MAJOR = 1, ALIGNED = 16, MOST_WORDS = 128 };
+/* REVISION is `repeat.REVISION`: both change where what Python expects of these functions does. */
+enum { REVISION = 2, MAJOR = 1, ALIGNED = 16, MOST_WORDS = 128 };
 
 /* ---- what `prepare` was told ------------------------------------------------------------------------------------ */
 
@@ -348,5 +349,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, m
 PyMODINIT_FUNC PyInit_native(void) {
   needs_gradient = PyUnicode_InternFromString("requires_grad");
   level = PyUnicode_InternFromString("_current_level");
-  return needs_gradient == NULL || level == NULL ? NULL : PyModule_Create(&module);
+  if (needs_gradient == NULL || level == NULL) return NULL;
+  PyObject *made_module = PyModule_Create(&module);
+  if (made_module != NULL && PyModule_AddIntConstant(made_module, "revision", REVISION) < 0) Py_CLEAR(made_module);
+  return made_module;
 }

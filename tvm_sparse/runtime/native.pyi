@@ -1,5 +1,7 @@
 from typing import Any
 
+revision: int
+
 def prepare(
     tensor_type: Any, is_negated: Any, empty_like: Any, count_modes: Any, forward_ad: dict[str, Any], exchange: Any, /
 ) -> bool: ...

@@ -10,6 +10,7 @@ functions (2.10 and later); `TVM_SPARSE_NATIVE=0` leaves it alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,9 @@ try:
 except ImportError:  # no compiler where the package was installed
     native = None  # type: ignore[assignment]
 
+logger = logging.getLogger("tvm_sparse")
 NATIVE = "TVM_SPARSE_NATIVE"
+REVISION = 2  # of the extension that goes with this file: an editable install keeps one that was built before
 
 _MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
 
@@ -236,6 +239,9 @@ def _prepare() -> None:
 
     table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if os.environ.get(NATIVE) == "0" or table is None:
+        return
+    if getattr(native, "revision", None) != REVISION:
+        logger.warning("%s was built from other sources, and is not used: install the package again", native.__name__)
         return
     modes, tangents = torch._C._len_torch_dispatch_stack, vars(torch.autograd.forward_ad)
     if native.prepare(torch.Tensor, torch.Tensor.is_neg, torch.empty_like, modes, tangents, table):
