@@ -65,19 +65,16 @@ def _block_rows(indices: Any, indptr: Any) -> Any:
     return torch.searchsorted(indptr, blocks, right=True, out_int32=True) - 1
 
 
-def _call(
-    x: Any,
-    data: Any,
-    indices: Any,
-    indptr: Any,
-    order: Any,
-    structure: int,
-    bias: Any = None,
-    activation: str = "",
-    *rest: Any,
-) -> Any:
+def _asked(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """Of the arguments of any of the operators what it computes, as `bsr_matmul_epilogue` takes it, and whether it
+    validates."""
+    return (*args[:6], *(args[6:8] or (None, ""))), len(args) > 8 and args[-1]
+
+
+def _call(*args: Any) -> Any:
+    asked, validate = _asked(args)
+    x, data, indices, indptr, order, structure, bias, activation = asked
     parts, options = (data, indices, indptr), {"bias": bias, "activation": activation or None}
-    validate = bool(rest) and rest[-1]
     if order is None:
         columns = Structure.unpacked(structure).columns
         weight = BsrWeight(parts, columns=columns, validate=validate, balance=False)
@@ -86,33 +83,22 @@ def _call(
     y = call.bsr_matmul(x, weight, validate=validate, **options)
     kept = repeat.repeated(weight.launchers.of(launchers), activation or None, (x, bias))
     if kept is not None:  # of x under other dimensions there is one of its rows alone
-        repeat.put_down(launchers, *_like(x, data, indices, indptr, order, structure, bias, activation), kept)
+        repeat.put_down(launchers, _ANY_WEIGHT, asked, kept)
     return y
 
 
-def _like(*args: Any) -> tuple[Any, Any]:
-    """Under what a launcher of all weights of these shapes is put down."""
-    return "bsr_matmul of any weight", args
+# Under what the launchers of all weights of the same shapes are put down.
+_ANY_WEIGHT = "bsr_matmul of any weight"
 
 
-def _launched(
-    launchers: Any,
-    x: Any,
-    data: Any,
-    indices: Any,
-    indptr: Any,
-    order: Any,
-    structure: int,
-    bias: Any = None,
-    activation: str = "",
-    *rest: Any,
-) -> tuple[Any, tuple[Any, ...]]:
-    found = repeat.repeated(launchers, *_like(x, data, indices, indptr, order, structure, bias, activation))
-    if rest and rest[-1]:  # is to be validated every time
-        found = None
+def _launched(launchers: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    asked, validate = _asked(args)
+    *operands, structure, bias, _ = asked
     known = Structure.unpacked(structure)
     beside = () if bias is None else (bias,)
-    return found, (x, data, indices, indptr, order, known.long, int(known.constant), *beside)
+    # What is to be validated is, every time.
+    found = None if validate else repeat.repeated(launchers, _ANY_WEIGHT, asked)
+    return found, (*operands, known.long, int(known.constant), *beside)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
