@@ -18,9 +18,9 @@ its words, and keeps that of the hidden states in registers. The thread block's 
 memory into registers, and goes to tensor cores: a warp has a tile of 16 words and a part of their columns, and as soon
 as a piece is multiplied the next word's takes its place. Words are the operand with 16 rows, hidden states the one with
 eight columns: so hidden states that were loaded once serve 16 words, and need not be moved from register to register.
-Parts of a score are added up from shared memory. Then the same with its share of the list. Each score becomes a key
-(ordered bits, word) in global memory; each thread block also says which key of a row is its best one, and its sum of
-exponentials.
+Parts of a score are added up from shared memory. Then the same code does the same with its share of the list. Each
+score becomes a key (ordered bits, word) in global memory, those of a thread block side by side; each thread block also
+says which key of a row is its best one, and its sum of exponentials.
 
 **merge.** A thread block a row: the n-th best of the thread blocks' best keys is a bound that few keys reach. Those of
 the thread blocks that reach it are read and ranked. Other thread blocks clear bitmaps for the next step.
@@ -51,7 +51,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=13,
+    version=14,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

@@ -21,16 +21,16 @@ from ...device.words import held_address
 from ..interface import gpu_program
 from .look_up import look_up
 from .merge import merge
-from .product import each_block, find_share, frequent_words, multiply_all, reached_words
-from .space import Extents
+from .product import each_block, fetch_names, find_share, keep_states, multiply_all, stage_states
+from .space import OCTET, Extents
 from .state import alloc_product_state
 
 
 # fmt: off
 def product(e: Extents) -> Callable[..., Any]:
     """The second kernel, called with (io)."""
-    multiply_frequent, share = multiply_all(e, frequent_words(e), stage=True, named=False), find_share(e)
-    multiply_reached = multiply_all(e, reached_words(e), stage=False, named=e.group_lists == 1)
+    begin_states = stage_states(e) if e.staged else keep_states(e)
+    fetch, share, multiply = fetch_names(e), find_share(e), multiply_all(e)
 
     @T.inline
     def begin(s, io, flat):
@@ -44,17 +44,13 @@ def product(e: Extents) -> Callable[..., Any]:
             s.rows = T.min(e.beam - group % e.row_groups * e.rows, e.rows)
         s.begin = T.min(s.block * each_block(e, io.frequent), io.frequent)
         s.mine = T.min(each_block(e, io.frequent), io.frequent - s.begin)
-        for n in T.serial((e.rows - s.t + (e.threads - 1)) // e.threads):
-            s.best[n * e.threads + s.t] = T.uint32(0)
-        s.base = held_address("u64", io.embedding.ptr_to([0, 0]))
-
-    @T.inline
-    def finish_block(s, io):
-        for n in T.serial((s.rows - s.t + (e.threads - 1)) // e.threads):
+        for n in T.serial((e.octets * OCTET - s.t + (e.threads - 1)) // e.threads):
             row: T.int32 = n * e.threads + s.t
-            io.heads[s.first_row + row, s.block] = s.best[row]
-            io.sums[s.first_row + row, s.block] = T.Select(
-                s.best[row] == T.uint32(0), T.float64(0), s.exponentials[row])
+            s.best[row] = T.uint32(0)
+            if row < s.rows:
+                io.heads[s.first_row + row, s.block] = T.uint32(0)
+                io.sums[s.first_row + row, s.block] = T.float64(0)
+        s.base = held_address("u64", io.embedding.ptr_to([0, 0]))
 
     @T.inline
     def kernel(io):
@@ -68,12 +64,20 @@ def product(e: Extents) -> Callable[..., Any]:
             if e.overlap == 1:
                 start_consumer()
             T.cuda.cta_sync()
-            multiply_frequent(s, io, s.mine)
-            if e.overlap == 1:
-                wait_for_producer()
-            share(s, io)
-            multiply_reached(s, io, s.upto[e.group_lists - 1])
-            finish_block(s, io)
+            s.part = 0
+            s.many = s.mine
+            fetch(s, io, 0, T.min(s.many, e.tile))
+            begin_states(s, io)
+            for part in T.serial(2):
+                s.part = part
+                if part == 1:
+                    if e.overlap == 1:
+                        wait_for_producer()
+                    share(s, io)
+                    s.many = s.upto[e.group_lists - 1]
+                    if e.group_lists > 1:
+                        fetch(s, io, 0, T.min(s.many, e.tile))
+                multiply(s, io, s.many)
 
     return kernel
 # fmt: on
@@ -87,7 +91,7 @@ def program(problem: LshTopk, e: Extents) -> Program:
         Workspace("found", ("lists", 2), "int32"),  # words that reach the threshold, and rows that are done
         Workspace("queue", ("lists", e.vocab), "int32", fill=None),  # these words
         Workspace("keys", ("rows", "frequent"), "uint64", fill=None),
-        Workspace("others", ("rows", e.vocab), "uint64", fill=None),
+        Workspace("others", ("rows", e.group_blocks * e.reached_each), "uint64", fill=None),
         Workspace("heads", ("rows", e.group_blocks), "uint32", fill=None),
         Workspace("sums", ("rows", e.group_blocks), "float64", fill=None),
     )

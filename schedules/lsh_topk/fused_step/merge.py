@@ -29,7 +29,7 @@ from ...device.state import Buffers, local, shared
 from ...output_layer.tiles.best import write_value
 from .powers import LOWEST, over_largest, two_to, unit_of_bits
 from .product import each_block, turn_of
-from .space import OTHER_KEYS, SEARCHERS, SURVIVORS, WARP, Extents
+from .space import QUAD, SEARCHERS, SURVIVORS, WARP, Extents
 
 Phase = Callable[..., Any]
 AT_ONCE = 2  # keys of a block that a lane loads together
@@ -88,7 +88,7 @@ class State(Buffers):
     ranks: Any = local("int32", lambda e: e.maxima)
     found: Any = local("int32")
     chosen: Any = local("uint32")
-    asked: Any = local("uint64", lambda e: e.keys + OTHER_KEYS)
+    asked: Any = local("uint64", lambda e: e.keys + e.other_keys)
     own: Any = local("uint64", AT_ONCE)
     key: Any = local("uint64")
     other: Any = local("uint64")
@@ -206,6 +206,33 @@ def total(s, factor):
     over_largest(s.d, s.value, s.sum, s.top[0], factor)
 
 
+def other_block(e: Extents, i: Any) -> Any:
+    """The thread block of the `i`-th of the row's keys of words that reach the threshold: some of each thread block,
+    which lie together, then further ones of each."""
+    return i // QUAD % e.group_blocks
+
+
+def other_slot(e: Extents, i: Any) -> Any:
+    """Where it is among that one's keys."""
+    return i // QUAD // e.group_blocks * QUAD + i % QUAD
+
+
+def other_at(e: Extents, i: Any) -> Any:
+    """Where it is among those of the row."""
+    return other_block(e, i) * e.reached_each + other_slot(e, i)
+
+
+def is_other(e: Extents, s: Any, i: Any) -> Any:
+    """Whether there is one."""
+    turn = turn_of(e, other_block(e, i), s.index % e.group_lists)
+    return turn + other_slot(e, i) * e.group_blocks < s.words[0]
+
+
+def other_end(e: Extents, s: Any) -> Any:
+    """Behind the last one."""
+    return (s.reached[0] + (QUAD - 1)) // QUAD * (QUAD * e.group_blocks)
+
+
 def ask_keys(e: Extents) -> Phase:
     """Keys of the row, whichever will count: a second trip to memory takes longer than all of them. Of the words that
     reach the threshold there may be fewer.
@@ -219,10 +246,10 @@ def ask_keys(e: Extents) -> Phase:
             s.asked[i] = T.uint64(0)
             if i * SEARCHERS + s.t < io.frequent:
                 load_key(s.asked[i], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
-        for i in T.unroll(OTHER_KEYS):
+        for i in T.unroll(e.other_keys):
             s.asked[e.keys + i] = T.uint64(0)
-            if i * SEARCHERS + s.t < e.vocab:
-                load_key(s.asked[e.keys + i], io.others.ptr_to([s.flat, i * SEARCHERS + s.t]))
+            if i * SEARCHERS + s.t < e.group_blocks * e.reached_each:
+                load_key(s.asked[e.keys + i], io.others.ptr_to([s.flat, other_at(e, i * SEARCHERS + s.t)]))
 
     return phase
 
@@ -232,24 +259,33 @@ def take_asked(e: Extents) -> Phase:
     one has to come before, and one after. The phase is (io, s, factor)."""
 
     @T.inline
-    def rest(s, keys, begin, end):
-        for i in T.serial((end - begin - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            load_key(s.other[0], keys.ptr_to([s.flat, begin + i * SEARCHERS + s.t]))
+    def rest(io, s):
+        for i in T.serial((io.frequent - e.keys * SEARCHERS - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            load_key(s.other[0], io.keys.ptr_to([s.flat, (e.keys + i) * SEARCHERS + s.t]))
             keep_key(s)
+        for i in T.serial((other_end(e, s) - e.other_keys * SEARCHERS - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            if is_other(e, s, (e.other_keys + i) * SEARCHERS + s.t):
+                load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, (e.other_keys + i) * SEARCHERS + s.t)]))
+                keep_key(s)
 
     @T.inline
     def phase(io, s, factor):
         total(s, factor)
-        bound: T.uint32 = s.bound[0]
-        for i in T.unroll(e.keys + OTHER_KEYS):
-            s.other[0] = s.asked[i]
-            if tirx.all(i >= e.keys, (i - e.keys) * SEARCHERS + s.t >= s.words[0]):
-                s.other[0] = T.uint64(0)
-            # Hardly any reaches it: mostly all lanes of a warp pass over what is to be done then.
-            if T.cuda.ballot_sync(T.uint32(FULL_WARP), key_bits(s.other[0]) >= bound) != T.uint32(0):
-                keep_key(s)
-        rest(s, io.keys, e.keys * SEARCHERS, io.frequent)
-        rest(s, io.others, OTHER_KEYS * SEARCHERS, s.words[0])
+        # Every key has bits.
+        bound: T.uint32 = T.max(s.bound[0], T.uint32(1))
+        s.rank[0] = 0
+        for i in T.unroll(e.other_keys):
+            if not is_other(e, s, i * SEARCHERS + s.t):
+                s.asked[e.keys + i] = T.uint64(0)
+        for i in T.unroll(e.keys + e.other_keys):
+            s.rank[0] = s.rank[0] + T.Cast("int32", key_bits(s.asked[i]) >= bound)
+        if s.rank[0] > 0:
+            s.place[0] = T.cuda.atomic_add(s.counts.ptr_to([0]), s.rank[0])
+            for i in T.unroll(e.keys + e.other_keys):
+                if tirx.all(key_bits(s.asked[i]) >= bound, s.place[0] < SURVIVORS):
+                    s.keys[s.place[0]] = s.asked[i]
+                    s.place[0] = s.place[0] + 1
+        rest(io, s)
 
     return phase
 
@@ -262,14 +298,14 @@ def take_keys(e: Extents) -> Phase:
     @T.inline
     def load(io, s, block, at, j):
         """A key of a block, its `at`-th: frequent words', and then those that reach the threshold."""
-        place = T.meta_var(turn_of(e, block, s.index % e.group_lists) + (at - s.each[0]) * e.group_blocks)
+        slot = T.meta_var(at - s.each[0])
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
             if block * s.each[0] + at < io.frequent:
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
         elif at < s.each[0] + s.reached[0]:
-            if place < s.words[0]:
-                load_key(s.own[j], io.others.ptr_to([s.flat, place]))
+            if turn_of(e, block, s.index % e.group_lists) + slot * e.group_blocks < s.words[0]:
+                load_key(s.own[j], io.others.ptr_to([s.flat, block * e.reached_each + slot]))
 
     @T.inline
     def load_some(io, s, i, first):
@@ -324,36 +360,42 @@ def rank(e: Extents) -> Phase:
 
     @T.inline
     def by_counting(io, s, factor):
-        """A warp a key: its lanes compare it with all of them."""
-        for i in T.serial((s.counts[0] - s.t // WARP + (e.searchers - 1)) // e.searchers):
-            s.key[0] = s.keys[i * e.searchers + s.t // WARP]
-            s.rank[0] = 0
-            for j in T.serial((s.counts[0] + (WARP - 1)) // WARP):
-                s.other[0] = s.keys[T.min(j * WARP + s.t % WARP, s.counts[0] - 1)]
-                s.bits[0] = T.cuda.ballot_sync(
-                    T.uint32(FULL_WARP), tirx.all(j * WARP + s.t % WARP < s.counts[0], s.other[0] > s.key[0]))
-                s.rank[0] = s.rank[0] + T.Cast("int32", T.popcount(s.bits[0]))
+        """A warp a key: its lanes compare it with all of them. Places for which there is no key come behind these."""
+        for i in T.serial((T.max(s.counts[0], e.n) - s.t // WARP + (e.searchers - 1)) // e.searchers):
+            s.rank[0] = i * e.searchers + s.t // WARP
+            s.key[0] = T.uint64(0)
+            if s.rank[0] < s.counts[0]:
+                s.key[0] = s.keys[s.rank[0]]
+                s.rank[0] = 0
+                for j in T.serial((s.counts[0] + (WARP - 1)) // WARP):
+                    s.other[0] = s.keys[T.min(j * WARP + s.t % WARP, s.counts[0] - 1)]
+                    s.bits[0] = T.cuda.ballot_sync(
+                        T.uint32(FULL_WARP), tirx.all(j * WARP + s.t % WARP < s.counts[0], s.other[0] > s.key[0]))
+                    s.rank[0] = s.rank[0] + T.Cast("int32", T.popcount(s.bits[0]))
             if s.t % WARP == 0 and s.rank[0] < e.n:
                 write(io, s, s.rank[0], factor)
-        s.key[0] = T.uint64(0)
-        for i in T.serial((e.n - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            if i * SEARCHERS + s.t >= s.counts[0]:
-                write(io, s, i * SEARCHERS + s.t, factor)
 
     @T.inline
-    def best_of(s, keys, size, last):
-        for i in T.serial((size - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            load_key(s.other[0], keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
-            if s.other[0] < last:
-                s.key[0] = T.max(s.key[0], s.other[0])
+    def best_below(s, last):
+        if s.other[0] < last:
+            s.key[0] = T.max(s.key[0], s.other[0])
+
+    @T.inline
+    def best_of(io, s, last):
+        for i in T.serial((io.frequent - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            load_key(s.other[0], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
+            best_below(s, last)
+        for i in T.serial((other_end(e, s) - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            if is_other(e, s, i * SEARCHERS + s.t):
+                load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, i * SEARCHERS + s.t)]))
+                best_below(s, last)
 
     @T.inline
     def one_by_one(io, s, factor):
         s.last[0] = ~T.uint64(0)
         for r in T.serial(e.n):
             s.key[0] = T.uint64(0)
-            best_of(s, io.keys, io.frequent, s.last[0])
-            best_of(s, io.others, s.words[0], s.last[0])
+            best_of(io, s, s.last[0])
             for b in T.unroll(5):
                 s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
             if s.t % WARP == 0:
@@ -426,6 +468,8 @@ def merge(e: Extents) -> Phase:
         if s.t < 2 * WARP:
             do.load(io, s)
         if e.keys > 0:
+            # What the bound is made of is to come first.
+            T.cuda.cta_sync()
             do.ask(io, s)
         if s.t < WARP:
             do.find(s)

@@ -50,9 +50,8 @@ def is_finite(x: Any) -> tirx.PrimExpr:
 def raise_rest(rest, score, factor, whole):
     """2^(score * factor - whole), with one rounding; NaN for NaN and for plus or minus infinity."""
     T.ptx.fma.rn.f32(rest[0], score, factor, T.float32(0) - whole)
-    if T.abs(whole) >= APART:
-        rest[0] = T.Select(is_finite(score), T.float32(0), T.float32("nan"))
-    rest[0] = T.exp2(rest[0])
+    rest[0] = T.exp2(T.Select(
+        T.abs(whole) >= APART, T.Select(is_finite(score), T.float32(0), T.float32("nan")), rest[0]))
 
 
 @T.inline
@@ -60,8 +59,8 @@ def add_power(total, rest, score, factor, unit):
     """Add a score's exponential, in units of 2^unit, to the float64 `total`; `rest` is a float32 to work with."""
     whole: T.float32 = power_unit(score, factor)
     raise_rest(rest, score, factor, whole)
-    if score != T.float32("-inf"):
-        total[0] = total[0] + T.Cast("float64", rest[0] * two_to(whole - unit))
+    total[0] = total[0] + T.Select(
+        score == T.float32("-inf"), T.float64(0), T.Cast("float64", rest[0] * two_to(whole - unit)))
 
 
 @T.inline

@@ -2,7 +2,7 @@
 
     stage_states    the group's hidden states; or keep_states, where each warp has its part of them in registers
     find_share      which of the words that reach the threshold are the thread block's
-    multiply_all    all of some words, a tile at a time:
+    multiply_all    the frequent words, and then the others, a tile at a time:
     ask_first       words asked for,
     multiply_tile   multiplied part by part, while further ones come,
     finish_tile     and the parts' sums: keys, and the largest of a row
@@ -14,7 +14,6 @@ operands of a product have them in the same order, whatever that is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -23,11 +22,11 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E, is_nan
-from ...device.selection import FULL_WARP, join_key, order_bits
+from ...device.selection import FULL_WARP, join_key, order
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .powers import add_power, two_to, unit_of_bits
-from .space import CHUNK, OCTET, TILE, VECTOR, WARP, Extents
+from .space import CHUNK, FINISHED, OCTET, TILE, VECTOR, Extents
 
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -35,43 +34,12 @@ load_anew = T.ptx.ld.relaxed.gpu.global_.v4.u32
 IN_FLIGHT = 8  # vectors of hidden states that a thread asks for together, where it splits them
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
+store_key = T.ptx.st.global_.u64
 PER_CHUNK = CHUNK // VECTOR
-
-
-@dataclass(frozen=True)
-class Words:
-    """What is multiplied together, `tile` words at a time.
-
-    Attributes
-    ----------
-    name
-        (s, io, i, word) writes the i-th of all to `word`.
-    keep
-        (s, io, row, i) puts `key`, that of the i-th one and a row of the group, where it belongs, if it does.
-    counted
-        (s, i, row) is whether the i-th one is a candidate of a row of the group.
-    """
-
-    name: Callable[..., Any]
-    keep: Callable[..., Any]
-    counted: Callable[..., Any]
+KEY = 8  # bytes
 
 
 # fmt: off
-def frequent_words(e: Extents) -> Words:
-    """The thread block's frequent words."""
-
-    @T.inline
-    def name(s, io, i, word):
-        T.ptx.ld.global_.s32(word[0], io.ids.ptr_to([s.begin + i]))
-
-    @T.inline
-    def keep(s, io, row, i):
-        io.keys[s.first_row + row, s.begin + i] = s.key[0]
-
-    return Words(name, keep, lambda s, i, row: True)
-
-
 def each_block(e: Extents, words: Any) -> Any:
     """How many of a list's `words` a thread block has."""
     return (words + (e.group_blocks - 1)) // e.group_blocks
@@ -111,36 +79,58 @@ def find_share(e: Extents) -> Phase:
     return phase
 
 
-def reached_words(e: Extents) -> Words:
-    """The words of `find_share`, those of one list after those of another."""
+def list_of(e: Extents, s: Any, i: Any) -> Any:
+    """Which of the group's lists has the `i`-th word of `find_share`: those of one list come after those of another."""
+    found: Any = 0
+    for n in range(e.group_lists - 1):
+        found = found + T.Cast("int32", i >= s.upto[n])
+    return found
 
-    def owner(s: Any, i: Any) -> Any:
-        """The list, of the group's."""
-        found: Any = 0
-        for n in range(e.group_lists - 1):
-            found = found + T.Cast("int32", i >= s.upto[n])
-        return found
 
-    def place(s: Any, i: Any) -> Any:
-        """Where it stands there."""
-        found = s.firsts[0] + i * e.group_blocks
-        for n in range(1, e.group_lists):
-            found = T.Select(i >= s.upto[n - 1], s.firsts[n] + (i - s.upto[n - 1]) * e.group_blocks, found)
-        return found
+def place_in_list(e: Extents, s: Any, i: Any) -> Any:
+    """Where it stands there."""
+    found = s.firsts[0] + i * e.group_blocks
+    for n in range(1, e.group_lists):
+        found = T.Select(i >= s.upto[n - 1], s.firsts[n] + (i - s.upto[n - 1]) * e.group_blocks, found)
+    return found
 
-    def owned(s: Any, i: Any, row: Any) -> Any:
-        return e.group_lists == 1 or owner(s, i) == row // e.beam
+
+@T.inline
+def name_word(e, s, io, i):
+    """Begin to load the name of the thread block's `i`-th word to `name`."""
+    if s.part == 0:
+        T.ptx.ld.global_.s32(s.name[0], io.ids.ptr_to([s.begin + i]))
+    else:
+        T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([s.first_list + list_of(e, s, i), place_in_list(e, s, i)]))
+
+
+def find_keys(e: Extents) -> Phase:
+    """Where the keys of the thread block's words and of a row of the group are to be; the phase is (s, io, row).
+
+    Each thread block has a place of its own for those that reach the threshold, so that lanes write side by side. Of
+    several lists a row has the words from `own_from` up to `own_to`.
+
+    Reads: `upto`. Writes: `keys`, where the first word's is; `own_from`, `own_to`. Barriers: none.
+    """
 
     @T.inline
-    def name(s, io, i, word):
-        T.ptx.ld.global_.s32(word[0], io.queue.ptr_to([s.first_list + owner(s, i), place(s, i)]))
+    def phase(s, io, row):
+        if s.part == 0:
+            s.keys = held_address("u64", io.keys.ptr_to([s.first_row + row, s.begin]))
+        else:
+            s.keys = held_address("u64", io.others.ptr_to([s.first_row + row, s.block * e.reached_each]))
+        if e.group_lists > 1:
+            s.own_from = 0
+            s.own_to = s.many
+            if s.part == 1:
+                s.own_to = s.upto[0]
+                for n in T.unroll(e.group_lists - 1):
+                    if row // e.beam > n:
+                        s.own_from = s.upto[n]
+                        s.own_to = s.upto[n + 1]
+            s.keys = s.keys - T.Cast("uint64", s.own_from * KEY)
 
-    @T.inline
-    def keep(s, io, row, i):
-        if owned(s, i, row):
-            io.others[s.first_row + row, place(s, i)] = s.key[0]
-
-    return Words(name, keep, owned)
+    return phase
 
 
 def stage_states(e: Extents) -> Phase:
@@ -248,7 +238,7 @@ def name_at(e: Extents, round: Any, i: Any) -> Any:
     return round % 2 * e.tile + i
 
 
-def fetch_names(e: Extents, words: Words) -> Phase:
+def fetch_names(e: Extents) -> Phase:
     """Begin to load the names of a tile of `count` words, a thread a word; the phase is (s, io, round, count).
 
     Reads: names. Writes: `name`. Barriers: none.
@@ -258,7 +248,7 @@ def fetch_names(e: Extents, words: Words) -> Phase:
     def phase(s, io, round, count):
         s.name[0] = -1
         if s.t < count:
-            words.name(s, io, round * e.tile + s.t, s.name)
+            name_word(e, s, io, round * e.tile + s.t)
 
     return phase
 
@@ -491,6 +481,10 @@ def ask_first(e: Extents) -> Phase:
             find(s, s.warp, round, count)
             for p in T.unroll(e.depth // 2):
                 ask(s, s.warp, p)
+        else:
+            # What was there before is not to be kept: its registers are free until here.
+            for v in T.unroll(e.hand):
+                s.hand[v] = T.uint32(0)
 
     return phase
 
@@ -547,33 +541,59 @@ def sum_again(e: Extents) -> Phase:
     return phase
 
 
-def finish_tile(e: Extents, words: Words) -> Phase:
+def finish_tile(e: Extents) -> Phase:
     """Scores to keys, `row_lanes` lanes a row; the phase is (s, io, round, count).
 
-    Reads: `sums`, `names`, `bias`. Writes: keys; `best` and `exponentials`. Barriers: of the warp; one of the thread
-    block has to come before.
+    A warp has every `rows_apart`-th of eight rows, so that its lanes read sums from banks of their own. A lane adds up
+    some words at a time without a branch, so that what they wait for overlaps; what it finds beyond the last one it
+    leaves alone.
+
+    Reads: `sums`, `names`, `bias`. Writes: keys; `best` and `exponentials`, and both in memory. Barriers: of the warp;
+    one of the thread block has to come before.
     """
-    lanes = e.row_lanes
-    per_warp, rounds, steps = WARP // lanes, ceildiv(e.tile, lanes), (lanes - 1).bit_length()
-    again = sum_again(e) if e.halves == 2 else None
+    lanes, apart = e.row_lanes, e.rows_apart
+    rounds, steps = ceildiv(e.tile, lanes), (lanes - 1).bit_length()
+    at_once = min(FINISHED, rounds)
+    again, find = sum_again(e) if e.halves == 2 else None, find_keys(e)
 
     @T.inline
-    def add(s, io, row, round, i):
+    def add(s, round, row, n):
+        """The name of the lane's `n`-th word, and its score, from all parts."""
+        s.own[n % at_once] = s.names[name_at(e, round, n * lanes + s.lane % lanes)]
         s.score[0] = T.float32(0)
         for p in T.unroll(e.parts):
-            s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + i]
-        if e.halves == 2:
-            if is_nan(s.score[0]):
-                again(s, io, row, s.names[name_at(e, round, i)])
+            s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + n * lanes + s.lane % lanes]
+        s.held[n] = s.score[0]
 
     @T.inline
-    def join(s, row, count, factor):
-        """The powers of this tile's scores and those before, which `best` is the largest of."""
+    def take(s, io, round, row, n):
+        """Its key."""
+        at = T.meta_var(round * e.tile + n * lanes + s.lane % lanes)
+        s.score[0] = s.held[n]
+        if e.halves == 2:
+            if is_nan(s.score[0]):
+                again(s, io, row, s.own[n % at_once])
+        if e.bias:
+            s.score[0] = s.score[0] + io.bias[s.own[n % at_once]]
+        order(s.score[0], s.score, s.bits)
+        s.key[0] = join_key(s.bits[0], s.own[n % at_once])
+        if e.group_lists == 1 or tirx.all(s.own_from <= at, at < s.own_to):
+            store_key(s.keys + T.Cast("uint64", at * KEY), s.key[0])
+            s.held[n] = s.score[0]
+            s.largest[0] = T.max(s.largest[0], s.bits[0])
+        else:
+            s.held[n] = T.float32("-inf")
+
+    @T.inline
+    def join(s, io, row, count, factor):
+        """The powers of this tile's scores and those before, which `best` is the largest of; the same in memory."""
         unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
         s.d[0] = T.float64(0)
-        for n in T.unroll(rounds):
-            if n * lanes < count:
-                add_power(s.d, s.rest_power, s.held[n], factor, unit)
+        for n in T.unroll(ceildiv(rounds, at_once)):
+            if n * at_once * lanes < count:
+                for u in T.unroll(at_once):
+                    if n * at_once + u < rounds:
+                        add_power(s.d, s.rest_power, s.held[n * at_once + u], factor, unit)
         for b in T.unroll(steps):
             s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
         T.cuda.warp_sync()  # all lanes have read `best`; shuffles order no memory
@@ -581,61 +601,62 @@ def finish_tile(e: Extents, words: Words) -> Phase:
             if s.best[row] != T.uint32(0):
                 s.d[0] = s.d[0] + s.exponentials[row] * T.Cast(
                     "float64", two_to(unit_of_bits(s.best[row], factor) - unit))
+            s.largest[0] = T.max(s.best[row], s.largest[0])
             s.exponentials[row] = s.d[0]
-            s.best[row] = T.max(s.best[row], s.largest[0])
+            s.best[row] = s.largest[0]
+            io.heads[s.first_row + row, s.block] = s.largest[0]
+            io.sums[s.first_row + row, s.block] = s.d[0]
 
     @T.inline
     def phase(s, io, round, count):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        for r in T.serial((s.rows - s.warp * per_warp + (per_warp * e.warps - 1)) // (per_warp * e.warps)):
-            row: T.int32 = (r * e.warps + s.warp) * per_warp + s.lane // lanes
+        for r in T.serial((e.octets * apart - s.warp + (e.warps - 1)) // e.warps):
+            turn: T.int32 = r * e.warps + s.warp
+            row: T.int32 = turn // apart * OCTET + turn % apart + s.lane // lanes * apart
+            find(s, io, row)
             s.largest[0] = T.uint32(0)
             for n in T.unroll(rounds):
                 s.held[n] = T.float32("-inf")
-                i = T.meta_var(n * lanes + s.lane % lanes)
-                at = T.meta_var(round * e.tile + i)
-                if i < count and row < s.rows:
-                    add(s, io, row, round, i)
-                    if e.bias:
-                        s.score[0] = s.score[0] + io.bias[s.names[name_at(e, round, i)]]
-                    s.bits[0] = order_bits(s.score[0])
-                    s.key[0] = join_key(s.bits[0], s.names[name_at(e, round, i)])
-                    words.keep(s, io, row, at)
-                    if words.counted(s, at, row):
-                        s.held[n] = s.score[0]
-                        s.largest[0] = T.max(s.largest[0], s.bits[0])
+            for n in T.unroll(ceildiv(rounds, at_once)):
+                if n * at_once * lanes < count:
+                    for u in T.unroll(at_once):
+                        if n * at_once + u < rounds:
+                            add(s, round, T.min(row, e.rows - 1), n * at_once + u)
+                    for u in T.unroll(at_once):
+                        if n * at_once + u < rounds:
+                            if tirx.all((n * at_once + u) * lanes + s.lane % lanes < count, row < s.rows):
+                                take(s, io, round, row, n * at_once + u)
+                            else:
+                                s.held[n * at_once + u] = T.float32("-inf")
             for b in T.unroll(steps):
                 s.other_bits[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32)
                 s.largest[0] = T.max(s.largest[0], s.other_bits[0])
-            join(s, T.min(row, e.rows - 1), count, factor)
+            join(s, io, row, count, factor)
 
     return phase
 
 
-def multiply_all(e: Extents, words: Words, stage: bool, named: bool) -> Phase:
-    """The scores of `many` words; the phase is (s, io, many).
+def multiply_all(e: Extents) -> Phase:
+    """The scores of `many` words, whose first names are in `name`; the phase is (s, io, many).
 
-    `stage`: hidden states are brought first, while memory sends the first words. The first words of a tile are asked
-    for before the one before is finished. `named`: those of the first tile are in `name`.
+    In the first part hidden states come to shared memory meanwhile. The first words of a tile are asked for before the
+    one before is finished. Where one tile has all frequent words, they are asked for afterwards: mostly there are none,
+    and the sums have their registers.
 
     Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """
-    fetch, ready = fetch_names(e, words), await_states(e)
-    begin_states = stage_states(e) if e.staged else keep_states(e)
-    ask, multiply, finish = ask_first(e), multiply_tile(e), finish_tile(e, words)
+    fetch, ready = fetch_names(e), await_states(e)
+    ask, multiply, finish = ask_first(e), multiply_tile(e), finish_tile(e)
 
     @T.inline
     def phase(s, io, many):
         count: T.int32 = T.min(many, e.tile)
-        if not named:
-            fetch(s, io, 0, count)
-        if stage:
-            begin_states(s, io)
         put_names(e, s, 0, count)
         T.cuda.cta_sync()
         ask(s, 0, count)
-        if stage and e.staged == 1:
-            ready(s)
+        if e.staged == 1:
+            if s.part == 0:
+                ready(s)
         for n in T.serial((many + (e.tile - 1)) // e.tile):
             now: T.int32 = T.min(many - n * e.tile, e.tile)
             coming: T.int32 = T.max(T.min(many - (n + 1) * e.tile, e.tile), 0)
@@ -643,8 +664,11 @@ def multiply_all(e: Extents, words: Words, stage: bool, named: bool) -> Phase:
             multiply(s, n, now)
             put_names(e, s, n + 1, coming)
             T.cuda.cta_sync()
-            ask(s, n + 1, coming)
+            if e.tiles > 1:
+                ask(s, n + 1, coming)
             finish(s, io, n, now)
+            if e.tiles == 1:
+                ask(s, n + 1, coming)
             T.cuda.cta_sync()
 
     return phase

@@ -50,13 +50,16 @@ TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory
 MOST_PARTS = 40 * 1024  # and bytes of these, by default; or, beside the first kernel, the first of
 WORDS_BESIDE = (48, 32, 16)  # these that has room
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
+FINISHED = 4  # words that a lane finishes together
 WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
 BESIDES = 20  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
 # The third kernel.
 SEARCHERS = 512  # threads of a block
 SURVIVORS = 2048  # keys that it ranks side by side
 MOST_KEYS = 16  # of the frequent words of a row, that each of them asks for before it knows which count,
-OTHER_KEYS = 2  # and of the others
+MOST_OTHERS = 6  # and of the others,
+REACHED = 44  # of which a list has so many for each of its rows, in the paper's settings
+QUAD = 4  # keys that lie together
 SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 
 
@@ -258,10 +261,14 @@ class Extents:
         return self.padded if self.padded % 8 == 4 else self.padded + 4
 
     @property
+    def tiles(self) -> int:
+        """In how many parts a thread block takes its frequent words: as few as there is room for."""
+        return ceildiv(ceildiv(self.frequent, self.group_blocks), self.words)
+
+    @property
     def tile(self) -> int:
-        """Words of a thread block at a time: its frequent ones, in as few tiles as there is room for."""
-        each = ceildiv(self.frequent, self.group_blocks)
-        return ceildiv(ceildiv(each, ceildiv(each, self.words)), TILE) * TILE
+        """Words of such a part."""
+        return ceildiv(ceildiv(ceildiv(self.frequent, self.group_blocks), self.tiles), TILE) * TILE
 
     @property
     def halves(self) -> int:
@@ -304,13 +311,19 @@ class Extents:
 
     @property
     def tile_bytes(self) -> int:
-        """Sums of the jobs of `tile` words."""
-        return self.parts * self.rows * self.sum_pitch * 4
+        """Sums of the jobs of `tile` words. Lanes read some behind the last row."""
+        return (self.parts * self.rows * self.sum_pitch + WARP) * 4
 
     @property
     def row_lanes(self) -> int:
         """Lanes that finish a row: as many as let all warps take part at once."""
-        return next((n for n in ROW_LANES if n * self.rows <= self.threads), ROW_LANES[-1])
+        return next((n for n in ROW_LANES if n * self.octets * OCTET <= self.threads), ROW_LANES[-1])
+
+    @property
+    def rows_apart(self) -> int:
+        """How far apart the rows of a warp's lanes are, so that their sums are `row_lanes` banks apart: from one row to
+        the next it is four, or 20."""
+        return self.row_lanes * OCTET // WARP
 
     @property
     def product_bytes(self) -> int:
@@ -329,6 +342,11 @@ class Extents:
         """Words of a list's bitmap, in whole vectors."""
         return ceildiv(bitmap_words(self.vocab), 4) * 4
 
+    @property
+    def reached_each(self) -> int:
+        """Words of a list that reach the threshold of which a thread block has the keys, at most."""
+        return ceildiv(self.vocab, self.group_blocks * QUAD) * QUAD
+
     # The third kernel.
 
     @property
@@ -346,6 +364,12 @@ class Extents:
         """Keys of frequent words that a thread asks for at once; 0 if they are too many."""
         found = ceildiv(self.frequent, SEARCHERS)
         return found if found <= MOST_KEYS else 0
+
+    @property
+    def other_keys(self) -> int:
+        """Keys of words that reach the threshold that it asks for as early."""
+        quads = ceildiv(REACHED * self.beam, self.group_blocks * QUAD) * self.group_blocks
+        return min(ceildiv(quads * QUAD, SEARCHERS), MOST_OTHERS)
 
     @property
     def searchers(self) -> int:
@@ -392,7 +416,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
-    """As many thread blocks of a row as leave each a multiprocessor, and a quarter of these to the second kernel alone;
+    """As many thread blocks of a row as leave each a multiprocessor, and a sixth of these to the second kernel alone;
     as few slices as have room; hidden states in registers, if these suffice; the rest as measured on an H200 with beams
     of 12 to 48. In float32, where the product takes longest, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
@@ -407,7 +431,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "row_groups": 2 if wide and most_blocks(problem, machine) // 2 >= problem.n else 1,
             "threads": 256,
             "hash_threads": 512,
-            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores * 3 // 4), default=1),
+            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores * 5 // 6), default=1),
             "slices": slices,
             "bucket_lanes": 4,
             "loads": 2,

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.state import named, register
-from .space import PER_VECTOR, SEGMENTS, WARP, Extents
+from .space import FINISHED, OCTET, PER_VECTOR, SEGMENTS, WARP, Extents
 
 
 def alloc_hash_state(e: Extents, row: Any, slice: Any, rank: Any, t: Any) -> SimpleNamespace:
@@ -97,6 +97,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
     ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
+    ``part``, ``many``          0 for frequent words, 1 for those that reach the threshold; how many of them it has
     ``firsts``, ``upto``        of the words that reach the threshold where the thread block's first one of each of the
                                 group's lists stands, and how many it has up to that list
 
@@ -109,7 +110,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     """
     found: dict[str, Any] = {"block": register(), "t": t, "warp": t // WARP, "lane": t % WARP}
     found |= {"group": t % WARP // 4, "member": t % 4}
-    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine")}
+    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine", "part", "many")}
     pool = T.alloc_buffer([e.product_bytes // 8], "uint64", scope="shared.dyn")
     at = 0
     for name, kind, size in (("states", "uint32", e.state_bytes), ("sums", "float32", e.tile_bytes)):
@@ -117,10 +118,10 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
             found[name] = T.decl_buffer([size // 4], kind, data=pool.data, elem_offset=at // 4, scope="shared.dyn")
         at += size
     found |= {
-        "names": T.alloc_shared([2 * e.tile], "int32"),
+        "names": T.alloc_shared([2 * e.tile + WARP], "int32"),
         "name": T.alloc_local([1], "int32"),
-        "best": T.alloc_shared([e.rows], "uint32"),
-        "exponentials": T.alloc_shared([e.rows], "float64"),
+        "best": T.alloc_shared([e.octets * OCTET], "uint32"),
+        "exponentials": T.alloc_shared([e.octets * OCTET], "float64"),
         "firsts": T.alloc_local([e.group_lists], "int32"),
         "upto": T.alloc_local([e.group_lists], "int32"),
         # The product: words of the job in hand; hidden states, of two steps in turn or of all the warp's part; the
@@ -137,11 +138,15 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "job": register(),
         # Of a lane: a score, its ordered bits and key, and the largest of these bits and another lane's.
         "score": T.alloc_local([1], "float32"),
+        # Where the first word's key is to be, and which of the words are the row's.
         "key": T.alloc_local([1], "uint64"),
+        "keys": register("uint64"),
+        **{name: register() for name in ("own_from", "own_to")},
         "largest": T.alloc_local([1], "uint32"),
         "other_bits": T.alloc_local([1], "uint32"),
         "bits": T.alloc_local([1], "uint32"),
-        # Scores of a lane, a power of one, and the sum of these.
+        # Names of words that a lane finishes together; scores of a lane, a power of one, and the sum of these.
+        "own": T.alloc_local([FINISHED], "int32"),
         "held": T.alloc_local([ceildiv(e.tile, e.row_lanes)], "float32"),
         "rest_power": T.alloc_local([1], "float32"),
         "d": T.alloc_local([1], "float64"),
