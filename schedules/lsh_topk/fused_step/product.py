@@ -559,7 +559,7 @@ def finish_tile(e: Extents) -> Phase:
     @T.inline
     def add(s, round, row, n):
         """The name of the lane's `n`-th word, and its score, from all parts."""
-        s.own[n % at_once] = s.names[name_at(e, round, n * lanes + s.lane % lanes)]
+        s.some_names[n % at_once] = s.names[name_at(e, round, n * lanes + s.lane % lanes)]
         s.score[0] = T.float32(0)
         for p in T.unroll(e.parts):
             s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + n * lanes + s.lane % lanes]
@@ -572,11 +572,11 @@ def finish_tile(e: Extents) -> Phase:
         s.score[0] = s.held[n]
         if e.halves == 2:
             if is_nan(s.score[0]):
-                again(s, io, row, s.own[n % at_once])
+                again(s, io, row, s.some_names[n % at_once])
         if e.bias:
-            s.score[0] = s.score[0] + io.bias[s.own[n % at_once]]
+            s.score[0] = s.score[0] + io.bias[s.some_names[n % at_once]]
         order(s.score[0], s.score, s.bits)
-        s.key[0] = join_key(s.bits[0], s.own[n % at_once])
+        s.key[0] = join_key(s.bits[0], s.some_names[n % at_once])
         if e.group_lists == 1 or tirx.all(s.own_from <= at, at < s.own_to):
             store_key(s.keys + T.Cast("uint64", at * KEY), s.key[0])
             s.held[n] = s.score[0]
@@ -615,6 +615,7 @@ def finish_tile(e: Extents) -> Phase:
             row: T.int32 = turn // apart * OCTET + turn % apart + s.lane // lanes * apart
             find(s, io, row)
             s.largest[0] = T.uint32(0)
+            # All of them: else the compiler keeps those of the tile before meanwhile, for which there are no registers.
             for n in T.unroll(rounds):
                 s.held[n] = T.float32("-inf")
             for n in T.unroll(ceildiv(rounds, at_once)):

@@ -146,7 +146,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
         "other_bits": T.alloc_local([1], "uint32"),
         "bits": T.alloc_local([1], "uint32"),
         # Names of words that a lane finishes together; scores of a lane, a power of one, and the sum of these.
-        "own": T.alloc_local([FINISHED], "int32"),
+        "some_names": T.alloc_local([FINISHED], "int32"),
         "held": T.alloc_local([ceildiv(e.tile, e.row_lanes)], "float32"),
         "rest_power": T.alloc_local([1], "float32"),
         "d": T.alloc_local([1], "float64"),
