@@ -43,7 +43,8 @@ def product(e: Extents) -> Callable[..., Any]:
         else:
             s.rows = T.min(e.beam - group % e.row_groups * e.rows, e.rows)
         s.begin = T.min(s.block * each_block(e, io.frequent), io.frequent)
-        s.mine = T.min(each_block(e, io.frequent), io.frequent - s.begin)
+        s.part = 0
+        s.many = T.min(each_block(e, io.frequent), io.frequent - s.begin)
         for n in T.serial((e.octets * OCTET - s.t + (e.threads - 1)) // e.threads):
             row: T.int32 = n * e.threads + s.t
             s.best[row] = T.uint32(0)
@@ -64,8 +65,6 @@ def product(e: Extents) -> Callable[..., Any]:
             if e.overlap == 1:
                 start_consumer()
             T.cuda.cta_sync()
-            s.part = 0
-            s.many = s.mine
             fetch(s, io, 0, T.min(s.many, e.tile))
             begin_states(s, io)
             for part in T.serial(2):
@@ -77,7 +76,7 @@ def product(e: Extents) -> Callable[..., Any]:
                     s.many = s.upto[e.group_lists - 1]
                     if e.group_lists > 1:
                         fetch(s, io, 0, T.min(s.many, e.tile))
-                multiply(s, io, s.many)
+                multiply(s, io)
 
     return kernel
 # fmt: on
@@ -91,7 +90,7 @@ def program(problem: LshTopk, e: Extents) -> Program:
         Workspace("found", ("lists", 2), "int32"),  # words that reach the threshold, and rows that are done
         Workspace("queue", ("lists", e.vocab), "int32", fill=None),  # these words
         Workspace("keys", ("rows", "frequent"), "uint64", fill=None),
-        Workspace("others", ("rows", e.group_blocks * e.reached_each), "uint64", fill=None),
+        Workspace("others", ("rows", e.reached_most), "uint64", fill=None),
         Workspace("heads", ("rows", e.group_blocks), "uint32", fill=None),
         Workspace("sums", ("rows", e.group_blocks), "float64", fill=None),
     )

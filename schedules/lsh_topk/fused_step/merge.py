@@ -222,15 +222,39 @@ def other_at(e: Extents, i: Any) -> Any:
     return other_block(e, i) * e.reached_each + other_slot(e, i)
 
 
+def is_reached(e: Extents, s: Any, block: Any, slot: Any) -> Any:
+    """Whether the row's list has a word whose key is there in the thread block's place."""
+    return turn_of(e, block, s.index % e.group_lists) + slot * e.group_blocks < s.words[0]
+
+
 def is_other(e: Extents, s: Any, i: Any) -> Any:
-    """Whether there is one."""
-    turn = turn_of(e, other_block(e, i), s.index % e.group_lists)
-    return turn + other_slot(e, i) * e.group_blocks < s.words[0]
+    """Whether there is an `i`-th one."""
+    return is_reached(e, s, other_block(e, i), other_slot(e, i))
 
 
 def other_end(e: Extents, s: Any) -> Any:
     """Behind the last one."""
     return (s.reached[0] + (QUAD - 1)) // QUAD * (QUAD * e.group_blocks)
+
+
+def go_through(e: Extents, keys: int, others: int, take: Callable[..., Any]) -> Phase:
+    """The row's keys one after another: frequent words' from the `keys`-th on, and the others from the `others`-th. The
+    phase is (io, s); `take`, with (s), does with `other` what is to be done.
+
+    Reads: keys, `words`, `reached`. Writes: `other`, and what `take` does. Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, s):
+        for i in T.serial((io.frequent - keys - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            load_key(s.other[0], io.keys.ptr_to([s.flat, keys + i * SEARCHERS + s.t]))
+            take(s)
+        for i in T.serial((other_end(e, s) - others - s.t + (SEARCHERS - 1)) // SEARCHERS):
+            if is_other(e, s, others + i * SEARCHERS + s.t):
+                load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, others + i * SEARCHERS + s.t)]))
+                take(s)
+
+    return phase
 
 
 def ask_keys(e: Extents) -> Phase:
@@ -248,7 +272,7 @@ def ask_keys(e: Extents) -> Phase:
                 load_key(s.asked[i], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
         for i in T.unroll(e.other_keys):
             s.asked[e.keys + i] = T.uint64(0)
-            if i * SEARCHERS + s.t < e.group_blocks * e.reached_each:
+            if i * SEARCHERS + s.t < e.reached_most:
                 load_key(s.asked[e.keys + i], io.others.ptr_to([s.flat, other_at(e, i * SEARCHERS + s.t)]))
 
     return phase
@@ -258,15 +282,7 @@ def take_asked(e: Extents) -> Phase:
     """Reads: `asked`, and the keys for which there was no room. Writes: `keys`; `top` and `d`. Barriers: of the warp;
     one has to come before, and one after. The phase is (io, s, factor)."""
 
-    @T.inline
-    def rest(io, s):
-        for i in T.serial((io.frequent - e.keys * SEARCHERS - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            load_key(s.other[0], io.keys.ptr_to([s.flat, (e.keys + i) * SEARCHERS + s.t]))
-            keep_key(s)
-        for i in T.serial((other_end(e, s) - e.other_keys * SEARCHERS - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            if is_other(e, s, (e.other_keys + i) * SEARCHERS + s.t):
-                load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, (e.other_keys + i) * SEARCHERS + s.t)]))
-                keep_key(s)
+    rest = go_through(e, e.keys * SEARCHERS, e.other_keys * SEARCHERS, keep_key)
 
     @T.inline
     def phase(io, s, factor):
@@ -304,7 +320,7 @@ def take_keys(e: Extents) -> Phase:
             if block * s.each[0] + at < io.frequent:
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
         elif at < s.each[0] + s.reached[0]:
-            if turn_of(e, block, s.index % e.group_lists) + slot * e.group_blocks < s.words[0]:
+            if is_reached(e, s, block, slot):
                 load_key(s.own[j], io.others.ptr_to([s.flat, block * e.reached_each + slot]))
 
     @T.inline
@@ -376,26 +392,18 @@ def rank(e: Extents) -> Phase:
                 write(io, s, s.rank[0], factor)
 
     @T.inline
-    def best_below(s, last):
-        if s.other[0] < last:
+    def best_below(s):
+        if s.other[0] < s.last[0]:
             s.key[0] = T.max(s.key[0], s.other[0])
 
-    @T.inline
-    def best_of(io, s, last):
-        for i in T.serial((io.frequent - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            load_key(s.other[0], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
-            best_below(s, last)
-        for i in T.serial((other_end(e, s) - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            if is_other(e, s, i * SEARCHERS + s.t):
-                load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, i * SEARCHERS + s.t)]))
-                best_below(s, last)
+    best_of = go_through(e, 0, 0, best_below)
 
     @T.inline
     def one_by_one(io, s, factor):
         s.last[0] = ~T.uint64(0)
         for r in T.serial(e.n):
             s.key[0] = T.uint64(0)
-            best_of(io, s, s.last[0])
+            best_of(io, s)
             for b in T.unroll(5):
                 s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
             if s.t % WARP == 0:

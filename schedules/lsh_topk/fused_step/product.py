@@ -585,6 +585,19 @@ def finish_tile(e: Extents) -> Phase:
             s.held[n] = T.float32("-inf")
 
     @T.inline
+    def take_some(s, io, round, row, count, first):
+        """Some words from the lane's `first` on, of which at least one lane has one."""
+        for u in T.unroll(at_once):
+            if first + u < rounds:
+                add(s, round, T.min(row, e.rows - 1), first + u)
+        for u in T.unroll(at_once):
+            if first + u < rounds:
+                if tirx.all((first + u) * lanes + s.lane % lanes < count, row < s.rows):
+                    take(s, io, round, row, first + u)
+                else:
+                    s.held[first + u] = T.float32("-inf")
+
+    @T.inline
     def join(s, io, row, count, factor):
         """The powers of this tile's scores and those before, which `best` is the largest of; the same in memory."""
         unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
@@ -620,15 +633,7 @@ def finish_tile(e: Extents) -> Phase:
                 s.held[n] = T.float32("-inf")
             for n in T.unroll(ceildiv(rounds, at_once)):
                 if n * at_once * lanes < count:
-                    for u in T.unroll(at_once):
-                        if n * at_once + u < rounds:
-                            add(s, round, T.min(row, e.rows - 1), n * at_once + u)
-                    for u in T.unroll(at_once):
-                        if n * at_once + u < rounds:
-                            if tirx.all((n * at_once + u) * lanes + s.lane % lanes < count, row < s.rows):
-                                take(s, io, round, row, n * at_once + u)
-                            else:
-                                s.held[n * at_once + u] = T.float32("-inf")
+                    take_some(s, io, round, row, count, n * at_once)
             for b in T.unroll(steps):
                 s.other_bits[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32)
                 s.largest[0] = T.max(s.largest[0], s.other_bits[0])
@@ -638,7 +643,7 @@ def finish_tile(e: Extents) -> Phase:
 
 
 def multiply_all(e: Extents) -> Phase:
-    """The scores of `many` words, whose first names are in `name`; the phase is (s, io, many).
+    """The scores of the part's words, whose first names are in `name`; the phase is (s, io).
 
     In the first part hidden states come to shared memory meanwhile. The first words of a tile are asked for before the
     one before is finished. Where one tile has all frequent words, they are asked for afterwards: mostly there are none,
@@ -650,17 +655,17 @@ def multiply_all(e: Extents) -> Phase:
     ask, multiply, finish = ask_first(e), multiply_tile(e), finish_tile(e)
 
     @T.inline
-    def phase(s, io, many):
-        count: T.int32 = T.min(many, e.tile)
+    def phase(s, io):
+        count: T.int32 = T.min(s.many, e.tile)
         put_names(e, s, 0, count)
         T.cuda.cta_sync()
         ask(s, 0, count)
         if e.staged == 1:
             if s.part == 0:
                 ready(s)
-        for n in T.serial((many + (e.tile - 1)) // e.tile):
-            now: T.int32 = T.min(many - n * e.tile, e.tile)
-            coming: T.int32 = T.max(T.min(many - (n + 1) * e.tile, e.tile), 0)
+        for n in T.serial((s.many + (e.tile - 1)) // e.tile):
+            now: T.int32 = T.min(s.many - n * e.tile, e.tile)
+            coming: T.int32 = T.max(T.min(s.many - (n + 1) * e.tile, e.tile), 0)
             fetch(s, io, n + 1, coming)
             multiply(s, n, now)
             put_names(e, s, n + 1, coming)

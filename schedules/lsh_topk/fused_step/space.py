@@ -347,6 +347,11 @@ class Extents:
         """Words of a list that reach the threshold of which a thread block has the keys, at most."""
         return ceildiv(self.vocab, self.group_blocks * QUAD) * QUAD
 
+    @property
+    def reached_most(self) -> int:
+        """All of its thread blocks together."""
+        return self.group_blocks * self.reached_each
+
     # The third kernel.
 
     @property

@@ -96,7 +96,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     ``group``, ``member``       in a fragment its row or word, of eight, and its vector of a chunk, of four
     ``block``                   of those of the group of lists
     ``first_list``, ``first_row``, ``rows``   of the group
-    ``begin``, ``mine``         the first of the thread block's frequent words, and how many it has
+    ``begin``                   the first of the thread block's frequent words
     ``part``, ``many``          0 for frequent words, 1 for those that reach the threshold; how many of them it has
     ``firsts``, ``upto``        of the words that reach the threshold where the thread block's first one of each of the
                                 group's lists stands, and how many it has up to that list
@@ -110,7 +110,7 @@ def alloc_product_state(e: Extents, t: Any) -> SimpleNamespace:
     """
     found: dict[str, Any] = {"block": register(), "t": t, "warp": t // WARP, "lane": t % WARP}
     found |= {"group": t % WARP // 4, "member": t % 4}
-    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "mine", "part", "many")}
+    found |= {name: register() for name in ("first_list", "first_row", "rows", "begin", "part", "many")}
     pool = T.alloc_buffer([e.product_bytes // 8], "uint64", scope="shared.dyn")
     at = 0
     for name, kind, size in (("states", "uint32", e.state_bytes), ("sums", "float32", e.tile_bytes)):
