@@ -113,6 +113,22 @@ def test_references_are_made_before_the_first_library_comes() -> None:
     assert verification.cases.cache_info().misses == before.misses
 
 
+def test_steps_may_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was checked is what is timed, and what is looked at afterwards."""
+    monkeypatch.setattr(measure, "_checked", None)
+    problem = parse(PROBLEMS["softmax_topk"])
+    for steps in (("time",), ("recheck",)):
+        with pytest.raises(RuntimeError, match="was not checked in this process"):
+            measured(monkeypatch, problem, lambda call: call.run(), steps=steps)
+    times = [
+        len(measured(monkeypatch, problem, lambda call: call.run(), steps=(step,))["seconds"])
+        for step in ("verify", "check", "time", "recheck")
+    ]
+    assert times == [0, 0, 5, 0]
+    with pytest.raises(RuntimeError, match="was not checked in this process"):  # that was all
+        measured(monkeypatch, problem, lambda call: call.run(), steps=("time",))
+
+
 # ---- what they are compared with -----------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def test_candidates_agree_with_the_reference(template: Template, problem: Proble
             "library": compiled.path,
             "workspaces": list(compiled.workspaces),
             "seed": number,
-            "steps": ("verify", "check"),
+            "steps": ("verify", "check", "recheck"),
         }
         assert measure.handle(message) == {"seconds": []}
 

@@ -6,6 +6,7 @@ it was timed with. A process in which a call failed is renewed, so a spoilt GPU 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,59 @@ from ..workers.absent import without
 from ..workers.processes import serve
 from .buffers import Fatal, device_of, empty
 from .timing import time_kernel
-from .verification import POISONS, Arguments, call, cases, check_again, verify, workspaces_on
+from .verification import POISONS, Arguments, Case, call, cases, check_again, verify, workspaces_on
 
 # What is done with a library, in this order. VERIFY: the small cases. CHECK: the whole batch, with the very arguments
-# that it is timed with. TIME: that, which CHECK has to come before.
-VERIFY, CHECK, TIME = STEPS = ("verify", "check", "time")
+# that it is timed with. TIME: that. RECHECK: these arguments, and what the timed calls have made of them. A step may
+# come in a message of its own: only TIME needs the device for itself.
+VERIFY, CHECK, TIME, RECHECK = STEPS = ("verify", "check", "time", "recheck")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A library that was right, and what it is timed with."""
+
+    library: str
+    kind: str
+    function: Any
+    whole: Case
+    arguments: Arguments
+    given: list[Any]
+    first: list[Any]  # its outputs
+
+    def time(self, undisturbed: bool) -> list[float]:
+        """Seconds a call, by rounds."""
+        self.arguments.poison(POISONS[0])
+        try:
+            return time_kernel(self.kind, self.function, self.given, undisturbed=undisturbed)
+        except Exception as error:
+            raise Fatal(str(error)) from error
+
+    def recheck(self) -> None:
+        """Raise unless the last of the timed calls was right, and another one is, and the inputs are as they were."""
+        with self.whole.named():
+            check_again(self.whole, self.first, self.arguments.outputs())
+            self.arguments.poison(POISONS[1])
+            call(self.function, self.given)
+            check_again(self.whole, self.first, self.arguments.outputs())
+            self.arguments.check_inputs()
+
+
+_checked: Checked | None = None  # from one message to the next
+
+
+def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) -> Checked:
+    """Call a library twice with the whole batch; raise if it is wrong."""
+    arguments = Arguments(kind, [whole], workspaces, offset=False)
+    given = arguments.load(whole, POISONS[0])
+    with whole.named():
+        call(function, given)
+        first = arguments.outputs()
+        whole.check(first)
+        arguments.poison(POISONS[1])
+        call(function, given)
+        check_again(whole, first, arguments.outputs())
+    return Checked(library, kind, function, whole, arguments, given, first)
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +79,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
     without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
     charge.
     """
+    global _checked
     add_plugins(message.get("plugins", ()))
     kind = message["kind"]
     if "problem" not in message:
@@ -38,40 +88,30 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         if kind == "cuda":
             time_kernel(kind, lambda: None, ())  # streams, graphs
         return {}
+    checked, _checked = _checked, None
     problem = parse(message["problem"])
     small, whole = cases(problem, message["seed"])
     if "library" not in message:
         prepare(kind)
         device_of(kind)
         return {}
-    function, workspaces = load(message["library"], kind), message["workspaces"]
-    steps = message.get("steps", STEPS)
-    if VERIFY in steps:
-        verify(function, kind, small, workspaces)
-    if CHECK not in steps:
+    library, steps = message["library"], message.get("steps", STEPS)
+    if VERIFY in steps or CHECK in steps:
+        checked, function, workspaces = None, load(library, kind), message["workspaces"]
+        if VERIFY in steps:
+            verify(function, kind, small, workspaces)
+        if CHECK in steps:
+            checked = check(library, kind, function, whole, workspaces_on(kind, workspaces, problem))
+    if TIME not in steps and RECHECK not in steps:
+        _checked = checked
         return {"seconds": []}
-
-    arguments = Arguments(kind, [whole], workspaces_on(kind, workspaces, problem), offset=False)
-    given = arguments.load(whole, POISONS[0])
-    seconds: list[float] = []
-    with whole.named():
-        call(function, given)
-        first = arguments.outputs()
-        whole.check(first)
-        arguments.poison(POISONS[1])
-        call(function, given)
-        check_again(whole, first, arguments.outputs())
-        if TIME in steps:
-            arguments.poison(POISONS[0])
-            try:
-                seconds = time_kernel(kind, function, given, undisturbed=message.get("undisturbed", False))
-            except Exception as error:
-                raise Fatal(str(error)) from error
-            check_again(whole, first, arguments.outputs())  # what the last of the timed calls has written
-            arguments.poison(POISONS[1])
-            call(function, given)
-            check_again(whole, first, arguments.outputs())
-        arguments.check_inputs()
+    if checked is None or checked.library != library:
+        raise RuntimeError(f"{library} was not checked in this process")
+    seconds = checked.time(message.get("undisturbed", False)) if TIME in steps else []
+    if RECHECK in steps:
+        checked.recheck()
+    else:
+        _checked = checked
     return {"seconds": seconds}
 
 

@@ -26,7 +26,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..bench.measure import VERIFY
+from ..bench.measure import RECHECK, TIME
 from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
 from ..workers.building import BUILD_WORKER
@@ -340,10 +340,13 @@ class Fleet:
                 job.future.set_result(reply)
 
     def _measure(self, seat: Seat, job: _Job) -> Reply:
-        """Prepare beside whoever measures, verify beside others that do, and time alone."""
+        """Prepare beside whoever measures, check beside others that do, and time alone.
+
+        What is checked is on the host mostly: the device is free for others meanwhile.
+        """
         measurer, turn, left = seat.measurer, seat.device.turn, job.timeout
 
-        def ask(steps: Sequence[str]) -> Reply:
+        def ask(*steps: str) -> Reply:
             nonlocal left
             began = time.monotonic()
             try:
@@ -352,17 +355,21 @@ class Fleet:
                 left = max(LEAST_SECONDS, left - (time.monotonic() - began))
 
         measurer.prepare(job.problem, self._is_closed)
-        steps = job.library["steps"]
-        if VERIFY in steps:
-            with turn.beside(self._is_closed):
-                reply = ask((VERIFY,))
-            if reply.environment:  # perhaps there was no memory for several
-                with turn.alone(self._is_closed):
-                    reply = ask((VERIFY,))
-            if not reply.ok:
-                return reply
+        before = [step for step in job.library["steps"] if step not in (TIME, RECHECK)]
+        with turn.beside(self._is_closed):
+            reply = ask(*before)
+        if reply.environment:  # perhaps there was no memory for several
+            with turn.alone(self._is_closed):
+                reply = ask(*before)
+        if not reply.ok:
+            return reply
         with turn.alone(self._is_closed):
-            return ask([step for step in steps if step != VERIFY])
+            timed = ask(TIME)
+        if not timed.ok:
+            return timed
+        with turn.beside(self._is_closed):
+            after = ask(RECHECK)
+        return timed if after.ok else after
 
     def _is_closed(self) -> bool:
         return self._closed
