@@ -6,9 +6,10 @@
 The problems are products with block-sparse weights of 1024 x 1024 at several batches, each tuned from nothing in a
 folder that is removed again, and the same number of trials each. All processes have been started before the clock runs,
 by a small run that is not counted. Beside the time stand its parts, of which docs/many-gpus.md makes a projection: CPU
-seconds of the driver, seconds spent on proposals, on builds, each by a core, and on devices. `processes`: how many
-processes measured, where seats (`tuning.fleet`) are the fewest; a candidate that fails costs another. Writes a CSV with
-device, versions and date into scripts/results/.
+seconds of the driver, seconds spent on proposals, on builds, each by a core, and on devices; and seconds of all seats
+(`tuning.fleet`) together, in which they waited for their device, checked candidates, and timed them. `processes`: how
+many processes measured, where seats are the fewest; a candidate that fails costs another. Writes a CSV with device,
+versions and date into scripts/results/.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ COLUMNS = (
     "search_seconds",
     "build_seconds",
     "device_seconds",
+    "wait_seconds",
+    "check_seconds",
+    "time_seconds",
     "seats",
     "processes",
 )
@@ -60,6 +64,17 @@ def plans_of(batches: list[int], where: Machine, trials: int, root: Path, builde
     for one in map(problem, batches):
         made.append(make_plan(one, where, trials, Log(root, where.arch, one.operator), builders))
     return made
+
+
+def _spent(devices: Fleet) -> dict[str, float]:
+    """Seconds until now, by columns."""
+    turns = [device.turn for device in devices.devices]
+    return {
+        "device_seconds": sum(turn.busy for turn in turns),
+        "wait_seconds": sum(turn.waited for turn in turns),
+        "check_seconds": sum(turn.checked for turn in turns),
+        "time_seconds": sum(turn.timed for turn in turns),
+    }
 
 
 def measure(devices: Fleet, count: int, builders: int, problems: int, trials: int, seed: int) -> dict[str, Any]:
@@ -82,7 +97,7 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
         root = Path(name) / "warm"
         warm = plans_of([WARM_BATCH + number for number in range(seats)], where, WARM_TRIALS, root, builders)
         tune_all(warm, root, devices, seed=seed, end=end, searchers=searchers)
-        before = sum(device.turn.busy for device in devices.devices)
+        before = _spent(devices)
         plans = plans_of(list(BATCHES[:problems]), where, trials, Path(name), builders)
         began, used = time.monotonic(), time.process_time()
         tune_all(
@@ -105,7 +120,7 @@ def measure(devices: Fleet, count: int, builders: int, problems: int, trials: in
         "driver_seconds": driver,
         "search_seconds": sum(progress.search_seconds for progress in last.values()),
         "build_seconds": sum(trial.build_seconds or 0.0 for trial in found),
-        "device_seconds": sum(device.turn.busy for device in devices.devices) - before,
+        **{name: seconds - before[name] for name, seconds in _spent(devices).items()},
         "seats": seats,
         "processes": sum(measurer.processes for device in devices.devices for measurer in device.measurers),
     }

@@ -76,10 +76,12 @@ class Turn:
     ----------
     busy
         Seconds that somebody has used it.
+    waited, checked, timed
+        Seconds of all seats: in which they waited for their turn, verified, and timed.
     """
 
     def __init__(self) -> None:
-        self.busy = 0.0
+        self.busy = self.waited = self.checked = self.timed = 0.0
         self._changed = threading.Condition()
         self._verifying = self._waiting = 0
         self._timing = False
@@ -88,20 +90,23 @@ class Turn:
     @contextlib.contextmanager
     def beside(self, unwanted: Callable[[], bool]) -> Iterator[None]:
         """To verify, beside others that do. CancelledError once it is unwanted, while it waits."""
+        asked = time.monotonic()
         with self._changed:
             self._until(lambda: not self._timing and not self._waiting, unwanted)
-            self._begin()
+            began = self._begin(asked)
             self._verifying += 1
         try:
             yield
         finally:
             with self._changed:
                 self._verifying -= 1
+                self.checked += time.monotonic() - began
                 self._end()
 
     @contextlib.contextmanager
     def alone(self, unwanted: Callable[[], bool]) -> Iterator[None]:
         """To time. As `beside`."""
+        asked = time.monotonic()
         with self._changed:
             self._waiting += 1
             try:
@@ -109,13 +114,14 @@ class Turn:
             finally:
                 self._waiting -= 1
                 self._changed.notify_all()
-            self._begin()
+            began = self._begin(asked)
             self._timing = True
         try:
             yield
         finally:
             with self._changed:
                 self._timing = False
+                self.timed += time.monotonic() - began
                 self._end()
 
     def _is_free(self) -> bool:
@@ -126,9 +132,12 @@ class Turn:
             if unwanted():
                 raise CancelledError("the devices are closed")
 
-    def _begin(self) -> None:
+    def _begin(self, asked: float) -> float:
+        now = time.monotonic()
+        self.waited += now - asked
         if self._is_free():
-            self._since = time.monotonic()
+            self._since = now
+        return now
 
     def _end(self) -> None:
         if self._is_free():
