@@ -12,13 +12,13 @@ What the CUDA API returns is not reported: callers look at it, and bindings ask 
 
 First the tests run without a tool, and kernels are compiled; under a sanitizer a compiler's process takes minutes, and
 all tests wait for it that want the same kernel. Then the tools run one after another, each over the tests in
-`--workers` processes, which share the GPU. Every process has a sanitizer of its own, and takes the next test that none
-of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A finding ends the CUDA
-context, and with it everything that follows: a process stops at its first failure, and another one takes its place. A
-tool's line has its messages, and the tests that they came in. How long all of it takes on a machine, `--minutes` tells:
-a line has the tests and seconds, and how many tests are `left`, not begun before the time was up. What ended counts,
-whatever becomes of the run; a tool that takes half as long again is killed. `--keep FOLDER --resume` goes on with what
-is left.
+`--workers` processes, each of which sees one of the GPUs. Every process has a sanitizer of its own, and takes the next
+test that none of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A
+finding ends the CUDA context, and with it everything that follows: a process stops at its first failure, and another
+one takes its place. A tool's line has its messages, and the tests that they came in. How long all of it takes on a
+machine, `--minutes` tells: a line has the tests and seconds, and how many tests are `left`, not begun before the time
+was up. What ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
+`--keep FOLDER --resume` goes on with what is left.
 """
 
 from __future__ import annotations
@@ -157,13 +157,15 @@ def run(
     deselected: list[str] | None = None,
     minutes: float = 0,
     workers: int = 1,
+    gpus: Sequence[str] = ("0",),
     more: list[str] | None = None,
     builds: Path | None = None,
     keep: Path | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
     """One tool over the tests, or none: a line of the table. What they build is kept in the folder `builds`, or not at
-    all; what pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`."""
+    all; what pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`. `gpus`: what
+    `CUDA_VISIBLE_DEVICES` is, for the processes in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if keep is None else keep.resolve() / tool
         if not resume:
@@ -197,9 +199,8 @@ def run(
                 options += ["--report-api-errors", "no"]
             options += ["--log-file", log := str(next(logs)), *(more or ())]
             command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
-            return subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | told | {SAID: log}, stdout=file, stderr=file, start_new_session=True
-            )
+            env = os.environ | told | {SAID: log, "CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]}
+            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
 
         started = time.monotonic()
         with printed.open("a") as file:  # no pipe, which a process that is left behind would hold
@@ -339,6 +340,7 @@ def main(
                 deselected=deselect,
                 minutes=minutes,
                 workers=workers,
+                gpus=machine.visible_gpus() or ["0"],
                 more=more,
                 builds=(builds or Path(temporary)).resolve(),
                 keep=keep,

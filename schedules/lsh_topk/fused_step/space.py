@@ -436,7 +436,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "row_groups": 2 if wide and most_blocks(problem, machine) // 2 >= problem.n else 1,
             "threads": 256,
             "hash_threads": 512,
-            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores * 5 // 6), default=1),
+            "cluster": max((n for n in clusters if n * slices * rows <= machine.cores * 10 // 11), default=1),
             "slices": slices,
             "bucket_lanes": 4,
             "loads": 2,

@@ -63,25 +63,56 @@ int cuGetErrorString(int error, const char **text) {
 int tvm_sparse_stub_driver = 1;
 """
 
-# TVM's preamble includes <cuda/std/type_traits> and <cuda/std/limits>, which cost NVRTC 0.6 s
-# (CCCL 13.0) to 1.1 s (13.2 on) a kernel, against 0.03 s for the kernel itself. This gives the
-# names that generated code uses from the small headers they live in, and marks the two large
-# ones as already included. Seen to give the same instructions. INFINITY is by an intrinsic, as
-# NVRTC 13.5 has no __builtin_huge_valf.
+# TVM's preamble includes <cuda/std/cstdint>, <cuda/std/type_traits> and <cuda/std/limits>, which cost NVRTC 0.6 s
+# (CCCL 13.0) to 1.1 s (13.2 on) a kernel, against 0.03 s for the kernel itself, and are 170 files even where only their
+# small parts are read. This has the names that generated code uses, and marks the three as already included. Seen to
+# give the same instructions. INFINITY is by an intrinsic, as NVRTC 13.5 has no __builtin_huge_valf.
 _LEAN_HEADER = """\
 #pragma once
-#include <cuda/std/__type_traits/conditional.h>
-#include <cuda/std/__type_traits/enable_if.h>
-#include <cuda/std/__type_traits/is_floating_point.h>
-#include <cuda/std/__type_traits/is_integral.h>
-#include <cuda/std/__type_traits/is_same.h>
-#include <cuda/std/__type_traits/is_signed.h>
-#include <cuda/std/__type_traits/is_unsigned.h>
+#define _CUDA_STD_CSTDINT
 #define _CUDA_STD_TYPE_TRAITS
 #define _CUDA_STD_LIMITS
 #define INFINITY (__int_as_float(0x7f800000))
+namespace cuda {
+namespace std {
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+template <bool value_> struct of_bool { static constexpr bool value = value_; };
+template <class T> struct without_cv { using type = T; };
+template <class T> struct without_cv<const T> : without_cv<T> {};
+template <class T> struct without_cv<volatile T> : without_cv<T> {};
+template <class T> struct without_cv<const volatile T> : without_cv<T> {};
+
+template <class T, class U> struct is_same : of_bool<false> {};
+template <class T> struct is_same<T, T> : of_bool<true> {};
+template <class T, class U> constexpr bool is_same_v = is_same<T, U>::value;
+template <bool, class T = void> struct enable_if {};
+template <class T> struct enable_if<true, T> { using type = T; };
+template <bool, class T, class U> struct conditional { using type = T; };
+template <class T, class U> struct conditional<false, T, U> { using type = U; };
+
+template <class T, class... U> constexpr bool is_one_of = (is_same_v<typename without_cv<T>::type, U> || ...);
+template <class T> struct is_floating_point : of_bool<is_one_of<T, float, double>> {};
+template <class T> struct is_signed
+    : of_bool<is_floating_point<T>::value || is_one_of<T, signed char, short, int, long, long long, __int128_t>
+              || (is_one_of<T, char> && char(-1) < 0)> {};
+template <class T> struct is_unsigned
+    : of_bool<is_one_of<T, bool, unsigned char, unsigned short, unsigned, unsigned long, unsigned long long,
+                        __uint128_t>
+              || (is_one_of<T, char> && !is_signed<T>::value)> {};
+template <class T> struct is_integral
+    : of_bool<!is_floating_point<T>::value && (is_signed<T>::value || is_unsigned<T>::value)> {};
+}  // namespace std
+}  // namespace cuda
 """
-# Headers that need nothing of the two: with any other (cooperative_groups.h, cuda/barrier) the
+# Headers that need no more of the three: with any other (cooperative_groups.h, cuda/barrier) the
 # code is compiled the long way at once.
 _LEAN_INCLUDES = frozenset(
     [
@@ -404,13 +435,11 @@ def _headers(nvrtc: tuple[int, int]) -> tuple[Path, tuple[int, int], Path]:
     return root, version, cccl
 
 
-def _install_lean_compiler(cccl: Path) -> None:
+def _install_lean_compiler() -> None:
     """Replace TVM's compile callback by one that reads fewer headers where that is enough."""
     import tvm_ffi
     from tvm.support import nvcc
 
-    if not (cccl / "cuda" / "std" / "__type_traits" / "is_same.h").exists():
-        return
     header = _cached("lean", _LEAN_HEADER) / "tvm_sparse_lean.h"
     if not header.exists():
         with tempfile.NamedTemporaryFile("w", dir=header.parent, delete=False) as file:
@@ -479,7 +508,7 @@ def activate() -> Toolchain:
     options = os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", "")
     if include not in shlex.split(options):
         os.environ["TVM_CUDA_NVRTC_EXTRA_OPTS"] = f"{options} {shlex.quote(include)}".strip()
-    _install_lean_compiler(cccl)
+    _install_lean_compiler()
     return Toolchain(version, nvrtc, headers, headers_version, cccl, runtime)
 
 
