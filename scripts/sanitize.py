@@ -15,10 +15,10 @@ all tests wait for it that want the same kernel. Then the tools run one after an
 `--workers` processes, each of which sees one of the GPUs. Every process has a sanitizer of its own, and takes the next
 test that none of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A
 finding ends the CUDA context, and with it everything that follows: a process stops at its first failure, and another
-one takes its place. A tool's line has its messages, and the tests that they came in. How long all of it takes on a
-machine, `--minutes` tells: a line has the tests and seconds, and how many tests are `left`, not begun before the time
-was up. What ended counts, whatever becomes of the run; a tool that takes half as long again is killed.
-`--keep FOLDER --resume` goes on with what is left.
+one takes its place; a test in which its process ends has failed. A tool's line has its messages, and the tests that
+they came in. How long all of it takes on a machine, `--minutes` tells: a line has the tests and seconds, and how many
+tests are `left`, not begun before the time was up. What ended counts, whatever becomes of the run; a tool that takes
+half as long again is killed. `--keep FOLDER --resume` goes on with what is left.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ PORT, PORTS = 49152, 64
 
 
 def _place(folder: Path, test: str) -> Path:
-    """The file that tells that a process has taken it."""
+    """The file that tells that a process has taken it, with the test, and that process's file for the sanitizer."""
     return folder / hashlib.sha256(test.encode()).hexdigest()
 
 
@@ -90,7 +90,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if TAKEN not in os.environ:
         return
     try:
-        _place(Path(os.environ[TAKEN]), item.nodeid).touch(exist_ok=False)
+        with _place(Path(os.environ[TAKEN]), item.nodeid).open("x") as file:
+            print(item.nodeid, os.environ.get(SAID, ""), sep="\n", file=file)
     except FileExistsError:
         pytest.skip(OTHERS)
     if time.time() > float(os.environ.get(UNTIL, "inf")):
@@ -178,6 +179,7 @@ def run(
         for test, *_ in ended_before:
             _place(taken, test).touch()
         failed_before, begun = counts(report)["failed"], len(list(folder.glob("log*")))
+        log_of: dict[int, str] = {}  # of the process that is this worker's
         # Not the project's own options: its groups have all GPU tests run in one process.
         checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", "gpu and not allocator", "-o", "timeout=0"]
         checked += ["-p", "sanitize", "-p", "no:cacheprovider", "-p", "no:xdist", "--exitfirst"]
@@ -197,15 +199,20 @@ def run(
             options += ["--port", str(PORT + worker * PORTS), "--max-connections", str(PORTS)]
             if tool == "memcheck":
                 options += ["--report-api-errors", "no"]
-            options += ["--log-file", log := str(next(logs)), *(more or ())]
+            log_of[worker] = log = str(next(logs))
+            options += ["--log-file", log, *(more or ())]
             command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
             env = os.environ | told | {SAID: log, "CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]}
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
 
+        def failures(worker: int) -> int:
+            _note_died(taken, report, log_of[worker])
+            return counts(report)["failed"] - failed_before
+
         started = time.monotonic()
         with printed.open("a") as file:  # no pipe, which a process that is left behind would hold
             until = started + 90 * minutes + 60 if minutes else math.inf
-            ended = _work(begin, workers, until, lambda: counts(report)["failed"] - failed_before)
+            ended = _work(begin, workers, until, failures)
         output = printed.read_text(errors="replace")
         spent, found = folder / "seconds", counts(report)
         seconds = round(time.monotonic() - started) + (int(spent.read_text()) if spent.exists() else 0)
@@ -221,9 +228,12 @@ def run(
 
 
 def _work(
-    begin: Callable[[int], subprocess.Popen[bytes]], workers: int, until: float, failures: Callable[[], int]
+    begin: Callable[[int], subprocess.Popen[bytes]], workers: int, until: float, failures: Callable[[int], int]
 ) -> str:
-    """Processes, and one more for each that stopped at a failure, until they or the time end: how they ended."""
+    """Processes, and one more for each that stopped at a failure, until they or the time end: how they ended.
+
+    `failures` is told whose process has ended, and says how many there were.
+    """
     processes: dict[int, subprocess.Popen[bytes]] = {worker: begin(worker) for worker in range(workers)}
     statuses: set[int] = set()
     replaced = 0
@@ -238,7 +248,7 @@ def _work(
                 _end(process)
                 statuses.add(status)
                 del processes[worker]
-                if status in (FOUND, FAILED) and replaced < failures():
+                if replaced < failures(worker):
                     replaced += 1
                     processes[worker] = begin(worker)
     finally:
@@ -246,6 +256,20 @@ def _work(
             _end(process)
     failed = sorted(statuses - {0, NONE})
     return f"status {', '.join(map(str, failed))}" if failed else "no test" if statuses == {NONE} else "whole"
+
+
+def _note_died(taken: Path, report: Path, log: str) -> None:
+    """Where a process that wrote this file has ended in the midst of a test: that failed, and what the sanitizer said
+    is of it."""
+    ended = {test for test, *_ in _lines(report)}
+    for path in taken.iterdir():
+        test, _, said = path.read_text().strip().partition("\n")
+        if said == log and test not in ended:
+            with report.open("a") as file:
+                print(json.dumps([test, "failed", 0.0]), file=file)
+            if kinds := _kinds(Path(log).read_text(errors="replace") if Path(log).exists() else ""):
+                with open(_findings(report), "a") as file:
+                    print(json.dumps([test, kinds]), file=file)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

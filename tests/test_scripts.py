@@ -371,6 +371,11 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     for selection, passed, failed, errors in (("3 or 4", 2, 0, 6), ("1 or 3 or 4", 2, 1, 12)):
         line = run(str(program), "memcheck", [str(tests)], selection=selection, keep=said, resume=True)
         assert (line["passed"], line["failed"], line["left"], line["errors"]) == (passed, failed, 0, errors)
+    # A test that ends its process has failed, what the sanitizer said is of it, and another process goes on.
+    tests.write_text(SANITIZED.replace("    time.sleep(0.1)", "    if number == 5: os.abort()"))
+    line = run(str(program), "memcheck", [str(tests)], selection="5 or 6 or 7")
+    assert (line["tests"], line["passed"], line["failed"]) == (3, 2, 1)
+    assert line["messages"].startswith("Invalid __global__ read of size # (2 in test_some[5])")
     report = tmp_path / "report"
     outcomes = [("a", "passed"), ("b", "failed"), ("b", "passed"), ("c", "left"), ("a", "failed")]
     report.write_text("".join(json.dumps([*one, 0.1]) + "\n" for one in outcomes))
