@@ -14,6 +14,15 @@ def row_blocks(problem: BsrMatmul) -> float:
     return (1 - problem.sparsity) * problem.grid[1]
 
 
+def longest_row(problem: BsrMatmul) -> float:
+    """Stored blocks of the fullest block row, as many as are expected of the pattern."""
+    rows, cols = problem.grid
+    if problem.pattern != "skewed":
+        return row_blocks(problem)
+    # Row by row what Zipf's law gives it; what does not fit into a full row is the others'.
+    return min(cols, rows * row_blocks(problem) / sum(1 / rank for rank in range(1, rows + 1)))
+
+
 def features(
     problem: BsrMatmul,
     machine: Machine,
@@ -25,6 +34,7 @@ def features(
     work: float,
     at_once: int,
     held: int,
+    sharing: int = 1,
 ) -> Features:
     """Numbers by name.
 
@@ -42,6 +52,8 @@ def features(
         What there is of the weight for one sum, in whatever unit, and what is taken of it in one step.
     held
         Sums and elements that a thread has in registers.
+    sharing
+        Thread blocks that read a long block row together.
     """
     rows, cols = problem.block_shape
     steps = max(ceil(work / at_once), 1)
@@ -56,6 +68,7 @@ def features(
         "strips": ceildiv(problem.m, tile_m),
         "rows_used": problem.m / (ceildiv(problem.m, tile_m) * tile_m),
         "steps": steps,
+        "longest_steps": max(ceil(work * longest_row(problem) / row_blocks(problem) / (at_once * sharing)), 1),
         "used": work / (steps * at_once),
         "held": held,
     }

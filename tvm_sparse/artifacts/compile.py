@@ -29,7 +29,7 @@ COOPERATIVE = "tirx.use_cooperative_launch"
 UNFINISHED = "unfinished-"
 
 # Functions of tvm_ffi, which every process that loads a library has, that generated code calls by name.
-OF_THE_RUNTIME = ("TVMFFIErrorSetRaisedFromCStrParts",)
+OF_THE_RUNTIME = ("TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvModRegisterSystemLibSymbol")
 
 
 class CompileError(RuntimeError):
@@ -48,24 +48,33 @@ class Compiled:
     symbol: str = "main"  # of the library's function
 
 
-def target_of(machine: Machine) -> Any:
-    """The compiler's target for a machine."""
+def target_of(machine: Machine, *, quick_host: bool = False) -> Any:
+    """The compiler's target for a machine; with `quick_host` what launches its kernels is not optimised."""
     from tvm.target import Target
 
     if machine.kind == "cuda":
         arch = machine.arch.replace("compute_", "sm_")  # whether PTX is kept is the compile callback's affair
-        return Target({"kind": "cuda", "arch": arch}, host=Target({"kind": "llvm"}))
+        return Target(
+            {"kind": "cuda", "arch": arch}, host=Target({"kind": "llvm"} | ({"opt-level": 0} if quick_host else {}))
+        )
     cpu = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
     return Target({"kind": "llvm", "num-cores": machine.cores, **cpu})
 
 
 def compile_candidate(
-    problem: Problem, candidate: Candidate, machine: Machine, path: Path, symbol: str = "main"
+    problem: Problem,
+    candidate: Candidate,
+    machine: Machine,
+    path: Path,
+    symbol: str = "main",
+    *,
+    quick_host: bool = False,
 ) -> Compiled:
     """Build the candidate's program and export it to `path` as a shared library that holds machine code.
 
     The file is written beside `path` and renamed into place. Without a `symbol` the kernel has that of
-    `manifest.symbol_of`.
+    `manifest.symbol_of`. `quick_host` is for a library whose kernel alone is timed, on a GPU: the host's code is
+    compiled without optimisation, which saves a tenth of a small kernel's build.
 
     Raises
     ------
@@ -74,14 +83,14 @@ def compile_candidate(
         compiler fails, there is no C compiler to link with, a CUDA library holds no code for the machine's
         architecture, or the machine has no room for all thread blocks of a cooperative kernel.
     """
-    [found] = compile_bundle([(problem, candidate, symbol)], machine, path)
+    [found] = compile_bundle([(problem, candidate, symbol)], machine, path, quick_host=quick_host)
     if isinstance(found, CompileError):
         raise found
     return found
 
 
 def compile_bundle(
-    kernels: Sequence[tuple[Problem, Candidate, str]], machine: Machine, path: Path
+    kernels: Sequence[tuple[Problem, Candidate, str]], machine: Machine, path: Path, *, quick_host: bool = False
 ) -> list[Compiled | CompileError]:
     """Export one library with all of these kernels, each under the symbol given or, if that is empty, `symbol_of` it.
 
@@ -94,7 +103,7 @@ def compile_bundle(
     for problem, candidate, symbol in kernels:
         started = time.perf_counter()
         try:
-            parts.append((*_module(problem, candidate, machine, symbol), time.perf_counter() - started))
+            parts.append((*_module(problem, candidate, machine, symbol, quick_host), time.perf_counter() - started))
         except CompileError as error:
             parts.append(error)
         except Exception as error:
@@ -138,7 +147,9 @@ def compile_bundle(
     return found
 
 
-def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: str) -> tuple[Any, Program, str]:
+def _module(
+    problem: Problem, candidate: Candidate, machine: Machine, symbol: str, quick_host: bool
+) -> tuple[Any, Program, str]:
     """The compiler's module of one candidate, with its device code, the program that it was made of, and its symbol."""
     template = spaces.find(candidate.template, problem.operator)
     if template.version != candidate.version:
@@ -159,7 +170,7 @@ def _module(problem: Problem, candidate: Candidate, machine: Machine, symbol: st
         raise CompileError(
             "no C compiler, which links libraries: apt-get install g++ (or clang, or name one by the variable CXX)"
         )
-    target = target_of(machine)
+    target = target_of(machine, quick_host=quick_host)
     program = template.build(problem, candidate.values)
     if machine.kind == "llvm":
         _require_alignment(program.module, candidate)

@@ -27,14 +27,23 @@ KEEP_SECONDS = 60.0
 BUILD_WORKER = (sys.executable, "-m", "tvm_sparse.workers.building")
 
 
-def request(problem: Any, candidate: Candidate, machine: Machine, path: Path, symbol: str = "main") -> dict[str, Any]:
-    """The message that asks for one library; without a `symbol` its kernel has that of `manifest.symbol_of`."""
+def request(
+    problem: Any,
+    candidate: Candidate,
+    machine: Machine,
+    path: Path,
+    symbol: str = "main",
+    *,
+    quick_host: bool = False,
+) -> dict[str, Any]:
+    """The message that asks for one library, as `compile_candidate` says."""
     return {
         "problem": problem.key,
         "candidate": str(candidate),
         "machine": asdict(machine),
         "path": str(path),
         "symbol": symbol,
+        "quick_host": quick_host,
         "plugins": plugins(),
     }
 
@@ -66,6 +75,7 @@ def handle(message: dict[str, Any]) -> Any:
         Machine(**message["machine"]),
         Path(message["path"]),
         message["symbol"],
+        quick_host=message["quick_host"],
     )
     return asdict(compiled)
 

@@ -204,6 +204,7 @@ def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Feat
         threads=e.threads,
         blocks=e.block_rows * ceildiv(problem.m, e.tile_m) * e.cluster,
         work=row_blocks(problem),
-        at_once=e.chunk * e.cluster,
+        at_once=e.chunk,
+        sharing=e.cluster,
         held=e.held,
     )

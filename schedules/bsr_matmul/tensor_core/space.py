@@ -226,6 +226,7 @@ def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Feat
         threads=e.threads,
         blocks=e.units * ceildiv(problem.m, e.tile_m * warps_m) * e.cluster,
         work=row_blocks(problem) * e.octets,
-        at_once=e.chunk * e.cluster,
+        at_once=e.chunk,
+        sharing=e.cluster,
         held=e.tile_m * e.tile_n // 32 + e.depth * (e.tile_m + e.tile_n) // 2,
     )
