@@ -48,7 +48,7 @@ def test_trees_are_walked_as_xgboost_walks_them() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parts[-3]}-{path.parts[-2]}")
 def test_what_ships_reads_and_chooses_points(path: Path, tmp_path: Path) -> None:
     shipped = predictor.read(path)
-    assert shipped.write(tmp_path).read_bytes() == path.read_bytes() and path.stat().st_size < 300_000
+    assert shipped.write(tmp_path).read_bytes() == path.read_bytes() and path.stat().st_size < 400_000
     assert len(shipped.problems) >= 20 and 1 <= shipped.loss <= shipped.worst_loss
     if shipped.outdated:
         pytest.skip(f"{shipped.outdated}: look-up leaves it aside; scripts/train_predictor.py trains it anew")
