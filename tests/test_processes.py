@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import importlib
 import os
@@ -20,7 +19,7 @@ import pytest
 from tvm_sparse.core import locking, scratch, spaces
 from tvm_sparse.core import machine as machines
 from tvm_sparse.core.registry import parse
-from tvm_sparse.workers import processes
+from tvm_sparse.workers import building, processes
 from tvm_sparse.workers.absent import without
 from tvm_sparse.workers.building import BUILD_WORKER, Kept
 from tvm_sparse.workers.processes import Pool, StartError, Worker
@@ -595,10 +594,7 @@ def test_what_a_worker_does_without_is_absent_for_that_time(monkeypatch: pytest.
 def test_a_build_worker_does_without_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     problem, machine = parse("softmax/batch=2,vocab=8"), machines.cpu()
-    request = {
-        "problem": problem.key, "candidate": str(spaces.fallback(problem, machine)), "symbol": "",
-        "machine": dataclasses.asdict(machine), "path": str(tmp_path / "k.so"), "plugins": (),
-    }  # fmt: skip
+    request = building.request(problem, spaces.fallback(problem, machine), machine, tmp_path / "k.so")
     with Pool(1, BUILD_WORKER, name="build") as pool:
         reply = next(pool.map([request], timeout=120))
         assert reply.ok, reply.message
