@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tuning_child
+from cases import SM90
 
 from tvm_sparse.core import spaces
 from tvm_sparse.core.machine import Machine, UnknownArch, cpu, gpu
@@ -128,6 +129,58 @@ def test_three_devices_do_the_trials_of_one_and_leave_the_same_records(tmp_path:
     final = alone[0].asked[20:]
     assert len(final) >= 2 * 2 and [own[-len(final) :] == final for own in asked].count(True) == 1
     assert all(asked)
+
+
+@pytest.mark.parametrize("kind", ["llvm", "cuda"])
+def test_a_gpu_is_given_the_next_batch_before_this_one_is_through(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, where builds would disturb, after what came of this one."""
+    where = cpu() if kind == "llvm" else SM90
+    problem = parse("bsr_matmul/m=8,k=256,n=256,block=16,sparsity=0.9")
+    tables = spaces.applicable(problem, where)[0]
+    events: list[str] = []
+
+    class Search:
+        predicted: dict[Any, float] = {}
+
+        def __init__(self, abandoned: Any) -> None: ...
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def spawn(self) -> None: ...
+
+        def begin(self, *_: Any, known: Any, batch: int, **options: Any) -> None:
+            self.left = (point for point in spaces.points(problem, where, tables) if point not in known)
+            self.batch, self.asked = batch, []
+
+        def propose(self) -> list[Any]:
+            events.append("propose")
+            self.asked.append([next(self.left) for _ in range(self.batch)])
+            return self.asked[-1]
+
+        def report(self, results: Any) -> None:
+            events.append("report")
+            batch = self.asked.pop(0)
+            assert list(results) == batch[: len(results)]
+
+    monkeypatch.setattr(session, "Searcher", Search)
+    log = Log(tmp_path, where.arch, problem.operator)
+    plan = make_plan(problem, where, 40, log, builders=1)
+    with made(Simulated(timed), machine=where) as devices:
+        tune(plan, log, using=devices)
+    assert len(log.read().trials) == 40
+    assert (
+        events[:4]
+        == {
+            "llvm": ["propose", "report", "propose", "report"],
+            "cuda": ["propose", "propose", "report", "propose"],
+        }[kind]
+    )
+    assert events.count("propose") == events.count("report")
 
 
 def test_a_lost_device_costs_nothing_but_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

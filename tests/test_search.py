@@ -51,15 +51,21 @@ def run(
     trials: int,
     cost: Callable[[Candidate], float | None],
     known: Mapping[Candidate, float | None] = {},
+    ahead: bool = False,
 ) -> dict[Candidate, float | None]:
-    """What a tuning run does with a search; checks every batch. Fewer than `trials` if the search has no more."""
+    """What a tuning run does with a search; checks every batch. Fewer than `trials` if the search has no more.
+
+    `ahead`: as on a GPU, each batch is proposed before the one before it is reported.
+    """
     measured: dict[Candidate, float | None] = {}
+    waiting: dict[Candidate, float | None] = {}
     while len(measured) < trials and (batch := search.propose()[: trials - len(measured)]):
         assert len(set(batch)) == len(batch)
         assert not set(batch) & (set(measured) | set(known))
         results = {candidate: cost(candidate) for candidate in batch}
         measured.update(results)
-        search.report(results)
+        search.report(waiting if ahead else results)
+        waiting = results
     return measured
 
 
@@ -95,10 +101,15 @@ def test_points_are_distinct_and_allowed() -> None:
             assert spaces.find(candidate.template).point(problem, SM90, candidate.values) is None
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("strategy", ["evolutionary", "replay"])
 @pytest.mark.parametrize(("trials", "batch"), [(17, 16), (17, 4), (5, 2)])
-def test_a_space_barely_larger_than_the_budget_does_not_run_dry(trials: int, batch: int) -> None:
+def test_a_space_barely_larger_than_the_budget_does_not_run_dry(
+    trials: int, batch: int, strategy: str, ahead: bool
+) -> None:
     assert len(space(SMALL)) > trials
-    measured = run(start(SMALL, trials, batch=batch), trials, lambda c: 1e-5)
+    search = start(SMALL, trials, batch=batch, strategy=strategy)
+    measured = run(search, trials, lambda c: 1e-5, ahead=ahead)
     assert len(measured) == trials and set(measured) <= set(space(SMALL))
 
 

@@ -77,21 +77,24 @@ def test_a_file_says_what_was_measured_and_what_is_damaged(path: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["random", "boosting", "tpe", "qmc", "genetic", "portfolio"])
 @pytest.mark.parametrize("batch", [1, 16])
-def test_strategies_propose_points_that_are_allowed_and_new(name: str, batch: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_strategies_propose_points_that_are_allowed_and_new(name: str, batch: int, ahead: bool) -> None:
+    """Also where a batch is proposed before the one before it is reported."""
     if name in ("tpe", "qmc", "genetic", "portfolio"):
         pytest.importorskip("optuna" if name in ("tpe", "qmc") else "nevergrad")
     domain = Domain.recorded(cpu(), [*WIDE, *DEEP])
     known: dict[Candidate, float | None] = {WIDE[0]: seconds(WIDE[0]), DEEP[7]: None}
     everything = len(domain.points) - len(known)
     search = strategies.make(name, domain, known=known, trials=everything - 1, batch=batch, seed=3)
-    tried = dict(known)
+    tried, waiting = set(known), search.propose() if ahead else []
+    tried.update(waiting)
     for _ in range(max(2, 12 // batch)):
         proposed = search.propose()
         assert len(proposed) == batch == len(set(proposed))
-        assert not set(proposed) & set(tried) and set(proposed) <= set(domain.points)
-        results = {point: seconds(point) for point in proposed}
-        search.report(results)
-        tried |= results
+        assert not set(proposed) & tried and set(proposed) <= set(domain.points)
+        tried.update(proposed)
+        search.report({point: seconds(point) for point in (waiting if ahead else proposed)})
+        waiting = proposed
 
 
 def test_boosting_learns_and_says_what_it_predicted() -> None:

@@ -175,8 +175,13 @@ class Run:
     thought: float
 
 
-def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: int = BATCH) -> Run:
-    """One search of `budget` trials. As in a tuning run, what is tried before the search counts."""
+def simulate(
+    recorded: Recorded, strategy: str, budget: int, seed: int, batch: int = BATCH, *, ahead: bool = False
+) -> Run:
+    """One search of `budget` trials. As in a tuning run, what is tried before the search counts.
+
+    `ahead`: a batch is proposed before what came of the one before it is reported, as `tune` does on a GPU.
+    """
     import numpy as np
 
     draw = np.random.default_rng(seed)
@@ -193,8 +198,11 @@ def simulate(recorded: Recorded, strategy: str, budget: int, seed: int, batch: i
         search = strategies.make(
             strategy, recorded.domain, known=known, trials=budget - len(order), batch=batch, seed=seed
         )
+        untold: list[Candidate] = []
         while len(order) < budget and (proposed := search.propose()[: budget - len(order)]):
-            search.report({point: told[index[point]] for point in proposed})
+            due = untold if ahead else proposed
+            search.report({point: told[index[point]] for point in due})
+            untold = proposed
             order += proposed
             now = time.perf_counter()
             thought += [(now - began) / len(proposed)] * len(proposed)

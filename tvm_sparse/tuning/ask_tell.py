@@ -59,20 +59,21 @@ class AskTell:
 
     def propose(self) -> list[Candidate]:
         """The next batch, each asked for without the others' times."""
-        self._asked = {}
-        while len(self._asked) < self._batch and self._left.any():
+        proposed: list[Candidate] = []
+        while len(proposed) < self._batch and self._left.any():
             token, place = self._optimiser.ask()
             number = self._nearest(place)
             self._left[number] = False
-            self._asked[self._domain.points[number]] = token
-        return list(self._asked)
+            proposed.append(self._domain.points[number])
+            self._asked[proposed[-1]] = token
+        return proposed
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
         """Tell the optimiser what became of what it asked for."""
         self._worst = max([self._worst, *(math.log(s) for s in results.values() if s)])
         failed = (self._worst if math.isfinite(self._worst) else 0.0) + PENALTY
         for candidate, seconds in results.items():
-            self._optimiser.tell(self._asked[candidate], math.log(seconds) if seconds else failed)
+            self._optimiser.tell(self._asked.pop(candidate), math.log(seconds) if seconds else failed)
 
     def _nearest(self, place: Sequence[int]) -> int:
         """The point that is left and differs least: by shares of the axes' lengths, a template by more than all."""

@@ -118,23 +118,25 @@ class Search:
         self._meta.teach({c: seconds for c, seconds in known.items() if c in domain.index})
 
     def propose(self) -> list[Candidate]:
-        """The next candidates, none of them known; empty when the search has nothing left."""
+        """As `Strategy.propose`; empty when the search has nothing left."""
         while True:
             proposals = self._meta.generate()
             if not proposals:
                 return []
-            fresh = {c: m for c, m in proposals.items() if c not in self._known}
+            fresh = {c: m for c, m in proposals.items() if c not in self._known and c not in self._mapped}
+            self._meta.pass_over([m for c, m in proposals.items() if c in self._mapped])
             stale = {c: m for c, m in proposals.items() if c in self._known}
             if stale:
                 self._meta.notify(stale, [self._known[c] for c in stale])
             if fresh:
-                self._mapped, self.predicted = fresh, self._meta.predict(fresh)
+                self._mapped |= fresh
+                self.predicted = self._meta.predict(fresh)
                 return list(fresh)
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Median seconds of each candidate that was proposed last, None for a failure."""
+        """As `Strategy.report`."""
         self._known.update(results)
-        asked = {c: m for c, m in self._mapped.items() if c in results}
+        asked = {c: self._mapped.pop(c) for c in results if c in self._mapped}
         self._meta.notify(asked, [results[c] for c in asked])
 
 
@@ -218,6 +220,11 @@ class _MetaSchedule:
             return {}
         scores = self._model.predict(self._context, list(asked.values()))
         return dict(zip(asked, map(float, scores), strict=True))
+
+    def pass_over(self, proposed: Sequence[Any]) -> None:
+        """Count as drawn what is being measured already; its time comes later."""
+        if proposed:
+            self._context.notify_runner_results(list(proposed), self._results([None] * len(proposed)))
 
     def notify(self, asked: Mapping[Candidate, Any], seconds: Sequence[float | None]) -> None:
         measured, results = list(asked.values()), self._results(seconds)

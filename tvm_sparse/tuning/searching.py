@@ -50,7 +50,8 @@ class Searcher:
         self._abandoned = abandoned
         self._begin: dict[str, Any] = {}
         self._known: dict[Candidate, float | None] = {}
-        self._results: Mapping[Candidate, float | None] = {}
+        self._results: dict[Candidate, float | None] = {}  # not sent yet
+        self._asked: set[Candidate] = set()  # proposed, and not reported
         self.predicted: Mapping[Candidate, float] = {}
 
     def __enter__(self) -> Searcher:
@@ -77,7 +78,7 @@ class Searcher:
 
         What this searched before is forgotten.
         """
-        self._known, self._results = dict(known), {}
+        self._known, self._results, self._asked = dict(known), {}, set()
         self.predicted = {}
         self._begin = {
             "problem": problem.key,
@@ -98,7 +99,7 @@ class Searcher:
         self._worker.spawn()
 
     def propose(self) -> list[Candidate]:
-        """As `Strategy.propose`, after `Strategy.report` of what was measured of the last proposal.
+        """As `Strategy.propose`, after `Strategy.report` of what was reported since.
 
         Raises
         ------
@@ -106,18 +107,24 @@ class Searcher:
             If the process fails at that, and a new one that learns all anew does, too.
         """
         reply = self._call({"results": _texts(self._results)})
-        if not reply.ok and (reply := self._call(self._begin | {"known": _texts(self._known)})).ok:
+        self._results = {}
+        # A new process is not to propose again what is being measured: to it that has failed.
+        known = dict.fromkeys(self._asked) | self._known
+        if not reply.ok and (reply := self._call(self._begin | {"known": _texts(known)})).ok:
             reply = self._call({"results": {}})
         if not reply.ok:
             raise SearchError(f"the search failed: {reply.message}")
         candidates, predicted = reply.value
         self.predicted = {Candidate.parse(text): score for text, score in predicted.items()}
-        return [Candidate.parse(text) for text in candidates]
+        proposed = [Candidate.parse(text) for text in candidates]
+        self._asked.update(proposed)
+        return proposed
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
         """As `Strategy.report`."""
-        self._results = results
+        self._results.update(results)
         self._known.update(results)
+        self._asked.difference_update(results)
 
     def _call(self, request: Mapping[str, Any]) -> Reply:
         return self._worker.call(request, timeout=TIMEOUT, abandoned=self._abandoned)
@@ -132,7 +139,7 @@ def _candidates(texts: Mapping[str, float | None]) -> dict[Candidate, float | No
 
 
 def handle(message: dict[str, Any]) -> Any:
-    """Begin a search, or go on with it: report the results of the last proposal, and propose.
+    """Begin a search, or go on with it: report results, and propose.
 
     The reply holds the candidates, and what the strategy predicts of them.
     """

@@ -26,6 +26,7 @@ import statistics
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ from .fleet import Fleet, Lease, Seat
 from .measuring import Lost, PrepareError
 from .searching import Searcher, SearchError
 
-# Candidates of a batch are built together: enough to keep the builders busy, few enough to lose to a kill.
+# Candidates that are built at the same time: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
 # One in this many trials goes to what won for similar problems, before the search begins.
 PROVEN_SHARE = 4
@@ -331,10 +332,14 @@ def tune(
         del first[max(plan.trials, fallback not in known) :]
         trials = plan.trials - len(first)
         covered = _covered(problem, machine, tables, known | dict.fromkeys(first), trials)
+        # Where builds disturb no measurement, a batch is proposed before what came of the last one is known: else the
+        # device would wait for its first library. Batches are half as large then.
+        ahead = machine.kind == "cuda"
+        batch_size = BATCH // 2 if ahead else BATCH
         asked: Searcher | None = None
         if trials > 0 and not covered:
             asked = searcher or stack.enter_context(Searcher(lambda: devices.closed))
-        if machine.kind == "cuda":  # whose measurements are not disturbed by what processors do
+        if ahead:
             bench.order(first)
             if asked:
                 asked.spawn()
@@ -354,25 +359,41 @@ def tune(
                 fixed=plan.fixed,
                 known=known,
                 trials=trials,
-                batch=BATCH,
+                batch=batch_size,
                 seed=seed,
             )
             progress.search_seconds += time.monotonic() - began
         elif trials > 0:
             everything = Domain.of(problem, machine, tables)
-            search = strategies.make(plan.strategy, everything, known=known, trials=trials, batch=BATCH, seed=seed)
-        while search and progress.measured < plan.trials and not stop():
+            search = strategies.make(plan.strategy, everything, known=known, trials=trials, batch=batch_size, seed=seed)
+        proposed: deque[tuple[list[Candidate], Mapping[Candidate, float]]] = deque()
+
+        def propose() -> None:
+            left = plan.trials - progress.measured - sum(len(waiting) for waiting, _ in proposed)
+            if search is None or left <= 0 or stop():
+                return
             began = time.monotonic()
             try:
-                batch = search.propose()[: plan.trials - progress.measured]
+                following = search.propose()[:left]
             except SearchError as error:
                 raise NoValidRecord(f"{problem}: {error}") from None
             progress.search_seconds += time.monotonic() - began
-            if not batch:
-                break
-            results = run(batch, search.predicted)
+            if following:
+                proposed.append((following, dict(search.predicted)))
+                if ahead:
+                    bench.begin(following)
+
+        propose()
+        while proposed and not stop():
+            if ahead:
+                propose()
+            batch, scores = proposed.popleft()
+            results = run(batch, scores)
             known.update(results)
+            assert search is not None
             search.report(results)
+            if not proposed:
+                propose()
 
         progress.phase = "final"
         show(progress)
@@ -546,6 +567,7 @@ class Bench:
         self._problem, self._machine, self._fallback = problem, machine, fallback
         self._lease, self._folder = lease, folder
         self._built: dict[Candidate, Future[Reply]] = {}
+        self._begun: dict[Candidate, Future[Reply | None]] = {}
         self._request = {"problem": problem.key, "kind": machine.kind, "seed": seed, "plugins": plugins()}
         self._names = (folder / f"{number}.so" for number in itertools.count())
 
@@ -556,6 +578,11 @@ class Bench:
     def order(self, candidates: Sequence[Candidate]) -> None:
         """Have built what will be measured later."""
         self._submit(candidates)
+
+    def begin(self, candidates: Sequence[Candidate]) -> None:
+        """Have built and measured what `measure` will be asked for later."""
+        self._submit(candidates)
+        self._begun.update((candidate, self._measured(candidate)) for candidate in candidates)
 
     def give_up(self) -> None:
         """Have nothing built any more that has not been begun."""
@@ -598,7 +625,8 @@ class Bench:
         new = self._submit(candidates)
         if self._machine.kind == "llvm":
             wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
-        measured = [self._measured(candidate, again=again, seat=seat) for candidate in candidates]
+        begun = self._begun
+        measured = [begun.pop(c) if c in begun else self._measured(c, again=again, seat=seat) for c in candidates]
         for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
             yield self._finished(candidate, reply, session, order + i)
 

@@ -36,10 +36,10 @@ class Strategy(Protocol):
     def predicted(self) -> Mapping[Candidate, float]: ...
 
     def propose(self) -> list[Candidate]:
-        """The next candidates, none of them known; empty when there is nothing left."""
+        """The next candidates, none of them known, nor proposed before; empty when there is nothing left."""
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Median seconds of each candidate that was proposed last, None for a failure."""
+        """Median seconds of candidates that were proposed, None for a failure."""
 
 
 class Maker(Protocol):
@@ -62,7 +62,7 @@ def make(
     trials
         How many points will be measured. A search that they suffice to measure all of is no search: any order will do.
     batch
-        How many points are proposed at a time, built in parallel and measured before any of them is reported.
+        How many points are proposed at a time, and reported together. Others may be proposed before they are.
 
     Raises
     ------
@@ -144,6 +144,7 @@ class Boosting:
         self._domain, self._batch = domain, batch
         self._random = random.Random(seed)
         self._known = dict(known)
+        self._proposed = set(known)
         self.predicted: Mapping[Candidate, float] = {}
 
     def propose(self) -> list[Candidate]:
@@ -167,17 +168,19 @@ class Boosting:
             chosen = sorted(left, key=lambda number: -said[number])[: self._batch // 2]
         chosen += [n for n in left if n not in chosen][: self._batch - len(chosen)]
         self.predicted = {self._domain.points[n]: said[n] for n in chosen} if said else {}
-        return [self._domain.points[number] for number in chosen]
+        proposed = [self._domain.points[number] for number in chosen]
+        self._proposed.update(proposed)
+        return proposed
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
         """Remember."""
         self._known.update(results)
 
     def _left(self) -> list[int]:
-        """The points that are not known, in random order but one template after the other."""
+        """The points that are neither known nor proposed, in random order but one template after the other."""
         decks: dict[str, list[int]] = {name: [] for name in self._domain.tables}
         for number, point in enumerate(self._domain.points):
-            if point not in self._known:
+            if point not in self._proposed:
                 decks[point.template].append(number)
         for deck in decks.values():
             self._random.shuffle(deck)
