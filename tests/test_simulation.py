@@ -192,7 +192,7 @@ def test_every_point_is_measured_once_a_round_and_a_run_goes_on(
 def test_the_command_compares_strategies(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     words = ["simulate", str(path), "--reference", "random", "--strategy", "boosting", "--budget", "24", "--jobs", "1"]
-    words += ["--repeats", "3", "--csv", str(tmp_path / "curves.csv")]
+    words += ["--repeats", "3", "--batch", "8", "--ahead", "--csv", str(tmp_path / "curves.csv")]
     done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})  # no word is broken
     assert done.exit_code == 0, done.output
     assert "boosting" in done.output and "6 searches of 24 trials" in done.output

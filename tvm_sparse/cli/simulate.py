@@ -30,6 +30,9 @@ def simulate(
     budget: Annotated[int, typer.Option(min=2, help="Trials of a search.")] = 64,
     repeats: Annotated[int, typer.Option(min=2, help="Searches with each strategy, of other seeds.")] = 20,
     batch: Annotated[int, typer.Option(min=1, help="Points that are proposed at a time.")] = 16,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Propose before the last points' times are known, as tune does on a GPU.")
+    ] = False,
     logs: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +69,9 @@ def simulate(
             part = "" if one.complete else " (not all of the space: the best may be missing)"
             typer.echo(f"{one.name}: {one.problem} on {one.arch}, {len(one.domain.points):,} points{part}")
         started = time.monotonic()
-        runs = simulation.compare(spaces, names, budget=budget, repeats=repeats, batch=batch, jobs=jobs, logs=logs)
+        runs = simulation.compare(
+            spaces, names, budget=budget, repeats=repeats, batch=batch, ahead=ahead, jobs=jobs, logs=logs
+        )
         marks = sorted({max(1, budget // 4), max(1, budget // 2), budget})
         for one in recorded.values():
             found = {name: [r for r in runs if (r.space, r.strategy) == (one.name, name)] for name in names}

@@ -225,16 +225,18 @@ def compare(
     budget: int,
     repeats: int,
     batch: int = BATCH,
+    ahead: bool = False,
     jobs: int = 1,
     logs: Path | None = None,
     show: Callable[[int, int], None] = lambda done, all_of_them: None,
 ) -> list[Run]:
     """Search each space with each strategy `repeats` times, with the seeds from 0, in `jobs` processes.
 
-    `logs`: as of `load`. `show` is called with the number of searches that are through and of all.
+    `logs`: as of `load`; `batch`, `ahead`: as of `simulate`. `show` is called with the number of searches that are
+    through and of all.
     """
     tasks = [
-        (path, logs, name, range(first, min(first + CHUNK, repeats)), budget, batch)
+        (path, logs, name, range(first, min(first + CHUNK, repeats)), budget, batch, ahead)
         for name in names
         for path in paths
         for first in range(0, repeats, CHUNK)
@@ -259,9 +261,9 @@ def _alone() -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 
-def _chunk(path: Path, logs: Path | None, name: str, seeds: range, budget: int, batch: int) -> list[Run]:
+def _chunk(path: Path, logs: Path | None, name: str, seeds: range, budget: int, batch: int, ahead: bool) -> list[Run]:
     recorded = load(path, logs)
-    return [simulate(recorded, name, budget, seed, batch) for seed in seeds]
+    return [simulate(recorded, name, budget, seed, batch, ahead=ahead) for seed in seeds]
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
