@@ -74,7 +74,7 @@ def compile_candidate(
 
     The file is written beside `path` and renamed into place. Without a `symbol` the kernel has that of
     `manifest.symbol_of`. `quick_host` is for a library whose kernel alone is timed, on a GPU: the host's code is
-    compiled without optimisation, which saves a tenth of a small kernel's build.
+    compiled without optimisation, which saves a fifth of a small kernel's build.
 
     Raises
     ------
