@@ -65,6 +65,15 @@ def test_what_ships_reads_and_chooses_points(path: Path, tmp_path: Path) -> None
             assert spaces.refusal(found.candidate, one, machine) is None
 
 
+@pytest.mark.parametrize("pattern", ["uniform", "skewed"])
+def test_a_point_for_a_weight_without_blocks_has_features(pattern: str) -> None:
+    empty = parse(f"bsr_matmul/m=8,k=64,n=64,block=16,sparsity=1,pattern={pattern}")
+    for name in spaces.applicable(empty, SM90)[0]:
+        template = spaces.find(name)
+        row = predictor.features_of(empty, SM90, template.candidate(template.default(empty, SM90)))
+        assert all(map(math.isfinite, row.values()))
+
+
 def small(*problems: str, version: int | None = None) -> Predictor:
     """A model of one tree: a point of `softmax_streamed` is better the more threads it has."""
     template = spaces.find("softmax_streamed")

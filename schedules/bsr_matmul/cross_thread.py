@@ -30,7 +30,6 @@ from tvm_sparse.core.template import (
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from .features import features as product_features
-from .features import row_blocks
 
 # Rows of x and rows of the weight of a thread's partial sums.
 TILE_M = powers(1, 16)
@@ -118,15 +117,15 @@ def blocks_default(problem: BsrMatmul, machine: Machine) -> Decisions:
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
     """Of the templates whose threads take vectors in turn."""
     _, cols = problem.block_shape
-    return _features(problem, machine, decisions, row_blocks(problem) * cols / decisions["vec"])
+    return _features(problem, machine, decisions, cols / decisions["vec"])
 
 
 def blocks_features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
     """Of the template whose threads take blocks in turn."""
-    return _features(problem, machine, decisions, row_blocks(problem))
+    return _features(problem, machine, decisions, 1)
 
 
-def _features(problem: BsrMatmul, machine: Machine, decisions: Decisions, work: float) -> Features:
+def _features(problem: BsrMatmul, machine: Machine, decisions: Decisions, work_each: float) -> Features:
     tile_m, tile_n, rows, vec = (decisions[name] for name in ("tile_m", "tile_n", "rows", "vec"))
     return product_features(
         problem,
@@ -135,7 +134,7 @@ def _features(problem: BsrMatmul, machine: Machine, decisions: Decisions, work: 
         outputs=tile_m * tile_n * rows,
         threads=launch(problem, decisions).threads,
         blocks=ceildiv(problem.m, tile_m) * (problem.n // (tile_n * rows)),
-        work=work,
+        work_each=work_each,
         at_once=decisions["reduce_threads"],
         held=tile_m * tile_n + (tile_n + 1) * vec,
     )

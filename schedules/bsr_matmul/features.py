@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from math import ceil
 
 from tvm_sparse.core.machine import Machine
@@ -20,7 +21,13 @@ def longest_row(problem: BsrMatmul) -> float:
     if problem.pattern != "skewed":
         return row_blocks(problem)
     # Row by row what Zipf's law gives it; what does not fit into a full row is the others'.
-    return min(cols, rows * row_blocks(problem) / sum(1 / rank for rank in range(1, rows + 1)))
+    return min(cols, rows * row_blocks(problem) / _harmonic(rows))
+
+
+@functools.cache
+def _harmonic(count: int) -> float:
+    """1 + 1/2 + ... + 1/count."""
+    return sum(1 / rank for rank in range(1, count + 1))
 
 
 def features(
@@ -31,7 +38,7 @@ def features(
     outputs: int,
     threads: int,
     blocks: int,
-    work: float,
+    work_each: float,
     at_once: int,
     held: int,
     sharing: int = 1,
@@ -48,14 +55,15 @@ def features(
         Of a thread block.
     blocks
         Thread blocks.
-    work, at_once
-        What there is of the weight for one sum, in whatever unit, and what is taken of it in one step.
+    work_each, at_once
+        What a stored block has for one sum, in whatever unit, and what is taken of the weight in one step.
     held
         Sums and elements that a thread has in registers.
     sharing
         Thread blocks that read a long block row together.
     """
     rows, cols = problem.block_shape
+    work = row_blocks(problem) * work_each
     steps = max(ceil(work / at_once), 1)
     return {
         "block_rows": rows,
@@ -68,7 +76,7 @@ def features(
         "strips": ceildiv(problem.m, tile_m),
         "rows_used": problem.m / (ceildiv(problem.m, tile_m) * tile_m),
         "steps": steps,
-        "longest_steps": max(ceil(work * longest_row(problem) / row_blocks(problem) / (at_once * sharing)), 1),
+        "longest_steps": max(ceil(longest_row(problem) * work_each / (at_once * sharing)), 1),
         "used": work / (steps * at_once),
         "held": held,
     }

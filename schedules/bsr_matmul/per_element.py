@@ -12,7 +12,6 @@ from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from .features import features as product_features
-from .features import row_blocks
 
 # Threads of a thread block: whole warps.
 THREADS = powers(32, 512)
@@ -58,7 +57,7 @@ def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Feat
         outputs=tile_m * tile_n * threads,
         threads=threads,
         blocks=ceildiv(sums, threads),
-        work=row_blocks(problem) * problem.block_shape[1],
+        work_each=problem.block_shape[1],
         at_once=1,
         held=tile_m * tile_n,
     )

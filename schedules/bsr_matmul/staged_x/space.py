@@ -10,7 +10,6 @@ from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, 
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
-from ..features import row_blocks
 
 # Whole warps, up to 512 threads, to each of which 128 registers are left.
 THREADS = powers(32, 512)
@@ -203,7 +202,7 @@ def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Feat
         outputs=e.outputs,
         threads=e.threads,
         blocks=e.block_rows * ceildiv(problem.m, e.tile_m) * e.cluster,
-        work=row_blocks(problem),
+        work_each=1,
         at_once=e.chunk,
         sharing=e.cluster,
         held=e.held,

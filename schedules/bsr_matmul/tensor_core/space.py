@@ -9,7 +9,6 @@ from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable,
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
-from ..features import row_blocks
 
 # Rows of the weight and of x of a warp's tile: from one fragment to what registers hold.
 TILE_N = powers(8, 64)
@@ -225,7 +224,7 @@ def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Feat
         outputs=e.tile_m * warps_m * e.tile_n,
         threads=e.threads,
         blocks=e.units * ceildiv(problem.m, e.tile_m * warps_m) * e.cluster,
-        work=row_blocks(problem) * e.octets,
+        work_each=e.octets,
         at_once=e.chunk,
         sharing=e.cluster,
         held=e.tile_m * e.tile_n // 32 + e.depth * (e.tile_m + e.tile_n) // 2,
