@@ -158,7 +158,7 @@ def run(
     deselected: list[str] | None = None,
     minutes: float = 0,
     workers: int = 1,
-    gpus: Sequence[str] = ("0",),
+    gpus: Sequence[str] = (),
     more: list[str] | None = None,
     builds: Path | None = None,
     keep: Path | None = None,
@@ -166,7 +166,7 @@ def run(
 ) -> dict[str, Any]:
     """One tool over the tests, or none: a line of the table. What they build is kept in the folder `builds`, or not at
     all; what pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`. `gpus`: what
-    `CUDA_VISIBLE_DEVICES` is, for the processes in turn."""
+    `CUDA_VISIBLE_DEVICES` is, for the processes in turn; as it is here where there are none."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if keep is None else keep.resolve() / tool
         if not resume:
@@ -202,7 +202,9 @@ def run(
             log_of[worker] = log = str(next(logs))
             options += ["--log-file", log, *(more or ())]
             command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
-            env = os.environ | told | {SAID: log, "CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]}
+            env = os.environ | told | {SAID: log}
+            if gpus:
+                env["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
 
         def failures(worker: int) -> int:
@@ -364,7 +366,7 @@ def main(
                 deselected=deselect,
                 minutes=minutes,
                 workers=workers,
-                gpus=machine.visible_gpus() or ["0"],
+                gpus=machine.visible_gpus(),
                 more=more,
                 builds=(builds or Path(temporary)).resolve(),
                 keep=keep,

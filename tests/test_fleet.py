@@ -131,12 +131,15 @@ def test_three_devices_do_the_trials_of_one_and_leave_the_same_records(tmp_path:
     assert all(asked)
 
 
-@pytest.mark.parametrize("kind", ["llvm", "cuda"])
+@pytest.mark.parametrize(
+    ("where", "first"),
+    [(cpu(), ["propose", "report", "propose", "report"]), (SM90, ["propose", "propose", "report", "propose"])],
+    ids=["llvm", "cuda"],
+)
 def test_a_gpu_is_given_the_next_batch_before_this_one_is_through(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: Machine, first: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, where builds would disturb, after what came of this one."""
-    where = cpu() if kind == "llvm" else SM90
     problem = parse("bsr_matmul/m=8,k=256,n=256,block=16,sparsity=0.9")
     tables = spaces.applicable(problem, where)[0]
     events: list[str] = []
@@ -173,13 +176,7 @@ def test_a_gpu_is_given_the_next_batch_before_this_one_is_through(
     with made(Simulated(timed), machine=where) as devices:
         tune(plan, log, using=devices)
     assert len(log.read().trials) == 40
-    assert (
-        events[:4]
-        == {
-            "llvm": ["propose", "report", "propose", "report"],
-            "cuda": ["propose", "propose", "report", "propose"],
-        }[kind]
-    )
+    assert events[:4] == first
     assert events.count("propose") == events.count("report")
 
 

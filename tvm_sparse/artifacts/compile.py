@@ -54,9 +54,8 @@ def target_of(machine: Machine, *, quick_host: bool = False) -> Any:
 
     if machine.kind == "cuda":
         arch = machine.arch.replace("compute_", "sm_")  # whether PTX is kept is the compile callback's affair
-        return Target(
-            {"kind": "cuda", "arch": arch}, host=Target({"kind": "llvm"} | ({"opt-level": 0} if quick_host else {}))
-        )
+        host = {"kind": "llvm", "opt-level": 0} if quick_host else {"kind": "llvm"}
+        return Target({"kind": "cuda", "arch": arch}, host=Target(host))
     cpu = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
     return Target({"kind": "llvm", "num-cores": machine.cores, **cpu})
 

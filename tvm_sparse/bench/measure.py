@@ -22,6 +22,7 @@ from .verification import POISONS, Arguments, Case, call, cases, check_again, ve
 # that it is timed with. TIME: that. RECHECK: these arguments, and what the timed calls have made of them. A step may
 # come in a message of its own: only TIME needs the device for itself.
 VERIFY, CHECK, TIME, RECHECK = STEPS = ("verify", "check", "time", "recheck")
+WITHOUT_VERIFY = STEPS[1:]
 
 
 @dataclass(frozen=True)

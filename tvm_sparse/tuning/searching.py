@@ -108,10 +108,12 @@ class Searcher:
         """
         reply = self._call({"results": _texts(self._results)})
         self._results = {}
-        # A new process is not to propose again what is being measured: to it that has failed.
-        known = dict.fromkeys(self._asked) | self._known
-        if not reply.ok and (reply := self._call(self._begin | {"known": _texts(known)})).ok:
-            reply = self._call({"results": {}})
+        if not reply.ok:
+            # A new process is not to propose again what is being measured: to it that has failed.
+            known = dict.fromkeys(self._asked) | self._known
+            reply = self._call(self._begin | {"known": _texts(known)})
+            if reply.ok:
+                reply = self._call({"results": {}})
         if not reply.ok:
             raise SearchError(f"the search failed: {reply.message}")
         candidates, predicted = reply.value

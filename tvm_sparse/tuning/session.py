@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.measure import STEPS, VERIFY
+from ..bench.measure import STEPS, WITHOUT_VERIFY
 from ..core import scratch, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
@@ -335,7 +335,8 @@ def tune(
         # Where builds disturb no measurement, a batch is proposed before what came of the last one is known: else the
         # device would wait for its first library. Batches are half as large then.
         ahead = machine.kind == "cuda"
-        batch_size = BATCH // 2 if ahead else BATCH
+        under_way = 2 if ahead else 1
+        batch_size = BATCH // under_way
         asked: Searcher | None = None
         if trials > 0 and not covered:
             asked = searcher or stack.enter_context(Searcher(lambda: devices.closed))
@@ -369,31 +370,29 @@ def tune(
         proposed: deque[tuple[list[Candidate], Mapping[Candidate, float]]] = deque()
 
         def propose() -> None:
-            left = plan.trials - progress.measured - sum(len(waiting) for waiting, _ in proposed)
-            if search is None or left <= 0 or stop():
-                return
-            began = time.monotonic()
-            try:
-                following = search.propose()[:left]
-            except SearchError as error:
-                raise NoValidRecord(f"{problem}: {error}") from None
-            progress.search_seconds += time.monotonic() - began
-            if following:
-                proposed.append((following, dict(search.predicted)))
+            """Until as many batches are under way as should be, or there is nothing left."""
+            while search and len(proposed) < under_way and not stop():
+                left = plan.trials - progress.measured - sum(len(waiting) for waiting, _ in proposed)
+                if left <= 0:
+                    return
+                began = time.monotonic()
+                try:
+                    batch = search.propose()[:left]
+                except SearchError as error:
+                    raise NoValidRecord(f"{problem}: {error}") from None
+                progress.search_seconds += time.monotonic() - began
+                if not batch:
+                    return
+                proposed.append((batch, search.predicted))
                 if ahead:
-                    bench.begin(following)
+                    bench.begin(batch)
 
         propose()
-        while proposed and not stop():
-            if ahead:
-                propose()
-            batch, scores = proposed.popleft()
-            results = run(batch, scores)
+        while search and proposed and not stop():
+            results = run(*proposed.popleft())
             known.update(results)
-            assert search is not None
             search.report(results)
-            if not proposed:
-                propose()
+            propose()
 
         progress.phase = "final"
         show(progress)
@@ -644,10 +643,7 @@ class Bench:
             if not built.ok or self._spills(candidate, built):
                 return None
             found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
-            return found | {
-                "steps": [one for one in STEPS if one != VERIFY or not again],
-                "undisturbed": self._undisturbed,
-            }
+            return found | {"steps": WITHOUT_VERIFY if again else STEPS, "undisturbed": self._undisturbed}
 
         return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
 
