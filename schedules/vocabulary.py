@@ -36,7 +36,7 @@ DECISIONS: Mapping[str, str] = {
     "vec": "Elements of one load.",
     "vectors": "16-byte vectors that a thread loads, and then works on, together.",
     "loads": "Loads that a thread issues before it uses the first of them.",
-    "depth": "Steps of a sum whose loads are in flight together.",
+    "depth": "Steps of a sum whose loads are in flight together; 0: a tile of whole rows is one load.",
     "stages": (
         "Tiles, or parts of tiles, in shared memory: one in use, the others on their way; with 0 operands are read"
         " where they lie."

@@ -68,11 +68,11 @@ def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]
 
 
 def cuda(array: np.ndarray) -> Any:
-    """On the GPU, in an allocation of whole vectors: memcheck has a copy read all 16 bytes (cp.async) that is told to
-    read the fewer ones that are the row's."""
+    """On the GPU, in an allocation of whole vectors that are written to their end: sanitizers have a copy read all 16
+    bytes (cp.async) that is told to read the fewer ones that are the row's."""
     bits = array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array
     held = torch.from_numpy(bits)
-    room = torch.empty((held.nbytes + 15) // 16 * 16, dtype=torch.uint8, device="cuda")
+    room = torch.zeros((held.nbytes + 15) // 16 * 16, dtype=torch.uint8, device="cuda")
     placed = room[: held.nbytes].view(held.dtype).view(held.shape).copy_(held)
     return placed.view(torch.bfloat16) if bits is not array else placed
 
@@ -435,13 +435,18 @@ def test_the_current_stream_is_used(name: str) -> None:
     static, call, check = calls()[name]
     call(static, out := outputs_of(name))  # compiled and loaded
     torch.cuda.synchronize()
+    began = time.perf_counter()
+    call(static, out)
+    torch.cuda.synchronize()
+    # Tens of milliseconds, and longer than a call takes under a sanitizer.
+    wait = 50_000_000 + int(1e10 * (time.perf_counter() - began))
     fresh = torch.randn_like(static)
     stream = torch.cuda.Stream()
     for how in ("out", "new"):
         static.fill_(float("nan"))
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)  # tens of milliseconds
+            torch.cuda._sleep(wait)
             static.copy_(fresh)
             result = call(static, out if how == "out" else None)
         pending = not stream.query()

@@ -25,6 +25,7 @@ BLOCKS = "candidate_topk/lists=2,beam=3,vocab=240,hidden=64,m=9,k=12,dtype=bfloa
 PRODUCT = "candidate_logits/lists=2,beam=9,vocab=301,hidden=136,m=70,dtype=float16,bias=1"
 ALONE = {"reduce_warps": 1, "staged": 1}
 SHARED = {"tiles": 1, "staged": 0}
+WHOLE = {**SHARED, "depth": 0}
 POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     (
         HALVES,
@@ -34,7 +35,11 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     (HALVES, {**SHARED, "reduce_warps": 1, "depth": 1, "stages": 0, "blocks": 5, "prefetch": 1}),
     (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
     # The last of four warps has one vector of a row, so that its second stage is empty.
-    (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "staged": 1, "depth": 1, "stages": 4, "blocks": 3}),
+    (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "staged": 1, "depth": 1, "stages": 3, "blocks": 3}),
+    # Whole rows, of which the last of four warps has one vector.
+    (WIDER, {**WHOLE, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "stages": 2, "blocks": 3}),
+    (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 6, "blocks": 5, "prefetch": 1, "evict_first": 1}),
+    (FLOATS, {**WHOLE, "reduce_warps": 2, "staged": 1, "stages": 3, "blocks": 2}),
     (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "depth": 4, "stages": 2, "blocks": 3, "direct": 1}),
     (LISTS, {**ALONE, "tiles": 4, "depth": 2, "stages": 3, "direct": 1}),
     (LISTS, {**ALONE, "tiles": 12, "depth": 4, "stages": 2}),
@@ -71,6 +76,8 @@ REFUSED = {
     "exceed a multiprocessor's shared memory": {**ALONE, "tiles": 16, "stages": 3, "depth": 4},
     "6 tiles are no power of two": {**ALONE, "tiles": 6, "depth": 1},
     "5 steps in hand exceed 4": {**ALONE, "tiles": 4, "depth": 5},
+    "4 stages of parts of rows exceed 3": {**SHARED, "reduce_warps": 2, "depth": 1, "stages": 4},
+    "whole rows are read by warps that share": {**WHOLE, "reduce_warps": 2, "stages": 0},
     "words are brought into the L2 cache ahead": {"prefetch": 1, "overlap": 0},
 }
 
@@ -89,7 +96,7 @@ def test_rings_are_for_machines_with_room() -> None:
     template, problem = spaces.find("candidate_tiles"), parse(LISTS)
     assert template.space(problem, machine.resolve("sm_80"))["stages"] == (0,)
     small = machine.resolve("sm_120")
-    point = template.default(problem, SM90) | {**ALONE, "tiles": 8, "stages": 4, "depth": 2}
+    point = template.default(problem, SM90) | {**ALONE, "tiles": 8, "stages": 3, "depth": 2}
     assert template.allowed(problem, SM90, point) is None
     assert "shared memory" in (template.allowed(problem, small, point) or "")
 

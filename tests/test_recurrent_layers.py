@@ -713,7 +713,8 @@ def test_a_stack_on_the_gpu(cell: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_half_precision_stacks_on_the_gpu() -> None:
-    made = module("lstm", 32, 128, density=0.1)
+    # initcheck takes what PyTorch's product of 4 x 128 columns wrote for unwritten, even where PyTorch reads it.
+    made = module("lstm", 32, 129, density=0.1)
     x = torch.randn(20, 4, 32)
     with torch.no_grad():
         wanted = made(x)[0]

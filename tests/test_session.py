@@ -85,6 +85,16 @@ def test_records_of_other_problems_versions_and_templates_are_not_this_plans(log
     assert (plan.trials, plan.paid) == (6, 0)
 
 
+def test_only_points_with_the_fixed_values_are_paid_for_and_tried(log: Log) -> None:
+    log.append(record(FALLBACK), *(record(other) for other in OTHERS[:-1]))
+    log.append_best(Best(PROBLEM.with_batch(3).key, cpu().arch, OTHERS[0], 1e-5, FALLBACK, 2e-5, 2, "s"))
+    fixed = {name: (value,) for name, value in OTHERS[-1].decisions}
+    plan = make_plan(PROBLEM, cpu(), 1000, log, builders=1, fixed=fixed)
+    assert (plan.size, plan.paid, plan.trials) == (1, 1, 1)  # paid for is the fallback, which is no such point
+    tune(plan, log)
+    assert [trial.candidate for trial in log.read().trials[len(OTHERS) :]] == [OTHERS[-1]]
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 

@@ -88,6 +88,12 @@ def narrowed(table: Table, fixed: Table) -> Table:
     }
 
 
+def among(candidate: Candidate, tables: Mapping[str, Table]) -> bool:
+    """Whether a candidate's decisions are in the tables of templates; a point of them it is if they are allowed."""
+    table = tables.get(candidate.template)
+    return table is not None and all(value in table.get(name, ()) for name, value in candidate.decisions)
+
+
 def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> Iterator[Candidate]:
     """Every allowed point of the templates' spaces."""
     for name, table in tables.items():

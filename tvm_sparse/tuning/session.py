@@ -158,8 +158,8 @@ def make_plan(
         sizes[candidate.template] += 1
     # The fallback is measured in every run.
     fallback = spaces.fallback(problem, machine)
-    size = sum(sizes.values()) + (fallback.template not in sizes)
-    paid = sum(candidate.template in sizes or candidate == fallback for candidate in _known(problem, log))
+    size = sum(sizes.values()) + (not spaces.among(fallback, tables))
+    paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in _known(problem, log))
     left = max(0, min(trials, size) - paid)
     plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
@@ -191,7 +191,7 @@ def winners_nearby(
             continue
         with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
             template, values = spaces.find(best.candidate.template), best.candidate.values
-            if template.name in tables and not template.point(problem, machine, values):
+            if spaces.among(best.candidate, tables) and not template.point(problem, machine, values):
                 distance = problem.distance(parse(key))  # None for one of another dtype: last
                 found.append((math.inf if distance is None else distance, template.candidate(values)))
     return list(dict.fromkeys(candidate for _, candidate in sorted(found, key=lambda pair: pair[0])))
@@ -205,12 +205,8 @@ def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], l
     chosen = model.choose(problem, machine)  # what look-up takes, which ranks for a larger batch
     found = dict.fromkeys([*([chosen.candidate] if chosen else []), *model.fastest(problem, machine, count)])
 
-    def there(candidate: Candidate) -> bool:
-        table = tables.get(candidate.template)
-        inside = table is not None and all(v in table.get(name, ()) for name, v in candidate.decisions)
-        return inside and spaces.refusal(candidate, problem, machine) is None
-
-    return [candidate for candidate in found if there(candidate)][:count]
+    there = [c for c in found if spaces.among(c, tables) and spaces.refusal(c, problem, machine) is None]
+    return there[:count]
 
 
 def before_search(
@@ -218,9 +214,11 @@ def before_search(
 ) -> list[Candidate]:
     """What a run of so many trials measures before it asks a search, the fallback first: each point once.
 
-    The fallback, every template's default, what a model of the log's trials predicts, and what won for other problems.
+    The fallback, and what is in the tables of every template's default, what a model of the log's trials predicts, and
+    what won for other problems.
     """
-    defaults = [spaces.find(n).candidate(spaces.find(n).default(problem, machine)) for n in tables]
+    templates = map(spaces.find, tables)
+    defaults = [c for t in templates if spaces.among(c := t.candidate(t.default(problem, machine)), tables)]
     count = max(1, min(trials // PREDICTED_SHARE, MOST_PREDICTED))
     found = dict.fromkeys(
         [spaces.fallback(problem, machine), *defaults, *predicted(problem, machine, tables, log, count)]

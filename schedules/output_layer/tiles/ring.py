@@ -82,7 +82,7 @@ class RingState(State):
     later: Any = local("int32")
     done: Any = local("uint32")
     policy: Any = local("uint64")
-    full: Any = shared("uint64", lambda e: e.product_threads // 32 * e.stages)
+    full: Any = shared("uint64", lambda e: e.rings * e.stages)
     ring: Any = pooled("uint32", lambda e: e.ring_bytes // 4, lambda e: e.ring_at // 4)
 
 

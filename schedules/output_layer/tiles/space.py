@@ -39,11 +39,14 @@ MAX_LOADS = 16
 TILES = (1, 4, 6, 8, 12, 16)
 # Words times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
 MAX_ALONE = 64
-# Steps in hand, which divide those of a word; with a ring, steps of a stage.
-DEPTH = (1, 2, 3, 4, 5, 8, 16)
+# Steps in hand, which divide those of a word; with a ring, steps of a stage. 0: stages of whole rows, one behind the
+# other as they lie in memory, which the warps of a block share.
+DEPTH = (0, 1, 2, 3, 4, 5, 8, 16)
 MAX_DEPTH = 4  # in registers
-# Stages of a warp's ring in shared memory: no more were ever faster. 0: words go to registers.
-STAGES = (0, 2, 3)
+# Stages of a ring in shared memory. 0: words go to registers. More were never faster in the ring of a warp; a block may
+# have so many tiles of whole rows.
+STAGES = (0, 2, 3, 4, 6)
+MOST_STAGES = 3
 # Registers of a thread for operands and sums, and for all else; of a multiprocessor.
 MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
@@ -117,6 +120,10 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
             return f"{depth} steps in hand exceed {MAX_DEPTH}"
         if tiles & (tiles - 1):
             return f"{tiles} tiles are no power of two, as where words go to registers"
+    if not depth and (not decisions["stages"] or reduce_warps == 1 or candidates_of(problem)):
+        return "whole rows are read by warps that share a tile of neighbouring words, to a ring"
+    if depth and decisions["stages"] > MOST_STAGES:
+        return f"{decisions['stages']} stages of parts of rows exceed {MOST_STAGES}"
     e = Extents.of(problem, decisions)
     if e.prefetch and e.prefetched * e.stride * e.tile_n * e.vectors * VECTOR > CACHE:
         return "the first tiles of all warps exceed the L2 cache"
@@ -149,7 +156,7 @@ def _ring_allowed(e: Extents, machine: Machine) -> str | None:
     """Of the first kernel with a ring, and of the second."""
     if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
-    if e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
+    if e.depth and e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
         return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
     if e.dtype == "float32" and (1 if e.staged else e.steps) * e.b_fragments > MAX_SPLIT:
         return f"{e.steps} steps of {e.tile_m} hidden states, split for tf32, exceed {MAX_SPLIT} vectors in registers"
@@ -225,14 +232,22 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
 
 
 def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points that are the best in 16 bits: with rings, or with short lists searched in one go."""
+    """Points that are the best, most of them in 16 bits: with rings, or with short lists searched in one go."""
     (lists, rows), words = lists_of(problem), most_words(problem)
-    row = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    size = numpy_dtype(problem.dtype).itemsize
+    row = problem.hidden * size
     wide, direct = row > WIDE, max(table["direct"]) if words <= MAX_DIRECT // 2 else 0
     common = {"tile_n": 16, "overlap": max(table["overlap"]), "prefetch": 0, "direct": direct}
-    if row > 2 * problem.hidden:
+    if not candidates_of(problem) and row % STEP and not wide and words * row > CACHE and rows <= 16:
+        # Rows that do not end where cache lines do, of a large vocabulary.
+        common["prefetch"] = max(table["prefetch"]) if size == 2 else 0
+        points = [
+            {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": int(size > 2)}
+            | {"stages": 2, "evict_first": 1, "threads": 1024}
+        ]
+    elif size > 2:
         return
-    if not candidates_of(problem):
+    elif not candidates_of(problem):
         # A large vocabulary of wide rows for more rows of hidden states than a fragment has: these are in registers.
         if not wide or words * row <= CACHE or not 8 < rows <= 16:
             return
@@ -260,10 +275,10 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         ]
     else:
         return
-    each = 1 if wide else 2
-    blocks = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores * each // lists))
     for point in points:
-        point |= common | {"blocks": blocks}
+        # Blocks of a multiprocessor.
+        each = 1 if wide or not point["depth"] else 2
+        point |= common | {"blocks": min(table["blocks"], key=lambda n: abs(n - machine.cores * each // lists))}
         if not best_of(problem):
             point["threads"] = table["threads"][0]
         if (
@@ -364,8 +379,18 @@ class Extents:
         return 1 if self.stages else self.depth
 
     @property
+    def whole(self) -> bool:
+        """Whether a stage has whole rows."""
+        return self.stages > 0 and not self.depth
+
+    @property
+    def rings(self) -> int:
+        """Rings of a thread block: one, or one a warp."""
+        return 1 if self.whole else self.product_threads // 32
+
+    @property
     def parts(self) -> int:
-        """Stages of a tile."""
+        """Stages of a tile, of a warp's ring."""
         return self.steps // self.depth
 
     @property
@@ -422,12 +447,13 @@ class Extents:
 
     @property
     def ring_pitch(self) -> int:
-        """Bytes from one row of a stage to the next: half a cache line beyond whole ones, as `kept_pitch` is."""
-        return self.depth * STEP + STEP // 2
+        """Bytes from one row of a stage to the next: half a cache line beyond whole ones, as `kept_pitch` is. Whole
+        rows lie as they do in memory."""
+        return self.vectors * VECTOR if self.whole else self.depth * STEP + STEP // 2
 
     @property
     def ring_bytes(self) -> int:
-        return self.product_threads // 32 * self.stages * self.tile_n * self.ring_pitch
+        return self.rings * self.stages * self.tile_n * self.ring_pitch
 
     @property
     def kept_bytes(self) -> int:
@@ -437,7 +463,7 @@ class Extents:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the first kernel with a ring."""
-        return self.kept_bytes + self.parts_bytes + 8 * self.stages * self.product_threads // 32
+        return self.kept_bytes + self.parts_bytes + 8 * self.stages * self.rings
 
     @property
     def row_pitch(self) -> int:
@@ -473,7 +499,7 @@ class Extents:
 
 
 def _steps(vectors: int, decisions: Decisions) -> int:
-    if decisions["stages"]:
+    if decisions["stages"] and decisions["depth"]:
         return ceildiv(vectors, 8 * decisions["reduce_warps"] * decisions["depth"]) * decisions["depth"]
     return ceildiv(vectors, 8 * decisions["reduce_warps"])
 
