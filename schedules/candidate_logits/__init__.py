@@ -9,7 +9,7 @@ from ..output_layer.rows import rows
 from ..output_layer.tiles import tiles
 
 candidate_products = rows("candidate_logits", "candidate_products")
-candidate_tiles_product = tiles("candidate_logits", "candidate_tiles_product")
+candidate_tiles_product = tiles("candidate_logits", "candidate_tiles_product", 1)
 candidate_dot_products = dots("candidate_logits", "candidate_dot_products")
 
 TEMPLATES: tuple[Template, ...] = (candidate_products, candidate_tiles_product, candidate_dot_products)

@@ -9,7 +9,7 @@ from ..output_layer.rows import rows
 from ..output_layer.tiles import tiles
 
 candidate_rows = rows("candidate_topk", "candidate_rows")
-candidate_tiles = tiles("candidate_topk", "candidate_tiles")
+candidate_tiles = tiles("candidate_topk", "candidate_tiles", 2)
 candidate_dots = dots("candidate_topk", "candidate_dots")
 
 TEMPLATES: tuple[Template, ...] = (candidate_rows, candidate_tiles, candidate_dots)

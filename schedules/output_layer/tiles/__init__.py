@@ -29,12 +29,14 @@ A tile's scores go to a workspace, with the largest score of each of its rows, a
 of exponentials relative to a maximum (Milakov & Gimelshein 2018, Algorithm 3) stay in registers until a block ends.
 
 **Second kernel: the best.** The k best words of a row lie in the k tiles whose best words are the best: if a word is
-among the k best and its tile is not among these, there are k better words. So a thread block a row finds the k best
-tiles, reads their scores again, k * tile_n of them, and finds the k best words. Both times it is the same selection:
-the k-th largest of the maxima of groups of threads is a bound below which nothing counts; what reaches it is ranked by
-counting. Keys are unique (see `device.selection`), so that the result does not depend on who comes first, and no input
-makes the selection fail. With `direct` all scores of a short list are searched in this way, which saves a trip to
-memory, and the first kernel has nothing to tell but scores.
+among the k best and its tile is not among these, there are k better words. So a thread block a row finds the best
+tiles, reads their scores again, and finds the k best words. The k-th largest of the maxima of groups of threads is a
+bound that k tiles reach at least, and with them k words: what is below it counts neither among tiles nor among words.
+The words that reach it, few more than k, are ranked by counting. Where more tiles or words reach it, as of many equal
+scores, the k best tiles are found by counting first, and then a bound for words of their own. Keys are unique (see
+`device.selection`), so that the result does not depend on who comes first, and no input makes the selection fail. With
+`direct` all scores of a short list are searched in this way, which saves a trip to memory, and the first kernel has
+nothing to tell but scores.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, Extents.of(problem, decisions))
 
 
-def tiles(operator: str, name: str) -> Template:
+def tiles(operator: str, name: str, version: int) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
         name=name,
-        version=1,
+        version=version,
         operator=operator,
         kind="cuda",
         summary="words streamed through tensor cores; the best words of the best tiles",

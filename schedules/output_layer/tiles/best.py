@@ -1,16 +1,26 @@
 """The second kernel of `tiles`: a block a row finds the best words, of the best tiles or of all.
 
-begin_search    of tiles, then of words: what each thread looks at first is loaded
+begin_search    of tiles: what each thread looks at first is loaded
 load_pairs      maxima and sums of exponentials of the first kernel's blocks
-select          of tiles, then of words: the k best
+collect         the tiles that reach a bound, k at least
+begin_near      the words of these tiles
+join_lanes      maxima and sums meanwhile, of a warp
+collect_near    the words that reach the same bound
 join_pairs      the row's maximum and sum of exponentials
+rank            these words in order, the k best to their places
 write_absent    what stands where there are no words left
 write_asked     the probabilities of words that were asked for
+
+The bound is no more than the best word of the k-th best tile, so k words at least reach it, and no search among words is
+needed. Where too many tiles or words reach it, as of equal scores,
+
+rank            of tiles: the k best
+select          of their words: the k best
 
 With `direct`, a list so short that its scores are all looked at, no tiles are searched and no pairs joined:
 
 begin_search    of all words
-select          the k best; between its barriers `sum_scores` has the row's sum of exponentials
+select          the k best; between its barriers `exponentials` has the row's sum of exponentials
 """
 
 from __future__ import annotations
@@ -53,7 +63,7 @@ class State(Buffers):
         Maximum and sum of exponentials: a thread's, then the row's.
     best
         A thread's best key, or another one.
-    bits, value, pair, place, rank, wanted
+    bits, value, pair, place, rank, near, wanted
         Registers for what is loaded and counted.
     bound
         Shared: the least key that counts, of tiles and of words.
@@ -62,7 +72,9 @@ class State(Buffers):
     maxima
         Shared: the best key of each group of threads.
     chosen
-        Shared: the best tiles, in order.
+        Shared: the best tiles, in order, where more reached the bound than are looked through.
+    reached
+        Shared: keys of the words that reached it.
     pairs
         Shared: each warp's maximum and sum of exponentials.
     keys, held
@@ -82,11 +94,13 @@ class State(Buffers):
     pair: Any = local("float32", 2)
     place: Any = local("int32")
     rank: Any = local("int32")
+    near: Any = local("int32")
     wanted: Any = local("int64")
     bound: Any = shared("uint64", 2)
     count: Any = shared("int32", 2)
     maxima: Any = shared("uint64", lambda e: e.groups)
     chosen: Any = shared("int32", lambda e: e.k)
+    reached: Any = shared("uint64", lambda e: e.most_near, when=lambda e: not e.direct)
     pairs: Any = shared("float32", 64)
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
@@ -99,36 +113,51 @@ def pair_warps(e: Extents) -> int:
 
 # fmt: off
 def load_pairs(e: Extents) -> Callable[..., Any]:
-    """Join the pairs of the first kernel's blocks, as far as a warp has them.
+    """Load the pairs of the first kernel's blocks, as far as a thread has them.
 
     Reads: `sums` of the row.
-    Writes: `pairs`, a warp's.
-    Barriers: none. The next one makes them visible.
+    Writes: `m` and `d` of warps that have a pair. With a pair a thread nobody waits for it here.
+    Barriers: none.
     """
 
     @T.inline
-    def join(s, factor):
-        """`pair` into `m` and `d`."""
-        s.top[0] = T.max(s.m[0], s.pair[0])
-        s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor) + s.pair[1] * T.exp2((s.pair[0] - s.top[0]) * factor)
-        s.m[0] = s.top[0]
+    def load(io, s, block, m, d):
+        load_pair(m, d, io.workspaces["sums"].ptr_to(io.place(s.index, s.row, block, 0)))
 
     @T.inline
     def phase(io, s, factor):
         if s.t < pair_warps(e) * 32:
             s.m[0] = LOWEST
             s.d[0] = T.float32(0)
-            for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
-                load_pair(
-                    s.pair[0], s.pair[1],
-                    io.workspaces["sums"].ptr_to(io.place(s.index, s.row, i * e.threads + s.t, 0)))
-                join(s, factor)
+            if e.blocks <= e.threads:
+                if s.t < e.blocks:
+                    load(io, s, s.t, s.m[0], s.d[0])
+            else:
+                for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
+                    load(io, s, i * e.threads + s.t, s.pair[0], s.pair[1])
+                    s.top[0] = T.max(s.m[0], s.pair[0])
+                    s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor) + s.pair[1] * T.exp2(
+                        (s.pair[0] - s.top[0]) * factor)
+                    s.m[0] = s.top[0]
+
+    return phase
+
+
+def join_lanes(e: Extents) -> Callable[..., Any]:
+    """Reads: `m` and `d`. Writes: `pairs`, a warp's. Barriers: none. The next one makes them visible. The phase is (s,
+    factor)."""
+
+    @T.inline
+    def phase(s, factor):
+        if s.t < pair_warps(e) * 32:
+            s.top[0] = s.m[0]
             for b in T.unroll(5):
-                s.pair[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[0], 1 << b, 32, 32)
-                s.pair[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
-                join(s, factor)
+                s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
+            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+            for b in T.unroll(5):
+                s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
             if s.t % 32 == 0:
-                s.pairs[s.t // 32 * 2] = s.m[0]
+                s.pairs[s.t // 32 * 2] = s.top[0]
                 s.pairs[s.t // 32 * 2 + 1] = s.d[0]
 
     return phase
@@ -239,8 +268,8 @@ def add_up(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def select(e: Extents, search: Search) -> Callable[..., Any]:
-    """Place the k best of `size` keys; the phase is (io, s, size, factor).
+def collect(e: Extents, search: Search) -> Callable[..., Any]:
+    """Collect keys that reach a bound, which k of `size` do at least; the phase is (io, s, size, factor).
 
     Reads: `bits`, from `begin_search`.
     Writes: `held`, `maxima`, `bound`, `keys`, `count`; of all words also `top` and `d` of the row, the normaliser.
@@ -248,8 +277,6 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
     """
     weigh, total = exponentials(e), add_up(e)
     threads, lanes = e.threads, e.threads // e.groups
-    # Threads that compare a key with the others.
-    rankers = 16
     at = search.number
 
     @T.inline
@@ -297,18 +324,103 @@ def select(e: Extents, search: Search) -> Callable[..., Any]:
         T.cuda.cta_sync()
         if e.direct > 0:
             s.d[0] = s.pairs[32]
+
+    return phase
+
+
+def rank(e: Extents, search: Search, keys: str = "keys") -> Callable[..., Any]:
+    """Place the k best of the keys that were collected; the phase is (io, s, factor).
+
+    Reads: `count`, and `keys` or another buffer.
+    Writes: what the search's `place` does.
+    Barriers: one, at the end.
+    """
+    threads = e.threads
+    # Threads that compare a key with the others.
+    rankers = 16
+    at = search.number
+
+    @T.inline
+    def phase(io, s, factor):
+        collected = T.meta_var(getattr(s, keys))
         # All threads come as often: those that compare a key add up what they count.
         for i in T.serial((s.count[at] * rankers + (threads - 1)) // threads):
             s.place[0] = (i * threads + s.t) // rankers
-            s.best[0] = s.keys[T.min(s.place[0], s.count[at] - 1)]
+            s.best[0] = collected[T.min(s.place[0], s.count[at] - 1)]
             s.rank[0] = 0
             for j in T.serial((s.count[at] - s.t % rankers + (rankers - 1)) // rankers):
-                if s.keys[j * rankers + s.t % rankers] > s.best[0]:
+                if collected[j * rankers + s.t % rankers] > s.best[0]:
                     s.rank[0] = s.rank[0] + 1
             for b in T.unroll(rankers.bit_length() - 1):
                 s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
             if s.t % rankers == 0 and s.place[0] < s.count[at] and s.rank[0] < e.k:
                 search.place(io, s, s.rank[0], s.best[0], factor)
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def select(e: Extents, search: Search) -> Callable[..., Any]:
+    """Place the k best of `size` keys: `collect`, then `rank`. The phase is (io, s, size, factor)."""
+    find, put = collect(e, search), rank(e, search)
+
+    @T.inline
+    def phase(io, s, size, factor):
+        find(io, s, size, factor)
+        put(io, s, factor)
+
+    return phase
+
+
+def near_position(e: Extents, s: Any, i: Any) -> Any:
+    """The i-th word of the tiles that were collected."""
+    return T.Cast("int32", key_index(s.keys[i // e.tile_n])) * e.tile_n + i % e.tile_n
+
+
+def begin_near(e: Extents) -> Callable[..., Any]:
+    """Load the words of the tiles that were collected, those that a thread looks at first; the phase is (io, s).
+
+    Reads: `keys` and `count`, of tiles.
+    Writes: `near`, how many words these are, none where there are too many tiles; `bits`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, s):
+        s.near[0] = T.Select(s.count[0] > e.most_tiles, 0, s.count[0] * e.tile_n)
+        for j in T.unroll(e.near_loads):
+            if j * e.threads + s.t < s.near[0]:
+                load_uint(s.bits[j], io.workspaces["scores"].ptr_to(
+                    io.place(s.index, s.row, near_position(e, s, j * e.threads + s.t))))
+
+    return phase
+
+
+def collect_near(e: Extents) -> Callable[..., Any]:
+    """Collect the words that reach the tiles' bound; the phase is (io, s).
+
+    Reads: `near` and `bits`, from `begin_near`; `keys` and `bound`, of tiles.
+    Writes: `reached`, as far as there is room, and `count`.
+    Barriers: one, at the end.
+    """
+
+    @T.inline
+    def keep(s, i, j):
+        s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
+        if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
+            s.place[0] = T.cuda.atomic_add(s.count.ptr_to([1]), T.int32(1))
+            if s.place[0] < e.most_near:
+                s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
+
+    @T.inline
+    def phase(io, s):
+        for j in T.unroll(e.near_loads):
+            if j * e.threads + s.t < s.near[0]:
+                keep(s, j * e.threads + s.t, j)
+        for i in T.serial(T.max((s.near[0] - s.t + (e.threads - 1)) // e.threads - e.near_loads, 0)):
+            at: T.int32 = (i + e.near_loads) * e.threads + s.t
+            load_uint(s.bits[0], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, near_position(e, s, at))))
+            keep(s, at, 0)
         T.cuda.cta_sync()
 
     return phase
@@ -404,8 +516,13 @@ def best(e: Extents) -> Callable[..., Any]:
     do = SimpleNamespace(
         load_pairs=load_pairs(e),
         begin_tiles=begin_search(e, tiles_search),
-        select_tiles=select(e, tiles_search),
+        collect_tiles=collect(e, tiles_search),
+        begin_near=begin_near(e),
+        join_lanes=join_lanes(e),
+        collect_near=collect_near(e),
         join_pairs=join_pairs(e),
+        rank_near=rank(e, words_search, "reached"),
+        rank_tiles=rank(e, tiles_search),
         begin_words=begin_search(e, words_search),
         select_words=select(e, words_search),
         write_absent=write_absent(e),
@@ -432,10 +549,19 @@ def best(e: Extents) -> Callable[..., Any]:
             count(io, s.index, s.words)
             do.load_pairs(io, s, factor)
             tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
-            do.select_tiles(io, s, tiles, factor)
-            do.begin_words(io, s)
+            do.collect_tiles(io, s, tiles, factor)
+            do.begin_near(io, s)
+            do.join_lanes(s, factor)
+            do.collect_near(io, s)
             do.join_pairs(io, s, factor)
-            do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
+            if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
+                do.rank_near(io, s, factor)
+            else:
+                do.rank_tiles(io, s, factor)
+                if t == 0:
+                    s.count[1] = 0
+                do.begin_words(io, s)
+                do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
             do.write_absent(io, s)
             if e.ids > 0:
                 do.write_asked(io, s, factor)

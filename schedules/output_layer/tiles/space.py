@@ -56,6 +56,8 @@ MAX_K = 256
 MAX_DIRECT = 8192
 # Maxima that the second kernel ranks at least.
 LEAST_GROUPS = 64
+# Words that it ranks at the most without a bound of their own, where k is small.
+LEAST_NEAR = 256
 # Words of a list from which on it has a default of its own.
 SHORTEST = 512
 # Loads of a thread of the second kernel in flight together; the most of one that searches all scores.
@@ -488,6 +490,21 @@ class Extents:
         return max(self.list_tiles, min(self.k, self.list_tiles) * self.tile_n)
 
     @property
+    def most_tiles(self) -> int:
+        """Tiles that the second kernel looks through without ranking them."""
+        return 2 * self.k
+
+    @property
+    def most_near(self) -> int:
+        """Words of these tiles that it ranks without a bound of their own."""
+        return max(LEAST_NEAR, 2 * self.k)
+
+    @property
+    def near_loads(self) -> int:
+        """Loads of a thread for these words that are in flight together."""
+        return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))
+
+    @property
     def loads(self) -> int:
         """Loads of a thread of the second kernel that are in flight together."""
         return max(LOADS, min(MAX_DIRECT_LOADS, ceildiv(self.searched, self.threads))) if self.direct else LOADS
@@ -495,7 +512,8 @@ class Extents:
     @property
     def pool_bytes(self) -> int:
         """Dynamic shared memory of the second kernel: a key and an ordered score for all that is searched."""
-        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + 512)
+        near = 0 if self.direct else 8 * self.most_near
+        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + 512)
 
 
 def _steps(vectors: int, decisions: Decisions) -> int:
