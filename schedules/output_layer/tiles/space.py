@@ -36,7 +36,7 @@ SHORT = 8192
 MAX_LOADS = 16
 # Tiles that a block has in hand, each with a warp of its own. Those of rings, which fill shared memory, are not all
 # powers of two.
-TILES = (1, 4, 6, 8, 12, 16)
+TILES = (1, 4, 6, 8, 10, 12, 16)
 # Words times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
 MAX_ALONE = 64
 # Steps in hand, which divide those of a word; with a ring, steps of a stage. 0: stages of whole rows, one behind the
