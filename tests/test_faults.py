@@ -22,6 +22,7 @@ from faulty_kernels import (
     message,
     refuses_what_is_misaligned,
     spoiled,
+    writes_an_input,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +128,31 @@ def test_steps_may_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times == [0, 0, 5, 0]
     with pytest.raises(RuntimeError, match="was not checked in this process"):  # that was all
         measured(monkeypatch, problem, lambda call: call.run(), steps=("time",))
+
+
+def test_candidates_are_timed_with_the_same_arrays_unless_one_was_faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a faulty one may be spoilt, and nothing of it is to be the next one's fault."""
+    monkeypatch.setattr(measure, "_kept", None)
+    problem = parse(PROBLEMS["softmax_topk"])
+
+    def kept_of(fault: Fault, **more: Any) -> verification.Arguments | None:
+        with pytest.MonkeyPatch.context() as patch:
+            measured(patch, problem, fault, steps=measure.WITHOUT_VERIFY, **more)
+        return measure._kept and measure._kept.arguments
+
+    def sound(call: Any) -> None:
+        call.run()
+
+    workspaces = [{"name": "count", "shape": ["batch"], "dtype": "int32", "fill": 0}]
+    first = kept_of(sound)
+    assert first is not None
+    assert kept_of(sound) is first
+    assert kept_of(sound, workspaces=workspaces) is first
+    with pytest.raises(Mismatch):
+        kept_of(writes_an_input)
+    assert kept_of(sound) is not first
+    monkeypatch.setattr(measure, "MOST_KEPT", 0)  # large ones make room for those of the next one's small cases
+    assert kept_of(sound) is None
 
 
 # ---- what they are compared with -----------------------------------------------------------------

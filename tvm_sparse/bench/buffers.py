@@ -55,6 +55,10 @@ class Guarded:
         self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: new memory costs more than a copy
         self.held: np.ndarray | int | None = None  # what was written last
 
+    @property
+    def nbytes(self) -> int:
+        return int(self._image.nbytes)
+
     def place(self, shape: Sequence[int], dtype: str) -> Any:
         """The tensor of this shape and dtype that lies here, as kernels take it."""
         self._shape, self._dtype = tuple(shape), numpy_dtype(dtype)

@@ -1,7 +1,9 @@
 """The child that runs candidates: `python -m tvm_sparse.bench.measure`, started by `processes.Worker`.
 
 A library is timed once it has been right (`verification`), and looked at again afterwards with the very arguments that
-it was timed with. A process in which a call failed is renewed, so a spoilt GPU context costs one candidate.
+it was timed with. Candidates of a problem are timed with the same arrays, one after the other: where arrays lie may
+make a kernel slower, so that candidates with arrays of their own would be compared by their luck. A process in which a
+call failed is renewed, so a spoilt GPU context costs one candidate.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from .verification import POISONS, Arguments, Case, call, cases, check_again, ve
 # come in a message of its own: only TIME needs the device for itself.
 VERIFY, CHECK, TIME, RECHECK = STEPS = ("verify", "check", "time", "recheck")
 WITHOUT_VERIFY = STEPS[1:]
+# Bytes of the whole batch's arrays that are kept for the next candidate, beside those that it is verified with.
+MOST_KEPT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,22 @@ class Checked:
 
 
 _checked: Checked | None = None  # from one message to the next
+_kept: Checked | None = None  # from one candidate to the next, for its arguments: the inputs are as they were
+
+
+def arguments_of(kind: str, whole: Case, workspaces: Any) -> Arguments:
+    """Those of the candidate before, if they were found to be as they should, else new ones."""
+    global _kept
+    kept, _kept = _kept, None
+    if kept is None or kept.kind != kind or kept.whole is not whole:
+        return Arguments(kind, [whole], workspaces, offset=False)
+    kept.arguments.take(workspaces)
+    return kept.arguments
 
 
 def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) -> Checked:
     """Call a library twice with the whole batch; raise if it is wrong."""
-    arguments = Arguments(kind, [whole], workspaces, offset=False)
+    arguments = arguments_of(kind, whole, workspaces)
     given = arguments.load(whole, POISONS[0])
     with whole.named():
         call(function, given)
@@ -80,7 +95,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
     without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
     charge.
     """
-    global _checked
+    global _checked, _kept
     add_plugins(message.get("plugins", ()))
     kind = message["kind"]
     if "problem" not in message:
@@ -111,6 +126,8 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
     seconds = checked.time(message.get("undisturbed", False)) if TIME in steps else []
     if RECHECK in steps:
         checked.recheck()
+        if checked.arguments.nbytes <= MOST_KEPT:
+            _kept = checked
     else:
         _checked = checked
     return {"seconds": seconds}

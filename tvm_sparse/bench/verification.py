@@ -217,6 +217,15 @@ class Arguments:
             if slots[0].content is not None:
                 rooms[objects] = room
 
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays, on the device and as much again on the host, without workspaces."""
+        return sum(room.nbytes for room in self._rooms if room)
+
+    def take(self, workspaces: Sequence[Any]) -> None:
+        """From now on kernels are called with these workspaces."""
+        self._workspaces = workspaces
+
     def load(self, case: Case, poison: int) -> list[Any]:
         """Put a case's inputs in place, if they are not there, and poison into its outputs; returns what a kernel is
         called with."""
