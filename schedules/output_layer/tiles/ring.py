@@ -56,12 +56,13 @@ load_shared = T.ptx.ld.shared.v4.u32
 
 @dataclass
 class RingState(State):
-    """What the phases share, beside what all products do.
+    """What the phases share, beside what all products do; also those of `whole`, whose block has one ring.
 
     Attributes
     ----------
     ring, full
-        Shared: the stages of all warps, each a part of each row of a tile; and their mbarriers.
+        Shared: the stages of all warps, each a part of each row of a tile, or those of the block, each a tile; and
+        their mbarriers.
     slot, turn
         The stage in use, and the parity of the phase that its mbarrier is in.
     asked, part, asked_slot
