@@ -11,8 +11,8 @@ rank            these words in order, the k best to their places
 write_absent    what stands where there are no words left
 write_asked     the probabilities of words that were asked for
 
-The bound is no more than the best word of the k-th best tile, so k words at least reach it, and no search among words is
-needed. Where too many tiles or words reach it, as of equal scores,
+The bound is no more than the best word of the k-th best tile, so k words at least reach it, and no search among words
+is needed. Where too many tiles or words reach it, as of equal scores,
 
 rank            of tiles: the k best
 select          of their words: the k best
