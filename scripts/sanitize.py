@@ -103,8 +103,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if REPORT in os.environ and OTHERS not in str(report.longrepr):
         outcome = "left" if report.outcome == "skipped" and UP in str(report.longrepr) else report.outcome
         if outcome != "passed" or report.when == "call":
-            with open(os.environ[REPORT], "a") as file:
-                print(json.dumps([report.nodeid, outcome, round(report.duration, 1)]), file=file)
+            _append(Path(os.environ[REPORT]), [report.nodeid, outcome, round(report.duration, 1)])
 
 
 @pytest.hookimpl(trylast=True)
@@ -119,8 +118,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
         said = file.read()
     _read += len(said)
     if kinds := _kinds(said.decode(errors="replace")):
-        with open(_findings(Path(os.environ[REPORT])), "a") as file:
-            print(json.dumps([nodeid, kinds]), file=file)
+        _append(_findings(Path(os.environ[REPORT])), [nodeid, kinds])
 
 
 _read = 0  # bytes of the sanitizer's file that have been read
@@ -267,11 +265,9 @@ def _note_died(taken: Path, report: Path, log: str) -> None:
     for path in taken.iterdir():
         test, _, said = path.read_text().strip().partition("\n")
         if said == log and test not in ended:
-            with report.open("a") as file:
-                print(json.dumps([test, "failed", 0.0]), file=file)
+            _append(report, [test, "failed", 0.0])
             if kinds := _kinds(Path(log).read_text(errors="replace") if Path(log).exists() else ""):
-                with open(_findings(report), "a") as file:
-                    print(json.dumps([test, kinds]), file=file)
+                _append(_findings(report), [test, kinds])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -279,6 +275,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _append(report: Path, line: list[Any]) -> None:
+    """A line more of a report, or of its findings."""
+    with report.open("a") as file:
+        print(json.dumps(line), file=file)
 
 
 def _lines(report: Path) -> list[Any]:

@@ -18,7 +18,7 @@ then meet at no barrier.
 a row of a tile (see `ring`). As many bytes are on their way as shared memory holds, and no shuffles part them. Where
 hidden states are in registers, warps that share a tile then read nothing but words. Or, with a `depth` of 0, the warps
 of a block have one ring for whole rows: neighbouring words are one run of memory, wherever their rows start, and one
-bulk copy brings a tile (see `whole`). The first tiles of a vocabulary may be on their way to the L2 cache before the
+bulk copy brings a tile. The first tiles of a vocabulary may be on their way to the L2 cache before the
 producer kernel is done (`prefetch`): in a graph of calls, while the second kernel of the call before has little to
 read.
 

@@ -1,6 +1,6 @@
 """The program of `tiles`: its workspaces, and its kernels, each a list of phases.
 
-product     the scores of tiles of words                            (`product`, `ring`, or `whole`)
+product     the scores of tiles of words                            (`product`, or `ring`)
 best        the best words of the rows, from the best of the tiles  (`best`),
             or from all scores of a short list                      (`best_of_all`)
 """
@@ -17,12 +17,11 @@ from .best import best, best_of_all
 from .product import product
 from .ring import ring_product
 from .space import Extents
-from .whole import whole_product
 
 
 def program(problem: OutputLayer, e: Extents) -> Program:
     """The program of one point of the space."""
-    multiply = (whole_product if e.whole else ring_product if e.stages else product)(e)
+    multiply = ring_product(e) if e.stages else product(e)
     if not e.k:
         # fmt: off
         @T.inline

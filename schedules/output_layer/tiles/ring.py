@@ -1,8 +1,8 @@
-"""The first kernel of `tiles` with `stages`: each warp has a ring of shared memory, which bulk copies fill.
+"""The first kernel of `tiles` with `stages`: a warp, or a block, has a ring of shared memory, which bulk copies fill.
 
-    init_ring       the warp's mbarriers
+    init_ring       the ring's mbarriers
     begin_asking    which words come first
-    ask             a stage of the ring is asked for
+    ask             a stage of the ring is asked for; `ask_tile`, where stages have whole rows
     await_stage     until it is there
     bring_words     a step of its words to registers
     next_stage      the ring turns
@@ -13,7 +13,12 @@ start, and what lies between them in shared memory keeps lanes off each other's 
 stage asks for the one `stages` later, be it of another tile: so the warps meet at no barrier, and what is on its way
 depends on nothing but shared memory.
 
-Products, scores and sums are those of warps that have tiles of their own (`product`).
+With a `depth` of 0 a stage is a tile of whole rows, and the warps that share it have one ring. A tile of a vocabulary
+is one run of memory, which one bulk copy brings, whatever a row's length is: loads by row ask for more than the row has
+where its ends are not those of cache lines, as of 1000 columns of 16 bits. The barrier at which the warps' sums meet
+tells that all have read the tile; then the one `stages` later is asked for in its place.
+
+Products, scores and sums are those of `product`.
 """
 
 from __future__ import annotations
@@ -56,13 +61,12 @@ load_shared = T.ptx.ld.shared.v4.u32
 
 @dataclass
 class RingState(State):
-    """What the phases share, beside what all products do; also those of `whole`, whose block has one ring.
+    """What the phases share, beside what all products do.
 
     Attributes
     ----------
     ring, full
-        Shared: the stages of all warps, each a part of each row of a tile, or those of the block, each a tile; and
-        their mbarriers.
+        Shared: the stages of all rings, each a part of each row of a tile, or a tile; and their mbarriers.
     slot, turn
         The stage in use, and the parity of the phase that its mbarrier is in.
     asked, part, asked_slot
@@ -87,19 +91,28 @@ class RingState(State):
     ring: Any = pooled("uint32", lambda e: e.ring_bytes // 4, lambda e: e.ring_at // 4)
 
 
+def stage_at(e: Extents, p: Place, slot: Any) -> Any:
+    """The number of a stage of a thread's ring."""
+    return slot if e.whole else p.t // 32 * e.stages + slot
+
+
 # fmt: off
 def init_ring(e: Extents) -> Callable[..., Any]:
-    """Reads: nothing. Writes: `full` and `policy`. Barriers: of the warp, at the end. The phase is (s, p)."""
+    """Reads: nothing. Writes: `full` and `policy`. Barriers: of those that share the ring, at the end. The phase is (s,
+    p)."""
 
     @T.inline
     def phase(s, p):
-        if p.lane == 0:
+        if (p.t if e.whole else p.lane) == 0:
             for i in T.unroll(e.stages):
-                T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([p.t // 32 * e.stages + i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([stage_at(e, p, i)]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
         if e.evict_first > 0:
             T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
-        T.cuda.warp_sync()
+        if e.whole:
+            T.cuda.cta_sync()
+        else:
+            T.cuda.warp_sync()
 
     return phase
 
@@ -111,7 +124,8 @@ def asked_position(e: Extents, s: Any, p: Place, tile: Any) -> Any:
 
 
 def begin_asking(e: Extents) -> Callable[..., Any]:
-    """Reads: `tile`; the list. Writes: `asked` and what belongs to it, `word`, `later`. Barriers: none."""
+    """Reads: `tile`; the list. Writes: `asked` and what belongs to it; of parts of rows also `word` and `later`.
+    Barriers: none."""
     find, load = find_word(e), load_name(e)
 
     @T.inline
@@ -121,8 +135,9 @@ def begin_asking(e: Extents) -> Callable[..., Any]:
         s.slot[0] = 0
         s.turn[0] = T.uint32(0)
         s.asked_slot[0] = 0
-        find(io, s.index, asked_position(e, s, p, s.tile[0]), s.word)
-        load(io, s.index, asked_position(e, s, p, s.tile[0] + e.stride), s.later)
+        if not e.whole:
+            find(io, s.index, asked_position(e, s, p, s.tile[0]), s.word)
+            load(io, s.index, asked_position(e, s, p, s.tile[0] + e.stride), s.later)
 
     return phase
 
@@ -135,21 +150,20 @@ def ask(e: Extents) -> Callable[..., Any]:
     Barriers: of the warp, before the copies: nothing may still be read of the stage that they overwrite.
     """
     load = load_name(e)
-    whole, row = e.depth * STEP, e.vectors * VECTOR
-    even = e.padded_vectors == e.vectors
+    most, row = e.depth * STEP, e.vectors * VECTOR
 
     @T.inline
     def phase(io, s, p):
         if s.asked[0] < s.end[0]:
-            column: T.int32 = (p.warp * e.parts + s.part[0]) * whole
+            column: T.int32 = (p.warp * e.parts + s.part[0]) * most
             # Of the last part of a row there may be less, or nothing.
             size = T.meta_var(
-                T.uint32(whole) if even else T.Cast("uint32", T.max(T.min(row - column, whole), 0)))
-            stage = T.meta_var(p.t // 32 * e.stages + s.asked_slot[0])
+                T.Cast("uint32", T.max(T.min(row - column, most), 0)) if e.uneven else T.uint32(most))
+            stage = T.meta_var(stage_at(e, p, s.asked_slot[0]))
             if p.lane == 0:
                 arrive_expecting(s.full.ptr_to([stage]), size * T.uint32(e.tile_n))
             T.cuda.warp_sync()
-            if p.lane < e.tile_n and (even or column < row):
+            if p.lane < e.tile_n and (not e.uneven or column < row):
                 from_ = T.meta_var(
                     s.base[0] + T.Cast("uint64", s.word[0]) * T.uint64(row)
                     + T.Cast("uint64", column))
@@ -170,6 +184,34 @@ def ask(e: Extents) -> Callable[..., Any]:
     return phase
 
 
+def ask_tile(e: Extents) -> Callable[..., Any]:
+    """`ask` where stages have whole rows, for one thread.
+
+    Reads: `asked`.
+    Writes: that, moved on; `ring`, by and by.
+    Barriers: none. One has to come before: nothing may still be read of the stage that the copy overwrites.
+    """
+    row = e.vectors * VECTOR
+
+    @T.inline
+    def phase(io, s, p):
+        if s.asked[0] < s.end[0]:
+            words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
+            size = T.meta_var(T.Cast("uint32", words * row))
+            full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
+            arrive_expecting(full, size)
+            to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_n * row // 4)]))
+            from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_n * row))
+            if e.evict_first > 0:
+                bulk_copy_hinted(to, from_, size, full, s.policy[0])
+            else:
+                bulk_copy(to, from_, size, full)
+            s.asked[0] = s.asked[0] + e.stride
+            s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
+
+    return phase
+
+
 def await_stage(e: Extents) -> Callable[..., Any]:
     """Reads: `full`, `slot`, `turn`. Barriers: none. After: the stage's words are in `ring`. The phase is (s, p)."""
 
@@ -177,7 +219,7 @@ def await_stage(e: Extents) -> Callable[..., Any]:
     def phase(s, p):
         s.done[0] = T.uint32(0)
         while s.done[0] == T.uint32(0):
-            try_wait(s.done[0], s.full.ptr_to([p.t // 32 * e.stages + s.slot[0]]), s.turn[0])
+            try_wait(s.done[0], s.full.ptr_to([stage_at(e, p, s.slot[0])]), s.turn[0])
 
     return phase
 
@@ -190,17 +232,27 @@ def bring_words(e: Extents) -> Callable[..., Any]:
     Barriers: none.
     """
 
+    def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
+        """Of a row."""
+        return (p.warp * e.steps + part * e.stage_steps + step) * 8 + h * 4 + p.member
+
+    def of_stage(p: Place, part: Any, step: Any, h: Any) -> Any:
+        """The same of a row's part in a stage. Behind a whole row is the next one, or another tile on its way."""
+        if not e.whole:
+            return step * 8 + h * 4 + p.member
+        return T.min(vector(p, part, step, h), e.vectors - 1) if e.uneven else vector(p, part, step, h)
+
     @T.inline
     def phase(s, p, part, step):
         for n in T.unroll(e.a_fragments * 2):
             for h in T.unroll(2):
                 i = n * 8 + h * 4
-                row = T.meta_var((p.t // 32 * e.stages + s.slot[0]) * e.tile_n + n * 8 + p.group)
+                row = T.meta_var(stage_at(e, p, s.slot[0]) * e.tile_n + n * 8 + p.group)
                 load_shared(
                     s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
-                    s.ring.ptr_to([row * (e.ring_pitch // 4) + (step * 8 + h * 4 + p.member) * 4]))
-                if e.padded_vectors != e.vectors:
-                    if (p.warp * e.steps + part * e.depth + step) * 8 + h * 4 + p.member >= e.vectors:
+                    s.ring.ptr_to([row * (e.ring_pitch // 4) + of_stage(p, part, step, h) * 4]))
+                if e.uneven:
+                    if vector(p, part, step, h) >= e.vectors:
                         for v in T.unroll(4):
                             s.hand[i + v] = T.uint32(0)
 
@@ -227,7 +279,7 @@ def ring_product(e: Extents) -> Callable[..., Any]:
         prefetch_tiles=prefetch_tiles(e),
         take_tiles=take_tiles(e),
         begin_asking=begin_asking(e),
-        ask=ask(e),
+        ask=(ask_tile if e.whole else ask)(e),
         load_states=load_states(e),
         await_stage=await_stage(e),
         bring_states=bring_states(e),
@@ -260,25 +312,32 @@ def ring_product(e: Extents) -> Callable[..., Any]:
                 wait_then_start_consumer()
             do.take_tiles(io, s, p, block)
             do.begin_asking(io, s, p)
-            for _ in T.serial(e.stages):
-                do.ask(io, s, p)
+            if not e.whole or t == 0:
+                for _ in T.serial(e.stages):
+                    do.ask(io, s, p)
             do.load_states(io, s, p)
             while s.tile[0] < s.end[0]:
                 for i in T.unroll(e.a_fragments * e.b_fragments * 4):
                     s.sums[i] = T.float32(0)
                 for part in loop(e.parts):
                     do.await_stage(s, p)
-                    for step in T.unroll(e.depth):
+                    for step in T.unroll(e.stage_steps):
                         do.bring_words(s, p, part, step)
                         if e.staged > 0:
-                            do.bring_states(s, p, part * e.depth + step)
-                        do.multiply_step(s, part * e.depth + step)
-                    # All lanes have read the stage: the barrier in `ask`.
-                    do.ask(io, s, p)
-                    do.next_stage(s)
+                            do.bring_states(s, p, part * e.stage_steps + step)
+                        do.multiply_step(s, part * e.stage_steps + step)
+                    if not e.whole:
+                        # All lanes have read the stage: the barrier in `ask`.
+                        do.ask(io, s, p)
+                        do.next_stage(s)
                 if e.reduce_warps > 1:
                     half: T.int32 = s.tile[0] // e.stride % 2
                     do.write_parts(s, p, half)
+                    if e.whole:
+                        # All threads have read the stage: the barrier in `write_parts`.
+                        if t == 0:
+                            do.ask(io, s, p)
+                        do.next_stage(s)
                     do.finish_scores(io, s, p, half, scores, tops, factor)
                 else:
                     do.finish_alone(io, s, p, scores, tops, factor)

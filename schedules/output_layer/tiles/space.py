@@ -240,18 +240,22 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
     row = problem.hidden * size
     wide, direct = row > WIDE, max(table["direct"]) if words <= MAX_DIRECT // 2 else 0
     common = {"tile_n": 16, "overlap": max(table["overlap"]), "prefetch": 0, "direct": direct}
-    if not candidates_of(problem) and row % STEP and not wide and words * row > CACHE and rows <= 16:
-        # Rows that do not end where cache lines do, of a large vocabulary.
-        common["prefetch"] = max(table["prefetch"]) if size == 2 else 0
+    if not candidates_of(problem) and (rows > 16 or words * row <= CACHE):
+        return
+    if not candidates_of(problem) and not wide:
+        # A large vocabulary of rows that do not end where cache lines do.
+        if row % STEP == 0:
+            return
         points = [
             {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": int(size > 2)}
             | {"stages": 2, "evict_first": 1, "threads": 1024}
+            | {"prefetch": max(table["prefetch"]) if size == 2 else 0}
         ]
     elif size > 2:
         return
     elif not candidates_of(problem):
         # A large vocabulary of wide rows for more rows of hidden states than a fragment has: these are in registers.
-        if not wide or words * row <= CACHE or not 8 < rows <= 16:
+        if rows <= 8:
             return
         steps = ceildiv(row // VECTOR, 64)
         points = [
@@ -277,10 +281,11 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         ]
     else:
         return
+    # Of a multiprocessor.
+    each = 2 if candidates_of(problem) and not wide else 1
+    common["blocks"] = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores * each // lists))
     for point in points:
-        # Blocks of a multiprocessor.
-        each = 1 if wide or not point["depth"] else 2
-        point |= common | {"blocks": min(table["blocks"], key=lambda n: abs(n - machine.cores * each // lists))}
+        point = common | point
         if not best_of(problem):
             point["threads"] = table["threads"][0]
         if (
@@ -391,9 +396,14 @@ class Extents:
         return 1 if self.whole else self.product_threads // 32
 
     @property
+    def stage_steps(self) -> int:
+        """Steps of a warp in a stage."""
+        return self.steps if self.whole else self.depth
+
+    @property
     def parts(self) -> int:
-        """Stages of a tile, of a warp's ring."""
-        return self.steps // self.depth
+        """Stages of a tile."""
+        return self.steps // self.stage_steps
 
     @property
     def prefetched(self) -> int:
@@ -430,6 +440,11 @@ class Extents:
     def padded_vectors(self) -> int:
         """Vectors of a row up to the last warp's last step."""
         return self.steps * 8 * self.reduce_warps
+
+    @property
+    def uneven(self) -> bool:
+        """Whether that is beyond a row's end."""
+        return self.padded_vectors != self.vectors
 
     @property
     def kept_pitch(self) -> int:
