@@ -137,15 +137,13 @@ def cpu() -> Machine:
 
 
 def default_builders(gpus: int = 0) -> int:
-    """How many processes compile at once unless told otherwise: one a core, 16 at most, or 16 a GPU.
+    """How many processes compile at once unless told otherwise: one a core, 16 at most, or 5 for each of several GPUs.
 
-    A GPU leaves three cores: to the process that measures on it meanwhile, and to others that prepare and search. With
-    several, half of the cores build, less one a GPU: two H200s tuned faster beside 14 processes of 32 cores than
-    beside 26.
+    A GPU leaves three cores: to the process that measures on it meanwhile, and to others that prepare and search. For
+    several, whose seats verify on processors too, more builders than keep them busy only slow these down.
     """
-    cores = cpu().cores
-    free = cores - 3 * gpus if gpus < 2 else cores // 2 - gpus
-    return min(max(1, free), 16 * max(1, gpus))
+    cores, most = cpu().cores - 3 * gpus, 5 * gpus if gpus > 1 else 16
+    return max(1, min(cores, most))
 
 
 @functools.cache
