@@ -77,7 +77,7 @@ def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in facts.items())
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(rows)
 

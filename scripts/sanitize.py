@@ -18,7 +18,12 @@ finding ends the CUDA context, and with it everything that follows: a process st
 one takes its place; a test in which its process ends has failed. A tool's line has its messages, and the tests that
 they came in. How long all of it takes on a machine, `--minutes` tells: a line has the tests and seconds, and how many
 tests are `left`, not begun before the time was up. What ended counts, whatever becomes of the run; a tool that takes
-half as long again is killed. `--keep FOLDER --resume` goes on with what is left.
+half as long again is killed, and its line names the tests that it was in. So does one that is told to end (SIGTERM).
+`--keep FOLDER --resume` goes on with what is left.
+
+racecheck works on processors: its threads get as many cores as a process has of them, and it looks at this package's
+kernels alone. Of the sanitizers prefer a late one (`pip install nvidia-cuda-sanitizer-api`, `--sanitizer`): what
+before 2026.4 they say of partial `cp.async` and of barriers that count bytes is in part not so.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ NO_TOOL = "none"  # a run that compiles kernels
 OUTCOMES = ("passed", "failed", "skipped", "left")
 COLUMNS = (
     "tool",
+    "version",
     "files",
     "selection",
     "tests",
@@ -72,7 +78,9 @@ BUILDS = "TVM_SPARSE_TEST_BUILDS"
 # diverge: probes/cluster_barriers.cu.
 CLUSTER, LARGEST_CHECKED = "TVM_SPARSE_TEST_CLUSTER", "8"
 UP, OTHERS = "the time is up", "another process has taken it"
-KILLED = "killed: the time was up in a test"
+KILLED, STOPPED = "killed: the time was up in a test", "stopped"
+# This package's kernels, whose names `artifacts.manifest.symbol_of` gives.
+OURS = "regex=^k[0-9a-f]{32}_"
 # Exit statuses: the sanitizer's where it has found something, pytest's where a test failed and where there was none.
 FOUND, FAILED, NONE = 99, 1, 5
 # The first port by which a process and its sanitizer talk, and how many they may try.
@@ -147,6 +155,13 @@ def program() -> str | None:
     return shutil.which("compute-sanitizer")
 
 
+def version_of(sanitizer: str) -> str:
+    """Of the sanitizer, as it says it."""
+    said = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"Version ([\d.]+)", said)
+    return found[1] if found else ""
+
+
 def run(
     sanitizer: str,
     tool: str,
@@ -197,6 +212,9 @@ def run(
             options += ["--port", str(PORT + worker * PORTS), "--max-connections", str(PORTS)]
             if tool == "memcheck":
                 options += ["--report-api-errors", "no"]
+            if tool == "racecheck":
+                threads = max(1, len(os.sched_getaffinity(0)) // workers)
+                options += ["--racecheck-num-workers", str(threads), "--kernel-name", OURS]
             log_of[worker] = log = str(next(logs))
             options += ["--log-file", log, *(more or ())]
             command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
@@ -217,14 +235,24 @@ def run(
         spent, found = folder / "seconds", counts(report)
         seconds = round(time.monotonic() - started) + (int(spent.read_text()) if spent.exists() else 0)
         spent.write_text(str(seconds))
-        if found["left"] and ended != KILLED:
+        if found["left"] and ended not in (KILLED, STOPPED):
             ended = "time up"
         said = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found
         line |= errors_of(said, _lines(_findings(report)))
+        if ended in (KILLED, STOPPED) and (some := _begun(taken, report)):
+            line["messages"] = "; ".join(filter(None, (line["messages"], f"in the midst of {', '.join(some)}")))
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
+
+
+_told_to_end = False
+
+
+def _end_soon(*_: object) -> None:
+    global _told_to_end
+    _told_to_end = True
 
 
 def _work(
@@ -239,6 +267,8 @@ def _work(
     replaced = 0
     try:
         while processes:
+            if _told_to_end:
+                return STOPPED
             if time.monotonic() > until:
                 return KILLED
             time.sleep(0.1)
@@ -256,6 +286,13 @@ def _work(
             _end(process)
     failed = sorted(statuses - {0, NONE})
     return f"status {', '.join(map(str, failed))}" if failed else "no test" if statuses == {NONE} else "whole"
+
+
+def _begun(taken: Path, report: Path) -> list[str]:
+    """The tests that processes have taken, and that have not ended."""
+    ended = {test for test, *_ in _lines(report)}
+    tests = (path.read_text().partition("\n")[0] for path in taken.iterdir())
+    return sorted(test.partition("::")[2] for test in tests if test and test not in ended)
 
 
 def _note_died(taken: Path, report: Path, log: str) -> None:
@@ -306,7 +343,7 @@ def _kinds(log: str) -> Counter[str]:
 def errors_of(log: str, findings: Sequence[tuple[str, dict[str, int]]] = ()) -> dict[str, Any]:
     """How many errors the sanitizer counted, in all processes, and its messages, with the tests of `findings` in which
     it had them."""
-    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?\b(?! were)", log)
     kinds, messages = _kinds(log), []
     for text, count in kinds.most_common(5):
         tests = sorted({test.partition("::")[2] for test, said in findings if text in said})
@@ -356,7 +393,8 @@ def main(
     where = machine.resolve("auto")
     path = csv or result_path("sanitize", where).with_suffix(".csv")
     facts = {k: v for k, v in provenance(where).items() if k != "timing"}
-    asked["date"] = facts["date"][:10]
+    asked |= {"date": facts["date"][:10], "version": version_of(sanitizer)}
+    signal.signal(signal.SIGTERM, _end_soon)
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in (NO_TOOL, *(tool or TOOLS)):
@@ -379,12 +417,14 @@ def main(
             if name != NO_TOOL:
                 lines.append(line)
                 write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS]]))
+            if _told_to_end:
+                break
     columns = [column for column in COLUMNS if column not in asked]
     shown = table(*columns, right=columns[1 : columns.index("ended")])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in columns))
     console().print(shown)
-    if any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
+    if _told_to_end or any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
         raise SystemExit(1)
 
 

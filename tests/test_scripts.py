@@ -11,6 +11,8 @@ import os
 import string
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -309,6 +311,7 @@ at = sys.argv.index("--log-file")
 status = subprocess.run(sys.argv[at + 2 :]).returncode
 with open(sys.argv[at + 1], "a") as log:
     print("========= Invalid __global__ read of size 4", "========= ERROR SUMMARY: 3 errors", sep="\\n", file=log)
+    print("========= ERROR SUMMARY: 2 errors were not printed. Use --print-limit option to adjust", file=log)
 sys.exit(99)
 """
 SANITIZED = """
@@ -337,6 +340,7 @@ def test_without_a_gpu():
 
 def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
+    import sanitize
     from sanitize import counts, device_tier, run
 
     program, tests = tmp_path / "compute-sanitizer", tmp_path / "tests" / "test_some.py"
@@ -376,6 +380,21 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     line = run(str(program), "memcheck", [str(tests)], selection="5 or 6 or 7")
     assert (line["tests"], line["passed"], line["failed"]) == (3, 2, 1)
     assert line["messages"].startswith("Invalid __global__ read of size # (2 in test_some[5])")
+    # A run that is told to end says what it was in.
+    tests.write_text(SANITIZED.replace("    time.sleep(0.1)", "    time.sleep(3600 if number == 5 else 0)"))
+    before = set(tests.parent.iterdir())
+
+    def tell() -> None:
+        while set(tests.parent.iterdir()) == before:
+            time.sleep(0.05)
+        sanitize._end_soon()
+
+    monkeypatch.setattr(sanitize, "_told_to_end", False)
+    teller = threading.Thread(target=tell)
+    teller.start()
+    line = run(str(program), "racecheck", [str(tests)], selection="5")
+    teller.join()
+    assert (line["ended"], line["tests"], line["messages"]) == ("stopped", 0, "in the midst of test_some[5]")
     report = tmp_path / "report"
     outcomes = [("a", "passed"), ("b", "failed"), ("b", "passed"), ("c", "left"), ("a", "failed")]
     report.write_text("".join(json.dumps([*one, 0.1]) + "\n" for one in outcomes))

@@ -16,7 +16,7 @@ from ..core.registry import add_plugins, parse
 from ..runtime.loading import load_function, prepare
 from ..workers.absent import without
 from ..workers.processes import serve
-from .buffers import Fatal, device_of, empty
+from .buffers import Fatal, Guarded, device_of
 from .timing import time_kernel
 from .verification import POISONS, Arguments, Case, call, cases, check_again, verify, workspaces_on
 
@@ -100,7 +100,10 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
     kind = message["kind"]
     if "problem" not in message:
         prepare(kind)
-        empty(kind, (1,), "uint8").numpy()
+        room = Guarded(kind, 1, 0)
+        room.place((1,), "uint8")
+        room.write(0)
+        room.read()
         if kind == "cuda":
             time_kernel(kind, lambda: None, ())  # streams, graphs
         return {}
