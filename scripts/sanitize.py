@@ -21,9 +21,10 @@ tests are `left`, not begun before the time was up. What ended counts, whatever 
 half as long again is killed, and its line names the tests that it was in. So does one that is told to end (SIGTERM).
 `--keep FOLDER --resume` goes on with what is left.
 
-racecheck works on processors: its threads get as many cores as a process has of them, and it looks at this package's
-kernels alone. Of the sanitizers prefer a late one (`pip install nvidia-cuda-sanitizer-api`, `--sanitizer`): what
-before 2026.4 they say of partial `cp.async` and of barriers that count bytes is in part not so.
+racecheck works on processors: its threads get as many cores as a process has of them. It looks at this package's
+kernels alone, and so does initcheck from version 2026.4 on, which knows what other kernels have written. Prefer a late
+sanitizer (`pip install nvidia-cuda-sanitizer-api`, `--sanitizer`): what those before 2026.4 say of partial `cp.async`
+and of barriers that count bytes is in part not so.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ UP, OTHERS = "the time is up", "another process has taken it"
 KILLED, STOPPED = "killed: the time was up in a test", "stopped"
 # This package's kernels, whose names `artifacts.manifest.symbol_of` gives.
 OURS = "regex=^k[0-9a-f]{32}_"
+# The first version whose initcheck can leave the others out.
+TRACKS_OTHERS = (2026, 4)
 # Exit statuses: the sanitizer's where it has found something, pytest's where a test failed and where there was none.
 FOUND, FAILED, NONE = 99, 1, 5
 # The first port by which a process and its sanitizer talk, and how many they may try.
@@ -155,11 +158,11 @@ def program() -> str | None:
     return shutil.which("compute-sanitizer")
 
 
-def version_of(sanitizer: str) -> str:
+def version_of(sanitizer: str) -> tuple[int, ...]:
     """Of the sanitizer, as it says it."""
     said = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"Version ([\d.]+)", said)
-    return found[1] if found else ""
+    found = re.search(r"Version (\d[\d.]*)", said)
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def run(
@@ -167,6 +170,7 @@ def run(
     tool: str,
     tests: list[str],
     *,
+    version: tuple[int, ...] = (),
     selection: str = "",
     deselected: list[str] | None = None,
     minutes: float = 0,
@@ -214,7 +218,9 @@ def run(
                 options += ["--report-api-errors", "no"]
             if tool == "racecheck":
                 threads = max(1, len(os.sched_getaffinity(0)) // workers)
-                options += ["--racecheck-num-workers", str(threads), "--kernel-name", OURS]
+                options += ["--racecheck-num-workers", str(threads)]
+            if tool == "racecheck" or (tool == "initcheck" and version >= TRACKS_OTHERS):
+                options += ["--kernel-name", OURS]
             log_of[worker] = log = str(next(logs))
             options += ["--log-file", log, *(more or ())]
             command = [*([] if tool == NO_TOOL else [sanitizer, "--tool", tool, *options]), *checked, *tests]
@@ -393,7 +399,8 @@ def main(
     where = machine.resolve("auto")
     path = csv or result_path("sanitize", where).with_suffix(".csv")
     facts = {k: v for k, v in provenance(where).items() if k != "timing"}
-    asked |= {"date": facts["date"][:10], "version": version_of(sanitizer)}
+    version = version_of(sanitizer)
+    asked |= {"date": facts["date"][:10], "version": ".".join(map(str, version))}
     signal.signal(signal.SIGTERM, _end_soon)
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -402,6 +409,7 @@ def main(
                 sanitizer,
                 name,
                 files,
+                version=version,
                 selection=selection,
                 deselected=deselect,
                 minutes=minutes,
