@@ -56,7 +56,7 @@ from tvm_sparse.records import Best, Log, Session, Trial, codec, database, utc_n
 from tvm_sparse.records.queries import best_records  # noqa: E402
 from tvm_sparse.runtime import loading  # noqa: E402
 from tvm_sparse.runtime.loading import LoadError  # noqa: E402
-from tvm_sparse.tuning import fleet, measuring, session  # noqa: E402
+from tvm_sparse.tuning import fleet, measuring, plans, session  # noqa: E402
 from tvm_sparse.workers import building  # noqa: E402
 from tvm_sparse.workers.processes import Pool, Worker  # noqa: E402
 
@@ -137,7 +137,7 @@ def candidates(count: int, where: Machine, folder: Path) -> Count:
     spoilt = {candidate: kinds[i % len(kinds)] for i, candidate in enumerate(others[:count])}
     log = Log(folder, where.arch, problem.operator)
     with faulty_builds(spoilt), mock.patch.object(session, "MEASURE_TIMEOUT", 5.0):
-        plan = session.make_plan(problem, where, len(space) + 1, log, 1, named, fixed)
+        plan = plans.make_plan(problem, where, len(space) + 1, log, 1, named, fixed)
         best = session.tune(plan, log)
     trials = {trial.candidate: trial for trial in log.read().trials}
     found.injected = len(spoilt)
@@ -487,7 +487,7 @@ def clock(count: int, where: Machine, folder: Path) -> Count:
         found.lost = count - len(log.read().trials)
         behind = 1e7
         tuned = Log(folder / "tuned", where.arch, tuning_child.PROBLEM.operator)
-        session.tune(session.make_plan(tuning_child.PROBLEM, where, 4, tuned, 1), tuned)
+        session.tune(plans.make_plan(tuning_child.PROBLEM, where, 4, tuned, 1), tuned)
         found.lost += 4 - len(tuned.read().trials)
     found.wrong += len(database.verify(folder / "logs")) + len(database.verify(folder / "tuned"))
     return found

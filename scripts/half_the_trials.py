@@ -44,7 +44,7 @@ from tvm_sparse.records import Best, Log
 from tvm_sparse.research import study
 from tvm_sparse.research.bootstrap import ratio_interval
 from tvm_sparse.research.trials import trials
-from tvm_sparse.tuning import fleet, session, training
+from tvm_sparse.tuning import fleet, plans, session, training, workbench
 from tvm_sparse.tuning.fleet import Fleet
 from tvm_sparse.tuning.training import Measured
 
@@ -138,7 +138,7 @@ def started(logs: Path, arch: str, operator: str) -> list[Loss]:
             for one in out:
                 budget = tried[one.problem.key] // 2
                 tables, _ = spaces.searched(one.problem, one.machine)
-                first = session.before_search(one.problem, one.machine, tables, others, budget)[:budget]
+                first = plans.before_search(one.problem, one.machine, tables, others, budget)[:budget]
                 times = [one.seconds[c] for c in first if c in one.seconds]
                 if tried[one.problem.key] >= min(LEAST) and times:
                     share = len(times) / len(first)
@@ -240,12 +240,12 @@ def in_turn(
     """Median seconds of each, one round after another on one device, so that a drift of the machine meets all."""
     times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     with scratch.folder() as folder, devices.lease(where) as lease:
-        bench = session.Bench(problem, where, spaces.fallback(problem, where), seed, folder, lease)
+        bench = workbench.Bench(problem, where, spaces.fallback(problem, where), seed, folder, lease)
         seat = bench.seat()
         for _ in range(ROUNDS):
             for trial in bench.measure(list(times), "in-turn", 0, seat):
                 if trial.outcome != "ok":
-                    raise session.NoValidRecord(f"{problem}: {trial.candidate} failed: {trial.reason}")
+                    raise workbench.NoValidRecord(f"{problem}: {trial.candidate} failed: {trial.reason}")
                 times[trial.candidate].append(trial.median)
     return {candidate: statistics.median(seconds) for candidate, seconds in times.items()}
 
@@ -254,7 +254,7 @@ def tuned_anew(one: Shipped, where: Machine, root: Path, devices: Fleet, builder
     """A line: tune the problem in a folder that does not know it, and time the winner beside what ships."""
     began = time.monotonic()
     log = Log(root, where.arch, one.problem.operator)
-    plan = session.make_plan(one.problem, where, one.half, log, builders)
+    plan = plans.make_plan(one.problem, where, one.half, log, builders)
     found = session.tune(plan, log, seed=seed, using=devices).candidate
     taken = time.monotonic() - began
     fallback = spaces.fallback(one.problem, where)

@@ -32,8 +32,10 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
 from tvm_sparse.tuning import fleet
 from tvm_sparse.tuning.fleet import Fleet
+from tvm_sparse.tuning.plans import Plan, Progress, make_plan
 from tvm_sparse.tuning.searching import Searcher
-from tvm_sparse.tuning.session import NoValidRecord, Plan, Progress, make_plan, tune_all
+from tvm_sparse.tuning.session import tune_all
+from tvm_sparse.tuning.workbench import NoValidRecord
 
 BATCHES = (*range(4, 32, 2), *range(32, 64, 4), 64, 80)  # as many problems as seats on several GPUs, and more
 WARM_BATCH, WARM_TRIALS = 101, 8

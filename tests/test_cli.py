@@ -36,7 +36,7 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
 from tvm_sparse.runtime import paths
 from tvm_sparse.shipping import export as shipping
-from tvm_sparse.tuning import session
+from tvm_sparse.tuning import plans
 
 TINY = ("bsr_matmul", "m=2", "k=64", "n=64", "block=16", "sparsity=0.5")
 HERE = machine.cpu()
@@ -307,11 +307,11 @@ def test_the_help_names_every_operator_of_the_package() -> None:
 
 def test_the_time_left_does_not_jump() -> None:
     """A start of 20 s, then batches of 16 that are built for 8 s and measured for 0.1 s each."""
-    plan = session.Plan(parse("softmax_topk/batch=2,vocab=99,k=3"), HERE, {}, {}, 96, 0, 1, 0.0)
-    progress = session.Progress(plan)
+    plan = plans.Plan(parse("softmax_topk/batch=2,vocab=99,k=3"), HERE, {}, {}, 96, 0, 1, 0.0)
+    progress = plans.Progress(plan)
     first, now, estimates = plan.trials * plan.trial_seconds + plan.final_seconds, 20.0, []
     for number in range(plan.trials):
-        now += 8.0 * (number % session.BATCH == 0) + 0.1
+        now += 8.0 * (number % plans.BATCH == 0) + 0.1
         progress.ends.append(now)
         progress.measured += 1
         estimates.append(progress.seconds_left)

@@ -17,10 +17,11 @@ import tuning_child
 
 from tvm_sparse.core.machine import cpu
 from tvm_sparse.records import Log
-from tvm_sparse.tuning import cluster, session
+from tvm_sparse.tuning import cluster, plans
 from tvm_sparse.tuning.cluster import ClusterError
 from tvm_sparse.tuning.measuring import Lost
-from tvm_sparse.tuning.session import make_plan, tune
+from tvm_sparse.tuning.plans import make_plan
+from tvm_sparse.tuning.session import tune
 from tvm_sparse.workers.processes import Reply
 
 pytest.importorskip("ray", reason='needs Ray: pip install "tvm_sparse[ray]"')
@@ -95,7 +96,7 @@ def test_a_killed_driver_is_resumed_and_a_lost_node_costs_nothing_but_time(
         return reply
 
     monkeypatch.setattr(cluster.RemoteMeasurer, "measure", measure)
-    monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
+    monkeypatch.setattr(plans, "FINAL_ROUNDS", 2)
     with cluster.connected(nodes.address, "cpu", workers=2) as devices:
         plan = make_plan(PROBLEM, cpu(), TRIALS, log, 1, fixed=FIXED)
         assert (plan.paid, plan.trials) == (paid, TRIALS - paid)

@@ -15,7 +15,7 @@ from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.records import Log, Trial
-from tvm_sparse.tuning.session import make_plan
+from tvm_sparse.tuning.plans import make_plan
 
 PROBLEM = parse("softmax_topk/batch=512,vocab=10240,k=5")
 COMPARISON = {"safe_then_topk", "safe_fused", "online_insertion", "packed_insertion"}

@@ -22,7 +22,7 @@ from tvm_sparse.core.machine import cpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log, database
 from tvm_sparse.runtime.dispatch import Dispatcher
-from tvm_sparse.tuning import session
+from tvm_sparse.tuning import plans, session
 
 KEYS = ("softmax_topk/batch=8,vocab=61,k=5", "logsumexp/batch=8,vocab=97")
 
@@ -44,7 +44,7 @@ def test_threads_call_while_others_load_and_tune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_without_torch: None
 ) -> None:
     """Tuning, in a thread and in another process on the same log, calls in four threads, and folders that come."""
-    monkeypatch.setattr(session, "FINAL_ROUNDS", 1)
+    monkeypatch.setattr(plans, "FINAL_ROUNDS", 1)
     log = Log(tmp_path / "logs", cpu().arch, tuning_child.PROBLEM.operator)
     argv = [sys.executable, tuning_child.__file__, str(log.root), "2"]
     with calls_run(KEYS, tmp_path / "kernels") as own, subprocess.Popen(argv, stdout=subprocess.DEVNULL) as other:
@@ -53,7 +53,7 @@ def test_threads_call_while_others_load_and_tune(
 
         def tune() -> None:
             try:
-                session.tune(session.make_plan(tuning_child.PROBLEM, cpu(), 2, log, builders=1), log)
+                session.tune(plans.make_plan(tuning_child.PROBLEM, cpu(), 2, log, builders=1), log)
             finally:
                 ended.set()
 

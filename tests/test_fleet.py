@@ -20,10 +20,12 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.machine import Machine, UnknownArch, cpu, gpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
-from tvm_sparse.tuning import fleet, searching, session
+from tvm_sparse.tuning import fleet, plans, searching, session
 from tvm_sparse.tuning.fleet import Device, Fleet, Lease
 from tvm_sparse.tuning.measuring import Lost, Measurer, PrepareError
-from tvm_sparse.tuning.session import NoValidRecord, make_plan, tune, tune_all
+from tvm_sparse.tuning.plans import make_plan
+from tvm_sparse.tuning.session import tune, tune_all
+from tvm_sparse.tuning.workbench import NoValidRecord
 from tvm_sparse.workers.processes import Reply, StartError
 
 PROBLEM = tuning_child.PROBLEM  # 20 points of one template
@@ -90,8 +92,8 @@ def made(*measurers: Simulated, machine: Machine | None = None) -> Fleet:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "BATCH", 4)
-    monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
+    monkeypatch.setattr(plans, "BATCH", 4)
+    monkeypatch.setattr(plans, "FINAL_ROUNDS", 2)
     monkeypatch.setattr(fleet, "RECOVERY_SECONDS", 0.0)
 
 

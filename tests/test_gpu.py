@@ -20,7 +20,8 @@ from tvm_sparse.core.template import Template
 from tvm_sparse.records import Log
 from tvm_sparse.tuning import fleet
 from tvm_sparse.tuning.measuring import Measurer
-from tvm_sparse.tuning.session import make_plan, tune_all
+from tvm_sparse.tuning.plans import make_plan
+from tvm_sparse.tuning.session import tune_all
 
 pytestmark = pytest.mark.gpu
 

@@ -33,7 +33,7 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.records import Log
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
-from tvm_sparse.tuning import session
+from tvm_sparse.tuning import plans, session
 
 torch = pytest.importorskip("torch")
 
@@ -545,7 +545,7 @@ def test_a_graph_is_captured_while_another_thread_tunes(tmp_path: Path) -> None:
     call(static, out := outputs_of("softmax_topk"))
     torch.cuda.synchronize()
     with ThreadPoolExecutor(1) as pool:
-        tuned = pool.submit(session.tune, session.make_plan(problem, gpu, 6, log, builders=1), log)
+        tuned = pool.submit(session.tune, plans.make_plan(problem, gpu, 6, log, builders=1), log)
         captures = 0
         while not tuned.done() or not captures:
             graph = torch.cuda.CUDAGraph()

@@ -16,7 +16,7 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log, Trial
 from tvm_sparse.tuning import interchange, search
 from tvm_sparse.tuning.interchange import RECORDS, Refused
-from tvm_sparse.tuning.session import make_plan
+from tvm_sparse.tuning.plans import make_plan
 
 PRODUCT = parse("bsr_matmul/m=4,k=64,n=48,block=8,sparsity=0.5")
 TOPK = parse("softmax_topk/batch=3,vocab=37,k=4")

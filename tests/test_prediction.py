@@ -18,7 +18,7 @@ from tvm_sparse.records import Best, Log, Session, predictor, queries
 from tvm_sparse.records.predictor import Predictor, Trees
 from tvm_sparse.runtime import dispatch, lookup, paths
 from tvm_sparse.runtime.lookup import Evidence, Known
-from tvm_sparse.tuning import session
+from tvm_sparse.tuning import plans
 
 SHIPPED = sorted(paths.shipped_logs().glob(f"*/*/{predictor.NAME}"))
 KEY = "softmax/batch={batch},vocab=25000,algorithm=online,dtype=float32"
@@ -158,14 +158,14 @@ def test_a_tuning_run_measures_what_is_predicted(tmp_path: Path) -> None:
     """If the spaces that it searches have it."""
     log, template = Log(tmp_path, "sm_90a", "softmax"), spaces.find("softmax_streamed")
     table = template.space(problem(100), SM90)
-    assert session.predicted(problem(100), SM90, {template.name: table}, log, 1) == []
+    assert plans.predicted(problem(100), SM90, {template.name: table}, log, 1) == []
     small().write(tmp_path)
-    (found,) = session.predicted(problem(100), SM90, {template.name: table}, log, 1)
+    (found,) = plans.predicted(problem(100), SM90, {template.name: table}, log, 1)
     assert found.values["threads"] == 1024
-    several = session.predicted(problem(100), SM90, {template.name: table}, log, 3)
+    several = plans.predicted(problem(100), SM90, {template.name: table}, log, 3)
     assert several[0] == found and len(set(several)) == 3
     for tables in ({}, {template.name: spaces.narrowed(table, {"threads": (64, 128)})}):
-        assert session.predicted(problem(100), SM90, tables, log, 1) == []
+        assert plans.predicted(problem(100), SM90, tables, log, 1) == []
 
 
 def test_a_model_of_other_templates_or_a_damaged_file_is_left_aside(

@@ -23,8 +23,10 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
 from tvm_sparse.records import Best, Log, Trial
-from tvm_sparse.tuning import fleet, session
-from tvm_sparse.tuning.session import NoValidRecord, Progress, make_plan, tune
+from tvm_sparse.tuning import fleet, plans, workbench
+from tvm_sparse.tuning.plans import Progress, make_plan
+from tvm_sparse.tuning.session import tune
+from tvm_sparse.tuning.workbench import NoValidRecord
 from tvm_sparse.workers.processes import Pool, StartError
 
 TESTS = Path(__file__).parent
@@ -35,9 +37,9 @@ OTHERS = [c for c in points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, children_without_torch: None) -> None:
-    monkeypatch.setattr(session, "BATCH", 4)
-    monkeypatch.setattr(session, "FINAL_ROUNDS", 2)
-    monkeypatch.setattr(session, "FINALISTS", 2)
+    monkeypatch.setattr(plans, "BATCH", 4)
+    monkeypatch.setattr(plans, "FINAL_ROUNDS", 2)
+    monkeypatch.setattr(plans, "FINALISTS", 2)
 
 
 @pytest.fixture
@@ -149,8 +151,8 @@ def test_what_won_for_similar_problems_is_tried_first(log: Log) -> None:
         winner(PROBLEM.key, dataclasses.replace(OTHERS[2], version=99)),  # its own, of another version
     )
     tables = spaces.searched(PROBLEM, cpu(), ())[0]
-    assert session.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[2], OTHERS[1], OTHERS[0]]
-    run(log, 2 * session.PROVEN_SHARE)
+    assert plans.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[2], OTHERS[1], OTHERS[0]]
+    run(log, 2 * plans.PROVEN_SHARE)
     tried = [trial.candidate for trial in log.read().trials]
     assert tried[:3] == [FALLBACK, OTHERS[2], OTHERS[1]]
 
@@ -167,7 +169,7 @@ def test_stop_ends_the_search_and_holds_the_final(log: Log) -> None:
 def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ["wrong", "crash", "hang", "compile", "lost", "full", "ended"]
     spoil(monkeypatch, dict(zip(OTHERS, kinds, strict=False)))
-    monkeypatch.setattr(session, "MEASURE_TIMEOUT", 6.0)
+    monkeypatch.setattr(workbench, "MEASURE_TIMEOUT", 6.0)
     best, shown = run(log, 20)
     trials = {t.candidate: t for t in log.read().trials}
     assert len(trials) == len(log.read().trials) == 20
@@ -203,7 +205,7 @@ def test_a_kernel_that_computes_only_its_first_rows_does_not_win(log: Log, monke
     spoil(monkeypatch, {faulty: "first_rows"})
     # What won for a similar problem is tried first.
     log.append_best(Best(problem.with_batch(512).key, cpu().arch, faulty, 1e-5, fallback, 2e-5, 2, "s"))
-    best, _ = run(log, session.PROVEN_SHARE, problem)
+    best, _ = run(log, plans.PROVEN_SHARE, problem)
     outcomes = {trial.candidate: trial for trial in log.read().trials}
     wrong = outcomes.pop(faulty)
     assert wrong.outcome == "wrong" and "batch 67: values[64, 0] is nan" in wrong.reason
@@ -227,7 +229,7 @@ def test_a_broken_environment_records_no_trial(fault: str, log: Log, monkeypatch
 
 def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of failures alone is suspicious: the fallback is asked again before it is written down."""
-    real = session.Bench.measure
+    real = workbench.Bench.measure
     asked = []
 
     def measure(bench, candidates, *rest):
@@ -239,7 +241,7 @@ def test_an_environment_that_breaks_during_a_run_is_noticed(log: Log, monkeypatc
         return real(bench, candidates, *rest)
 
     broken = (sys.executable, str(TESTS / "faulty_build_worker.py"), '{"*": "compile"}')
-    monkeypatch.setattr(session.Bench, "measure", measure)
+    monkeypatch.setattr(workbench.Bench, "measure", measure)
     with pytest.raises(NoValidRecord, match="build-error"):
         run(log, 20)
     assert [t.outcome for t in log.read().trials] == ["ok"] * sum(map(len, asked[:2]))
@@ -253,7 +255,7 @@ def test_what_was_measured_is_recorded_where_nothing_can_go_on(log: Log, monkeyp
             trial = dataclasses.replace(record(candidate), session=session_id, order=i)
             yield dataclasses.replace(trial, outcome="crash", reason="?", seconds=()) if i == 1 else trial
 
-    monkeypatch.setattr(session.Bench, "measure", measure)
+    monkeypatch.setattr(workbench.Bench, "measure", measure)
     with pytest.raises(StartError, match="No space left"):
         run(log, 20)
     # What failed just before the machine did is not held against its candidate.

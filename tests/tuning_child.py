@@ -9,16 +9,16 @@ from pathlib import Path
 from tvm_sparse.core.machine import cpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
-from tvm_sparse.tuning import session
+from tvm_sparse.tuning import plans, session
 
 PROBLEM = parse("softmax_topk/batch=2,vocab=100,k=3")
 BATCH = 2
 
 
 def main(logs: str, trials: str) -> None:
-    session.BATCH, session.FINAL_ROUNDS, session.FINALISTS = BATCH, 1, 2
+    plans.BATCH, plans.FINAL_ROUNDS, plans.FINALISTS = BATCH, 1, 2
     log = Log(Path(logs), cpu().arch, PROBLEM.operator)
-    plan = session.make_plan(PROBLEM, cpu(), int(trials), log, builders=1)
+    plan = plans.make_plan(PROBLEM, cpu(), int(trials), log, builders=1)
     with session.stop_on_interrupt() as stop:
         best = session.tune(plan, log, show=lambda p: print(p.phase, p.measured, flush=True), stop=stop)
     print("best", best.candidate, flush=True)

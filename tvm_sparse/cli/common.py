@@ -191,7 +191,7 @@ def errors() -> Iterator[None]:
         from ..records.space import SpaceError
         from ..runtime.loading import LoadError
         from ..tuning.cluster import ClusterError
-        from ..tuning.session import NoValidRecord
+        from ..tuning.workbench import NoValidRecord
         from ..workers.processes import StartError
 
         known = (

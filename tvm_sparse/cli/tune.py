@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from ..records import Best
     from ..tuning.fleet import Fleet
-    from ..tuning.session import Plan, Progress
+    from ..tuning.plans import Plan, Progress
 
 # Rows of the live table around the problem that is running: it must fit a terminal of 24 lines.
 ROWS_BEFORE, ROWS_AFTER = 6, 3
@@ -338,7 +338,7 @@ def make_plans(
     strategy: str = STRATEGY,
 ) -> list[Plan]:
     from ..records import Log
-    from ..tuning.session import make_plan
+    from ..tuning.plans import make_plan
 
     return [
         make_plan(
@@ -403,13 +403,14 @@ class Outcome:
 def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet | None = None) -> Outcome:
     """Run plans on these devices, or on the first of this machine, and show how they get on."""
     from ..tuning import fleet, session
+    from ..tuning.workbench import NoValidRecord
 
     outcome = Outcome()
     if not plans:
         return outcome
 
-    def end(plan: Plan, found: Best | session.NoValidRecord) -> None:
-        if isinstance(found, session.NoValidRecord):
+    def end(plan: Plan, found: Best | NoValidRecord) -> None:
+        if isinstance(found, NoValidRecord):
             outcome.failures += 1
             view.end(plan, None)
             typer.echo(f"error: {found}", err=True)
@@ -462,7 +463,7 @@ class Lines:
         self._next[plan] = 0
 
     def show(self, progress: Progress) -> None:
-        from ..tuning.session import BATCH
+        from ..tuning.plans import BATCH
 
         if self._stop() and not self._said_stop:
             self._said_stop = True

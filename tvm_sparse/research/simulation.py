@@ -33,7 +33,7 @@ from ..records import space as files
 from ..records.predictor import Trees
 from ..tuning import strategies, training
 from ..tuning.domain import Domain
-from ..tuning.session import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
+from ..tuning.plans import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
 from .bootstrap import Interval, interval
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ..records import space as files
 from ..records.space import POINTS, Space, SpaceError
 from . import fleet
 from .fleet import Fleet, Lease
-from .session import Bench, NoValidRecord, new_session
+from .workbench import Bench, NoValidRecord, new_session
 
 ROUNDS = 3
 # What one run may lose to a kill.

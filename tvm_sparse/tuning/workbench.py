@@ -1,0 +1,221 @@
+"""Trials of one problem's candidates: built in parallel, measured on the seats of a lease, and what became of each."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import itertools
+import platform
+import shutil
+import uuid
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from ..bench.measure import STEPS, WITHOUT_VERIFY
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem
+from ..core.registry import plugins
+from ..records import Session, Trial
+from ..workers import building
+from ..workers.processes import Reply
+from .fleet import Lease, Seat
+from .measuring import PrepareError
+
+BUILD_TIMEOUT = 120.0
+# To check and to time a candidate, unless a plan says otherwise.
+MEASURE_TIMEOUT = 30.0
+# Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
+LEAST_DISK = 1 << 20
+
+
+class NoValidRecord(RuntimeError):
+    """The run ended without a candidate that was right."""
+
+
+class Bench:
+    """Builds and measures candidates of one problem; keeps the libraries it has built."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        machine: Machine,
+        fallback: Candidate,
+        seed: int,
+        folder: Path,
+        lease: Lease,
+        *,
+        undisturbed: bool = False,
+        limit: float | None = None,
+    ) -> None:
+        self._undisturbed = undisturbed
+        self._limit = MEASURE_TIMEOUT if limit is None else limit
+        self._problem, self._machine, self._fallback = problem, machine, fallback
+        self._lease, self._folder = lease, folder
+        self._built: dict[Candidate, Future[Reply]] = {}
+        self._begun: dict[Candidate, Future[Reply | None]] = {}
+        self._request = {"problem": problem.key, "kind": machine.kind, "seed": seed, "plugins": plugins()}
+        self._names = (folder / f"{number}.so" for number in itertools.count())
+
+    def seat(self) -> Seat:
+        """One to measure on alone."""
+        return self._lease.seat()
+
+    def order(self, candidates: Sequence[Candidate]) -> None:
+        """Have built what will be measured later."""
+        self._submit(candidates)
+
+    def begin(self, candidates: Sequence[Candidate]) -> None:
+        """Have built and measured what `measure` will be asked for later."""
+        self._submit(candidates)
+        self._begun.update((candidate, self._measured(candidate)) for candidate in candidates)
+
+    def give_up(self) -> None:
+        """Have nothing built any more that has not been begun."""
+        for future in self._built.values():
+            future.cancel()
+
+    def forget(self, candidate: Candidate) -> None:
+        """Have it built anew when it is measured next."""
+        self._built.pop(candidate, None)
+
+    def build(self, candidates: Sequence[Candidate]) -> Generator[Candidate]:
+        """Yield each candidate once it is built; the builds of those that follow go on meanwhile."""
+        new = self._submit(candidates)
+        try:
+            for candidate in candidates:
+                wait([self._built[candidate]])
+                yield candidate
+        finally:
+            for candidate in new:
+                if self._built[candidate].cancel():
+                    self.forget(candidate)
+
+    def _submit(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Have built what is not; returns that."""
+        new = [c for c in dict.fromkeys(candidates) if c not in self._built]
+        requests = [building.request(self._problem, c, self._machine, next(self._names), quick_host=True) for c in new]
+        self._built.update(zip(new, self._lease.build(requests, BUILD_TIMEOUT), strict=True))
+        return new
+
+    def measure(
+        self,
+        candidates: Sequence[Candidate],
+        session: str,
+        order: int,
+        seat: Seat | None = None,
+        *,
+        again: bool = False,
+    ) -> Iterator[Trial]:
+        """One trial a candidate, in order. One `seat` may raise `Lost`; `again` is as in `trial`."""
+        new = self._submit(candidates)
+        if self._machine.kind == "llvm":
+            wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
+        begun = self._begun
+        measured = [begun.pop(c) if c in begun else self._measured(c, again=again, seat=seat) for c in candidates]
+        for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
+            yield self._finished(candidate, reply, session, order + i)
+
+    def trial(self, candidate: Candidate, session: str, order: int, *, again: bool = False) -> Trial:
+        """The trial of a candidate that is built.
+
+        `again`: it was right before, and is checked only with the arguments that it is timed with.
+        """
+        return self._finished(candidate, self._measured(candidate, again=again), session, order)
+
+    def _measured(self, candidate: Candidate, *, again: bool = False, seat: Seat | None = None) -> Future[Reply | None]:
+        """What comes of it once it is built; None for what is not worth its share of a device."""
+
+        def library(built: Reply) -> Mapping[str, Any] | None:
+            if not built.ok or self._spills(candidate, built):
+                return None
+            found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
+            return found | {"steps": WITHOUT_VERIFY if again else STEPS, "undisturbed": self._undisturbed}
+
+        return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
+
+    def _spills(self, candidate: Candidate, built: Reply) -> int:
+        """Of registers, in instructions. The fallback's are not asked for."""
+        return (built.value["resources"] or {}).get("spill_instructions", 0) if candidate != self._fallback else 0
+
+    def _finished(self, candidate: Candidate, measured: Future[Reply | None], session: str, order: int) -> Trial:
+        found = self._trial(candidate, self._built[candidate].result(), measured, session, order)
+        if found.outcome == "environment":
+            self.forget(candidate)
+        return found
+
+    def _trial(
+        self, candidate: Candidate, built: Reply, measured: Future[Reply | None], session: str, order: int
+    ) -> Trial:
+        def trial(outcome: str, reason: str = "", seconds: Sequence[float] = ()) -> Trial:
+            return Trial(
+                problem=self._problem.key,
+                arch=self._machine.arch,
+                candidate=candidate,
+                outcome=outcome,
+                reason=reason,
+                seconds=tuple(seconds),
+                build_seconds=built.value["seconds"] if built.ok else None,
+                session=session,
+                order=order,
+                resources=built.value["resources"] if built.ok else None,
+            )
+
+        if not built.ok:
+            reason = f"build: {built.message}"
+            # Compilers do not always say what they lacked, but end with an exit status.
+            if built.environment or shutil.disk_usage(self._folder).free < LEAST_DISK:
+                return trial("environment", reason)
+            return trial("timeout" if built.kind == "timeout" else "build-error", reason)
+        try:
+            reply = measured.result()
+        except PrepareError as error:
+            raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {error}") from None
+        if reply is None:
+            # Another point holds the same work in registers.
+            return trial("rejected", f"spills registers: {self._spills(candidate, built)} instructions")
+        if reply.ok:
+            return trial("ok", seconds=reply.value["seconds"])
+        outcome = {"crash": "crash", "timeout": "timeout"}.get(reply.kind, "run-error")
+        if reply.environment:
+            outcome = "environment"
+        elif reply.message.startswith("Mismatch"):
+            outcome = "wrong"
+        return trial(outcome, reply.message)
+
+
+def new_session(seat: Seat, seed: int, problem: Problem, strategy: str) -> Session:
+    """The provenance of a run that starts now, on this seat's device and others of the same kind."""
+    machine = seat.device.machine
+    timer = (
+        "CUDA graph of repeated calls, inputs not rotated, median over replays"
+        if machine.kind == "cuda"
+        else "wall clock over repeated calls from Python, inputs not rotated, median over repeats"
+    )
+    return Session(
+        id=uuid.uuid4().hex[:12],
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **seat.device.state},
+        versions=_versions(),
+        timer=timer,
+        inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
+        strategy=strategy,
+    )
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    names = ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "xgboost-cpu")
+    found = {name: importlib.metadata.version(name) for name in names if _installed(name)}
+    return {**found, "python": platform.python_version()}
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
