@@ -1,0 +1,47 @@
+"""What a call costs the host, and a first one."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+
+from .register import part
+from .results import provenance, results
+from .text import WIDTH, code, listed, span, table, us
+
+
+@part
+def call_costs() -> str:
+    found = results("host-time-h200")
+    shown = ("raw", "allocations", "ours", "torch", "custom", "idle")
+    ratios = ("ours / (raw + allocations)", "ours / torch", "custom / ours")
+    rows = [
+        [code(row["problem"].split()[0]), *(us(float(row[name])) for name in shown), *(row[name] for name in ratios)]
+        for row in found.rows
+    ]
+    return f"{provenance('host-time-h200')}:\n\n{table(('call', *shown, *ratios), rows)}"
+
+
+@part
+def first_calls() -> str:
+    """Of calls whose kernel was compiled, and of those whose kernel was built ahead."""
+    sentences = []
+    for name, what in (
+        ("first-call-compiled-h200", "at shapes that nobody had tuned, in a process with PyTorch imported"),
+        ("first-call-prebuilt-h200", "whose kernels a wheel brought"),
+    ):
+        rows = results(name).rows
+        seconds = [float(row["first result ms"].split()[0]) / 1e3 for row in rows]
+        calls = listed([code(row["problem"].split()[0]) for row in rows])
+        sentences.append(f"First results of {calls} {what}: {span(seconds, 2)} seconds ({provenance(name)}).")
+    return textwrap.fill(" ".join(sentences), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+@part
+def host_time() -> str:
+    spent = [float(r["host_microseconds"]) for r in results("peers-h200").rows if r["host_microseconds"]]
+    return (
+        f"A call of `softmax_topk` from Python, which allocates two outputs, costs the host {min(spent):.0f} to"
+        f" {max(spent):.0f} microseconds in these runs, {statistics.median(spent):.0f} in the median; hosts differ by a"
+        " factor of two."
+    )

@@ -1,0 +1,56 @@
+"""Faults survived, sanitizers, and fuzzing."""
+
+from __future__ import annotations
+
+from .register import part
+from .results import RESULTS, results
+from .text import code, listed, table
+
+
+@part
+def fault_tables() -> str:
+    """What `scripts/faults.py` has injected, a table for each machine that it has run on."""
+    tables = []
+    for path in sorted(RESULTS.glob("faults-*.csv")):
+        found = results(path.stem)
+        head = ("what goes wrong", "injected", "lost trials", "wrong records", "silent wrong results", "")
+        columns = ("injected", "lost_trials", "wrong_records", "silent_wrong_results", "note")
+        rows = [[row["kind"], *(row[column] for column in columns)] for row in found.rows]
+        total = sum(int(row["injected"]) for row in found.rows)
+        tables.append(
+            f"{found.facts['device']}, {found.facts['date'][:10]}: {total:,} injected.\n\n{table(head, rows)}"
+        )
+    return "\n\n".join(tables)
+
+
+@part
+def sanitizer_table() -> str:
+    """What `scripts/sanitize.py` has found, a line for each run."""
+    [path] = RESULTS.glob("sanitize-*.csv")
+    found = results(path.stem)
+    columns = ("tool", "date", "passed", "failed", "skipped", "left", "errors", "seconds")
+    every = max((row["files"] for row in found.rows), key=len)  # what the script runs unless it is told which
+    rows = [[row["tool"], _checked(row, every), *(row[column] for column in columns[1:])] for row in found.rows]
+    return f"{found.facts['device']}:\n\n{table(('tool', 'tests', *columns[1:]), rows)}"
+
+
+def _checked(row: dict[str, str], every: str) -> str:
+    """Of which tests a run of the sanitizer was, where `every` are the files of all."""
+    first = row["selection"].split()[0]
+    if first != "not":
+        return code(first)
+    if row["files"] == every:
+        return "all files"
+    return listed([code(name.removesuffix(".py")) for name in row["files"].split()])
+
+
+@part
+def fuzz_table() -> str:
+    """What `scripts/fuzz.py` has tried."""
+    [path] = RESULTS.glob("fuzz-*.csv")
+    found = results(path.stem)
+    head = ("reader or function", "inputs", "taken", "refused", "inputs that showed more", "findings")
+    columns = ("target", "cases", "taken", "refused", "kept", "findings")
+    rows = [[row[c] if c != "kept" or row["how"] != "property-based" else "-" for c in columns] for row in found.rows]
+    total = sum(int(row["cases"]) for row in found.rows)
+    return f"{found.facts['device']}, {found.facts['date'][:10]}: {total:,} inputs.\n\n{table(head, rows)}"

@@ -1,0 +1,378 @@
+"""The exact head, lists of candidates, the LSH head, and the tables of Shi, Xu & Knight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.records import Log
+from tvm_sparse.schedules.vocabulary import renamed
+
+from .register import PARTS, part
+from .results import ROOT, Row, loses, results, where
+from .text import listed, percent, span, table, times_as, us
+
+HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
+QUALITY = "shi-xu-knight-figure6-docstrings-lstm-h200"
+OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
+CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
+TORCH_LISTS = "torch gather + bmm + softmax + topk"
+RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
+
+
+def least_read(name: str) -> dict[tuple[str, ...], dict[str, Row]]:
+    """By hash (k, units, bands) and recall the line that reads least, over all numbers of frequent words."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in results(name).rows:
+        lines = found.setdefault((row["k"], row["units"], row["bands"]), {})
+        if row["goal"] not in lines or float(row["share"]) < float(lines[row["goal"]]["share"]):
+            lines[row["goal"]] = row
+    return found
+
+
+@part
+def lsh_recall() -> str:
+    found = least_read(RECALLS[0])
+    goals = list(next(iter(found.values())))
+    rows = []
+    for numbers, lines in found.items():
+        named = numbers[0] if numbers[0] == "TOP" else ", ".join(numbers)
+        cells = []
+        for goal in goals:
+            row = lines[goal]
+            at = f"T {row['frequent']}" + (f", t {row['threshold']}" if row["threshold"] else "")
+            cells.append("all" if row["threshold"] == "0" else f"{100 * float(row['share']):.1f} % ({at})")
+        rows.append([named, *cells])
+    return table(["k, units, bands", *(f"recall@12 of {goal}" for goal in goals)], rows)
+
+
+@part
+def lsh_recall_sentence() -> str:
+    own, shared = (
+        {goal: min((lines[goal] for lines in least_read(name).values()), key=lambda row: float(row["share"]))
+         for goal in ("0.9", "0.95", "0.99", "0.999")}
+        for name in RECALLS
+    )  # fmt: skip
+    parts = [f"{100 * float(row['share']):.1f} % for {goal}" for goal, row in own.items()]
+    row = own["0.99"]
+    return (
+        f"Of {results(RECALLS[0]).facts['model'].partition(': ')[2]}: the least share of the vocabulary is"
+        f" {listed(parts)} of the 12 best words. That for 0.99 is of k = {row['k']}, units = {row['units']}, bands ="
+        f" {row['bands']}; the best word itself is then found at {float(row['recall_1']):.4f} of the states, and the"
+        f" look-up counts up {float(row['increments']):.0f} times as many words as there are. Where 12 neighbouring"
+        f" states of a text share a list, it is"
+        f" {100 * float(shared['0.99']['share']):.1f} % for 0.99."
+    )
+
+
+# The steps of Shi, Xu & Knight 2018, table 4, and the programs that hold several.
+LSH_STEPS = ("WTA hash", "look-up", "candidate list", "copy of embeddings", "product", "softmax + top-n")
+FUSED_STEPS = {"hash to list, fused": "lsh_candidates", "gathered product": "candidate_logits",
+               "gathered product to top-n, fused": "candidate_topk"}  # fmt: skip
+LSH_HEAD, EXACT_HEAD, TORCH_GATHERED = "LSH head", "exact head", "torch gather + product + softmax + topk"
+LSH_LISTS = "LSH by lists"
+TABLE1, TABLE8 = "shi-xu-knight-table1-h200", "shi-xu-knight-table8-h200"
+
+
+def table4() -> dict[str, Row]:
+    return {row["step"]: row for row in results(TABLE4).rows}
+
+
+def step_sums() -> tuple[float, float]:
+    """Microseconds of the steps one after the other: over all words, and by LSH."""
+    steps = table4()
+    full, lsh = (
+        sum(float(steps[prefix + n]["microseconds"]) for n in LSH_STEPS if prefix + n in steps)
+        for prefix in ("full: ", "")
+    )
+    return full, lsh
+
+
+@part
+def shi_xu_knight_table4() -> str:
+    steps = table4()
+    rows = []
+    for name in LSH_STEPS:
+        full, row = steps.get(f"full: {name}"), steps[name]
+        naive = row["naive_microseconds"]
+        rows.append([name, us(float(full["microseconds"])) if full else "-", us(float(row["microseconds"]))]
+                    + [us(float(naive)) if naive else "-"]
+                    + [times_as(float(naive) / float(row["microseconds"])) if naive else "-"])  # fmt: skip
+    rows.append(["sum", *map(us, step_sums()), "-", "-"])
+    return table(["step", "all words", "LSH", "naive form", "naive over ours"], rows)
+
+
+@part
+def shi_xu_knight_calls() -> str:
+    steps = table4()
+    ours = float(steps[LSH_HEAD]["microseconds"])
+    rows = []
+    for name in (*FUSED_STEPS, LSH_HEAD, EXACT_HEAD, CHAIN, TORCH_HEAD, TORCH_GATHERED):
+        time = float(steps[name]["microseconds"])
+        rows.append([name, us(time), "-" if name in FUSED_STEPS else times_as(time / ours)])
+    return table(["program, or what a decoder calls", "microseconds", "over the LSH head"], rows)
+
+
+@part
+def lsh_steps() -> str:
+    """Steps of the LSH head beside its peers, a line a vocabulary and dtype."""
+    names = (LSH_HEAD, EXACT_HEAD, CHAIN, TORCH_HEAD)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in results(STEPS).rows:
+        found.setdefault((row["vocab"], row["dtype"]), {})[row["implementation"]] = float(row["microseconds"])
+    rows = [
+        [vocab, dtype, *(us(times[name]) for name in names), times_as(times[TORCH_HEAD] / times[LSH_HEAD])]
+        for (vocab, dtype), times in found.items()
+    ]
+    return table(["words", "dtype", *names, "PyTorch / LSH"], rows)
+
+
+@part
+def lsh_beam_step() -> str:
+    """Parts of a beam-search step, by what its output layer is."""
+    found: dict[str, dict[str, float]] = {}
+    for row in results(TABLE1).rows:
+        found.setdefault(row["part"], {})[row["output"]] = float(row["microseconds"])
+    names = (TORCH_HEAD, EXACT_HEAD, LSH_HEAD)
+    rows = [
+        [name, *(us(times[one]) for one in names), times_as(times[TORCH_HEAD] / times[LSH_HEAD])]
+        for name, times in found.items()
+    ]
+    return table(["part", *names, "PyTorch / LSH"], rows)
+
+
+@part
+def lsh_beams() -> str:
+    """Steps of the LSH head by the size of the beam, and its speed-up over PyTorch against that of the first."""
+    names = (LSH_HEAD, LSH_LISTS, EXACT_HEAD, CHAIN, TORCH_HEAD)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in results(TABLE8).rows:
+        found.setdefault((row["beam"], row["candidates"]), {})[row["implementation"]] = float(row["microseconds"])
+    gains = [times[TORCH_HEAD] / times[LSH_HEAD] for times in found.values()]
+    rows = [
+        [*key, *(us(times[name]) for name in names), times_as(gain), f"{gain / gains[0]:.0%}"]
+        for (key, times), gain in zip(found.items(), gains, strict=True)
+    ]
+    return table(["beam", "candidates", *names, "PyTorch / LSH", "of the first"], rows)
+
+
+@part
+def shi_xu_knight_sentence() -> str:
+    steps = table4()
+    row, (full, lsh) = steps[LSH_HEAD], step_sums()
+    ours, slower = float(row["microseconds"]), []
+    for name in LSH_STEPS:
+        naive, time = steps[name]["naive_microseconds"], float(steps[name]["microseconds"])
+        if naive and float(naive) < time:
+            kernel = steps[name]["kernel"].partition("@")[0]
+            plain = steps[name]["naive_kernel"].partition(": ")[2]
+            slower.append(
+                f"The {name} is slower than its naive form here: `{kernel}`, at its default and untuned, takes"
+                f" {us(time)} microseconds, `{plain}` {us(float(naive))}."
+            )
+    others = [
+        f"{what} {us(float(steps[name]['microseconds']))} ({times_as(float(steps[name]['microseconds']) / ours)} times)"
+        for name, what in (
+            (EXACT_HEAD, "the exact head"),
+            (CHAIN, "product + `softmax_topk`"),
+            (TORCH_HEAD, "PyTorch's product, softmax and top-k"),
+        )
+    ]
+    return " ".join(
+        [
+            f"At {int(row['vocab']):,} words, hidden {row['hidden']}, beam {row['beam']}, {row['dtype']} and"
+            f" {int(row['candidates']):,} candidates the LSH head takes {us(ours)} microseconds, {listed(others)}."
+            f" One by one its steps take {us(lsh)}, and product and `softmax_topk` over all words {us(full)}.",
+            *slower,
+        ]
+    )
+
+
+def of_shape(key: Sequence[str]) -> str:
+    batch, vocab, hidden, _, dtype = key
+    return f"({batch}, {vocab}, {hidden}) in {dtype}"
+
+
+def head_share(key: Sequence[str], name: str) -> float:
+    """The share of the limit at which a contender reads the embedding."""
+    return next(
+        float(row["share_of_matrix_limit"])
+        for row in results(HEAD).rows
+        if row["implementation"] == name and tuple(row[c] for c in OF_HEAD) == key
+    )
+
+
+@part
+def head_peers() -> str:
+    rows = []
+    for key, times in results(HEAD).by(*OF_HEAD).items():
+        ours = times.get("head_topk")
+        cells = [us(ours), us(times["product"]), us(times[CHAIN]), us(times[TORCH_HEAD])]
+        if ours is None:
+            cells += ["-"] * 4
+        else:
+            ratios = (ours / times["product"], times[CHAIN] / ours, times[TORCH_HEAD] / ours)
+            cells += [*(f"{ratio:.2f}" for ratio in ratios), percent(head_share(key, "head_topk"))]
+        rows.append([*key, *cells])
+    return table(
+        [*OF_HEAD, "`head_topk`", "product", "+ `softmax_topk`", "PyTorch", "head / product", "+ `softmax_topk` / head",
+         "PyTorch / head", "of the limit"],
+        rows,
+    )  # fmt: skip
+
+
+@part
+def head_sentence() -> str:
+    found = {key: times for key, times in results(HEAD).by(*OF_HEAD).items() if "head_topk" in times}
+    chain = {key: times[CHAIN] / times["head_topk"] for key, times in found.items()}
+    lost = [f"{of_shape(key)} ({ratio:.2f})" for key, ratio in chain.items() if loses(ratio)]
+    won = [ratio for ratio in chain.values() if not loses(ratio)]
+    product = {key: times["head_topk"] / times["product"] for key, times in found.items()}
+    half = [ratio for key, ratio in product.items() if key[-1] != "float32"]
+    full = [ratio for key, ratio in product.items() if key[-1] == "float32"]
+    shares = [100 * head_share(key, "head_topk") for key in found]
+    added = [times[CHAIN] - times["product"] for key, times in found.items() if key[-1] != "float32"]
+    missing = [
+        f"At {of_shape([row[c] for c in OF_HEAD])} it has no time: {row['note']}."
+        for row in results(HEAD).rows
+        if row["implementation"] == "head_topk" and not row["microseconds"]
+    ]
+    return " ".join(
+        [
+            f"The exact head takes {span(half)} times as long as the product alone in float16 and bfloat16,"
+            f" {span(full)} times in float32, and reads the embedding at {span(shares, 0)} % of the card's limit."
+            f" PyTorch's product, softmax and top-k take"
+            f" {span(times[TORCH_HEAD] / times['head_topk'] for times in found.values())} times as long."
+            f" Product + `softmax_topk` takes {span(won)} times as long at {len(won)} shapes."
+            + (f" The head loses to it at {len(lost)}, (batch, vocab, hidden): {listed(lost)}." if lost else "")
+            + f" To the product of 16 bits alone `softmax_topk` adds {span(added, 1)} microseconds.",
+            *missing,
+        ]
+    )
+
+
+@part
+def specvocab() -> str:
+    shares = {
+        tuple(row[c] for c in OF_LISTS): float(row["share_of_limit"])
+        for row in results(SPECVOCAB).rows
+        if row["implementation"] == "candidate_topk"
+    }
+    names = ("candidate_topk", TORCH_LISTS, "candidate_logits", "torch gather + bmm", "head_topk")
+    rows = []
+    for key, times in results(SPECVOCAB).by(*OF_LISTS).items():
+        ratio = times[TORCH_LISTS] / times["candidate_topk"]
+        rows.append([*key, *(us(times[name]) for name in names), f"{ratio:.2f}", percent(shares[key])])
+    return table(
+        [*OF_LISTS, "`candidate_topk`", "PyTorch", "`candidate_logits`", "PyTorch's", "`head_topk`", "PyTorch / ours",
+         "of the limit"],
+        rows,
+    )  # fmt: skip
+
+
+@part
+def specvocab_sentence() -> str:
+    found = results(SPECVOCAB).by(*OF_LISTS)
+    row = results(SPECVOCAB).rows[0]
+    gains = {key: times[TORCH_LISTS] / times["candidate_topk"] for key, times in found.items()}
+    shares: dict[str, list[float]] = {}
+    for line in results(SPECVOCAB).rows:
+        if line["implementation"] == "candidate_topk":
+            shares.setdefault(line["m"], []).append(100 * float(line["share_of_limit"]))
+    parts = [f"{span(some, 0)} % at {m}" for m, some in shares.items()]
+    logits = [times["torch gather + bmm"] / times["candidate_logits"] for times in found.values()]
+    exact = [times["head_topk"] / times["candidate_topk"] for times in found.values()]
+    return (
+        f"{row['batch']} rows in {row['dtype']}, k = {row['k']}: PyTorch's gather, product, softmax and top-k take"
+        f" {span(gains.values())} times as long as `candidate_topk`, the gather and product alone {span(logits)} times"
+        f" as long as `candidate_logits`; the exact head takes {span(exact)} times as long as `candidate_topk`. The"
+        f" rows that the lists name, each once, are read at {listed(parts)} candidates of the card's limit."
+    )
+
+
+@part
+def lsh_quality() -> str:
+    rows = []
+    for row in results(QUALITY).rows:
+        hashed = ", ".join(row[name] for name in ("k", "units", "bands")) if row["k"] else "-"
+        shares = [f"{100 * float(row[name]):.1f} %" for name in ("share", "recall_1", "recall_12")]
+        time = us(float(row["microseconds"])) if row["microseconds"] else "-"
+        series = row["implementation"].split(" ")[0] if row["k"] else row["implementation"]
+        gains = (f"{float(row[name]):.2f}" if row[name] else "-" for name in ("exact_over_this", "torch_over_this"))
+        rows.append([series, hashed, row["frequent"] or "-", row["threshold"] or "-", *shares, time, *gains])
+    names = ["candidates", "k, units, bands", "T", "t", "of the words", "recall@1", "recall@12", "microseconds"]
+    return table([*names, "exact head / this", "PyTorch / this"], rows)
+
+
+@part
+def lsh_quality_data() -> str:
+    facts = results(QUALITY).facts
+    return (
+        f"{where(QUALITY)()} {facts['states'].partition(': ')[2][0].upper()}{facts['states'].partition(': ')[2][1:]}."
+    )
+
+
+def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
+    """File, problem, decisions and their origin of what the runs of the output layer have measured of ours."""
+    for name in (HEAD, SPECVOCAB, TABLE4):
+        for row in results(name).rows:
+            operator = FUSED_STEPS.get(row["step"]) if name == TABLE4 else row["implementation"]
+            if not operator or not row["kernel"] or not row["microseconds"]:
+                continue
+            if name == TABLE4:
+                given = {**row, "lists": "1", "m": row["candidates"], "capacity": row["candidates"]}
+                given["k"] = row["k" if operator == "lsh_candidates" else "n"]
+            else:
+                given = {**row, "lists": row["batch"], "beam": "1"}
+            axes = [f.name for f in dataclasses.fields(registry.find(operator).problem) if f.name in given]
+            problem = registry.parse(f"{operator}/{','.join(f'{axis}={given[axis]}' for axis in axes)}")
+            decisions, _, origin = row["kernel"].rpartition(" (")
+            run = Candidate.parse(decisions)
+            # Under the names of now, and with what came later.
+            run = dataclasses.replace(run, decisions=renamed(run.template, run.decisions))
+            yield name, problem, str(run), origin.rstrip(")")
+
+
+OUTPUT_LAYER = (
+    "head_topk", "lsh_topk", "candidate_topk", "candidate_logits", "lsh_candidates", "wta_hash", "lsh_lookup",
+    "compaction",
+)  # fmt: skip
+
+
+def records_of(operator: str) -> int:
+    """Problems of an operator that a record of the H200 ships for."""
+    return len(Log(ROOT / "tuning_logs", "sm_90a", operator).best())
+
+
+@part
+def head_decisions() -> str:
+    """Whose decisions the runs of the output layer were made with, and which are still the defaults."""
+    card = machine.Machine("cuda", "sm_90a", "sm_90a", cores=132)
+    recorded: list[str] = []
+    changed: dict[str, list[bool]] = {}
+    for name, problem, decisions, origin in measured_decisions():
+        if origin == "fallback":
+            what = f"`{problem.operator}` in `{name}.csv`"
+            changed.setdefault(what, []).append(str(spaces.fallback(problem, card)) != decisions)
+        elif problem.operator == "head_topk":
+            recorded.append(of_shape([str(problem.axes[axis]) for axis in OF_HEAD]))
+    moved = [f"{sum(some)} of {len(some)} shapes of {what}" for what, some in changed.items() if any(some)]
+    tuned = {name: records_of(name) for name in OUTPUT_LAYER}
+    have = [f"{number} of `{name}`" for name, number in tuned.items() if number]
+    lack = [f"`{name}`" for name, number in tuned.items() if not number]
+    sentence = f"Records for {card.arch}: {listed(have)}" if have else "No records ship"
+    if have and lack:
+        sentence += f"; none of {listed(lack)}, whose figures are those of the templates' defaults"
+    if recorded:
+        sentence += f". Of `head_topk` the figures at {listed(recorded)} are of decisions that a record held"
+    if moved:
+        sentence += f". The default has changed since for {listed(moved)}; these files do not have the present one"
+    return f"{sentence}."
+
+
+PARTS["where-head"] = where(HEAD)
+PARTS["where-specvocab"] = where(SPECVOCAB)
+PARTS["where-table4"] = where(TABLE4)

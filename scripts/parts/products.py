@@ -1,0 +1,101 @@
+"""`bsr_matmul` beside the libraries of Gu, dense products, and what a launch takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.bench.compare import NAME
+
+from .headlines import headlines
+from .register import PARTS, part
+from .results import Times, best, results, where
+from .text import percent, span, table, times_as, us
+
+
+@part
+def gu_tables() -> str:
+    cases = results("gu-tables-h200").by("m", "k", "n", "block", "sparsity")
+    shapes = list(dict.fromkeys(key[:3] for key in cases))
+    blocks = list(dict.fromkeys(key[3] for key in cases))
+    rows = []
+    for shape in shapes:
+        at = {block: cases[*shape, block, "0.85"] for block in blocks}
+        dense = min(best(times, "cuBLAS") for times in at.values())
+        some = at["16"]
+        others = (some["torch BSR @ dense"], some["cuSPARSE CSR @ dense"])
+        rows.append([f"({', '.join(shape)})", *(us(at[block][NAME]) for block in blocks), *map(us, (*others, dense))])
+    head = [*(f"block {block}" for block in blocks), "PyTorch BSR, 16", "cuSPARSE, 16", "best cuBLAS"]
+    return table(["(m, k, n)", *head], rows)
+
+
+@part
+def gu_ratios() -> str:
+    sparse, dense = headlines()[2], headlines()[3]
+    return (
+        f"Over all {len(sparse.ratios)} cases of the paper (blocks of 8, 16 and 32, sparsities of 0.8, 0.85 and 0.95)"
+        f" the best other sparse product takes {times_as(sparse.mean)} times as long in the geometric mean and at least"
+        f" {times_as(min(sparse.ratios))} times, the best dense one of float32, TF32 and float16"
+        f" {times_as(dense.mean)} times and at least {times_as(min(dense.ratios))}."
+    )
+
+
+@part
+def bsr_float16() -> str:
+    cases = results("peers-float16-h200").by_problem()
+    rows: dict[tuple[Any, ...], dict[float, Times]] = {}
+    for problem, times in cases.items():
+        axes = problem.axes
+        rows.setdefault((axes["m"], axes["k"], axes["n"], axes["block"]), {})[axes["sparsity"]] = times
+    sparsities = sorted({s for found in rows.values() for s in found if s != 0.9})
+    lines = []
+    for (m, k, n, block), found in sorted(rows.items(), key=lambda item: (item[0][0], item[0][3])):
+        cells = [us(found[s][NAME]) for s in sparsities] + [
+            us(found[s]["torch bsr_dense_mm (Triton)"]) for s in sparsities
+        ]
+        dense = min(times["torch dense linear"] for times in found.values())
+        lines.append([f"({m}, {k}, {n}), {block}", *cells, us(dense)])
+    head = [f"{s}" for s in sparsities] + [f"Triton, {s}" for s in sparsities]
+    return table(["(m, k, n), block", *head, "dense cuBLAS"], lines)
+
+
+@part
+def bsr_rotated() -> str:
+    found = results("peers-rotated-h200")
+    rows = []
+    for problem, times in found.by_problem().items():
+        ours = next(r for r in found.rows if r["problem"] == problem.key and r["implementation"] == NAME)
+        axes, dense = problem.axes, times["torch dense linear"]
+        share = percent(float(ours["share_of_limit"]))
+        rows.append(
+            [f"({axes['m']}, {axes['k']}, {axes['n']}), {axes['block']}", us(times[NAME]), share, us(dense)]
+            + [f"{dense / times[NAME]:.1f}"]
+        )
+    return table(["(m, k, n), block", "microseconds", "of the limit", "dense cuBLAS", "dense over ours"], rows)
+
+
+@part
+def bsr_skewed() -> str:
+    ratios = [float(r["over_first"]) for r in results("structures-bsr_matmul-h200").rows if r["inputs"] == "skewed"]
+    return (
+        f"A weight whose blocks crowd in a few block rows (Zipf) takes {span(ratios)} times what an even one takes,"
+        f" over {len(ratios)} shapes."
+    )
+
+
+@part
+def launch_floor() -> str:
+    rows = []
+    for row in results("launch-floor-h200").rows:
+        size = f"{int(row['weight_bytes']) / 1e6:.1f} MB" if int(row["weight_bytes"]) else "-"
+        share = percent(float(row["of_limit"])) if row["inputs"] == "rotated" else "-"
+        rows.append([row["blocks"], row["threads"], size, row["weight"], row["x"], row["inputs"]]
+                    + [f"{float(row['microseconds']):.2f}", share])  # fmt: skip
+    return table(
+        ["thread blocks", "threads", "weight", "weight read", "x", "inputs", "microseconds", "of the limit"], rows
+    )
+
+
+PARTS["where-gu"] = where("gu-tables-h200")
+PARTS["where-float16"] = where("peers-float16-h200")
+PARTS["where-rotated"] = where("peers-rotated-h200")
+PARTS["where-launch"] = where("launch-floor-h200")

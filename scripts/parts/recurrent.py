@@ -1,0 +1,80 @@
+"""Recurrent layers beside cuDNN, and the tables of Zhu, Pool et al."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from .register import part
+from .results import Times, results, where
+from .text import table, times_as, us
+
+RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
+    "rnn-h200", "zhu-pool-table1-h200", "zhu-pool-figures-h200", "zhu-pool-tables23-h200"
+)  # fmt: skip
+OF_CALL = ("cell", "hidden", "batch", "steps", "density")
+LAYER, LAYER_PRODUCT, MODULE = "sparse layer", "sparse layer + input product", "torch module"
+
+
+def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str]) -> Iterator[list[str]]:
+    """Of each call a line: `first` of its columns (`more` of them before those of a call), times, and ratios."""
+    cases: dict[tuple[str, ...], dict[str, Times]] = {}
+    for (*key, dtype), times in results(name).by(*more, *OF_CALL, "dtype").items():
+        cases.setdefault(tuple(key), {})[dtype] = times
+    for key, by_dtype in cases.items():
+        single, half = by_dtype.get("float32", {}), by_dtype.get("float16", {})
+        cells = [first(key)]
+        for times in (single, half):
+            cells += [us(times.get(n)) for n in (LAYER, LAYER_PRODUCT, MODULE)]
+        cells.insert(-1, us(half.get("layer of blocks")))
+        cells += [us(single.get(n)) for n in ("dense step loop", "sparse step loop")]
+        ours = half.get(LAYER_PRODUCT)
+        cells.append(times_as(half[MODULE] / ours) if ours and MODULE in half else "-")
+        step = single.get(LAYER)
+        yield [*cells, f"{step / int(key[-2]):.2f}" if step else "-"]
+
+
+RNN_COLUMNS = ("ours, float32", "with product", "cuDNN", "ours, float16", "with product", "dense in blocks", "cuDNN",
+               "cuBLAS loop", "cuSPARSE loop", "cuDNN / ours, float16", "a step, float32")  # fmt: skip
+
+
+@part
+def rnn_peers() -> str:
+    def first(key: Sequence[str]) -> str:
+        cell, *numbers, density = key
+        return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
+
+    rows = recurrent_rows(RNN, first=first)
+    return f"{where(RNN)()}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
+
+
+@part
+def zhu_pool_table1() -> str:
+    columns = ("speed_up", "paper_speed_up", "expected_penalty", "measured_penalty", "paper_penalty")
+    rows = [
+        [row["configuration"], us(float(row["microseconds"])), *(row[name] or "-" for name in columns)]
+        for row in results(ZHU_TABLE1).rows
+    ]
+    head = ["configuration", "microseconds", "over the dense loop", "paper's", "bank conflicts, expected", "measured",
+            "paper's"]  # fmt: skip
+    return f"{where(ZHU_TABLE1)()}\n\n{table(head, rows)}"
+
+
+@part
+def zhu_pool_figures() -> str:
+    def first(key: Sequence[str]) -> str:
+        figure, _, hidden, batch, steps, density = key
+        return f"{figure}: {hidden} x {batch} x {steps}, {float(density):.3g}"
+
+    rows = recurrent_rows(ZHU_FIGURES, "figure", first=first)
+    head = ["figure: hidden x batch x steps, density", *RNN_COLUMNS]
+    return f"{where(ZHU_FIGURES)()}\n\n{table(head, rows)}"
+
+
+@part
+def zhu_pool_tables23() -> str:
+    def first(key: Sequence[str]) -> str:
+        table_, cell, hidden, batch, _, density = key
+        return f"{table_}: {cell}, {hidden} at {float(density):.3g}, batch {batch}"
+
+    rows = recurrent_rows(ZHU_TABLES, "table", first=first)
+    return f"{where(ZHU_TABLES)()}\n\n{table(['table: layer', *RNN_COLUMNS], rows)}"
