@@ -1,0 +1,449 @@
+"""What any crew does: the state of a search, its passes over a row, and the search itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ...device.arithmetic import LOG2_E
+from ...device.selection import RADIX_BINS, RADIX_BITS, bits_value, order_bits
+from ...device.state import named
+
+# Elements that a CPU's thread loads at once, or a warp's lanes each when the word's place is nearly known.
+LOADS = 4
+# Of float32s that were made of a dtype's elements so many of the lowest bits are all alike.
+ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
+# What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
+BIN, BEFORE, MASS, COUNT = range(4)
+# A histogram has two more bins, for the row's mass and for that of the words that min-p leaves.
+BINS = RADIX_BINS + 2
+# Where bins begin: those of slices, which are kept, and those of digits and columns.
+SLICES, OTHERS = 0, BINS
+# Slices of an octave of probability. The last of them all has what is left.
+OF_OCTAVE = 8
+# The share of their size by which bounds of a slice are taken too wide: some roundings of a float32.
+SLOP = 2.0**-20
+
+
+@dataclass(frozen=True)
+class State:
+    """What a search has in shared memory (on a CPU in the thread's), and a thread in registers."""
+
+    masses: tirx.Buffer  # shared: of each bin
+    counts: tirx.Buffer  # shared: how many words each bin of digits has
+    found: tirx.Buffer  # shared: what `Crew.find` finds: the bin, the mass before it, its own, its words
+    x: tirx.Buffer  # the element in hand, and such as were loaded
+    top: tirx.Buffer  # the row's largest
+    best: tirx.Buffer  # its log-probability
+    factor: tirx.Buffer  # scale * log2(e)
+    least: tirx.Buffer  # the least exponential that min-p leaves
+    power: tirx.Buffer  # an exponential
+    slice: tirx.Buffer  # in which the group lies
+    lowest: tirx.Buffer  # the group's bounds, both within it
+    highest: tirx.Buffer
+    low: tirx.Buffer  # order bits of these
+    high: tirx.Buffer
+    unknown: tirx.Buffer  # how many bits of their difference are not known
+    shift: tirx.Buffer  # of the digit in hand
+    run: tirx.Buffer  # the slice of the thread's last element
+    gathered: tirx.Buffer  # the mass of its last elements in that slice, which is still to be added
+    part: tirx.Buffer  # the thread's part of the two sums
+    mass: tirx.Buffer
+    other: tirx.Buffer  # scratch
+    need: tirx.Buffer  # the mass that is to be reached
+    above: tirx.Buffer  # the mass of the words before the group
+    left: tirx.Buffer  # the mass of all that is left
+    rank: tirx.Buffer  # a number within the group
+    # ---- of a GPU's crew ----
+    lows: Any = None  # shared: the low words of the masses of each copy of each bin
+    highs: Any = None  # shared: their high words
+    tallies: Any = None  # shared: how many words it has
+    shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
+    shown_counts: Any = None  # shared: and how many words
+    ring: Any = None  # shared: each thread's vectors that are on their way
+    raw: Any = None  # words of the vector in hand
+    small: Any = None  # scratch of a load
+    column: Any = None  # of its first element
+    ahead: Any = None  # of the first element of the vector that is to be loaded
+    own: Any = None  # the thread's number, of all that go through the row
+    head: Any = None  # elements of the row before the first that begins a vector
+    turn: Any = None  # which of the two histograms is the next
+    added: Any = None  # scratch of atomics
+    number: Any = None  # scratch
+
+    @classmethod
+    def alloc(cls, shared: Callable[..., Any], local: Callable[..., Any], **more: Any) -> State:
+        return named(
+            cls(
+                masses=shared((2 * BINS,), "uint64"),
+                counts=shared((BINS,), "int32"),
+                found=shared((4,), "uint64"),
+                x=local((1 + LOADS,), "float32"),
+                top=local((1,), "float32"),
+                best=local((1,), "float32"),
+                factor=local((1,), "float32"),
+                least=local((1,), "float32"),
+                power=local((1,), "float32"),
+                slice=local((1,), "int32"),
+                lowest=local((1,), "float32"),
+                highest=local((1,), "float32"),
+                low=local((1,), "uint32"),
+                high=local((1,), "uint32"),
+                unknown=local((1,), "int32"),
+                shift=local((1,), "uint32"),
+                run=local((1,), "int32"),
+                gathered=local((1,), "uint64"),
+                part=local((2,), "uint64"),
+                mass=local((1,), "uint64"),
+                other=local((1,), "uint64"),
+                need=local((1,), "uint64"),
+                above=local((1,), "uint64"),
+                left=local((1,), "uint64"),
+                rank=local((1,), "uint64"),
+                **more,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The threads that go through a row together.
+
+    Attributes
+    ----------
+    elements
+        Of a step: how many elements a thread has in hand at once.
+    steps
+        How many steps go through a row.
+    element
+        (io, row, column) -> an element.
+    begin
+        A phase (io, row, t, s), before the first step of a pass.
+    load
+        A phase (io, row, t, s, j): the elements of a thread's j-th step.
+    take
+        (io, s, e): the e-th of these becomes `s.x[0]`; -inf if it is not of the row.
+    column
+        (s, t, j, e) -> its column, if it is of the row.
+    exponential
+        (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
+    meet
+        Their barrier.
+    clear
+        (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
+    add, count
+        (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to its number of words.
+    add_part
+        (s, t, i) -> the threads' `s.part[i]` to that sum.
+    unite
+        (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends
+        with a barrier.
+    find
+        (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached. Reads
+        `masses`, `counts`, `above`, writes `found`.
+    pick
+        (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
+    """
+
+    elements: int
+    steps: int
+    element: Callable[[Any, Any, Any], tirx.PrimExpr]
+    begin: Callable[..., Any]
+    load: Callable[..., Any]
+    take: Callable[..., Any]
+    column: Callable[..., Any]
+    exponential: Callable[[State, Any], tirx.PrimExpr]
+    meet: Callable[[], Any]
+    clear: Callable[..., Any]
+    add: Callable[..., Any]
+    count: Callable[..., Any]
+    add_part: Callable[..., Any]
+    unite: Callable[..., Any]
+    find: Callable[..., Any]
+    pick: Callable[..., Any]
+
+
+def unit_bits(vocab: int) -> int:
+    """The row's largest word has a mass of 2 to this power, so that sums over a row stay below 2^62."""
+    return min(40, 62 - vocab.bit_length())
+
+
+# fmt: off
+def weigh(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """The mass of an element; the phase is (s, x). Reads: `top`, `factor`. Writes: `power`, `mass`."""
+
+    @T.inline
+    def phase(s, x):
+        s.power[0] = crew.exponential(s, x)
+        s.mass[0] = T.Cast("uint64", s.power[0] * T.float32(2.0 ** unit_bits(vocab)))
+
+    return phase
+
+
+def slice_of(s: State, x: Any) -> tirx.PrimExpr:
+    """The number of an element's slice, which does not fall from a larger element to a smaller one."""
+    octaves = (s.top[0] - x) * s.factor[0]
+    return T.Cast("int32", T.min(octaves * T.float32(OF_OCTAVE), T.float32(RADIX_BINS - 1)))
+
+
+def agrees(s: State, x: Any) -> tirx.PrimExpr:
+    """Whether an element agrees with what is known of the group."""
+    # The slice last: most elements are out of bounds, and it takes longer.
+    return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), slice_of(s, x) == s.slice[0])
+
+
+def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
+    """Whether an element of this exponential has any mass."""
+    return power >= T.float32(2.0 ** -unit_bits(vocab))
+
+
+def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step.
+
+    The phase is (io, row, t, s).
+    """
+
+    @T.inline
+    def phase(io, row, t, s):
+        crew.begin(io, row, t, s)
+        for j in T.serial(crew.steps, unroll=False):
+            crew.load(io, row, t, s, j)
+            for e in T.unroll(crew.elements):
+                crew.take(io, s, e)
+                see(io, row, t, s, j, e)
+
+    return phase
+
+
+def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """The masses of the row, of what min-p leaves of it, and of each slice.
+
+    Reads: the row, `top`, `factor`, `least`.
+    Writes: `masses` of slices, and of the two sums behind them; scratch.
+    Barriers: several; ends with one.
+    """
+    weighed = weigh(crew, vocab)
+
+    @T.inline
+    def see(io, row, t, s, j, e):
+        weighed(s, s.x[0])
+        if s.mass[0] > T.uint64(0):
+            s.part[0] = s.part[0] + s.mass[0]
+            if s.power[0] >= s.least[0]:
+                s.part[1] = s.part[1] + s.mass[0]
+            s.slice[0] = slice_of(s, s.x[0])
+            # Neighbours of one slice are added at once: rows of equals would else be waiting for one bin.
+            if s.slice[0] != s.run[0]:
+                if s.gathered[0] > T.uint64(0):
+                    crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+                s.run[0] = s.slice[0]
+                s.gathered[0] = s.mass[0]
+            else:
+                s.gathered[0] = s.gathered[0] + s.mass[0]
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
+    def phase(io, row, t, s):
+        s.part[0] = T.uint64(0)
+        s.part[1] = T.uint64(0)
+        s.run[0] = 0
+        s.gathered[0] = T.uint64(0)
+        pass_over(io, row, t, s)
+        if s.gathered[0] > T.uint64(0):
+            # Bins are gone through from the last on.
+            crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+        crew.add_part(s, t, 0)
+        crew.add_part(s, t, 1)
+        crew.unite(s, t, SLICES)
+
+    return phase
+
+
+@T.inline
+def bound_slice(s):
+    """Bounds of a slice, somewhat too wide, as its elements are those that `slice_of` finds in it.
+
+    Reads: `slice`, `top`, `factor`.
+    Writes: `low`, `high`, `lowest`, `highest`, `unknown`; scratch is `power`.
+    """
+    # The width of a slice.
+    s.power[0] = T.float32(1) / (s.factor[0] * T.float32(OF_OCTAVE))
+    s.highest[0] = s.top[0]
+    if s.slice[0] > 0:
+        s.highest[0] = T.min(
+            s.top[0], s.top[0] - T.Cast("float32", s.slice[0]) * s.power[0]
+            + (T.abs(s.top[0]) + T.Cast("float32", s.slice[0] + 2) * s.power[0]) * T.float32(SLOP))
+    s.lowest[0] = T.min_value("float32")
+    if s.slice[0] < RADIX_BINS - 1:
+        s.lowest[0] = T.max(
+            T.min_value("float32"), s.top[0] - T.Cast("float32", s.slice[0] + 1) * s.power[0]
+            - (T.abs(s.top[0]) + T.Cast("float32", s.slice[0] + 2) * s.power[0]) * T.float32(SLOP))
+    s.low[0] = order_bits(s.lowest[0])
+    s.high[0] = order_bits(s.highest[0])
+    # Of 0 leading zeros are not defined.
+    s.unknown[0] = T.Select(
+        s.high[0] == s.low[0], 0, 32 - T.Cast("int32", T.clz(T.reinterpret("int32", s.high[0] - s.low[0]))))
+
+
+@T.inline
+def take_digit(s):
+    """One digit more is known.
+
+    Reads: `found`, `shift`.
+    Writes: `low`, `high`, `lowest`, `highest`, `unknown`, `above`.
+    """
+    s.low[0] = s.low[0] + ((T.uint32(RADIX_BINS - 1) - T.Cast("uint32", s.found[BIN])) << s.shift[0])
+    s.high[0] = s.low[0] + T.min(s.high[0] - s.low[0], (T.uint32(1) << s.shift[0]) - T.uint32(1))
+    s.lowest[0] = bits_value(s.low[0])
+    s.highest[0] = bits_value(s.high[0])
+    s.unknown[0] = T.Cast("int32", s.shift[0])
+    s.above[0] = s.found[BEFORE]
+
+
+def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
+    """The group of equal words within which a mass of `need` is reached.
+
+    Reads: the row, `top`, `factor`, `need`, and what `count_slices` has written.
+    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`; `found`: the group's mass and words; scratch.
+    Barriers: several; begins and ends with one.
+    After: the group (`agrees`) is one word, or all of some value, and words of no mass.
+    """
+    weighed = weigh(crew, vocab)
+
+    @T.inline
+    def see(io, row, t, s, j, e):
+        if agrees(s, s.x[0]):
+            weighed(s, s.x[0])
+            if s.mass[0] > T.uint64(0):
+                s.run[0] = T.Cast("int32", T.min(
+                    (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
+                crew.add(s, t, OTHERS, s.run[0], s.mass)
+                crew.count(s, t, s.run[0])
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
+    def phase(io, row, t, s):
+        s.above[0] = T.uint64(0)
+        # `found` has been read.
+        crew.meet()
+        crew.find(s, t, SLICES)
+        crew.meet()
+        s.slice[0] = T.Cast("int32", s.found[BIN])
+        s.above[0] = s.found[BEFORE]
+        bound_slice(s)
+        for digit in T.serial(ceildiv(32, RADIX_BITS), unroll=False):
+            # Words of slices are not counted: once in any case.
+            if digit == 0 or (s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)):
+                s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
+                crew.clear(s, t)
+                pass_over(io, row, t, s)
+                crew.unite(s, t, OTHERS)
+                crew.find(s, t, OTHERS)
+                crew.meet()
+                take_digit(s)
+
+    return phase
+
+
+def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """The word of a group within which a mass of `need` is reached: of equals the one that is as many behind the first.
+
+    A histogram over columns tells in which part of the row it is.
+
+    Reads: the row, the group, `above`, `need`, `found`.
+    Writes: the row's token and its log-probability; scratch.
+    Barriers: several.
+    """
+    part = ceildiv(vocab, RADIX_BINS)
+
+    @T.inline
+    def see(io, row, t, s, j, e):
+        # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
+        if agrees(s, s.x[0]):
+            if is_heavy(crew.exponential(s, s.x[0]), vocab):
+                # Bins are gone through from the last on.
+                crew.add(s, t, OTHERS, RADIX_BINS - 1 - crew.column(s, t, j, e) // part, s.mass)
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
+    def phase(io, row, t, s):
+        s.rank[0] = T.truncdiv(
+            s.need[0] - s.above[0] - T.uint64(1), T.truncdiv(s.found[MASS], s.found[COUNT]))
+        crew.clear(s, t)
+        s.mass[0] = T.uint64(1)
+        pass_over(io, row, t, s)
+        crew.unite(s, t, OTHERS)
+        s.need[0] = s.rank[0] + T.uint64(1)
+        s.above[0] = T.uint64(0)
+        crew.find(s, t, OTHERS)
+        crew.meet()
+        s.rank[0] = s.rank[0] - s.found[BEFORE]
+        crew.pick(
+            io, row, t, s, T.Cast("int32", s.found[BIN]) * part,
+            T.min((T.Cast("int32", s.found[BIN]) + 1) * part, vocab))
+
+    return phase
+
+
+def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
+    """A word of the whole row; the phase is (io, row, t, s, first, best, top_p, min_p, uniform).
+
+    `s` is the crew's state, with nothing in any bin, and `first` and `best` are column and log-probability of the row's
+    best word.
+
+    Reads: the row.
+    Writes: the row's token and its log-probability.
+    Barriers: several.
+    """
+    vocab = problem.vocab
+    alike = 0 if problem.bias else ALIKE[problem.dtype]
+    summed, located, picked = count_slices(crew, vocab), locate(crew, vocab, alike), pick_of_group(crew, vocab)
+
+    def share(part: Any, whole: Any) -> tirx.PrimExpr:
+        return T.Cast("float64", part) * T.Cast("float64", whole)
+
+    @T.inline
+    def phase(io, row, t, s, first, best, top_p, min_p, uniform):
+        s.factor[0] = io.scale * T.float32(LOG2_E)
+        s.top[0] = crew.element(io, row, first)
+        s.best[0] = best
+        s.least[0] = min_p
+        summed(io, row, t, s)
+        s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
+        # First how much is left, if top-p has a say; then the word.
+        for turn in T.serial(2, unroll=False):
+            if turn == 1 or top_p < T.float32(1):
+                if turn == 1:
+                    s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
+                else:
+                    s.need[0] = T.max(
+                        T.Cast("uint64", T.ceil(
+                            share(T.max(top_p, T.float32(0)), s.masses[SLICES + RADIX_BINS]))), T.uint64(1))
+                located(io, row, t, s)
+                if turn == 0:
+                    # Up to the last of the group's words that is left.
+                    s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
+                    s.mass[0] = s.above[0] + T.truncdiv(
+                        s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
+                    s.left[0] = T.min(s.left[0], s.mass[0])
+        picked(io, row, t, s)
+
+    return phase
+
+
+@T.inline
+def write_word(io, row, s, at, x):
+    """The word in a column, of element x, as what was drawn."""
+    io.tokens[row] = T.Cast("int32", at)
+    io.logprobs[row] = s.best[0] + (x - s.top[0]) * io.scale
+# fmt: on

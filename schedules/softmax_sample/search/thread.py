@@ -1,0 +1,145 @@
+"""A CPU's thread as the crew of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ...device.arithmetic import LN_2, exp_nonpositive
+from ...device.selection import RADIX_BINS
+from ...softmax_topk.elements import element
+from .crew import (
+    BEFORE,
+    BIN,
+    BINS,
+    COUNT,
+    LOADS,
+    MASS,
+    OTHERS,
+    SLICES,
+    Crew,
+    State,
+    agrees,
+    draw_by_search,
+    is_heavy,
+    write_word,
+)
+
+
+# fmt: off
+def load_elements(vocab: int) -> Callable[..., Any]:
+    """The elements of the j-th step, -inf behind the row. Writes: `x`, but for its first, which is the one in hand."""
+
+    @T.inline
+    def phase(io, row, t, s, j):
+        for u in T.unroll(LOADS):
+            s.x[1 + u] = -T.infinity("float32")
+            if j * LOADS + u < vocab:
+                s.x[1 + u] = element(io, row, j * LOADS + u)
+
+    return phase
+
+
+@T.inline
+def take_element(io, s, e):
+    s.x[0] = s.x[1 + e]
+
+
+@T.inline
+def clear_bins(s, t):
+    for b in range(BINS):
+        s.masses[OTHERS + b] = T.uint64(0)
+        s.counts[b] = 0
+
+
+@T.inline
+def clear_slices(s):
+    for b in range(BINS):
+        s.masses[SLICES + b] = T.uint64(0)
+
+
+@T.inline
+def add_plainly(s, t, start, at, mass):
+    s.masses[start + at] = s.masses[start + at] + mass[0]
+
+
+@T.inline
+def count_plainly(s, t, at):
+    s.counts[at] = s.counts[at] + 1
+
+
+@T.inline
+def add_own_part(s, t, i):
+    s.masses[SLICES + RADIX_BINS + i] = s.part[i]
+
+
+@T.inline
+def find_by_thread(s, t, start):
+    s.part[0] = s.above[0]
+    for b in range(RADIX_BINS):
+        s.mass[0] = s.masses[start + RADIX_BINS - 1 - b]
+        if s.part[0] < s.need[0] and s.need[0] <= s.part[0] + s.mass[0]:
+            s.found[BIN] = T.Cast("uint64", b)
+            s.found[BEFORE] = s.part[0]
+            s.found[MASS] = s.mass[0]
+            s.found[COUNT] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - b])
+        s.part[0] = s.part[0] + s.mass[0]
+
+
+def pick_by_thread(vocab: int) -> Callable[..., Any]:
+    """One after another."""
+
+    @T.inline
+    def phase(io, row, t, s, first, last):
+        for i in range(last - first):
+            s.x[0] = element(io, row, first + i)
+            if agrees(s, s.x[0]):
+                if is_heavy(exponential_on_cpu(s, s.x[0]), vocab):
+                    if s.rank[0] == T.uint64(0):
+                        write_word(io, row, s, first + i, s.x[0])
+                    s.rank[0] = s.rank[0] - T.uint64(1)
+
+    return phase
+
+
+def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
+    """The search of a CPU's thread; the phase is (io, row, first, best, top_p, min_p, uniform)."""
+    vocab = problem.vocab
+    crew = Crew(
+        elements=LOADS,
+        steps=ceildiv(vocab, LOADS),
+        element=element,
+        begin=lambda io, row, t, s: None,
+        load=load_elements(vocab),
+        take=take_element,
+        column=lambda s, t, j, e: j * LOADS + e,
+        exponential=exponential_on_cpu,
+        meet=lambda: None,
+        clear=clear_bins,
+        add=add_plainly,
+        count=count_plainly,
+        add_part=add_own_part,
+        unite=lambda s, t, start: None,
+        find=find_by_thread,
+        pick=pick_by_thread(vocab),
+    )
+    search = draw_by_search(crew, problem)
+
+    @T.inline
+    def phase(io, row, first, best, top_p, min_p, uniform):
+        s = T.meta_var(State.alloc(T.sblock_alloc_buffer, T.sblock_alloc_buffer))
+        clear_slices(s)
+        search(io, row, 0, s, first, best, top_p, min_p, uniform)
+
+    return phase
+# fmt: on
+
+
+def exponential_on_cpu(s: State, x: Any) -> tirx.PrimExpr:
+    return exp_nonpositive((x - s.top[0]) * s.factor[0] * T.float32(LN_2))
