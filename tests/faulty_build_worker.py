@@ -16,7 +16,7 @@ from unittest import mock
 
 from tvm_sparse.core.template import Template
 from tvm_sparse.workers import building
-from tvm_sparse.workers.processes import serve
+from tvm_sparse.workers.serving import serve
 
 MACHINE_CODE = {
     "wrong": "return 0;",  # writes nothing: the poison stays

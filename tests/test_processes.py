@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals
 
 CHILD = """
 import ctypes, os, signal, subprocess, sys, tempfile, time
-from tvm_sparse.workers.processes import serve
+from tvm_sparse.workers.serving import serve
 
 class Sticky(RuntimeError):
     fatal = True

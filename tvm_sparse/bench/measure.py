@@ -15,7 +15,7 @@ from typing import Any
 from ..core.registry import add_plugins, parse
 from ..runtime.loading import load_function, prepare
 from ..workers.absent import without
-from ..workers.processes import serve
+from ..workers.serving import serve
 from .buffers import Fatal, Guarded, device_of
 from .timing import time_kernel
 from .verification import POISONS, Arguments, Case, call, cases, check_again, verify, workspaces_on

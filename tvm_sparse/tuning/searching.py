@@ -22,7 +22,8 @@ from ..core.template import Table
 from ..records import Log
 from ..records.queries import predictor
 from ..workers.absent import without
-from ..workers.processes import Reply, Worker, few_threads, serve
+from ..workers.processes import Reply, Worker, few_threads
+from ..workers.serving import serve
 from . import strategies
 from .domain import Domain
 

@@ -20,7 +20,8 @@ from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import add_plugins, parse, plugins
 from .absent import without
-from .processes import Pool, serve
+from .processes import Pool
+from .serving import serve
 
 BUILD_TIMEOUT = 300.0
 KEEP_SECONDS = 60.0

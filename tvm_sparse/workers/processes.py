@@ -3,7 +3,7 @@
 A `Worker` is a child that answers requests one at a time; a `Pool` is several of them. Whatever
 the child does, the parent gets a `Reply` in time: it keeps the deadline itself, and ends the
 child's whole process group with SIGKILL, so a child that is stopped, holds the GIL or waits for a
-kernel that never ends is no exception. The child side is one call, `serve`::
+kernel that never ends is no exception. The child side is one call, `serving.serve`::
 
     # build_child.py
     def handle(request: dict) -> object: ...
@@ -22,10 +22,7 @@ with the token of its request. A `Reply` says whether the request or its surroun
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import fcntl
-import io
 import json
 import logging
 import math
@@ -36,26 +33,19 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Any, Literal
 
 from ..core.scratch import Scratch
+from .serving import TAIL, VARIABLE
 
 logger = logging.getLogger("tvm_sparse")
-
-_VARIABLE = "TVM_SPARSE_WORKER"
-"""Tells the child its two file descriptors and its parent: ``requests,replies,pid``."""
-
-_TAIL = 2000
-"""Characters of output or traceback that go into a message."""
 
 _START_SECONDS = 120.0
 """How long a child may import: TVM and PyTorch from a cold network disk take most of a minute."""
@@ -88,8 +78,6 @@ _WANTING = re.compile(
     "MemoryError|std::bad_alloc|Resource temporarily unavailable|out of memory|OUT_OF_MEMORY|cudaErrorMemoryAllocation"
 )
 """What systems, compilers and drivers say where the machine lacks something."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class StartError(RuntimeError):
@@ -135,10 +123,6 @@ class Reply:
     def ok(self) -> bool:
         """Whether there is a value."""
         return self.kind == "ok"
-
-
-# ---------------------------------------------------------------------------------------------
-# The parent's side
 
 
 @dataclass
@@ -576,7 +560,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
                 **os.environ,
                 "TMPDIR": str(scratch.path),
                 **env,
-                _VARIABLE: f"{request_reader},{reply_writer},{os.getpid()}",
+                VARIABLE: f"{request_reader},{reply_writer},{os.getpid()}",
             },
             pass_fds=(request_reader, reply_writer),
             start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
@@ -698,107 +682,6 @@ def _describe_status(status: int | None) -> str:
 
 def _tail(output: IO[bytes]) -> str:
     size = os.fstat(output.fileno()).st_size
-    start = max(0, size - 4 * _TAIL)  # four bytes are the most that a character takes
+    start = max(0, size - 4 * TAIL)  # four bytes are the most that a character takes
     text = os.pread(output.fileno(), size - start, start).decode(errors="replace")
-    return text[-_TAIL:].strip()
-
-
-# ---------------------------------------------------------------------------------------------
-# The child's side
-
-
-def serve(
-    handle: Callable[[dict[str, Any]], Any],
-    watched: Callable[[dict[str, Any]], bool] = lambda request: False,
-    begin: Callable[[], object] = lambda: None,
-) -> NoReturn:
-    """Answer the requests of the `Worker` that started this process, until it goes away.
-
-    What takes long before the first one belongs into `begin`: from there on this process ends with its parent.
-
-    What `handle` returns has to be JSON. What it raises becomes an error with the type, the message
-    and the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that
-    sticks to the context, say) makes the parent replace this process. So does a request that is `watched`, and that
-    leaves the process in another state than it found it in: an alarm, signals, the rounding of numbers.
-    """
-    requests, replies = _attach()
-    faulthandler.enable()  # a segfault leaves the Python stack in the output
-    # Crashes are expected here: no gigabytes of core for each.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # what is in a buffer is lost in a crash
-    begin()
-    _send_line(replies, json.dumps({"token": None}))
-    with os.fdopen(requests, "rb") as lines:
-        for line in lines:
-            message = json.loads(line)
-            before = _state() if watched(message["request"]) else None
-            reply: dict[str, Any] = {"token": message["token"]}
-            try:
-                reply["ok"] = handle(message["request"])
-                json.dumps(reply)  # what is not JSON is the handler's error
-            except Exception as error:
-                reply.pop("ok", None)
-                reply["error"] = _describe_error(error)
-                reply["traceback"] = traceback.format_exc()[-_TAIL:]
-                reply["fatal"] = bool(getattr(error, "fatal", False))
-            after = _state() if before is not None else {}
-            reply["changed"] = [what for what, state in (before or {}).items() if after.get(what) != state]
-            _send_line(replies, json.dumps(reply))
-    os._exit(0)  # nobody is left to clean up for, and a driver's exit handlers can hang
-
-
-def _state() -> dict[str, Any]:
-    """What a request may leave behind in this process that others would meet."""
-    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    smallest = sys.float_info.min
-    found = {
-        "its alarms": [signal.getitimer(which)[0] > 0 for which in timers],
-        "its folder": os.getcwd(),
-        "its limits": [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU)],
-        "its rounding": (ctypes.CDLL(None).fegetround(), smallest / 2 > 0),  # are denormal numbers flushed to zero?
-    }
-    names = {"SigBlk": "signals blocked", "SigIgn": "signals ignored", "SigCgt": "signals caught", "Umask": "its umask"}
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if what := names.get(line.partition(":")[0]):
-                found[what] = line
-        found["its timers"] = Path("/proc/self/timers").read_text()
-    except OSError:  # not everywhere
-        pass
-    return found
-
-
-def _attach() -> tuple[int, int]:
-    """Take over the pipes, and tie this process's life to its parent's."""
-    try:
-        requests, replies, parent = map(int, os.environ.pop(_VARIABLE).split(","))
-    except (KeyError, ValueError):
-        sys.exit(f"{sys.argv[0]}: to be started by tvm_sparse, not by hand")
-    # Compilers started from here must not keep the pipes open.
-    os.set_inheritable(requests, False)
-    os.set_inheritable(replies, False)
-    if sys.platform == "linux":
-        # Reading the end of the pipe is not enough: it waits for the handler, which may not return.
-        # Where a sandbox forbids this call, it is what remains.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the prctl
-        sys.exit("the process that started this worker is gone, or is not its direct parent")
-    return requests, replies
-
-
-def _send_line(fd: int, text: str) -> None:
-    data = memoryview(text.encode() + b"\n")
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-    except BrokenPipeError:
-        os._exit(0)
-
-
-def _describe_error(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ is somebody else's code
-        return type(error).__name__
+    return text[-TAIL:].strip()
