@@ -139,7 +139,6 @@ def fit(
         permutations = wta.permutations(hidden, k, units, steps[-1], seed)
         codes, theirs = (wta.hash_rows(to_host(array), permutations) for array in (embedding, samples))
         found += survey.points(codes, theirs, k, units, steps)
-
     itemsize = numpy_dtype(known.dtype).itemsize
 
     def work(point: Point) -> float:
@@ -147,27 +146,10 @@ def fit(
         hashed = rows * point.bands * (point.units * point.k + vocab / point.k**point.units)
         return point.candidates * hidden * itemsize + 4.0 * hashed
 
-    def least(level: float) -> dict[tuple[int, int, int], Point]:
-        """Of each hash the setting that reads least and reaches the recall, the least of all first."""
-        reaching: dict[tuple[int, int, int], Point] = {}
-        reached = (p for p in found if p.level >= level and p.recall >= level and p.share <= MOST_SHARE)
-        for point in sorted(reached, key=work):
-            reaching.setdefault((point.k, point.units, point.bands), point)
-        return reaching
-
-    eligible = list(least(recall).values())[:trials]
-    points = list(dict.fromkeys([*eligible, *(p for level in LEVELS for p in list(least(level).values())[:1])]))
-    hashings: dict[tuple[int, int], Hashing] = {}
-    heads = {}
-    for point in sorted(points, key=lambda p: -p.bands):
-        numbers = point.k, point.units, point.bands, point.threshold, point.frequent, point.capacity
-        kind = settings(vocab, hidden, k=point.k, units=point.units, bands=point.bands, threshold=1, frequent=0).table
-        if (point.k, point.units) not in hashings:  # the one with most bands comes first
-            permutations = wta.permutations(hidden, point.k, point.units, point.bands, seed)
-            hashings[point.k, point.units] = hash_words(embedding, permutations, kind, seed)
-        hashing = hashings[point.k, point.units].first(point.bands)
-        chosen = Settings(vocab, hidden, *numbers, kind)
-        heads[point] = head_class.assembled(embedding, bias, chosen, hashing, ranking[: point.frequent])
+    found.sort(key=work)
+    eligible = _reaching(found, recall)[:trials]
+    points = list(dict.fromkeys([*eligible, *(p for level in LEVELS for p in _reaching(found, level)[:1])]))
+    heads = _heads(head_class, points, embedding, bias, (vocab, hidden), ranking, seed)
     machine = machine_of("embedding", known)
     step = samples[len(samples) - rows * sentences :]
     timed, exact_seconds = _timed(heads, exact, step, n, sentences, known.device)
@@ -199,6 +181,40 @@ def fit(
         machine.name,
         f"{verdict} ({where})",
     )
+
+
+def _reaching(found: Iterable[Point], level: float) -> list[Point]:
+    """The first setting of each hash that reaches a recall, on both halves of the samples."""
+    reaching: dict[tuple[int, int, int], Point] = {}
+    for point in found:
+        if point.level >= level and point.recall >= level and point.share <= MOST_SHARE:
+            reaching.setdefault((point.k, point.units, point.bands), point)
+    return list(reaching.values())
+
+
+def _heads(
+    head_class: Any,
+    points: Iterable[Point],
+    embedding: Any,
+    bias: Any,
+    shape: tuple[int, int],
+    ranking: np.ndarray,
+    seed: int,
+) -> dict[Point, Any]:
+    """A head of each setting; those of one hash share the tables of the one that has most bands."""
+    vocab, hidden = shape
+    hashings: dict[tuple[int, int], Hashing] = {}
+    heads = {}
+    for point in sorted(points, key=lambda p: -p.bands):
+        numbers = point.k, point.units, point.bands, point.threshold, point.frequent, point.capacity
+        kind = settings(vocab, hidden, k=point.k, units=point.units, bands=point.bands, threshold=1, frequent=0).table
+        if (point.k, point.units) not in hashings:
+            permutations = wta.permutations(hidden, point.k, point.units, point.bands, seed)
+            hashings[point.k, point.units] = hash_words(embedding, permutations, kind, seed)
+        hashing = hashings[point.k, point.units].first(point.bands)
+        chosen = Settings(vocab, hidden, *numbers, kind)
+        heads[point] = head_class.assembled(embedding, bias, chosen, hashing, ranking[: point.frequent])
+    return heads
 
 
 def _timed(
