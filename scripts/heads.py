@@ -20,7 +20,7 @@ from contenders import built
 from reproduction import write_csv
 
 import tvm_sparse
-from tvm_sparse.bench.timing import ROUNDS, time_cpu, time_cuda
+from tvm_sparse.bench.timing import ROUNDS, Times, time_cpu, time_cuda
 from tvm_sparse.cli.common import console, table, us
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Mismatch, Problem
@@ -244,10 +244,15 @@ def step_contenders(
 
 
 def timed(
-    calls: Mapping[str, Call], checks: Mapping[str, Check], device: str, rounds: int = ROUNDS["cuda"]
+    calls: Mapping[str, Call],
+    checks: Mapping[str, Check],
+    device: str,
+    rounds: int = ROUNDS["cuda"],
+    *,
+    cold: bool = False,
 ) -> dict[str, Timed]:
     """Check contenders and time them in turn, on a GPU in so many rounds. What fails has no time, and a note; so has
-    what is wrong."""
+    what is wrong. `cold`: as `time_cold` does, on a GPU."""
     results: dict[str, Timed] = {}
     able: dict[str, Call] = {}
     for name, call in calls.items():
@@ -262,13 +267,41 @@ def timed(
             continue
         able[name] = call
         results[name] = Timed(None)  # keeps the order
-    times = time_cuda(able, rounds) if device == "cuda" else time_cpu(able, CPU_ROUNDS)
+    if device == "cuda":
+        times = (time_cold if cold else time_cuda)(able, rounds)
+    else:
+        times = time_cpu(able, CPU_ROUNDS)
     for name, (how, seconds) in times.items():
         if isinstance(seconds, str):
             results[name] = Timed(None, note=seconds)
         else:
             results[name] = Timed(statistics.median(seconds), how)
     return results
+
+
+def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
+    """`time_cuda` of calls between which another kernel reads twice what the L2 cache holds, as the layers of a model
+    do between two steps of its head. That kernel's time, of the same round, is taken off."""
+    held = torch.zeros(2 * torch.cuda.get_device_properties(0).L2_cache_size // 4, device="cuda")
+    total = torch.empty((), device="cuda")
+
+    def read() -> None:
+        torch.sum(held, dim=0, out=total)
+
+    def after(call: Call) -> Call:
+        def both() -> Any:
+            read()
+            return call()
+
+        return both
+
+    alone = "a read of the L2 cache"
+    found = time_cuda({alone: read, **{name: after(call) for name, call in calls.items()}}, rounds)
+    _, reads = found.pop(alone)
+    return {
+        name: (how, [second - first for first, second in zip(reads, seconds, strict=True)])
+        for name, (how, seconds) in found.items()
+    }
 
 
 class Report:
