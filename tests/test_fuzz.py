@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -46,8 +47,8 @@ def test_readers_and_functions_raise_what_they_document(fuzz: ModuleType, tmp_pa
 
 def test_a_finding_is_told_with_its_place(fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a reader raises beyond its documentation, and a process would not survive, is not lost."""
-    reader = fuzz.READERS["candidate"]
-    monkeypatch.setitem(fuzz.READERS, "candidate", fuzz.Reader(reader.seeds, reader.read, (), False))
+    reader = dataclasses.replace(fuzz.READERS["candidate"], errors=(), structured=False)
+    monkeypatch.setitem(fuzz.READERS, "candidate", reader)
     report = fuzz.guided("candidate", 60, 1, tmp_path / "last")
     assert report.findings and report.findings[0].startswith("candidate: ValueError at core/candidate.py:")
 
