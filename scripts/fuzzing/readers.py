@@ -175,7 +175,7 @@ READERS["predictor"] = Reader(_predictors, _read_predictor, (predictor.Predictor
 
 
 def _shapes() -> list[bytes]:
-    scripts = Path(__file__).parent
+    scripts = Path(__file__).parent.parent
     own = b"[[softmax_topk]]\nbatch = [1, 10]\nvocab = 100\nk = [5, 50]\n[softmax]\nbatch = 3\nvocab = 10\n"
     return [own, (scripts / "weights.toml").read_bytes()]
 
