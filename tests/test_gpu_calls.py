@@ -22,6 +22,7 @@ from cases import BUILDS, use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.bench.compare import compare
+from tvm_sparse.bench.timing import time_cuda
 from tvm_sparse.core import machine
 from tvm_sparse.core.problem import FLOATS, Problem
 from tvm_sparse.core.registry import parse
@@ -697,6 +698,19 @@ def test_host_time_of_a_call(name: str, capsys: pytest.CaptureFixture[str]) -> N
         check(static, result)
     with capsys.disabled():
         print(f"\n{name}: host time of a call {times['new']:.1f} us, with out= {times['out']:.1f} us")
+
+
+def test_what_cannot_be_captured_is_timed_without_a_graph() -> None:
+    """And leaves nothing behind: PyTorch draws random numbers as before."""
+    x = torch.zeros(8, device="cuda")
+
+    def waits() -> None:
+        x.add_(1)
+        torch.cuda.synchronize()
+
+    found = time_cuda({"waits": waits, "adds": lambda: x.add_(1)}, rounds=2)
+    assert {name: how for name, (how, _) in found.items()} == {"waits": "eager", "adds": "graph"}
+    assert torch.randn(3, device="cuda").isfinite().all()
 
 
 def test_rotated_inputs_are_compared() -> None:

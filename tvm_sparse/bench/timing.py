@@ -14,6 +14,7 @@ import functools
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -115,6 +116,7 @@ def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> T
             result[name] = ("graph", [])
         except Exception:  # a library that synchronises or allocates by itself cannot be captured
             torch.cuda.synchronize()
+            _end_capture()
             runs[name] = _torch_eager(call, FEWEST_CALLS, stream), FEWEST_CALLS
             result[name] = ("eager", [])
     for _ in range(rounds):
@@ -143,6 +145,17 @@ def _torch_recorder(call: Call, stream: Any) -> Callable[[int], Replay]:
         return functools.partial(_torch_seconds, graph.replay, stream)
 
     return record
+
+
+def _end_capture() -> None:
+    """After a capture that failed PyTorch refuses random numbers, which it takes for a part of it: until another one
+    has ended well."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the graph is empty
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
 
 
 def _torch_eager(call: Call, calls: int, stream: Any) -> Replay:
