@@ -1,6 +1,6 @@
 """Fuzzing: every file reader with inputs that coverage guides, every public function with arguments nearly right.
 
-    python scripts/fuzz.py                            # 220,000 cases, some 16 minutes; writes results/fuzz-*.csv
+    python scripts/fuzz.py                            # 225,000 cases, 5 to 16 minutes; writes results/fuzz-*.csv
     python scripts/fuzz.py --only manifest --scale 4 --seed 7
 
 *Readers* get bytes that were mutated from valid files: of bytes, of JSON values, of two files crossed. An input that
