@@ -111,6 +111,11 @@ def pair_warps(e: Extents) -> int:
     return ceildiv(min(e.blocks, e.threads), 32)
 
 
+def score_at(io: Any, s: State, position: Any) -> Any:
+    """Where the score of a word of the list is, by its position."""
+    return io.workspaces["scores"].ptr_to(io.place(s.index, s.row, position))
+
+
 # fmt: off
 def load_pairs(e: Extents) -> Callable[..., Any]:
     """Load the pairs of the first kernel's blocks, as far as a thread has them.
@@ -390,8 +395,7 @@ def begin_near(e: Extents) -> Callable[..., Any]:
         s.near[0] = T.Select(s.count[0] > e.most_tiles, 0, s.count[0] * e.tile_n)
         for j in T.unroll(e.near_loads):
             if j * e.threads + s.t < s.near[0]:
-                load_uint(s.bits[j], io.workspaces["scores"].ptr_to(
-                    io.place(s.index, s.row, near_position(e, s, j * e.threads + s.t))))
+                load_uint(s.bits[j], score_at(io, s, near_position(e, s, j * e.threads + s.t)))
 
     return phase
 
@@ -419,7 +423,7 @@ def collect_near(e: Extents) -> Callable[..., Any]:
                 keep(s, j * e.threads + s.t, j)
         for i in T.serial(T.max((s.near[0] - s.t + (e.threads - 1)) // e.threads - e.near_loads, 0)):
             at: T.int32 = (i + e.near_loads) * e.threads + s.t
-            load_uint(s.bits[0], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, near_position(e, s, at))))
+            load_uint(s.bits[0], score_at(io, s, near_position(e, s, at)))
             keep(s, at, 0)
         T.cuda.cta_sync()
 
@@ -453,7 +457,7 @@ def search_words(e: Extents) -> Search:
 
     @T.inline
     def load(io, s, i, j):
-        load_uint(s.bits[j], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, name(s, i))))
+        load_uint(s.bits[j], score_at(io, s, name(s, i)))
 
     @T.inline
     def finish(s, i, j):
@@ -501,8 +505,7 @@ def write_asked(e: Extents) -> Callable[..., Any]:
         for i in T.serial((e.ids - s.t + (e.threads - 1)) // e.threads):
             load_long(s.wanted[0], io.ids.ptr_to([s.row, i * e.threads + s.t]))
             if s.wanted[0] >= T.int64(0) and s.wanted[0] < T.Cast("int64", s.words[0]):
-                load_float(
-                    s.pair[0], io.workspaces["scores"].ptr_to(io.place(s.index, s.row, T.Cast("int32", s.wanted[0]))))
+                load_float(s.pair[0], score_at(io, s, T.Cast("int32", s.wanted[0])))
                 write_value(io, s, io.given, [s.row, i * e.threads + s.t], s.pair[0], factor)
             else:
                 io.given[s.row, i * e.threads + s.t] = T.float32("nan")
