@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.bench.compare import NAME
 
 from .register import PARTS, part
@@ -44,4 +46,4 @@ def nhot_ratios() -> str:
     )
 
 
-PARTS["where-nhot"] = where("argueta-chiang-table1-h200", "argueta-chiang-table1-float16-h200")
+PARTS["where-nhot"] = partial(where, "argueta-chiang-table1-h200", "argueta-chiang-table1-float16-h200")

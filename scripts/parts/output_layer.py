@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
@@ -310,9 +311,7 @@ def lsh_quality() -> str:
 @part
 def lsh_quality_data() -> str:
     facts = results(QUALITY).facts
-    return (
-        f"{where(QUALITY)()} {facts['states'].partition(': ')[2][0].upper()}{facts['states'].partition(': ')[2][1:]}."
-    )
+    return f"{where(QUALITY)} {facts['states'].partition(': ')[2][0].upper()}{facts['states'].partition(': ')[2][1:]}."
 
 
 def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
@@ -373,6 +372,6 @@ def head_decisions() -> str:
     return f"{sentence}."
 
 
-PARTS["where-head"] = where(HEAD)
-PARTS["where-specvocab"] = where(SPECVOCAB)
-PARTS["where-table4"] = where(TABLE4)
+PARTS["where-head"] = partial(where, HEAD)
+PARTS["where-specvocab"] = partial(where, SPECVOCAB)
+PARTS["where-table4"] = partial(where, TABLE4)

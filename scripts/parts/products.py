@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tvm_sparse.bench.compare import NAME
@@ -95,7 +96,7 @@ def launch_floor() -> str:
     )
 
 
-PARTS["where-gu"] = where("gu-tables-h200")
-PARTS["where-float16"] = where("peers-float16-h200")
-PARTS["where-rotated"] = where("peers-rotated-h200")
-PARTS["where-launch"] = where("launch-floor-h200")
+PARTS["where-gu"] = partial(where, "gu-tables-h200")
+PARTS["where-float16"] = partial(where, "peers-float16-h200")
+PARTS["where-rotated"] = partial(where, "peers-rotated-h200")
+PARTS["where-launch"] = partial(where, "launch-floor-h200")

@@ -44,7 +44,7 @@ def rnn_peers() -> str:
         return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
 
     rows = recurrent_rows(RNN, first=first)
-    return f"{where(RNN)()}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
+    return f"{where(RNN)}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
 
 
 @part
@@ -56,7 +56,7 @@ def zhu_pool_table1() -> str:
     ]
     head = ["configuration", "microseconds", "over the dense loop", "paper's", "bank conflicts, expected", "measured",
             "paper's"]  # fmt: skip
-    return f"{where(ZHU_TABLE1)()}\n\n{table(head, rows)}"
+    return f"{where(ZHU_TABLE1)}\n\n{table(head, rows)}"
 
 
 @part
@@ -67,7 +67,7 @@ def zhu_pool_figures() -> str:
 
     rows = recurrent_rows(ZHU_FIGURES, "figure", first=first)
     head = ["figure: hidden x batch x steps, density", *RNN_COLUMNS]
-    return f"{where(ZHU_FIGURES)()}\n\n{table(head, rows)}"
+    return f"{where(ZHU_FIGURES)}\n\n{table(head, rows)}"
 
 
 @part
@@ -77,4 +77,4 @@ def zhu_pool_tables23() -> str:
         return f"{table_}: {cell}, {hidden} at {float(density):.3g}, batch {batch}"
 
     rows = recurrent_rows(ZHU_TABLES, "table", first=first)
-    return f"{where(ZHU_TABLES)()}\n\n{table(['table: layer', *RNN_COLUMNS], rows)}"
+    return f"{where(ZHU_TABLES)}\n\n{table(['table: layer', *RNN_COLUMNS], rows)}"

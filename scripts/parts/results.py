@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,18 +73,14 @@ def loses(ratio: float) -> bool:
     return round(ratio, 2) < 1
 
 
-def where(*names: str) -> Callable[[], str]:
+def where(*names: str) -> str:
     """Where, when and how some files of results were measured."""
-
-    def sentence() -> str:
-        timing = {results(name).facts["timing"] for name in names}
-        graphs = all(text.startswith("CUDA graphs") for text in timing)
-        rotated = all("past the L2 cache" in text for text in timing)
-        return (
-            f"{provenance(*names)}; microseconds a call {'in CUDA graphs' if graphs else 'from Python'}, inputs"
-            f" {'rotated past the L2 cache' if rotated else 'hot'}."
-            # Of a file that was put together of several runs.
-            + "".join(f" {results(name).facts['runs']}" for name in names if "runs" in results(name).facts)
-        )
-
-    return sentence
+    timing = {results(name).facts["timing"] for name in names}
+    graphs = all(text.startswith("CUDA graphs") for text in timing)
+    rotated = all("past the L2 cache" in text for text in timing)
+    return (
+        f"{provenance(*names)}; microseconds a call {'in CUDA graphs' if graphs else 'from Python'}, inputs"
+        f" {'rotated past the L2 cache' if rotated else 'hot'}."
+        # Of a file that was put together of several runs.
+        + "".join(f" {results(name).facts['runs']}" for name in names if "runs" in results(name).facts)
+    )

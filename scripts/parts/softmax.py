@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import machine, registry
@@ -155,8 +156,8 @@ def softmax_sample_peers() -> str:
     return table(head, rows)
 
 
-PARTS["where-peers"] = where("peers-h200")
-PARTS["where-softmax"] = where("peers-softmax-h200")
-PARTS["where-sample"] = where(SAMPLED)
-PARTS["where-milakov"] = where("milakov-gimelshein-h200")
-PARTS["where-milakov-cpu"] = where("milakov-gimelshein-x86-64-v4")
+PARTS["where-peers"] = partial(where, "peers-h200")
+PARTS["where-softmax"] = partial(where, "peers-softmax-h200")
+PARTS["where-sample"] = partial(where, SAMPLED)
+PARTS["where-milakov"] = partial(where, "milakov-gimelshein-h200")
+PARTS["where-milakov-cpu"] = partial(where, "milakov-gimelshein-x86-64-v4")
