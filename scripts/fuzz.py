@@ -29,12 +29,15 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from fuzzing.functions import CALLS, functions
-from fuzzing.readers import READERS, guided
-from fuzzing.report import Report
 from reproduction import provenance, result_path, write_csv
 
 from tvm_sparse.core import machine
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from fuzzing.functions import CALLS, functions
+from fuzzing.readers import READERS, guided
+from fuzzing.report import Report
 
 COLUMNS = ("target", "how", "cases", "taken", "refused", "kept", "ways", "findings", "seconds")
 READER_CASES, FUNCTION_CASES = 16_000, 2_000

@@ -140,20 +140,7 @@ def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
         yield own
 
 
-class Foreign:
-    """An array that speaks DLPack and nothing else."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()
-
-
 __all__ = [
-    "AWKWARD", "Foreign", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
+    "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
     "settings_of", "use_dispatcher",
 ]  # fmt: skip

@@ -23,7 +23,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import Foreign, calls_run
+from cases import calls_run
+from foreign import Foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import Foreign
+from foreign import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
 

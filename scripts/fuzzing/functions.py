@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from foreign import Foreign
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -24,19 +25,6 @@ from tvm_sparse.formats import wta
 
 from .readers import TOPK, small_head
 from .report import SLOW, Report, found_error
-
-
-class Foreign:
-    """An array that speaks DLPack and nothing else."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()
 
 
 def _normal(*shape: int) -> np.ndarray:
