@@ -93,10 +93,7 @@ def main(
             make("softmax_topk", {"batch": batch, "vocab": vocab, "k": k, "dtype": dtype})
             for batch, vocab, _, k, dtype in shapes
         ]
-        facts = provenance(where)
-        if cold:
-            facts["timing"] = facts["timing"].replace("hot", "from memory: another kernel uses the L2 cache in between")
-        report, rows = Report(csv_path, facts, COLUMNS), []
+        report, rows = Report(csv_path, provenance(where, cold=cold), COLUMNS), []
         with ready([*heads, *tops], where):
             for problem, (batch, vocab, hidden, k, dtype) in zip(heads, shapes, strict=True):
                 embedding, states = draw(vocab, hidden, batch, dtype, where.device, seed)

@@ -18,9 +18,11 @@ from tvm_sparse.core.machine import Machine
 RESULTS = Path(__file__).parent / "results"
 
 
-def provenance(where: Machine, *, rotated: bool = False) -> dict[str, str]:
+def provenance(where: Machine, *, rotated: bool = False, cold: bool = False) -> dict[str, str]:
     """Device, date, versions, and how times are taken: what a figure means nothing without."""
     inputs = "inputs rotated past the L2 cache" if rotated else "inputs not rotated (hot)"
+    if cold:
+        inputs = "inputs not rotated (from memory: another kernel uses the L2 cache in between)"
     facts = {
         "device": f"{where.name} ({where.arch})",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

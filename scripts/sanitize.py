@@ -18,8 +18,8 @@ finding ends the CUDA context, and with it everything that follows: a process st
 one takes its place; a test in which its process ends has failed. A tool's line has its messages, and the tests that
 they came in. How long all of it takes on a machine, `--minutes` tells: a line has the tests and seconds, and how many
 tests are `left`, not begun before the time was up. What ended counts, whatever becomes of the run; a tool that takes
-half as long again is killed, and its line names the tests that it was in. So does one that is told to end (SIGTERM).
-`--keep FOLDER --resume` goes on with what is left.
+half as long again is killed, and its line names the tests that it was in. So does that of a run which is told to end,
+by SIGTERM or Ctrl-C. `--keep FOLDER --resume` goes on with what is left.
 
 racecheck works on processors: its threads get as many cores as a process has of them. It looks at this package's
 kernels alone, and so does initcheck from version 2026.4 on, which knows what other kernels have written. Prefer a late
@@ -171,6 +171,7 @@ def run(
     tests: list[str],
     *,
     version: tuple[int, ...] = (),
+    stop: Callable[[], bool] = lambda: False,
     selection: str = "",
     deselected: list[str] | None = None,
     minutes: float = 0,
@@ -183,7 +184,8 @@ def run(
 ) -> dict[str, Any]:
     """One tool over the tests, or none: a line of the table. What they build is kept in the folder `builds`, or not at
     all; what pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`. `gpus`: what
-    `CUDA_VISIBLE_DEVICES` is, for the processes in turn; as it is here where there are none."""
+    `CUDA_VISIBLE_DEVICES` is, for the processes in turn; as it is here where there are none. `stop` is asked whether to
+    end at once."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if keep is None else keep.resolve() / tool
         if not resume:
@@ -236,7 +238,7 @@ def run(
         started = time.monotonic()
         with printed.open("a") as file:  # no pipe, which a process that is left behind would hold
             until = started + 90 * minutes + 60 if minutes else math.inf
-            ended = _work(begin, workers, until, failures)
+            ended = _work(begin, workers, until, stop, failures)
         output = printed.read_text(errors="replace")
         spent, found = folder / "seconds", counts(report)
         seconds = round(time.monotonic() - started) + (int(spent.read_text()) if spent.exists() else 0)
@@ -246,23 +248,19 @@ def run(
         said = "".join(path.read_text(errors="replace") for path in folder.glob("log*"))
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found
         line |= errors_of(said, _lines(_findings(report)))
-        if ended in (KILLED, STOPPED) and (some := _begun(taken, report)):
+        if ended in (KILLED, STOPPED) and (some := sorted(test.partition("::")[2] for test in _begun(taken, report))):
             line["messages"] = "; ".join(filter(None, (line["messages"], f"in the midst of {', '.join(some)}")))
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])
     return line
 
 
-_told_to_end = False
-
-
-def _end_soon(*_: object) -> None:
-    global _told_to_end
-    _told_to_end = True
-
-
 def _work(
-    begin: Callable[[int], subprocess.Popen[bytes]], workers: int, until: float, failures: Callable[[int], int]
+    begin: Callable[[int], subprocess.Popen[bytes]],
+    workers: int,
+    until: float,
+    stop: Callable[[], bool],
+    failures: Callable[[int], int],
 ) -> str:
     """Processes, and one more for each that stopped at a failure, until they or the time end: how they ended.
 
@@ -273,7 +271,7 @@ def _work(
     replaced = 0
     try:
         while processes:
-            if _told_to_end:
+            if stop():
                 return STOPPED
             if time.monotonic() > until:
                 return KILLED
@@ -294,20 +292,18 @@ def _work(
     return f"status {', '.join(map(str, failed))}" if failed else "no test" if statuses == {NONE} else "whole"
 
 
-def _begun(taken: Path, report: Path) -> list[str]:
-    """The tests that processes have taken, and that have not ended."""
+def _begun(taken: Path, report: Path) -> dict[str, str]:
+    """The tests that processes have taken, and that have not ended, each with that process's file for the sanitizer."""
     ended = {test for test, *_ in _lines(report)}
-    tests = (path.read_text().partition("\n")[0] for path in taken.iterdir())
-    return sorted(test.partition("::")[2] for test in tests if test and test not in ended)
+    begun = dict(path.read_text().strip().partition("\n")[::2] for path in taken.iterdir())
+    return {test: said for test, said in begun.items() if test and test not in ended}
 
 
 def _note_died(taken: Path, report: Path, log: str) -> None:
     """Where a process that wrote this file has ended in the midst of a test: that failed, and what the sanitizer said
     is of it."""
-    ended = {test for test, *_ in _lines(report)}
-    for path in taken.iterdir():
-        test, _, said = path.read_text().strip().partition("\n")
-        if said == log and test not in ended:
+    for test, said in _begun(taken, report).items():
+        if said == log:
             _append(report, [test, "failed", 0.0])
             if kinds := _kinds(Path(log).read_text(errors="replace") if Path(log).exists() else ""):
                 _append(_findings(report), [test, kinds])
@@ -381,6 +377,7 @@ def main(
 
     from tvm_sparse.cli.common import console, table
     from tvm_sparse.core import machine
+    from tvm_sparse.tuning.session import stop_on_interrupt
 
     if resume and keep is None:
         raise typer.BadParameter("resume: expected --keep with it, the folder of the run")
@@ -401,15 +398,15 @@ def main(
     facts = {k: v for k, v in provenance(where).items() if k != "timing"}
     version = version_of(sanitizer)
     asked |= {"date": facts["date"][:10], "version": ".".join(map(str, version))}
-    signal.signal(signal.SIGTERM, _end_soon)
     lines = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, stop_on_interrupt() as stop:
         for name in (NO_TOOL, *(tool or TOOLS)):
             line = run(
                 sanitizer,
                 name,
                 files,
                 version=version,
+                stop=stop,
                 selection=selection,
                 deselected=deselect,
                 minutes=minutes,
@@ -425,14 +422,14 @@ def main(
             if name != NO_TOOL:
                 lines.append(line)
                 write_csv(path, facts, COLUMNS, merged(path, TOOLS, [[line[column] for column in COLUMNS]]))
-            if _told_to_end:
+            if stop():
                 break
     columns = [column for column in COLUMNS if column not in asked]
     shown = table(*columns, right=columns[1 : columns.index("ended")])
     for line in lines:
         shown.add_row(*(str(line[column]) for column in columns))
     console().print(shown)
-    if _told_to_end or any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
+    if stop() or any(line["errors"] or line["failed"] or not line["passed"] for line in lines):
         raise SystemExit(1)
 
 

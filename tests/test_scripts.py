@@ -11,8 +11,6 @@ import os
 import string
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -340,7 +338,6 @@ def test_without_a_gpu():
 
 def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import sanitize
     from sanitize import counts, device_tier, run
 
     program, tests = tmp_path / "compute-sanitizer", tmp_path / "tests" / "test_some.py"
@@ -383,17 +380,9 @@ def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: p
     # A run that is told to end says what it was in.
     tests.write_text(SANITIZED.replace("    time.sleep(0.1)", "    time.sleep(3600 if number == 5 else 0)"))
     before = set(tests.parent.iterdir())
-
-    def tell() -> None:
-        while set(tests.parent.iterdir()) == before:
-            time.sleep(0.05)
-        sanitize._end_soon()
-
-    monkeypatch.setattr(sanitize, "_told_to_end", False)
-    teller = threading.Thread(target=tell)
-    teller.start()
-    line = run(str(program), "racecheck", [str(tests)], selection="5")
-    teller.join()
+    line = run(
+        str(program), "racecheck", [str(tests)], selection="5", stop=lambda: set(tests.parent.iterdir()) != before
+    )
     assert (line["ended"], line["tests"], line["messages"]) == ("stopped", 0, "in the midst of test_some[5]")
     report = tmp_path / "report"
     outcomes = [("a", "passed"), ("b", "failed"), ("b", "passed"), ("c", "left"), ("a", "failed")]
