@@ -206,6 +206,7 @@ def run(
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         told = {"PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", REPORT: str(report), TAKEN: str(taken)}
         if builds is not None:
+            builds.mkdir(parents=True, exist_ok=True)
             told[BUILDS] = str(builds)
         if tool == "synccheck":
             told[CLUSTER] = LARGEST_CHECKED

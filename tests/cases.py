@@ -102,6 +102,13 @@ def case_id(value: Any) -> str | None:
     return None
 
 
+def number_of_builds() -> int:
+    """What seeds the problems that a test draws and builds: another one in every run, the same in all with one folder
+    of builds."""
+    kept = os.environ.get(BUILDS)
+    return os.stat(kept).st_ino if kept else int.from_bytes(os.urandom(4), "little")
+
+
 def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> Compiled:
     """Compile to `path`; or, where a folder keeps what is built, to a place of its own there, once."""
     kept = os.environ.get(BUILDS)

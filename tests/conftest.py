@@ -58,7 +58,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Processes that tests start have all there is, but time in rounds that are short.
 
     They and the tests share a cache of compiled kernels, begun anew: with the user's, a template that changed would not
-    be compiled again, and one of two processes that test would wait for its lock while the other compiles.
+    be compiled again.
     """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("children")

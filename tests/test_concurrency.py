@@ -21,8 +21,10 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.machine import cpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log, database
+from tvm_sparse.runtime import cache
 from tvm_sparse.runtime.dispatch import Dispatcher
 from tvm_sparse.tuning import plans, session
+from tvm_sparse.workers.building import library_name
 
 KEYS = ("softmax_topk/batch=8,vocab=61,k=5", "logsumexp/batch=8,vocab=97")
 
@@ -103,4 +105,20 @@ def test_ten_processes_race_for_a_cold_cache(tmp_path: Path, children_without_to
     [entry] = manifest.read(folder)
     assert found == [(entry.library, True)] * 10
     assert entry.candidate == spaces.fallback(parse(KEYS[0]), cpu())
-    assert {path.name for path in folder.iterdir()} - {".lock"} == {"manifest.json", entry.library}
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert names - {".lock"} == {"manifest.json", entry.library}
+
+
+def test_a_library_is_compiled_while_another_process_compiles_another(tmp_path: Path) -> None:
+    """It has the lock of that one's part of the cache; whoever removes all libraries waits for it."""
+    folder, candidates = tmp_path / cpu().arch, [spaces.fallback(parse(key), cpu()) for key in KEYS[:2]]
+    one, other = (library_name(parse(key), c, cpu().arch) for key, c in zip(KEYS[:2], candidates, strict=True))
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path)
+    with ThreadPoolExecutor(1) as pool, cache.building(folder, [one]):
+        assert own.kernel(parse(KEYS[1]), cpu()).entry.library == other
+        assert [path.name for path in folder.glob("*.so")] == [other]
+        cleaned = pool.submit(cache.clean, folder)
+        with pytest.raises(TimeoutError):
+            cleaned.result(timeout=0.5)
+        assert (folder / other).exists()
+    assert not list(folder.glob("*.so"))

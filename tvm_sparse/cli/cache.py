@@ -10,9 +10,6 @@ import typer
 
 from .common import errors, size
 
-# A compilation takes up to minutes; nothing is removed under it.
-LOCK_SECONDS = 360.0
-
 
 class Action(enum.StrEnum):
     show = "show"
@@ -27,7 +24,7 @@ def cache(
 ) -> None:
     """Show the libraries that calls have compiled for this user, or remove them. Records stay."""
     with errors():
-        from ..core import locking
+        from ..runtime import cache as compiled
         from ..runtime import paths
 
         root = paths.user_cache()
@@ -35,10 +32,7 @@ def cache(
         for folder in folders:
             count, total = _libraries(folder)
             if action is Action.clean:
-                with locking.held(folder / ".lock", LOCK_SECONDS):
-                    for path in folder.iterdir():
-                        if path.is_file() and path.name != ".lock":
-                            path.unlink()
+                compiled.clean(folder)
             done = "removed" if action is Action.clean else f"in {folder}"
             typer.echo(f"{folder.name}: {count} {'library' if count == 1 else 'libraries'}, {size(total)}, {done}")
         if not folders:

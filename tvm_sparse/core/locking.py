@@ -64,6 +64,15 @@ def held(path: Path, seconds: float, progress: Callable[[], Any] = lambda: None)
         lock.release()
 
 
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written anew, or a folder gets another file; None if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def _holder(path: Path) -> int | None:
     """The process that holds a file's lock, as the kernel tells it; None on another machine, or where it does not."""
     try:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest, runtime_libraries, signing, trust
-from ..artifacts.compile import UNFINISHED, CompileError
+from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, ManifestError
 from ..artifacts.residency import too_large
 from ..artifacts.signing import Signed
@@ -35,7 +35,7 @@ from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
-from . import loading, paths
+from . import cache, loading, paths
 from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, same_program
 
 logger = logging.getLogger("tvm_sparse")
@@ -322,7 +322,7 @@ class Dispatcher:
         sources = list(self._folders)
         shipped = paths.shipped_kernels() if self._shipped is None else (self._shipped,)
         for name, folder in (*(("package", folder) for folder in shipped), ("cache", self._cache_folder(machine))):
-            if (stamp := _stamp(folder / manifest.NAME)) is None:
+            if (stamp := locking.stamp(folder / manifest.NAME)) is None:
                 continue
             held = self._manifests.get(folder)
             if held is None or held[0] != stamp:
@@ -455,16 +455,17 @@ class Dispatcher:
         return min(found, key=lambda one: machines.suitability(one[1].arch, machine) or 0, default=None)
 
     def _compile(self, choices: Sequence[Choice], machine: Machine, builders: int = 1) -> list[tuple[Path, Entry]]:
-        """Compile what the user's cache lacks; two processes that need the same library wait for each other.
+        """Compile what the user's cache lacks; processes that need the same library wait for each other.
 
         What was compiled before one of several failed stays.
         """
         from ..workers import building
 
+        def library(choice: Choice) -> str:
+            return building.library_name(choice.compiled_for, choice.candidate, machine.arch)
+
         folder = self._cache_folder(machine)
-        with _writable_cache(folder, building.BUILD_TIMEOUT + 60):
-            for path in folder.glob(f"{UNFINISHED}*"):
-                path.unlink(missing_ok=True)  # nobody writes here but who holds the lock: a killed process's
+        with cache.building(folder, map(library, choices)) as where:
             present: tuple[Entry, ...] = ()
             if (folder / manifest.NAME).exists():
                 try:
@@ -484,13 +485,12 @@ class Dispatcher:
             try:
                 if len(jobs) == 1:
                     with building.kept.pool() as pool:
-                        building.build(jobs, machine, folder, show=built.append, using=pool)
+                        building.build(jobs, machine, where, show=built.append, using=pool)
                 elif jobs:
-                    building.build(jobs, machine, folder, show=built.append, builders=min(builders, len(jobs)))
+                    building.build(jobs, machine, where, show=built.append, builders=min(builders, len(jobs)))
             finally:
                 if built:
-                    names = {entry.library for entry in built}
-                    manifest.write(folder, [*(e for e in present if e.library not in names), *built])
+                    cache.add(folder, built, where)
             entries = (*built, *present)
             return [
                 (folder, next(e for e in entries if _is_program(e, choice)))  # also one that is too large for this GPU
@@ -498,36 +498,8 @@ class Dispatcher:
             ]
 
 
-@contextlib.contextmanager
-def _writable_cache(folder: Path, seconds: float) -> Iterator[None]:
-    """The folder of the user's cache, made if need be, and its lock for the time of the block."""
-    with contextlib.ExitStack() as stack:
-        try:
-            trust.make_folder(folder)
-            trust.check_folder(folder)
-            # Whoever holds it compiles: each library is a change of the folder.
-            stack.enter_context(locking.held(folder / ".lock", seconds, lambda: _stamp(folder)))
-        except (trust.Refused, locking.LockTimeout) as error:
-            raise loading.LoadError(str(error)) from error
-        except OSError as error:
-            raise loading.LoadError(
-                f"the kernel has to be compiled, and the user's cache {folder} cannot be written:"
-                f" {error.strerror or error}; name another folder by XDG_CACHE_HOME, or load kernels that were exported"
-            ) from error
-        yield
-
-
 def _known(records: Mapping[str, Any]) -> dict[str, Known]:
     return {key: Known(best.candidate, figures) for key, (best, figures) in records.items()}
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written anew; None if it is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _is_program(entry: Entry, choice: Choice) -> bool:
