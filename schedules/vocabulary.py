@@ -57,7 +57,7 @@ DECISIONS: Mapping[str, str] = {
     ),
     "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
-    "prefetch": "1: data are brought into a cache before they are asked for.",
+    "prefetch": "Data are brought into a cache before they are asked for; of tiles, by so many tiles. 0: they are not.",
     "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
@@ -67,6 +67,7 @@ DECISIONS: Mapping[str, str] = {
     # CPU.
     "chunk": "Elements of a row that a CPU thread works on at a time.",
     "simd": "Elements of one SIMD vector of the CPU.",
+    "dots": "1: an instruction multiplies pairs of bfloat16 numbers, and adds both products to a float32 sum.",
 }
 
 # Decisions that had another name in records of before: by template, the new names and values of an old one.

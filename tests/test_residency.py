@@ -13,9 +13,9 @@ from cases import SM80, SM90
 from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate
 from tvm_sparse.artifacts.manifest import Entry
-from tvm_sparse.artifacts.residency import too_large
+from tvm_sparse.artifacts.residency import unfit
 from tvm_sparse.core import machine, spaces
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import AVX512_BF16, Machine, cpu, resolve
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Template
 from tvm_sparse.runtime import loading
@@ -49,13 +49,31 @@ def resident(blocks: int, threads: int = 128, shared_bytes: int = 0) -> dict[str
 
 
 def test_what_is_too_large() -> None:
-    assert too_large(None, None, SLICE) is None
-    assert too_large(resident(16, 1024), {"registers": 64, "shared_bytes": 0}, SLICE) is None
-    assert too_large(resident(32, 512), {"registers": 64, "shared_bytes": 0}, SLICE) is None
-    assert too_large(resident(75, 1024), {"registers": 64, "shared_bytes": 0}, SLICE) == ROOM
+    assert unfit(None, None, SLICE) is None
+    assert unfit(resident(16, 1024), {"registers": 64, "shared_bytes": 0}, SLICE) is None
+    assert unfit(resident(32, 512), {"registers": 64, "shared_bytes": 0}, SLICE) is None
+    assert unfit(resident(75, 1024), {"registers": 64, "shared_bytes": 0}, SLICE) == ROOM
     static = {"registers": 64, "shared_bytes": 4096}
-    assert too_large(resident(16, 128, 224 * 1024), static, SLICE) is not None
-    assert too_large(resident(16, 128, 223 * 1024), static, SLICE) is None
+    assert unfit(resident(16, 128, 224 * 1024), static, SLICE) is not None
+    assert unfit(resident(16, 128, 223 * 1024), static, SLICE) is None
+
+
+def test_instructions_that_not_every_cpu_has(tmp_path: Path) -> None:
+    """A library that uses them is neither run nor chosen on a CPU without; one for an architecture has none of them."""
+    plain = Machine("llvm", "x86-64-v4", "CPU", cores=2)
+    able = dataclasses.replace(plain, instructions=AVX512_BF16)
+    assert unfit(None, {AVX512_BF16: 1}, plain) == "it uses avx512_bf16, which this CPU does not have"
+    assert unfit(None, {AVX512_BF16: 1}, able) is None and unfit(None, None, plain) is None
+    assert not resolve("x86-64-v4").instructions and not resolve(cpu().arch).instructions
+
+    problem = parse("head_topk/batch=2,vocab=40,hidden=70,k=3,dtype=bfloat16")
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path)
+    found = {one: own.kernel(problem, one).entry for one in (able, plain, able)}
+    assert [entry.candidate.values["dots"] for entry in found.values()] == [1, 0]
+    assert found[able].resources == {AVX512_BF16: 1} and found[plain].resources is None
+    assert len(list((tmp_path / plain.arch).glob("*.so"))) == 2
+    fewer = Dispatcher(logs=(), shipped=tmp_path / plain.arch, cache=tmp_path / "other")
+    assert fewer.explain(problem, plain).library == str(tmp_path / plain.arch / found[plain].library)
 
 
 def test_the_environment_limits_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -500,7 +500,7 @@ def test_cpu_candidates_for_every_structure_batch_and_alignment(
     another = problem == own_problems(template)[-1]
     for number, candidate in enumerate(sampled(template, problem, machine, int(another))):
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
-        assert compiled.resources is None
+        assert (compiled.resources or {}).keys() <= set(machine.instructions.split())
         if candidate == spaces.fallback(problem, machine):  # so it is looked at before it is timed, with guards around
             known = {
                 "library": compiled.path,

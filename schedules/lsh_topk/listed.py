@@ -18,8 +18,8 @@ from ..lsh.extents import cpu_chunk_each, cpu_chunks
 if TYPE_CHECKING:
     from ..output_layer.interface import Arguments
 
-# Of the CPU's product and of the plain kernels: what the defaults of their own templates are.
-PRODUCT: Decisions = {"tile_m": 4, "tile_n": 4, "simd": 16}
+# Of the CPU's product and of the plain kernels: what the defaults of their own templates are, on any CPU.
+PRODUCT: Decisions = {"tile_m": 4, "tile_n": 4, "simd": 16, "prefetch": 2, "dots": 0}
 THREADS, SEARCH_THREADS = 128, 512
 
 
@@ -83,7 +83,7 @@ def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
 
 listed_rows = Template(
     name="listed_rows",
-    version=3,
+    version=4,
     operator="lsh_topk",
     kind="llvm",
     summary="lists of candidates, then a vectorised product of tiles of words and a scan of each row",

@@ -145,7 +145,12 @@ def gpu_program(
     return Program(module, tuple(workspaces), pipeline="tirx")
 
 
-def cpu_program(problem: OutputLayer, body: Callable[..., Any], workspaces: Sequence[Workspace] = ()) -> Program:
+def cpu_program(
+    problem: OutputLayer,
+    body: Callable[..., Any],
+    workspaces: Sequence[Workspace] = (),
+    instructions: tuple[str, ...] = (),
+) -> Program:
     """The program of a CPU kernel, whose body is made of blocks (`T.sblock`) that TVM lowers and vectorises."""
 
     # fmt: off
@@ -163,7 +168,8 @@ def cpu_program(problem: OutputLayer, body: Callable[..., Any], workspaces: Sequ
              own0, own1, own2),
             workspaces, packed=True))
     # fmt: on
-    return Program(tvm.IRModule({"main": _trimmed(problem, main, workspaces)}), tuple(workspaces))
+    module = tvm.IRModule({"main": _trimmed(problem, main, workspaces)})
+    return Program(module, tuple(workspaces), instructions=instructions)
 
 
 def _trimmed(problem: OutputLayer, main: tirx.PrimFunc, workspaces: Sequence[Workspace]) -> tirx.PrimFunc:

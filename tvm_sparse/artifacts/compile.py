@@ -16,12 +16,12 @@ from typing import Any
 
 from ..core import spaces
 from ..core.candidate import Candidate
-from ..core.machine import Machine
+from ..core.machine import AVX512_BF16, Machine
 from ..core.problem import Problem, numpy_dtype
 from ..core.template import Program
 from . import trust
 from .manifest import symbol_of
-from .residency import too_large
+from .residency import unfit
 
 # What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
 COOPERATIVE = "tirx.use_cooperative_launch"
@@ -43,20 +43,29 @@ class Compiled:
     path: str
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
-    resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each
+    resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each; of a CPU its `instructions`
     resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
     symbol: str = "main"  # of the library's function
 
 
-def target_of(machine: Machine, *, quick_host: bool = False) -> Any:
-    """The compiler's target for a machine; with `quick_host` what launches its kernels is not optimised."""
+# The compiler's names of instructions of a CPU (`core.machine.X86_INSTRUCTIONS`).
+LLVM_ATTRIBUTES = {AVX512_BF16: "+avx512bf16"}
+
+
+def target_of(machine: Machine, *, quick_host: bool = False, instructions: Sequence[str] = ()) -> Any:
+    """The compiler's target for a machine; with `quick_host` what launches its kernels is not optimised.
+
+    `instructions`: of a CPU, beyond those of its level.
+    """
     from tvm.target import Target
 
     if machine.kind == "cuda":
         arch = machine.arch.replace("compute_", "sm_")  # whether PTX is kept is the compile callback's affair
         host = {"kind": "llvm", "opt-level": 0} if quick_host else {"kind": "llvm"}
         return Target({"kind": "cuda", "arch": arch}, host=Target(host))
-    cpu = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
+    cpu: dict[str, Any] = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
+    if instructions:
+        cpu["mattr"] = [LLVM_ATTRIBUTES[name] for name in instructions]
     return Target({"kind": "llvm", "num-cores": machine.cores, **cpu})
 
 
@@ -131,9 +140,11 @@ def compile_bundle(
                 found.append(part)
                 continue
             _, program, symbol, seconds = part
-            taken = None if resources is None else _most(resources, symbol)
+            taken = dict.fromkeys(program.instructions, 1) or None
+            if resources is not None:
+                taken = _most(resources, symbol)
             resident = None if program.resident is None else asdict(program.resident)
-            if reason := too_large(resident, taken, machine):
+            if reason := unfit(resident, taken, machine):
                 found.append(CompileError(f"{candidate}: {reason}"))
                 continue
             workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
@@ -169,7 +180,6 @@ def _module(
         raise CompileError(
             "no C compiler, which links libraries: apt-get install g++ (or clang, or name one by the variable CXX)"
         )
-    target = target_of(machine, quick_host=quick_host)
     program = template.build(problem, candidate.values)
     if machine.kind == "llvm":
         _require_alignment(program.module, candidate)
@@ -180,6 +190,7 @@ def _module(
     if not symbol:
         resident = None if program.resident is None else asdict(program.resident)
         symbol = symbol_of(problem.key, machine.arch, candidate, tuple(map(asdict, program.workspaces)), resident)
+    target = target_of(machine, quick_host=quick_host, instructions=program.instructions)
     named = program.module
     if symbol != "main":  # its device functions are called after it
         named = tvm.IRModule({symbol: main.with_attr("global_symbol", symbol)}, attrs=program.module.attrs)

@@ -127,11 +127,11 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
 def machine_here(target: str, doing: str) -> Machine:
     """The machine of a target, which has to be this one; `doing` says what for.
 
-    A CPU is also one of each level below its own (`x86-64-v3`): it runs what is compiled for those.
+    A CPU is also any one of its level, and of each below it (`x86-64-v3`): it runs what is compiled for those.
     """
     wanted = machine.resolve(target)
     present = [*machine.gpus(), machine.cpu()]
-    if wanted.kind == "llvm" and machine.suitability(wanted.arch, machine.cpu()):
+    if wanted.kind == "llvm" and machine.suitability(wanted.arch, machine.cpu()) is not None:
         return dataclasses.replace(wanted, name=machine.cpu().name)
     if wanted not in present:
         names = " and ".join(dict.fromkeys(f"{found.arch} ({found.name})" for found in present))

@@ -145,7 +145,7 @@ def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
 
 
 def print_entries(entries: list[Entry], folder: Path) -> None:
-    cuda = any(entry.resources for entry in entries)
+    cuda = any(entry.kind == "cuda" for entry in entries)
     figures = ["us", "x fallback", "size", *(["registers", "spills"] if cuda else [])]
     made = table("problem", "candidate", *figures, right=figures)
     for entry in entries:

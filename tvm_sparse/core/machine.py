@@ -9,6 +9,7 @@ translates for any GPU from that number on (`suitability`). Nothing here imports
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import platform
@@ -24,6 +25,10 @@ X86_LEVELS = (
     ("x86-64-v3", {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}),
     ("x86-64-v2", {"sse4_2", "ssse3", "popcnt", "cx16"}),
 )
+
+# What kernels use of CPUs of a level that not all of them have, by its flag in /proc/cpuinfo.
+AVX512_BF16 = "avx512_bf16"
+X86_INSTRUCTIONS = {"x86-64-v4": (AVX512_BF16,)}
 
 # Compute capabilities whose `a` variant carries the instructions special to the chip (wgmma, setmaxnreg).
 ARCH_SPECIFIC = {"sm_90", "sm_100", "sm_103", "sm_110", "sm_120"}
@@ -43,6 +48,7 @@ class Machine:
     cores: int = 1  # CPU threads, or streaming multiprocessors
     max_threads: int = 1024  # threads a block
     shared_bytes: int = 48 * 1024  # static shared memory a block
+    instructions: str = ""  # of a CPU beyond those of its level, separated by spaces
 
     @property
     def bandwidth(self) -> float | None:
@@ -128,11 +134,13 @@ READ_BANDWIDTH = (("H200", 4.47e12), ("H100", 4.47e12 * 3.35 / 4.8))
 @functools.cache
 def cpu() -> Machine:
     """This machine's CPU."""
+    flags = _cpuinfo("flags").split()
     return Machine(
         "llvm",
         cpu_arch(),
         cpu_name(),
         cores=os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0)),
+        instructions=" ".join(one for one in X86_INSTRUCTIONS.get(cpu_arch(), ()) if one in flags),
     )
 
 
@@ -255,7 +263,7 @@ def resolve(target: str) -> Machine:
     """The machine that a `--target` text means.
 
     `auto`: the GPU if there is one, else the CPU; `cpu`, `cuda`: this machine's; otherwise an architecture
-    by name (`sm_90a`, `x86-64-v3`), to compile for a machine that is not this one.
+    by name (`sm_90a`, `x86-64-v3`), to compile for any machine of it.
 
     Raises
     ------
@@ -275,7 +283,7 @@ def resolve(target: str) -> Machine:
         return found
     for present in (*gpus(), cpu()):
         if present.arch == target:
-            return present
+            return dataclasses.replace(present, instructions="")
     if (named := _CUDA.fullmatch(target)) and not (named["code"] == "compute" and named["specific"]):
         return Machine("cuda", target, target, cores=MULTIPROCESSORS.get(int(named["number"]), 108))
     levels = [level for level, _ in X86_LEVELS] + ["x86-64", "aarch64"]

@@ -78,6 +78,7 @@ class Program:
     workspaces: tuple[Workspace, ...] = ()
     pipeline: str | None = None  # "tirx" for kernels with explicit threads, else TVM's default
     resident: Resident | None = None  # of a cooperative template
+    instructions: tuple[str, ...] = ()  # that it uses beyond those of a CPU's level, as `Machine` names them
 
 
 @dataclass(frozen=True)

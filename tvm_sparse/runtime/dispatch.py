@@ -28,7 +28,7 @@ from typing import Any
 from ..artifacts import manifest, runtime_libraries, signing, trust
 from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, ManifestError
-from ..artifacts.residency import too_large
+from ..artifacts.residency import unfit
 from ..artifacts.signing import Signed
 from ..core import locking, registry, shape_files
 from ..core import machine as machines
@@ -374,14 +374,14 @@ class Dispatcher:
             for entry in source.entries:
                 if entry.problem.partition("/")[0] != problem.operator or (source.name == "cache" and compiles):
                     continue
-                reason = too_large(entry.resident, entry.resources, machine)
+                reason = unfit(entry.resident, entry.resources, machine)
                 if entry.chosen == "exact" and entry.arch == machine.arch and source.name != "cache":
-                    held[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, too_large=reason)
+                    held[entry.problem] = Known(entry.candidate, entry.figures, at_hand=True, unfit=reason)
                 if reason is None:
                     away = machines.suitability(entry.arch, machine) or 0
                     built.append(Built(entry.problem, entry.candidate, entry.chosen, entry.figures, away))
         own = held.get(problem.key)
-        if own is not None and own.too_large is None:
+        if own is not None and own.unfit is None:
             return Evidence(held, built=built, compiles=compiles)  # no record says better, and reading them takes time
         known = _known(self._tuned(machine.arch, problem.operator)) | held
         borrowed, lender = {}, None
@@ -449,7 +449,7 @@ class Dispatcher:
             (source.folder, entry)
             for source in sources
             for entry in source.entries
-            if _is_program(entry, choice) and not too_large(entry.resident, entry.resources, machine)
+            if _is_program(entry, choice) and not unfit(entry.resident, entry.resources, machine)
         ]
         # Machine code for this very architecture before what also runs; of the same, the first folder's.
         return min(found, key=lambda one: machines.suitability(one[1].arch, machine) or 0, default=None)

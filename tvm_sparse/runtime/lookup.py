@@ -37,7 +37,7 @@ class Known:
     candidate: Candidate
     figures: Mapping[str, Any]
     at_hand: bool = False  # a library of it lies in an exported folder, so that nothing has to be built
-    too_large: str | None = None  # why this machine cannot launch that library
+    unfit: str | None = None  # why this machine cannot launch that library
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _by_record(
     """By a record of the problem, of a larger batch, or of the problem most like it; `adapts`: as near as it gets."""
 
     def fitting(found: Known, wanted: Problem) -> tuple[Candidate | None, str | None]:
-        reason = found.too_large if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
+        reason = found.unfit if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
         if reason is None:
             return found.candidate, None
         return (spaces.adapted(found.candidate, wanted, machine) if adapts else None), reason

@@ -10,6 +10,7 @@ The package and Ray have to be installed on every node, in the driver's versions
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -358,6 +359,8 @@ def _devices(
             show(f"{name} is not used: its driver finds no GPU")
         else:
             machine = Machine(**described["machine"])
+            if target == machine.arch:
+                machine = dataclasses.replace(machine, instructions="")  # as `core.machine.resolve` has it
             if target in ("auto", "cpu", "llvm", "cuda", machine.arch):
                 measurers = [RemoteMeasurer(actors[number], seat, described) for seat in range(seats)]
                 devices.append(Device(name, machine, measurers, builders, described["state"]))

@@ -2,35 +2,41 @@
 
 A thread takes a tile of words at a time: `tile_n` words times `tile_m` rows of hidden states, with a SIMD vector of
 partial sums for each of these products. The words' rows are read once, as long as all hidden states of a list stay in
-the L2 cache. The scan is that of softmax + top-k (`softmax_topk.row_scan`).
+the L2 cache; those of a later tile are fetched there meanwhile. In bfloat16 a CPU with AVX512_BF16 multiplies and adds
+pairs of columns (`dots`). The scan is that of softmax + top-k (`softmax_topk.row_scan`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
+from tvm_sparse.core.machine import AVX512_BF16, Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template
 
 # Rows of hidden states and words whose products are made together. AVX-512 has 32 vector registers for their sums.
-TILE_M, TILE_N = powers(1, 8), powers(1, 8)
+TILE_M, TILE_N = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)
 MAX_SUMS = 32
 # Elements of a SIMD vector, and of a vector register of AVX-512.
 SIMD = (8, 16, 32)
 REGISTER = 16
+# Tiles from one whose words are multiplied to the one whose words are fetched; 0: the CPU is left to it.
+PREFETCH = (0, 1, 2, 4)
 
 
 def space(problem: Any, machine: Machine) -> Table:
-    return {"tile_m": TILE_M, "tile_n": TILE_N, "simd": SIMD}
+    dots = (0, 1) if problem.dtype == "bfloat16" and AVX512_BF16 in machine.instructions.split() else (0,)
+    return {"tile_m": TILE_M, "tile_n": TILE_N, "simd": SIMD, "prefetch": PREFETCH, "dots": dots}
 
 
 def allowed(problem: Any, machine: Machine, decisions: Decisions) -> str | None:
+    if decisions["dots"] and decisions["simd"] != REGISTER:
+        return f"dots are of vectors of {REGISTER} sums"
     sums = decisions["tile_m"] * decisions["tile_n"] * max(1, decisions["simd"] // REGISTER)
     return f"{sums} vectors of sums exceed {MAX_SUMS}" if sums > MAX_SUMS else None
 
 
 def default(problem: Any, machine: Machine) -> Decisions:
-    return {"tile_m": 4, "tile_n": 4, "simd": 16}
+    return {"tile_m": 4, "tile_n": 4, "simd": 16, "prefetch": 2, "dots": max(space(problem, machine)["dots"])}
 
 
 def build(problem: Any, decisions: Decisions) -> Program:
@@ -43,7 +49,7 @@ def rows(operator: str, name: str) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
         name=name,
-        version=3,
+        version=4,
         operator=operator,
         kind="llvm",
         summary="a vectorised product of tiles of words, then a scan of each row",

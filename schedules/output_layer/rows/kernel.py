@@ -9,10 +9,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.machine import AVX512_BF16
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
 from tvm_sparse.operators.head_topk.problem import HeadTopk
 
+from ...device import llvm_ir
 from ...device.vectors import add_upper_half, halves
 from ...softmax_topk.elements import write_given
 from ...softmax_topk.row_scan import kernel as scan
@@ -29,7 +32,7 @@ def program(problem: OutputLayer, decisions: Decisions) -> Program:
     alone = isinstance(problem, CandidateLogits)
     words = most_words(problem)
     own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
-    return cpu_program(problem, body(problem, decisions), own)
+    return cpu_program(problem, body(problem, decisions), own, (AVX512_BF16,) if decisions["dots"] else ())
 
 
 def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
@@ -71,74 +74,128 @@ def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
 class Strip:
     """Neighbouring rows of hidden states of a list, from one on; those beyond the beam repeat the last one."""
 
-    def __init__(self, io: Arguments, index: Any, first: Any) -> None:
-        self._io, self._index, self._first = io, index, first
+    def __init__(self, io: Arguments, states: Any, index: Any, first: Any) -> None:
+        self._io, self._states, self._index, self._first = io, states, index, first
 
     def __getitem__(self, at: tuple[Any, Any]) -> tirx.PrimExpr:
         row = T.min(self._first + at[0], self._io.beam - 1)
-        return tirx.BufferLoad(self._io.hidden, self._io.place(self._index, row, at[1]))
+        return tirx.BufferLoad(self._states, self._io.place(self._index, row, at[1]))
+
+
+def bits_of(buffer: Any) -> Any:
+    """The same memory as integers of 16 bits."""
+    return T.decl_buffer(buffer.shape, "uint16", data=buffer.data, align=2)
 
 
 def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     """Reads: hidden states and words. Writes: `target`, the scores of all positions, -inf beyond a list's words."""
     tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
-    hidden, sums = problem.hidden, tile_m * tile_n
+    ahead, dots = decisions["prefetch"], bool(decisions["dots"])
+    # Columns of a step, and those of a cache line.
+    step, line = llvm_ir.PAIRED if dots else simd, 64 // numpy_dtype(problem.dtype).itemsize
+    hidden, imported = problem.hidden, llvm_ir.FETCH + (llvm_ir.BFLOAT16_DOTS if dots else "")
     exact_head = isinstance(problem, HeadTopk)
     static = None if exact_head else most_words(problem)
 
     # fmt: off
     @T.inline
-    def add_products(io, part, word, rows, o, column, size):
+    def find_words(io, at, tiles, words):
+        """Those of a tile's positions; beyond a list's words it is word 0, and what it gives is overwritten."""
+        for n in range(tile_n):
+            if at % tiles * T.int64(tile_n) + T.int64(n) < words_of(io, at // tiles):
+                words[n] = word_at(io, at // tiles, at % tiles * T.int64(tile_n) + T.int64(n))
+            else:
+                words[n] = T.int64(0)
+
+    @T.inline
+    def fetch(n, part, word, io, c):
+        for of_step in range(max(1, step // line)):
+            T.evaluate(llvm_ir.fetch(T.address_of(io.embedding[word, c * step + of_step * line])))
+
+    @T.inline
+    def clear(n, part, word):
+        for m in T.unroll(tile_m):
+            for lane in T.vectorized(simd):
+                part[m, lane] = T.float32(0)
+
+    @T.inline
+    def add_products(part, m, embedding, word, rows, column, size):
         """To the first `size` elements of a vector of sums, the products of as many columns."""
         for lane in T.vectorized(size):
-            part[o, lane] = part[o, lane] + T.Cast(
-                "float32", io.embedding[word[o // tile_m], column + lane]
-            ) * T.Cast("float32", rows[o % tile_m, column + lane])
+            part[m, lane] = part[m, lane] + T.Cast("float32", embedding[word, column + lane]) * T.Cast(
+                "float32", rows[m, column + lane])
 
-    def join(io, part, word, rows, o):
-        """A vector's elements to one sum, by halves; columns that no whole vector covers join at their size."""
+    @T.inline
+    def add_dots(part, m, embedding, word, rows, column):
+        """To each element of a vector of sums, the products of two columns."""
+        part[m, T.ramp(0, 1, simd)] = llvm_ir.bfloat16_dots(
+            part[m, T.ramp(0, 1, simd)], embedding[word, T.ramp(column, 1, step)], rows[m, T.ramp(column, 1, step)])
+
+    @T.inline
+    def add_step(n, part, word, embedding, rows, c):
+        for m in T.unroll(tile_m):
+            if dots:
+                add_dots(part, m, embedding, word, rows, c * step)
+            else:
+                add_products(part, m, embedding, word, rows, c * step, simd)
+
+    def join(part, m, embedding, word, rows):
+        """A vector's elements to one sum, by halves; columns that no whole step covers join at their size."""
+        if hidden % step >= simd:
+            add_products(part, m, embedding, word, rows, hidden // step * step, simd)
         for size in halves(simd):
-            add_upper_half(part, o, size)
+            add_upper_half(part, m, size)
             if hidden & size:
-                add_products(io, part, word, rows, o, hidden // (2 * size) * 2 * size, size)
+                add_products(part, m, embedding, word, rows, hidden // (2 * size) * 2 * size, size)
+
+    @T.inline
+    def store(n, part, word, io, target, rows, index, first, positions, row):
+        for m in range(tile_m):
+            join(part, m, io.embedding, word, rows)
+            if io.bias is not None:
+                part[m, 0] = part[m, 0] + io.bias[word]
+            if first + T.int64(n) >= words_of(io, index):
+                part[m, 0] = T.float32("-inf")
+            # What repeats a row is not stored.
+            if row + m < io.beam and first + T.int64(n) < positions:
+                T.buffer_store(target, part[m, 0], io.place(index, row + m, first + T.int64(n)))
+
+    def of_each(do, parts, words, *given):
+        """With the sums of each word of a tile, and with the word."""
+        for n, part in enumerate(parts):
+            do(n, part, words[n], *given)
 
     @T.inline
     def phase(io, target):
         positions = T.meta_var(io.vocab if exact_head else T.int64(static))
         tiles = T.meta_var((positions + T.int64(tile_n - 1)) // T.int64(tile_n))
+        embedding = T.meta_var(bits_of(io.embedding) if dots else io.embedding)
+        states = T.meta_var(bits_of(io.hidden) if dots else io.hidden)
         for tile in T.parallel(io.lists * tiles):
             with T.sblock("words"):
                 at = T.axis.spatial(io.lists * tiles, tile)
                 T.reads([])
                 T.writes([])
-                part = T.sblock_alloc_buffer((sums, simd), "float32")
-                word = T.sblock_alloc_buffer((tile_n,), "int64")
+                T.attr(0, "pragma_import_llvm", imported)
+                # A buffer for each word: TVM allocates those above a kilobyte, which LLVM keeps in no registers.
+                parts = T.meta_var([T.sblock_alloc_buffer((tile_m, simd), "float32") for _ in range(tile_n)])
+                words = T.sblock_alloc_buffer((tile_n,), "int64")
+                later = T.sblock_alloc_buffer((tile_n,), "int64")
                 index = T.meta_var(at // tiles)
                 first = T.meta_var(at % tiles * T.int64(tile_n))
-                for n in range(tile_n):
-                    # Positions beyond the list's words repeat its first one, or word 0, and are overwritten.
-                    if first + T.int64(n) < words_of(io, index):
-                        word[n] = word_at(io, index, first + T.int64(n))
-                    else:
-                        word[n] = T.int64(0)
+                find_words(io, at, tiles, words)
+                if ahead > 0:
+                    find_words(io, T.min(at + ahead, io.lists * tiles - 1), tiles, later)
                 for strip in range((io.beam + (tile_m - 1)) // tile_m):
-                    rows = T.meta_var(Strip(io, index, strip * tile_m))
-                    for o in T.unroll(sums):
-                        for lane in T.vectorized(simd):
-                            part[o, lane] = T.float32(0)
-                    for c in range(hidden // simd):
-                        for o in T.unroll(sums):
-                            add_products(io, part, word, rows, o, c * simd, simd)
-                    for o in range(sums):
-                        join(io, part, word, rows, o)
-                        if io.bias is not None:
-                            part[o, 0] = part[o, 0] + io.bias[word[o // tile_m]]
-                        if first + T.int64(o // tile_m) >= words_of(io, index):
-                            part[o, 0] = T.float32("-inf")
-                        # What repeats a row is not stored.
-                        if strip * tile_m + o % tile_m < io.beam and first + T.int64(o // tile_m) < positions:
-                            T.buffer_store(target, part[o, 0], io.place(
-                                index, strip * tile_m + o % tile_m, first + T.int64(o // tile_m)))
+                    rows = T.meta_var(Strip(io, states, index, strip * tile_m))
+                    numbers = T.meta_var(Strip(io, io.hidden, index, strip * tile_m))
+                    of_each(clear, parts, words)
+                    for c in range(hidden // step):
+                        if ahead > 0:
+                            if strip == 0:
+                                of_each(fetch, parts, later, io, c)
+                        of_each(add_step, parts, words, embedding, rows, c)
+                    of_each(store, parts, words, io, target, numbers, index, first, positions, strip * tile_m)
     # fmt: on
     return phase
 
