@@ -17,7 +17,7 @@ test that none of the others has taken. (Under one sanitizer the processes of py
 finding ends the CUDA context, and with it everything that follows: a process stops at its first failure, and another
 one takes its place; a test in which its process ends has failed. A tool's line has its messages, and the tests that
 they came in. How long all of it takes on a machine, `--minutes` tells: a line has the tests and seconds, and how many
-tests are `left`, not begun before the time was up. What ended counts, whatever becomes of the run; a tool that takes
+tests are `left`, not ended when the time was up. What ended counts, whatever becomes of the run; a tool that takes
 half as long again is killed, and its line names the tests that it was in. So does that of a run which is told to end,
 by SIGTERM or Ctrl-C. `--keep FOLDER --resume` goes on with what is left.
 
@@ -250,6 +250,7 @@ def run(
         line: dict[str, Any] = {"tool": tool, "ended": ended, "seconds": seconds} | found
         line |= errors_of(said, _lines(_findings(report)))
         if ended in (KILLED, STOPPED) and (some := sorted(test.partition("::")[2] for test in _begun(taken, report))):
+            line["left"] += len(some)
             line["messages"] = "; ".join(filter(None, (line["messages"], f"in the midst of {', '.join(some)}")))
     if line["failed"] or ended.startswith("status") or not line["tests"]:
         print(output[-4000:])

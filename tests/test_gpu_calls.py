@@ -715,7 +715,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph() -> None:
     assert torch.randn(3, device="cuda").isfinite().all()
 
 
-def test_rotated_inputs_are_compared() -> None:
+def test_rotated_inputs_are_timed_and_compared() -> None:
     problem = parse("bsr_matmul/m=4,k=4096,n=4096,block=16,sparsity=0.75")
     gpu = machine.gpu()
     assert gpu is not None

@@ -615,7 +615,14 @@ def test_a_head_on_the_gpu(tmp_path: Path) -> None:
         results = found.log_softmax(states, sentences=3)
         wanted = host.log_softmax(hidden, sentences=3)
         assert np.array_equal(results[1].cpu(), wanted[1]) and np.allclose(results[0].cpu(), wanted[0], atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_settings_are_timed_on_the_gpu() -> None:
+    pytest.importorskip("torch")
+    embedding, hidden = drawn(6)
+    states = tensor(hidden).cuda()
     fitted, frontier = tvm_sparse.LshHead.fit(
-        head.embedding, states.repeat(4, 1), 0.5, 3, hashes=((5, 2),), bands=(48,), trials=1
+        tensor(embedding).cuda(), states.repeat(4, 1), 0.5, 3, hashes=((5, 2),), bands=(48,), trials=1
     )
     assert frontier.exact_seconds > 0 and fitted.topk(states, 3)[0].is_cuda

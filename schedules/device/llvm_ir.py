@@ -1,4 +1,4 @@
-"""What TIR has no words for on a CPU, in LLVM's own language: functions that a program imports, and LLVM inlines.
+"""What TIR has no words for on a CPU, in LLVM's own language: a function that a program imports, and LLVM inlines.
 
 `tirx.call_llvm_pure_intrin` cannot call an instruction on bfloat16: TVM takes such arguments to float32 before.
 """
@@ -9,15 +9,7 @@ from typing import Any
 
 from tvm import tirx
 
-# x86's VDPBF16PS (AVX512_BF16) adds two products to each of 16 float32 sums; subnormal numbers count as zero. Data are
-# fetched into the L2 cache: more lines can be on their way there than into the L1 cache.
-FETCH = """
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-define linkonce_odr i32 @tvm_sparse_fetch(ptr %address) alwaysinline {
-  call void @llvm.prefetch.p0(ptr %address, i32 0, i32 1, i32 1)
-  ret i32 0
-}
-"""
+# x86's VDPBF16PS (AVX512_BF16) adds two products to each of 16 float32 sums; subnormal numbers count as zero.
 BFLOAT16_DOTS = """
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 define linkonce_odr <16 x float> @tvm_sparse_bfloat16_dots(<16 x float> %sums, <32 x i16> %a, <32 x i16> %b)
@@ -30,11 +22,6 @@ define linkonce_odr <16 x float> @tvm_sparse_bfloat16_dots(<16 x float> %sums, <
 """
 # The columns that one such instruction reads.
 PAIRED = 32
-
-
-def fetch(address: Any) -> tirx.PrimExpr:
-    """Ask for the cache line of an address, which need not be one that may be read."""
-    return tirx.call_extern("int32", "tvm_sparse_fetch", address)
 
 
 def bfloat16_dots(sums: Any, one: Any, other: Any) -> tirx.PrimExpr:

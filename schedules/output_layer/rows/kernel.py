@@ -93,7 +93,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     ahead, dots = decisions["prefetch"], bool(decisions["dots"])
     # Columns of a step, and those of a cache line.
     step, line = llvm_ir.PAIRED if dots else simd, 64 // numpy_dtype(problem.dtype).itemsize
-    hidden, imported = problem.hidden, llvm_ir.FETCH + (llvm_ir.BFLOAT16_DOTS if dots else "")
+    hidden = problem.hidden
     exact_head = isinstance(problem, HeadTopk)
     static = None if exact_head else most_words(problem)
 
@@ -109,8 +109,11 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
     @T.inline
     def fetch(n, part, word, io, c):
+        """The cache lines of a step. More of them can be on their way to the L2 cache than to the L1 cache."""
         for of_step in range(max(1, step // line)):
-            T.evaluate(llvm_ir.fetch(T.address_of(io.embedding[word, c * step + of_step * line])))
+            T.evaluate(T.call_llvm_intrin(
+                "void", "llvm.prefetch.p0", T.address_of(io.embedding[word, c * step + of_step * line]),
+                T.int32(0), T.int32(1), T.int32(1)))
 
     @T.inline
     def clear(n, part, word):
@@ -176,7 +179,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
                 at = T.axis.spatial(io.lists * tiles, tile)
                 T.reads([])
                 T.writes([])
-                T.attr(0, "pragma_import_llvm", imported)
+                if dots:
+                    T.attr(0, "pragma_import_llvm", llvm_ir.BFLOAT16_DOTS)
                 # A buffer for each word: TVM allocates those above a kilobyte, which LLVM keeps in no registers.
                 parts = T.meta_var([T.sblock_alloc_buffer((tile_m, simd), "float32") for _ in range(tile_n)])
                 words = T.sblock_alloc_buffer((tile_n,), "int64")
