@@ -520,15 +520,22 @@ def test_a_peer_that_is_wrong_has_no_time() -> None:
     wrong = Peer("wrong", "numpy", ("cpu",), lambda p, i, d: call_wrong)
     failing = Peer("failing", "numpy", ("cpu",), lambda p, i, d: 1 / 0)
     absent = Peer("absent", "no_such_library", ("cpu",), lambda p, i, d: 1 / 0)
-    lines = [comparing.admit(peer, problem, inputs, sample, "cpu") for peer in (wrong, failing, absent)]
-    assert [call for _, call in lines] == [None] * 3
+    fewer = Peer("fewer", "numpy", ("cpu",), lambda p, i, d: lambda: expected[:1])
+    lines = [comparing.admit(peer, problem, inputs, sample, "cpu") for peer in (wrong, failing, absent, fewer)]
+    assert [call for _, call in lines] == [None] * 4
     assert lines[0][0].correct is False and "largest" in lines[0][0].note
     assert "division by zero" in lines[1][0].note and "absent" in lines[2][0].note
+    assert lines[3][0].note == "1 outputs, expected 2"
 
 
 def test_peers_of_words_are_compared_in_the_form_of_the_operator() -> None:
-    """Lists of numbers of any length, and masks: no output is a number with a tolerance."""
-    for key in ("compaction/lists=2,vocab=100,capacity=40", "lsh_lookup/lists=2,beam=2,vocab=70,bands=9,bits=3"):
+    """Lists of numbers of any length, and masks: no output is a number with a tolerance. Of a step of an LSH head the
+    best words alone: no peer has the normaliser and the counts."""
+    for key in (
+        "compaction/lists=2,vocab=100,capacity=40",
+        "lsh_lookup/lists=2,beam=2,vocab=70,bands=9,bits=3",
+        "lsh_topk/lists=1,beam=3,hidden=40,vocab=517,frequent=13,n=5,k=8,units=2,bands=13,table=direct",
+    ):
         result = compare(parse(key), machine.cpu(), host=False, rounds=1)
         assert [line.correct for line in result.timings] == [True] * len(result.timings), result.timings
 

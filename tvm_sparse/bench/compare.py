@@ -241,7 +241,9 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
             raise Mismatch(f"{problem.kernel_outputs[0].name} are not among those that may be drawn")
         return
     values, wanted = np.asarray(outputs[0]).astype(np.float64), expected[0]
-    if values.shape != wanted.shape or len(outputs) != (problem.peer_outputs or len(expected)):
+    if len(outputs) != (count := problem.peer_outputs or len(expected)):
+        raise Mismatch(f"{len(outputs)} outputs, expected {count}")
+    if values.shape != wanted.shape:
         raise Mismatch(f"shape {values.shape}, expected {wanted.shape}")
     worst = float(np.max(np.abs(values - wanted), initial=0.0)) / max(float(np.max(np.abs(wanted), initial=0.0)), 1e-30)
     if not worst <= tolerance:

@@ -76,6 +76,7 @@ class LshTopk(Problem):
           for one in CandidateTopk.outputs),
         dataclasses.replace(OUTPUTS[1], doc="How many candidates each list has."),
     )  # fmt: skip
+    peer_outputs: ClassVar[int | None] = CandidateTopk.peer_outputs
     structures: ClassVar[tuple[str, ...]] = ("random", "skewed", "every", "ties", "masked", "special", "constant")
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = structures
