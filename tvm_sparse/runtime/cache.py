@@ -9,11 +9,11 @@ Nobody waits for a part while holding that one.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..artifacts import manifest, trust
 from ..artifacts.manifest import Entry
@@ -41,9 +41,7 @@ def building(folder: Path, libraries: Iterable[str]) -> Iterator[Path]:
             for path in (folder, *parts):
                 trust.make_folder(path)
                 trust.check_folder(path)
-            for part in parts:  # in one order for all, so that no two wait for each other
-                # Whoever holds it compiles: each library is a change of the folder.
-                stack.enter_context(locking.held(_lock(part), BUILD_SECONDS, functools.partial(locking.stamp, part)))
+            _hold(stack, folder, parts)
             for part in parts:
                 _empty(part)  # nobody writes here but who holds the lock: a killed process's
         yield parts[0]
@@ -76,11 +74,21 @@ def clean(folder: Path) -> None:
     """
     with contextlib.ExitStack() as stack:
         parts = [part for part in (_part(folder, number) for number in range(PARTS)) if part.is_dir()]
-        for part in parts:
-            stack.enter_context(locking.held(_lock(part), BUILD_SECONDS, functools.partial(locking.stamp, part)))
+        _hold(stack, folder, parts)
         stack.enter_context(locking.held(_lock(folder), LOCK_SECONDS))
         for path in (*parts, folder):
             _empty(path)
+
+
+def _hold(stack: contextlib.ExitStack, folder: Path, parts: Sequence[Path]) -> None:
+    """The locks of some parts, in their order, which is one for all: no two processes wait for each other."""
+
+    def progress() -> list[Any]:
+        """Whoever holds them compiles: each library is a change of the folder of one of them."""
+        return [locking.stamp(_part(folder, number)) for number in range(PARTS)]
+
+    for part in parts:
+        stack.enter_context(locking.held(_lock(part), BUILD_SECONDS, progress))
 
 
 def _number(library: str) -> int:
