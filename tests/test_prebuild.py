@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -25,8 +26,10 @@ from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
-from tvm_sparse.runtime import dispatch, loading
+from tvm_sparse.runtime import dispatch, loading, paths
+from tvm_sparse.runtime.lookup import Evidence, Known, choose
 from tvm_sparse.shipping import hub, prebuild, wheel
+from tvm_sparse.shipping.export import planned
 from tvm_sparse.workers import building
 from tvm_sparse.workers.processes import Reply
 
@@ -50,6 +53,21 @@ def test_kernels_of_one_library_are_each_right(tmp_path: Path) -> None:
         problem.check(inputs, problem.reference(inputs), outputs)
     with pytest.raises(loading.LoadError, match=r"several\.so.*bad"):
         loading.load_function(path, "llvm", None, "bad")
+
+
+@pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v4"])
+def test_every_record_can_be_built_for_any_cpu_of_its_architecture(arch: str) -> None:
+    where, logs = machine.resolve(arch), [paths.shipped_logs()]
+    jobs = planned(where, logs)
+    assert len(jobs) > 40 and not any(spaces.refusal(candidate, problem, where) for problem, candidate, *_ in jobs)
+    able = dataclasses.replace(where, instructions=" ".join(machine.X86_INSTRUCTIONS.get(arch, ())))
+    other = [job for job, own in zip(planned(able, logs), jobs, strict=True) if job[1] != own[1]]
+    assert bool(other) == bool(able.instructions)
+    for problem, candidate, _, figures in other:
+        known = {problem.key: Known(candidate, figures)}
+        assert choose(problem, able, Evidence(known)).candidate == candidate
+        choice = choose(problem, where, Evidence(known))
+        assert (choice.how, choice.candidate.values["dots"]) == ("exact", 0) and "this one lacks" in choice.why
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="the CUDA packages are absent")

@@ -5,12 +5,13 @@ No compiler is loaded: a template's tables and restrictions are plain Python.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 
 from . import registry
 from .candidate import Candidate
-from .machine import Machine
+from .machine import X86_INSTRUCTIONS, Machine
 from .problem import Problem, ProblemError
 from .template import NotApplicable, Table, Template
 
@@ -126,6 +127,14 @@ def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | N
     if template.kind != machine.kind:
         return f"the template {template.name} is for {template.kind}"
     return template.point(problem, machine, candidate.values)
+
+
+def built_here(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate:
+    """A candidate that was recorded for a machine's architecture, without instructions that this CPU of it lacks."""
+    able = dataclasses.replace(machine, instructions=" ".join(X86_INSTRUCTIONS.get(machine.arch, ())))
+    if machine == able or refusal(candidate, problem, machine) is None or refusal(candidate, problem, able):
+        return candidate
+    return adapted(candidate, problem, machine) or candidate
 
 
 def adapted(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate | None:

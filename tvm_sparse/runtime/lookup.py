@@ -127,9 +127,13 @@ def _by_record(
     """By a record of the problem, of a larger batch, or of the problem most like it; `adapts`: as near as it gets."""
 
     def fitting(found: Known, wanted: Problem) -> tuple[Candidate | None, str | None]:
-        reason = found.unfit if found.at_hand else spaces.refusal(found.candidate, wanted, machine)
+        if found.at_hand:
+            candidate, reason = found.candidate, found.unfit
+        else:
+            candidate = spaces.built_here(found.candidate, wanted, machine)
+            reason = spaces.refusal(candidate, wanted, machine)
         if reason is None:
-            return found.candidate, None
+            return candidate, None
         return (spaces.adapted(found.candidate, wanted, machine) if adapts else None), reason
 
     def usable(key: str, found: Known, wanted: Problem) -> Candidate | None:
@@ -140,7 +144,10 @@ def _by_record(
 
     own = known.get(problem.key)
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
-        return Choice("exact", "tuned for this very problem", problem, candidate, problem.key, own.figures)
+        why = "tuned for this very problem"
+        if candidate != own.candidate:
+            why += ", on a CPU with instructions that this one lacks"
+        return Choice("exact", why, problem, candidate, problem.key, own.figures)
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():

@@ -102,7 +102,7 @@ def planned(
     if problems is None:
         for key, (best, figures) in sorted(recorded.items()):
             if only(problem := parse(key)):
-                jobs.append((problem, best.candidate, "exact", figures))
+                jobs.append((problem, spaces.built_here(best.candidate, problem, machine), "exact", figures))
     else:
         evidence: dict[str, Evidence] = {}
         for problem in map(Problem.as_called, filter(only, problems)):
