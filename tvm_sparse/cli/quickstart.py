@@ -178,7 +178,7 @@ def _remarks(where: machine.Machine, results: dict[Problem, dict[str, Any]]) -> 
         ours, peer = result["seconds"], result["peer"]
         if ours and peer and peer["seconds"] < ours:
             python = f", of which {us(host)} are Python's" if (host := result["host_seconds"]) else ""
-            more = f"bench {problem.typed} --target {where.arch}"
+            more = f"bench {problem.typed} --target {machine.target(where)}"
             remarks.append(
                 f"{problem.typed}: {peer['name']} is faster here; ours takes {us(ours)} us a call{python}.\n"
                 f"  All figures: {program()} {more}"

@@ -296,6 +296,11 @@ def resolve(target: str) -> Machine:
     raise UnknownArch(f"target: got {target!r}; nearest valid names: {', '.join(near or names)}")
 
 
+def target(machine: Machine) -> str:
+    """What `resolve` takes for a machine: `cpu` for this one's, which may have more than its architecture."""
+    return "cpu" if machine == cpu() else machine.arch
+
+
 def suitability(arch: str, machine: Machine) -> int | None:
     """How far a library's architecture is from a machine's: 0 for its own, None if the machine cannot run it."""
     if arch == machine.arch:

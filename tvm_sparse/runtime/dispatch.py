@@ -537,7 +537,7 @@ def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | N
         return None
     words = ["tvm-sparse", "tune", *problem.typed.split()]
     if machine.arch != machines.resolve("auto").arch:
-        words += ["--target", machine.arch]
+        words += ["--target", machines.target(machine)]
     if problem.operator not in {operator.name for operator in registry.BUILTIN}:
         for path in registry.plugins():
             words += ["--plugin", path]
