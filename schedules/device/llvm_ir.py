@@ -1,4 +1,5 @@
-"""What TIR has no words for on a CPU, in LLVM's own language: a function that a program imports, and LLVM inlines.
+"""What TIR has no words for on a CPU, in LLVM's own: an intrinsic, and a function that a program imports, and LLVM
+inlines.
 
 `tirx.call_llvm_pure_intrin` cannot call an instruction on bfloat16: TVM takes such arguments to float32 before.
 """
@@ -9,6 +10,8 @@ from typing import Any
 
 from tvm import tirx
 
+# Bytes of a cache line.
+LINE = 64
 # x86's VDPBF16PS (AVX512_BF16) adds two products to each of 16 float32 sums; subnormal numbers count as zero.
 BFLOAT16_DOTS = """
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
@@ -22,6 +25,13 @@ define linkonce_odr <16 x float> @tvm_sparse_bfloat16_dots(<16 x float> %sums, <
 """
 # The columns that one such instruction reads.
 PAIRED = 32
+
+
+def fetch(address: Any, into: int) -> tirx.PrimExpr:
+    """Ask for the cache line of an address, which need not be one that may be read. `into`: 3 for the L1 cache, 1 for
+    the L2 cache, which more lines can be on their way to."""
+    hints = (tirx.const(hint, "int32") for hint in (0, into, 1))
+    return tirx.call_llvm_intrin("void", "llvm.prefetch.p0", address, *hints)
 
 
 def bfloat16_dots(sums: Any, one: Any, other: Any) -> tirx.PrimExpr:

@@ -17,8 +17,8 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 # Columns whose sums are held at once: 256 float32 fill half of the 32 registers of AVX-512.
 CHUNK = powers(16, 256)
-# Entries ahead whose table rows are asked for, and bytes of a cache line.
-AHEAD, LINE = 12, 64
+# Entries ahead whose table rows are asked for.
+AHEAD = 12
 # Bytes of a table whose rows come from a processor's last cache soon enough without being asked for.
 CACHED = 32 << 20
 # Bytes of table rows that one thread goes through while others would wake up.
@@ -37,6 +37,7 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
+    from ..device import llvm_ir
     from .interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
@@ -50,11 +51,9 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     @T.inline
     def ask_for(io, entry, base, columns):
         """The cache lines of `columns` columns of the table row of an entry, or of the last one."""
-        for line in range(ceildiv(columns * size, LINE)):
-            T.evaluate(T.call_llvm_intrin(
-                "void", "llvm.prefetch.p0", T.address_of(io.table[
-                    T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (LINE // size)]),
-                T.int32(0), T.int32(3), T.int32(1)))
+        for line in range(ceildiv(columns * size, llvm_ir.LINE)):
+            T.evaluate(llvm_ir.fetch(T.address_of(io.table[
+                T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (llvm_ir.LINE // size)]), into=3))
 
     @T.inline
     def sum_columns(io, acc, row, base, columns):

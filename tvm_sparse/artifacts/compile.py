@@ -140,9 +140,8 @@ def compile_bundle(
                 found.append(part)
                 continue
             _, program, symbol, seconds = part
-            taken = dict.fromkeys(program.instructions, 1) or None
-            if resources is not None:
-                taken = _most(resources, symbol)
+            used = dict.fromkeys(program.instructions, 1) or None
+            taken = used if resources is None else _most(resources, symbol)
             resident = None if program.resident is None else asdict(program.resident)
             if reason := unfit(resident, taken, machine):
                 found.append(CompileError(f"{candidate}: {reason}"))

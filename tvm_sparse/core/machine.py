@@ -28,7 +28,7 @@ X86_LEVELS = (
 
 # What kernels use of CPUs of a level that not all of them have, by its flag in /proc/cpuinfo.
 AVX512_BF16 = "avx512_bf16"
-X86_INSTRUCTIONS = {"x86-64-v4": (AVX512_BF16,)}
+X86_INSTRUCTIONS = {"x86-64-v4": AVX512_BF16}  # as `Machine.instructions`
 
 # Compute capabilities whose `a` variant carries the instructions special to the chip (wgmma, setmaxnreg).
 ARCH_SPECIFIC = {"sm_90", "sm_100", "sm_103", "sm_110", "sm_120"}
@@ -140,7 +140,7 @@ def cpu() -> Machine:
         cpu_arch(),
         cpu_name(),
         cores=os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0)),
-        instructions=" ".join(one for one in X86_INSTRUCTIONS.get(cpu_arch(), ()) if one in flags),
+        instructions=" ".join(one for one in X86_INSTRUCTIONS.get(cpu_arch(), "").split() if one in flags),
     )
 
 
@@ -169,6 +169,7 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+@functools.cache
 def _cpuinfo(field: str) -> str:
     try:
         text = Path("/proc/cpuinfo").read_text()

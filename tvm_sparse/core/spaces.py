@@ -131,10 +131,11 @@ def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | N
 
 def built_here(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate:
     """A candidate that was recorded for a machine's architecture, without instructions that this CPU of it lacks."""
-    able = dataclasses.replace(machine, instructions=" ".join(X86_INSTRUCTIONS.get(machine.arch, ())))
-    if machine == able or refusal(candidate, problem, machine) is None or refusal(candidate, problem, able):
+    all_instructions = X86_INSTRUCTIONS.get(machine.arch, "")
+    if machine.instructions == all_instructions or refusal(candidate, problem, machine) is None:
         return candidate
-    return adapted(candidate, problem, machine) or candidate
+    able = dataclasses.replace(machine, instructions=all_instructions)
+    return candidate if refusal(candidate, problem, able) else adapted(candidate, problem, machine) or candidate
 
 
 def adapted(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate | None:

@@ -21,9 +21,8 @@ from ..core import locking
 from . import loading
 
 PARTS = 64
-# How long whoever compiles may take for one library: a build worker's limit and a minute. And for what takes
-# milliseconds.
-BUILD_SECONDS, LOCK_SECONDS = 360.0, 60.0
+# How long whoever holds a lock may take for what takes milliseconds; for one library, beside a build worker's limit.
+LOCK_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -83,12 +82,14 @@ def clean(folder: Path) -> None:
 def _hold(stack: contextlib.ExitStack, folder: Path, parts: Sequence[Path]) -> None:
     """The locks of some parts, in their order, which is one for all: no two processes wait for each other."""
 
+    from ..workers.building import BUILD_TIMEOUT
+
     def progress() -> list[Any]:
         """Whoever holds them compiles: each library is a change of the folder of one of them."""
         return [locking.stamp(_part(folder, number)) for number in range(PARTS)]
 
     for part in parts:
-        stack.enter_context(locking.held(_lock(part), BUILD_SECONDS, progress))
+        stack.enter_context(locking.held(_lock(part), BUILD_TIMEOUT + LOCK_SECONDS, progress))
 
 
 def _number(library: str) -> int:

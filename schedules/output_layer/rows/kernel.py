@@ -92,7 +92,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
     ahead, dots = decisions["prefetch"], bool(decisions["dots"])
     # Columns of a step, and those of a cache line.
-    step, line = llvm_ir.PAIRED if dots else simd, 64 // numpy_dtype(problem.dtype).itemsize
+    step, line = llvm_ir.PAIRED if dots else simd, llvm_ir.LINE // numpy_dtype(problem.dtype).itemsize
     hidden = problem.hidden
     exact_head = isinstance(problem, HeadTopk)
     static = None if exact_head else most_words(problem)
@@ -109,11 +109,9 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
     @T.inline
     def fetch(n, part, word, io, c):
-        """The cache lines of a step. More of them can be on their way to the L2 cache than to the L1 cache."""
+        """The cache lines of a step."""
         for of_step in range(max(1, step // line)):
-            T.evaluate(T.call_llvm_intrin(
-                "void", "llvm.prefetch.p0", T.address_of(io.embedding[word, c * step + of_step * line]),
-                T.int32(0), T.int32(1), T.int32(1)))
+            T.evaluate(llvm_ir.fetch(T.address_of(io.embedding[word, c * step + of_step * line]), into=1))
 
     @T.inline
     def clear(n, part, word):
