@@ -5,8 +5,8 @@
     python scripts/head_bench.py --cold --csv scripts/results/head-cold-h200.csv
 
 `head_topk` reads the embedding once and writes no logits. `product` is torch's alone, without softmax or search: what
-cuBLAS takes; `limit` the time in which memory brings the embedding, where its bandwidth was measured. What
-`softmax_topk` adds to a product is the difference of the two, in one graph. Calls follow upon each other, so that the
+cuBLAS takes; `read` a kernel that only reads the embedding (`floors`), and `limit` the time in which memory brings it,
+where its bandwidth was measured. Calls follow upon each other, so that the
 L2 cache may hold a part of the embedding from the call before; with `--cold` another kernel reads as much as the cache
 holds, and more, in between.
 """
@@ -18,6 +18,7 @@ from typing import Annotated
 
 import torch
 import typer
+from floors import fastest
 from heads import (
     Call,
     Check,
@@ -46,7 +47,9 @@ SHAPES = (
     "10,151936,2560,20,bfloat16", "1,128256,4096,20,bfloat16", "10,128256,4096,20,bfloat16",
     "64,128256,4096,20,bfloat16",
 )  # fmt: skip
-HEAD, PRODUCT, CHAIN, TORCH = "head_topk", "product", "product + softmax_topk", "torch product + softmax + topk"
+HEAD, PRODUCT, CHAIN, TORCH, READ = (
+    "head_topk", "product", "product + softmax_topk", "torch product + softmax + topk", "read of the embedding"
+)  # fmt: skip
 COLUMNS = ("batch", "vocab", "hidden", "k", "dtype", "implementation", "microseconds", "over_ours", "over_product",
            "share_of_matrix_limit", "timed", "kernel", "note")  # fmt: skip
 
@@ -94,10 +97,13 @@ def main(
             for batch, vocab, _, k, dtype in shapes
         ]
         report, rows = Report(csv_path, provenance(where, cold=cold), COLUMNS), []
-        with ready([*heads, *tops], where):
+        with ready([*heads, *tops], where), fastest(where) as reader_of:
             for problem, (batch, vocab, hidden, k, dtype) in zip(heads, shapes, strict=True):
                 embedding, states = draw(vocab, hidden, batch, dtype, where.device, seed)
-                found = timed(*contenders(states, embedding, k), where.device, cold=cold)
+                calls, checks = contenders(states, embedding, k)
+                if reader := reader_of(embedding):
+                    calls[READ] = reader
+                found = timed(calls, checks, where.device, cold=cold)
                 limit = embedding.nbytes / where.bandwidth if where.bandwidth else None
                 kernel = tvm_sparse.explain(problem)
                 for name, result in found.items():
@@ -109,11 +115,12 @@ def main(
                         kernel=f"{kernel.candidate} ({kernel.how})" if name == HEAD else "", note=result.note,
                     )  # fmt: skip
                 limited = "-" if limit is None else f"{limit * 1e6:.1f}"
-                rows.append([f"{batch}, {vocab}, {hidden}, {k}, {dtype}", *found.values(), limited,
+                shown = [found.get(name, "-") for name in (HEAD, PRODUCT, CHAIN, TORCH, READ)]
+                rows.append([f"{batch}, {vocab}, {hidden}, {k}, {dtype}", *shown, limited,
                              over(found[HEAD], found[PRODUCT]), over(found[CHAIN], found[HEAD]),
                              over(found[TORCH], found[HEAD])])  # fmt: skip
                 del embedding, states
-        heads_of = ("batch, vocab, hidden, k, dtype", HEAD, PRODUCT, "+ softmax_topk", "torch", "limit",
+        heads_of = ("batch, vocab, hidden, k, dtype", HEAD, PRODUCT, "+ softmax_topk", "torch", "read", "limit",
                     "head / product", "+ softmax_topk / head", "torch / head")  # fmt: skip
         show("microseconds a call", heads_of, rows)
         report.close()

@@ -1,5 +1,5 @@
 """Recurrent layers called again and again beside a busy stream, in a process of its own: `python recurrent_child.py
-SECONDS`.
+SECONDS STEPS SIZE`, SIZE being that of the products which keep the other stream busy.
 
 For each kind of persistent kernel it prints how many calls were answered. Fails if an output differs from the first.
 """
@@ -11,7 +11,7 @@ import torch
 
 import tvm_sparse
 
-HIDDEN, STEPS, BATCH = 1792, 256, 4
+HIDDEN, BATCH = 1792, 4
 LAYERS = {"rows": (0.1, {}), "cluster": (0.01, {}), "tiles": (1.0, {"form": "blocks", "dtype": "float16"})}
 
 
@@ -22,12 +22,12 @@ def layer(density: float, **options: str) -> tvm_sparse.SparseRNN:
     return tvm_sparse.SparseRNN(weight, nonlinearity="tanh", **options)
 
 
-def main(seconds: float) -> None:
-    busy, square = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+def main(seconds: float, steps: int, size: int) -> None:
+    busy, square = torch.cuda.Stream(), torch.randn(size, size, device="cuda")
     for name, (density, options) in LAYERS.items():
         one = layer(density, **options)
         kind = getattr(torch, options.get("dtype", "float32"))
-        x = torch.randn(STEPS, BATCH, HIDDEN, device="cuda").to(kind)
+        x = torch.randn(steps, BATCH, HIDDEN, device="cuda").to(kind)
         first, calls, begin = one(x)[0].clone(), 0, time.monotonic()
         while time.monotonic() - begin < seconds:
             with torch.cuda.stream(busy):
@@ -42,4 +42,4 @@ def main(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -254,8 +254,10 @@ def test_candidates_on_a_gpu_are_looked_at_on_request() -> None:
     [
         ("head_topk/batch=16,vocab=1000,hidden=100000,k=5", "head_dots"),  # no room for a hidden state
         ("head_topk/batch=2,vocab=2000000,hidden=64,k=5", "head_dots"),  # nor for the best of all tiles
-        ("candidate_topk/lists=70000,beam=1,vocab=500,hidden=64,m=16,k=5", "candidate_dots"),  # an axis of the grid
+        ("candidate_topk/lists=70000,beam=2,vocab=500,hidden=64,m=16,k=5", "candidate_dots"),  # an axis of the grid
         ("candidate_topk/lists=1,beam=1,vocab=5000,hidden=64,m=1000,k=300", "candidate_dots"),
+        ("candidate_topk/lists=70000,beam=1,vocab=500,hidden=64,m=16,k=5", "candidate_streams"),
+        ("candidate_topk/lists=2,beam=1,vocab=9000,hidden=64,m=5000,k=5", "candidate_tiles"),
         ("head_topk/batch=16,vocab=262144,hidden=5376,k=20,dtype=bfloat16", "head_tiles"),
     ],
 )

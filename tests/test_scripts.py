@@ -91,6 +91,16 @@ def test_lists_of_candidates_a_row(scripts: Scripts, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
+def test_what_is_added_to_a_product(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "added.csv"
+    shape = ("--target", "cpu", "--batch", "1", "--batch", "3", "--vocab", "500", "--hidden", "40", "--k", "5")
+    assert "what is added to it" in scripts.run("after_product.py", *shape, "--dtype", "float32", "--csv", out)
+    lines = lines_of(out)
+    assert [line["behind_product"] for line in lines] == ["product", "softmax_topk", "torch softmax + topk"] * 2
+    assert all(float(line["microseconds"]) > 0 for line in lines)
+
+
+@pytest.mark.timeout(280)
 def test_steps_of_table_4(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "steps.csv"
     printed = scripts.run("shi_xu_knight_table4.py", *STEP, "--beam", "3", "--csv", out)

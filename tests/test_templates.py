@@ -230,6 +230,20 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
             },
             288,
         ),
+        (
+            "candidate_streams",
+            "candidate_topk/lists=2,beam=1,vocab=100,hidden=64,m=50,k=5,dtype=float16",
+            {
+                "reduce_threads": ROWS[3:6],
+                "vectors": ROWS[:5],
+                "tile_n": ROWS[:4],
+                "tiles": ROWS[1:5],
+                "threads": (256, 512, 1024),
+                "overlap": (0, 1),
+            },
+            # A row has eight vectors: one a lane of a word's eight, or fewer lanes have one.
+            3 * 4 * 4 * 3 * 2,
+        ),
         ("block_rows", ODD, {"tile_m": (1, 2, 4), "tile_n": (1,), "simd": (1,)}, 3),
         ("per_element", ODD, {"threads": (32, 64, 128, 256, 512)}, 5),
         (
@@ -698,8 +712,14 @@ OVERLAPPED = {
     ),
     "nhot_lookup": ("nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",),
     "head_topk": ("head_topk/batch=3,vocab=301,hidden=40,k=5,dtype=float16,bias=1,ids=2",),
-    "candidate_topk": ("candidate_topk/lists=2,beam=3,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",),
-    "candidate_logits": ("candidate_logits/lists=2,beam=9,vocab=301,hidden=40,m=70,dtype=float16,bias=1",),
+    "candidate_topk": (
+        "candidate_topk/lists=2,beam=3,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",
+        "candidate_topk/lists=2,beam=1,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",
+    ),
+    "candidate_logits": (
+        "candidate_logits/lists=2,beam=9,vocab=301,hidden=40,m=70,dtype=float16,bias=1",
+        "candidate_logits/lists=2,beam=1,vocab=301,hidden=40,m=70,dtype=float16,bias=1",
+    ),
     "wta_hash": ("wta_hash/batch=3,hidden=40,k=16,units=3,bands=50,dtype=float16",),
     "lsh_lookup": ("lsh_lookup/lists=2,beam=2,vocab=700,bands=20,bits=3",),
     "compaction": ("compaction/lists=2,vocab=3000,capacity=700",),

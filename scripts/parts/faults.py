@@ -36,7 +36,7 @@ def sanitizer_table() -> str:
 
 def _checked(row: dict[str, str], every: str) -> str:
     """Of which tests a run of the sanitizer was, where `every` are the files of all."""
-    first = row["selection"].split()[0]
+    first = row["selection"].split()[0].strip("()")
     if first != "not":
         return code(first)
     if row["files"] == every:

@@ -21,6 +21,7 @@ QUALITY = "shi-xu-knight-figure6-docstrings-lstm-h200"
 OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "vocab", "m")
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
+READ_ALL, READ_ROWS, AFTER = "read of the embedding", "read of the rows", "after-product-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
 
@@ -211,7 +212,7 @@ def head_peers() -> str:
     rows = []
     for key, times in results(HEAD).by(*OF_HEAD).items():
         ours = times.get("head_topk")
-        cells = [us(ours), us(times["product"]), us(times[CHAIN]), us(times[TORCH_HEAD])]
+        cells = [us(ours), us(times["product"]), us(times[CHAIN]), us(times[TORCH_HEAD]), us(times.get(READ_ALL))]
         if ours is None:
             cells += ["-"] * 4
         else:
@@ -219,8 +220,8 @@ def head_peers() -> str:
             cells += [*(f"{ratio:.2f}" for ratio in ratios), percent(head_share(key, "head_topk"))]
         rows.append([*key, *cells])
     return table(
-        [*OF_HEAD, "`head_topk`", "product", "+ `softmax_topk`", "PyTorch", "head / product", "+ `softmax_topk` / head",
-         "PyTorch / head", "of the limit"],
+        [*OF_HEAD, "`head_topk`", "product", "+ `softmax_topk`", "PyTorch", "read alone", "head / product",
+         "+ `softmax_topk` / head", "PyTorch / head", "of the limit"],
         rows,
     )  # fmt: skip
 
@@ -235,7 +236,7 @@ def head_sentence() -> str:
     half = [ratio for key, ratio in product.items() if key[-1] != "float32"]
     full = [ratio for key, ratio in product.items() if key[-1] == "float32"]
     shares = [100 * head_share(key, "head_topk") for key in found]
-    added = [times[CHAIN] - times["product"] for key, times in found.items() if key[-1] != "float32"]
+    reads = [times[READ_ALL] / times["head_topk"] for times in found.values()]
     missing = [
         f"At {of_shape([row[c] for c in OF_HEAD])} it has no time: {row['note']}."
         for row in results(HEAD).rows
@@ -249,10 +250,24 @@ def head_sentence() -> str:
             f" {span(times[TORCH_HEAD] / times['head_topk'] for times in found.values())} times as long."
             f" Product + `softmax_topk` takes {span(won)} times as long at {len(won)} shapes."
             + (f" The head loses to it at {len(lost)}, (batch, vocab, hidden): {listed(lost)}." if lost else "")
-            + f" To the product of 16 bits alone `softmax_topk` adds {span(added, 1)} microseconds.",
+            + f" A kernel that only reads the embedding takes {span(reads)} times as long as the head.",
             *missing,
         ]
     )
+
+
+@part
+def after_product() -> str:
+    """What comes behind a product, and what it adds, a line a batch."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in results(AFTER).rows:
+        found.setdefault(row["batch"], {})[row["behind_product"]] = row
+    names = ("softmax_topk", "torch softmax + topk", "read of the logits")
+    rows = [
+        [batch, us(float(lines["product"]["microseconds"])), *(us(float(lines[name]["added"])) for name in names)]
+        for batch, lines in found.items()
+    ]
+    return table(["batch", "product", "`softmax_topk` adds", "PyTorch's softmax and top-k", "read alone"], rows)
 
 
 @part
@@ -262,14 +277,14 @@ def specvocab() -> str:
         for row in results(SPECVOCAB).rows
         if row["implementation"] == "candidate_topk"
     }
-    names = ("candidate_topk", TORCH_LISTS, "candidate_logits", "torch gather + bmm", "head_topk")
+    names = ("candidate_topk", TORCH_LISTS, "candidate_logits", "torch gather + bmm", "head_topk", READ_ROWS)
     rows = []
     for key, times in results(SPECVOCAB).by(*OF_LISTS).items():
         ratio = times[TORCH_LISTS] / times["candidate_topk"]
         rows.append([*key, *(us(times[name]) for name in names), f"{ratio:.2f}", percent(shares[key])])
     return table(
-        [*OF_LISTS, "`candidate_topk`", "PyTorch", "`candidate_logits`", "PyTorch's", "`head_topk`", "PyTorch / ours",
-         "of the limit"],
+        [*OF_LISTS, "`candidate_topk`", "PyTorch", "`candidate_logits`", "PyTorch's", "`head_topk`", "read alone",
+         "PyTorch / ours", "of the limit"],
         rows,
     )  # fmt: skip
 
@@ -374,4 +389,5 @@ def head_decisions() -> str:
 
 PARTS["where-head"] = partial(where, HEAD)
 PARTS["where-specvocab"] = partial(where, SPECVOCAB)
+PARTS["where-after-product"] = partial(where, AFTER)
 PARTS["where-table4"] = partial(where, TABLE4)

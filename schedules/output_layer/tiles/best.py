@@ -39,7 +39,7 @@ from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, join_key, key_bits, key_index, key_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
-from .space import Extents
+from .space import Extents, SearchSizes
 from .words import count_words, find_word
 
 load_uint = T.ptx.ld.global_.u32
@@ -213,7 +213,7 @@ class Search:
     place: Callable[..., Any]
 
 
-def begin_search(e: Extents, search: Search) -> Callable[..., Any]:
+def begin_search(e: SearchSizes, search: Search) -> Callable[..., Any]:
     """Load what each thread looks at first; the phase is (io, s). Writes: `bits`. Barriers: none."""
 
     @T.inline
@@ -226,7 +226,7 @@ def begin_search(e: Extents, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def exponentials(e: Extents) -> Callable[..., Any]:
+def exponentials(e: SearchSizes) -> Callable[..., Any]:
     """What a warp's scores add to the row's sum of exponentials; the phase is (s, size, factor).
 
     Reads: `maxima`, `held`.
@@ -256,7 +256,7 @@ def exponentials(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def add_up(e: Extents) -> Callable[..., Any]:
+def add_up(e: SearchSizes) -> Callable[..., Any]:
     """Reads: `pairs`, `top`. Writes: `d`, of the row, in the first warp, and behind `pairs`; the normaliser.
     Barriers: none. The next one makes the sum visible. The phase is (io, s)."""
 
@@ -273,7 +273,7 @@ def add_up(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def collect(e: Extents, search: Search) -> Callable[..., Any]:
+def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     """Collect keys that reach a bound, which k of `size` do at least; the phase is (io, s, size, factor).
 
     Reads: `bits`, from `begin_search`.
@@ -333,7 +333,7 @@ def collect(e: Extents, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def rank(e: Extents, search: Search, keys: str = "keys") -> Callable[..., Any]:
+def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., Any]:
     """Place the k best of the keys that were collected; the phase is (io, s, factor).
 
     Reads: `count`, and `keys` or another buffer.
@@ -365,7 +365,7 @@ def rank(e: Extents, search: Search, keys: str = "keys") -> Callable[..., Any]:
     return phase
 
 
-def select(e: Extents, search: Search) -> Callable[..., Any]:
+def select(e: SearchSizes, search: Search) -> Callable[..., Any]:
     """Place the k best of `size` keys: `collect`, then `rank`. The phase is (io, s, size, factor)."""
     find, put = collect(e, search), rank(e, search)
 
@@ -448,7 +448,7 @@ def search_tiles(e: Extents) -> Search:
     return Search(0, e.list_tiles, load, finish, lambda s, i: i, place)
 
 
-def search_words(e: Extents) -> Search:
+def search_words(e: SearchSizes) -> Search:
     """Reads: the scores of the tiles in `chosen`, or all; `top` and `d`. Writes: values and indices."""
     find = find_word(e)
 
@@ -471,7 +471,7 @@ def search_words(e: Extents) -> Search:
             T.buffer_store(io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, rank))
             write_value(io, s, io.values, io.place(s.index, s.row, rank), key_value(key), factor)
 
-    return Search(1, e.row_pitch if e.direct else min(e.k, e.list_tiles) * e.tile_n, load, finish, name, place)
+    return Search(1, e.searched_words, load, finish, name, place)
 
 
 @T.inline
@@ -482,7 +482,7 @@ def write_value(io, s, values, at, score, factor):
         io.log != 0, s.value[0] * T.float32(LN_2) - T.log(s.d[0]), T.exp2(s.value[0]) * (T.float32(1) / s.d[0])), at)
 
 
-def write_absent(e: Extents) -> Callable[..., Any]:
+def write_absent(e: SearchSizes) -> Callable[..., Any]:
     """Reads: `words`. Writes: -1 and no probability by the ranks for which there is no word. Barriers: none."""
 
     @T.inline
@@ -497,7 +497,7 @@ def write_absent(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def write_asked(e: Extents) -> Callable[..., Any]:
+def write_asked(e: SearchSizes) -> Callable[..., Any]:
     """Reads: `ids`, their scores, `top`, `d`. Writes: `given`, NaN for a word that there is not. Barriers: none."""
 
     @T.inline
@@ -572,7 +572,7 @@ def best(e: Extents) -> Callable[..., Any]:
     return kernel
 
 
-def best_of_all(e: Extents) -> Callable[..., Any]:
+def best_of_all(e: SearchSizes) -> Callable[..., Any]:
     """The kernel that searches all scores at once, called with (io)."""
     count, search = count_words(e), search_words(e)
     do = SimpleNamespace(

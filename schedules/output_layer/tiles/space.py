@@ -73,6 +73,12 @@ VECTOR, STEP = 16, 128
 PAD = 4
 
 
+def is_large(problem: OutputLayer) -> bool:
+    """Whether it reads a vocabulary, not candidates, that no L2 cache holds."""
+    size = most_words(problem) * problem.hidden * numpy_dtype(problem.dtype).itemsize
+    return not candidates_of(problem) and size > CACHE
+
+
 def space(problem: OutputLayer, machine: Machine) -> Table:
     if machine.capability < 80:
         raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16 and tf32")
@@ -96,8 +102,9 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "blocks": tuple(sorted(blocks)),
         "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
-        # Candidates may be read again in the next step, the vocabulary does not fit.
-        "evict_first": (0,) if candidates_of(problem) else (0, 1),
+        # Words that the L2 cache holds are to stay, and to take the place of what other kernels left there: lines that
+        # leave first never do. Of more words than that a part stays if it is not always the oldest one that leaves.
+        "evict_first": (0, 1) if is_large(problem) else (0,),
         # Which words candidates are may be for the producer kernel to say.
         "prefetch": (0,) if candidates_of(problem) or not machine.has_clusters else (0, 1),
         "stages": STAGES if machine.has_clusters else (0,),
@@ -147,7 +154,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
     if e.kept_bytes + e.parts_bytes > DYNAMIC_SHARED:
         return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {DYNAMIC_SHARED}"
-    if reason := _best_allowed(e):
+    if reason := search_allowed(e):
         return reason
     if e.staged == 0 and e.dtype == "float32" and e.steps * e.b_fragments > MAX_SPLIT:
         return f"{e.steps * e.b_fragments} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
@@ -168,15 +175,15 @@ def _ring_allowed(e: Extents, machine: Machine) -> str | None:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
     if not machine.blocks_at_once(e.product_threads, 1, e.shared_bytes):
         return f"hidden states, a ring and sums of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
-    return _best_allowed(e)
+    return search_allowed(e)
 
 
-def _best_allowed(e: Extents) -> str | None:
-    """Of the second kernel."""
+def search_allowed(e: SearchSizes) -> str | None:
+    """Why there is no such second kernel."""
     if e.k and e.groups > e.threads:
         return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
     if e.k and e.pool_bytes > DYNAMIC_SHARED:
-        return f"{e.list_tiles} tiles and {e.k} of them again take {e.pool_bytes} bytes of shared memory"
+        return f"{e.searched} scores or tiles that are searched take {e.pool_bytes} bytes of shared memory"
     return None
 
 
@@ -198,9 +205,9 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     alone = [(1, tiles, 1) for tiles in (16, 8, 4, 1)]
     in_registers = [(8, 1, 0)]
     row = problem.hidden * numpy_dtype(problem.dtype).itemsize
-    wide, large = row > WIDE, most_words(problem) * row > CACHE
+    wide = row > WIDE
     # Large tiles where there are many, with as many loads in flight.
-    many = large and not wide
+    many = not wide and most_words(problem) * row > CACHE
     # Of one short list of candidates for a beam, large tiles, which are few, and a search by few threads.
     lists, rows = lists_of(problem)
     short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
@@ -223,7 +230,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "blocks": table["blocks"][0 if tiles > 1 or short else min(1, len(table["blocks"]) - 1)],
                 "threads": threads,
                 "overlap": max(table["overlap"]),
-                "evict_first": max(table["evict_first"]) if large else 0,
+                "evict_first": max(table["evict_first"]),
                 # Narrow words of 16 bits: blocks ask for no more ahead than the second kernel leaves time for.
                 "prefetch": max(table["prefetch"]) if many and row == 2 * problem.hidden else 0,
                 "stages": 0,
@@ -234,13 +241,14 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
 
 
 def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points that are the best, most of them in 16 bits: with rings, or with short lists searched in one go."""
+    """Points with rings, that are the best; most of them are of 16 bits."""
     (lists, rows), words = lists_of(problem), most_words(problem)
     size = numpy_dtype(problem.dtype).itemsize
     row = problem.hidden * size
-    wide, direct = row > WIDE, max(table["direct"]) if words <= MAX_DIRECT // 2 else 0
+    wide = row > WIDE
+    direct = max(table["direct"]) if candidates_of(problem) else 0
     common = {"tile_n": 16, "overlap": max(table["overlap"]), "prefetch": 0, "direct": direct}
-    if not candidates_of(problem) and (rows > 16 or words * row <= CACHE):
+    if not candidates_of(problem) and (rows > 16 or not is_large(problem)):
         return
     if not candidates_of(problem) and not wide:
         # A large vocabulary of rows that do not end where cache lines do.
@@ -260,30 +268,22 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         steps = ceildiv(row // VECTOR, 64)
         points = [
             {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 0, "stages": stages}
-            | {"evict_first": 1, "threads": 512}
+            | {"evict_first": 0, "threads": 512}
             for depth, stages in ((steps, 2), (2, 3), (2, 2))
             if depth in table["depth"] and steps % depth == 0
         ]
     elif rows > 1 or words < SHORTEST:
         return
-    elif wide:
-        # A list a row: one block a multiprocessor, with stages of a kilobyte a word, or of half as much.
+    else:
+        # A list a row, longer than those of `streams`: one block a multiprocessor, with stages of a kilobyte a word, or
+        # of half as much.
+        rings = ((6, 8, 2), (6, 4, 3), (6, 4, 2))
         points = [
             {"tile_m": 8, "reduce_warps": 1, "tiles": tiles, "depth": depth, "staged": 1, "stages": stages}
-            | {"evict_first": 0, "threads": 512 if words <= 1024 else 1024}
-            for tiles, depth, stages in ((4 if words <= 1024 else 6, 8, 2), (6, 4, 3), (6, 4, 2))
+            | {"evict_first": 0, "threads": 1024}
+            for tiles, depth, stages in (rings if wide else rings[::-1])
         ]
-    elif direct and words >= 2 * SHORTEST:
-        points = [
-            {"tile_m": 8, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 1, "stages": 0}
-            | {"evict_first": 0, "threads": 512}
-            for depth in (2, 1)
-        ]
-    else:
-        return
-    # Of a multiprocessor.
-    each = 2 if candidates_of(problem) and not wide else 1
-    common["blocks"] = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores * each // lists))
+    common["blocks"] = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores // lists))
     for point in points:
         point = common | point
         if not best_of(problem):
@@ -295,8 +295,52 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             yield point
 
 
+class SearchSizes:
+    """What the kernel that finds the best words (`best`) asks of a template's sizes."""
+
+    k: int
+    ids: int
+    m: int
+    block: int
+    tile_n: int
+    threads: int  # of a thread block of that kernel
+    overlap: int
+    direct: int
+
+    @property
+    def searched_words(self) -> int:
+        """Words that it searches at a time: all, or those of the best tiles."""
+        raise NotImplementedError
+
+    @property
+    def searched(self) -> int:
+        """The most that it searches at a time: these, or tiles."""
+        return self.searched_words
+
+    @property
+    def groups(self) -> int:
+        """Groups of its threads whose maxima are ranked."""
+        return max(LEAST_GROUPS, 1 << (2 * self.k - 1).bit_length())
+
+    @property
+    def most_near(self) -> int:
+        """Words of the best tiles that it ranks without a bound of their own."""
+        return max(LEAST_NEAR, 2 * self.k)
+
+    @property
+    def loads(self) -> int:
+        """Loads of one of its threads that are in flight together."""
+        return max(LOADS, min(MAX_DIRECT_LOADS, ceildiv(self.searched, self.threads))) if self.direct else LOADS
+
+    @property
+    def pool_bytes(self) -> int:
+        """Its dynamic shared memory: a key and an ordered score for all that is searched."""
+        near = 0 if self.direct else 8 * self.most_near
+        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + 512)
+
+
 @dataclass(frozen=True)
-class Extents:
+class Extents(SearchSizes):
     """What the kernels know before they run.
 
     Attributes
@@ -493,16 +537,12 @@ class Extents:
         return self.k > 0 and not self.direct
 
     @property
-    def groups(self) -> int:
-        """Groups of threads of the second kernel whose maxima are ranked."""
-        return max(LEAST_GROUPS, 1 << (2 * self.k - 1).bit_length())
+    def searched_words(self) -> int:
+        return self.row_pitch if self.direct else min(self.k, self.list_tiles) * self.tile_n
 
     @property
     def searched(self) -> int:
-        """The most that the second kernel searches at a time: tiles, or words of the best tiles."""
-        if self.direct:
-            return self.row_pitch
-        return max(self.list_tiles, min(self.k, self.list_tiles) * self.tile_n)
+        return self.searched_words if self.direct else max(self.list_tiles, self.searched_words)
 
     @property
     def most_tiles(self) -> int:
@@ -510,25 +550,9 @@ class Extents:
         return 2 * self.k
 
     @property
-    def most_near(self) -> int:
-        """Words of these tiles that it ranks without a bound of their own."""
-        return max(LEAST_NEAR, 2 * self.k)
-
-    @property
     def near_loads(self) -> int:
         """Loads of a thread for these words that are in flight together."""
         return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))
-
-    @property
-    def loads(self) -> int:
-        """Loads of a thread of the second kernel that are in flight together."""
-        return max(LOADS, min(MAX_DIRECT_LOADS, ceildiv(self.searched, self.threads))) if self.direct else LOADS
-
-    @property
-    def pool_bytes(self) -> int:
-        """Dynamic shared memory of the second kernel: a key and an ordered score for all that is searched."""
-        near = 0 if self.direct else 8 * self.most_near
-        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + 512)
 
 
 def _steps(vectors: int, decisions: Decisions) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from .space import Extents
+from .space import SearchSizes
 
 load_int = T.ptx.ld.global_.s32
 
 
-def count_words(e: Extents) -> Callable[..., Any]:
+def count_words(e: SearchSizes) -> Callable[..., Any]:
     """The phase is (io, index, words). Writes: `words[0]`, how many words list `index` has."""
 
     # fmt: off
@@ -31,7 +31,7 @@ def count_words(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def load_name(e: Extents) -> Callable[..., Any]:
+def load_name(e: SearchSizes) -> Callable[..., Any]:
     """The phase is (io, index, position, name).
 
     Writes: `name[0]`, the candidate at a position of list `index`, as it is there.
@@ -48,14 +48,14 @@ def load_name(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def named_word(e: Extents, io: Any, position: Any, name: Any) -> Any:
+def named_word(e: SearchSizes, io: Any, position: Any, name: Any) -> Any:
     """The word at a position whose candidate is `name`; one that is none gives the nearest word."""
     if e.m == 0:
         return name
     return T.max(T.min(name, io.vocab // e.block - 1), 0) * e.block + position % e.block
 
 
-def find_word(e: Extents) -> Callable[..., Any]:
+def find_word(e: SearchSizes) -> Callable[..., Any]:
     """The phase is (io, index, position, word). Writes: `word[0]`, the word at a position of list `index`."""
     load = load_name(e)
 

@@ -1,0 +1,245 @@
+"""The program of `streams`: its workspace, and its kernels, each a list of phases.
+
+product     the scores of some words of a list
+    find_words      where the words in hand lie
+    load_vector     a vector of a word comes to registers
+    stage_state     the hidden state comes to shared memory
+    multiply        vectors in hand, in whose place the next ones are asked for
+    add_lanes       a word's score
+best_of_all the best words of a list (`tiles.best`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Workspace, ceildiv
+
+from ...device.overlap import wait_then_start_consumer
+from ...device.region import device_region
+from ...device.selection import FULL_WARP
+from ...device.state import Buffers, local, shared
+from ...device.words import held_address, load_element, load_words, per_word, value_at
+from ..interface import gpu_program, rows_shape
+from ..tiles.best import best_of_all
+from ..tiles.space import VECTOR
+from ..tiles.words import count_words, find_word
+from ..words import OutputLayer
+from .space import Extents
+
+Phase = Callable[..., Any]
+WORD = 4  # bytes
+PER_VECTOR = VECTOR // WORD
+load_shared = T.ptx.ld.shared.v4.u32
+store_shared = T.ptx.st.shared.v4.u32
+MINUS_INFINITY = T.float32("-inf")
+
+
+@dataclass
+class State(Buffers):
+    """What the phases share.
+
+    Attributes
+    ----------
+    index, t, member
+        The list, the thread, and which of the lanes that share words it is.
+    position
+        Of the first word in hand.
+    words
+        Of the list.
+    name
+        A word.
+    at
+        Addresses of the words in hand.
+    hand
+        Their vectors.
+    part
+        A vector of the hidden state, or one on its way to shared memory.
+    sums
+        Of each word.
+    state
+        Shared: the hidden state.
+    """
+
+    index: Any
+    t: Any
+    member: Any
+    position: Any
+    words: Any = local("int32")
+    name: Any = local("int32", lambda e: e.tile_n)
+    at: Any = local("uint64", lambda e: e.tile_n)
+    hand: Any = local("uint32", lambda e: e.held * PER_VECTOR)
+    part: Any = local("uint32", PER_VECTOR)
+    sums: Any = local("float32", lambda e: e.tile_n)
+    state: Any = shared("uint32", lambda e: e.state_vectors * PER_VECTOR)
+
+
+# fmt: off
+def find_words(e: Extents) -> Phase:
+    """Where the words in hand lie; the phase is (io, s). Beyond the list's last word it is that one.
+
+    Reads: the list; `position`, `words`. Writes: `name`, `at`. Barriers: none.
+    """
+    find = find_word(e)
+
+    @T.inline
+    def phase(io, s):
+        base: T.uint64 = held_address("u64", io.embedding.ptr_to([0, 0]))
+        for n in T.unroll(e.tile_n):
+            found = T.alloc_local([1], "int32")
+            find(io, s.index, T.min(s.position + n, s.words[0] - 1), found)
+            s.name[n] = found[0]
+        for n in T.unroll(e.tile_n):
+            s.at[n] = base + T.Cast("uint64", s.name[n]) * T.uint64(e.row_vectors * VECTOR)
+
+    return phase
+
+
+def load_vector(e: Extents) -> Phase:
+    """Ask for vector `v` of step `step` of word `n` in hand; 0 behind the row's end. The phase is (s, step, n, v).
+
+    Reads: `at`. Writes: `hand`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, step, n, v):
+        place: T.int32 = (step * e.vectors + v) * e.reduce_threads + s.member
+        slot = T.meta_var((n * e.vectors + v) * PER_VECTOR)
+        if e.state_vectors == e.row_vectors:
+            load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
+        else:
+            for i in T.unroll(PER_VECTOR):
+                s.hand[slot + i] = T.uint32(0)
+            if place < e.row_vectors:
+                load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
+
+    return phase
+
+
+def stage_state(e: Extents) -> Phase:
+    """The phase is (io, s). Writes: `state`. Barriers: none; one has to follow."""
+
+    @T.inline
+    def phase(io, s):
+        for i in T.serial(ceildiv(e.state_vectors, e.product_threads)):
+            place: T.int32 = i * e.product_threads + s.t
+            if place < e.state_vectors:
+                for v in T.unroll(PER_VECTOR):
+                    s.part[v] = T.uint32(0)
+                if place < e.row_vectors:
+                    load_words(
+                        VECTOR, s.part, 0, None,
+                        io.hidden.ptr_to(io.place(s.index, 0, place * (PER_VECTOR * per_word(e.dtype)))))
+                store_shared(s.state.ptr_to([place * PER_VECTOR]), s.part[0], s.part[1], s.part[2], s.part[3])
+
+    return phase
+
+
+def multiply(e: Extents) -> Phase:
+    """The products of a step; the phase is (s, step).
+
+    Reads: `hand`, `state`. Writes: `sums`; `hand`, of the step that follows. Barriers: none.
+    """
+    load = load_vector(e)
+
+    @T.inline
+    def phase(s, step):
+        for v in T.unroll(e.vectors):
+            load_shared(
+                s.part[0], s.part[1], s.part[2], s.part[3],
+                T.cuda.cvta_generic_to_shared(
+                    s.state.ptr_to([((step * e.vectors + v) * e.reduce_threads + s.member) * PER_VECTOR])))
+            for n in T.unroll(e.tile_n):
+                for i in T.unroll(PER_VECTOR * per_word(e.dtype)):
+                    s.sums[n] = s.sums[n] + value_at(e.dtype, s.hand, (n * e.vectors + v) * PER_VECTOR, i) * value_at(
+                        e.dtype, s.part, 0, i)
+                if step + 1 < e.steps:
+                    load(s, step + 1, n, v)
+
+    return phase
+
+
+def add_lanes(e: Extents) -> Phase:
+    """Reads: `sums`; the bias. Writes: scores, without a search -inf beyond the list's words. Barriers: of the warp.
+    The phase is (io, s, scores)."""
+
+    @T.inline
+    def phase(io, s, scores):
+        for n in T.unroll(e.tile_n):
+            for b in T.unroll(e.reduce_threads.bit_length() - 1):
+                s.sums[n] = s.sums[n] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sums[n], 1 << b, 32, 32)
+        if s.member == 0:
+            for n in T.unroll(e.tile_n):
+                if s.position + n < s.words[0]:
+                    if io.bias is not None:
+                        s.sums[n] = s.sums[n] + load_element("float32", io.bias.ptr_to([s.name[n]]))
+                    T.buffer_store(scores, s.sums[n], io.place(s.index, 0, s.position + n))
+                elif e.k == 0 and s.position + n < e.words:
+                    T.buffer_store(scores, MINUS_INFINITY, io.place(s.index, 0, s.position + n))
+
+    return phase
+
+
+def product(e: Extents) -> Phase:
+    """The first kernel, called with (io, scores)."""
+    count, find, load = count_words(e), find_words(e), load_vector(e)
+    stage, step_of, finish = stage_state(e), multiply(e), add_lanes(e)
+
+    @T.inline
+    def kernel(io, scores):
+        with device_region():
+            flat = T.cta_id([io.lists * e.parts])
+            t = T.thread_id([e.product_threads])
+            s = T.meta_var(State.alloc(
+                e, index=flat // e.parts, t=t, member=t % e.reduce_threads,
+                position=(flat % e.parts * (e.product_threads // e.reduce_threads) + t // e.reduce_threads) * e.tile_n))
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            count(io, s.index, s.words)
+            # Of the whole thread block, which meets at a barrier.
+            some: T.bool = flat % e.parts * e.words_each < s.words[0]
+            for n in T.unroll(e.tile_n):
+                s.sums[n] = T.float32(0)
+            if some:
+                find(io, s)
+                for v in T.unroll(e.vectors):
+                    for n in T.unroll(e.tile_n):
+                        load(s, 0, n, v)
+                stage(io, s)
+            T.cuda.cta_sync()
+            if some:
+                for step in T.serial(e.steps):
+                    step_of(s, step)
+            finish(io, s, scores)
+
+    return kernel
+# fmt: on
+
+
+def program(problem: OutputLayer, e: Extents) -> Program:
+    """The program of one point of the space."""
+    multiply_words = product(e)
+    if not e.k:
+        # fmt: off
+        @T.inline
+        def alone(io):
+            multiply_words(io, io.logits)
+        # fmt: on
+
+        return gpu_program(problem, alone, overlapped=e.overlap > 0)
+
+    search = best_of_all(e)
+
+    # fmt: off
+    @T.inline
+    def both(io):
+        multiply_words(io, io.workspaces["scores"])
+        search(io)
+    # fmt: on
+
+    scores = (Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),)
+    return gpu_program(problem, both, scores, overlapped=e.overlap > 0)

@@ -1,0 +1,202 @@
+"""The space of `streams`, and the sizes of each of its points. Loads no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
+
+from ..tiles.space import MAX_K, THREADS, VECTOR, SearchSizes, search_allowed
+from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
+
+WARP = 32
+LANES = (8, 16, 32)  # that share a word
+VECTORS = (1, 2, 4, 8, 16)
+TILE_N = (1, 2, 4, 8)
+TILES = (2, 4, 8, 16)  # warps of a thread block of the first kernel
+# Vectors that a thread has in hand. With more, registers leave room for too few warps.
+LEAST_HELD, MOST_HELD = 2, 16
+# Bytes of a hidden state in static shared memory.
+MOST_STATE = 40 * 1024
+# Words of a list. More are read faster through the rings of `tiles`, which keep as much of memory busy for as long.
+MOST_WORDS = 4096
+# Bytes of a row up to which its words are read faster by many small thread blocks, with little in hand.
+NARROW = 2048
+# Words of a list that few threads search faster.
+FEW = 256
+
+
+def space(problem: OutputLayer, machine: Machine) -> Table:
+    _, rows = lists_of(problem)
+    row = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    if not candidates_of(problem) or rows > 1:
+        raise NotApplicable("words are read for one row of hidden states: lists of one row each")
+    if row % VECTOR:
+        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
+    if row > MOST_STATE // 2:
+        raise NotApplicable(f"a hidden state of {row} bytes exceeds shared memory")
+    if best_of(problem) > MAX_K:
+        raise NotApplicable(f"k={best_of(problem)} exceeds {MAX_K}, the most that are ranked by counting")
+    if most_words(problem) > MOST_WORDS:
+        raise NotApplicable(f"lists of {most_words(problem)} words exceed {MOST_WORDS}")
+    table = {
+        "reduce_threads": LANES,
+        "vectors": VECTORS,
+        "tile_n": TILE_N,
+        "tiles": TILES,
+        "threads": THREADS if best_of(problem) else THREADS[:1],
+        "overlap": (0, 1) if machine.has_clusters else (0,),
+    }
+    if next(_likely_points(problem, machine, table), None) is None:
+        raise NotApplicable(f"no thread block has room for k={best_of(problem)} and hidden={problem.hidden}")
+    return table
+
+
+def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    if not LEAST_HELD <= e.held <= MOST_HELD and e.held != e.all_vectors:
+        return f"{e.held} vectors in hand are not {LEAST_HELD} to {MOST_HELD}"
+    if e.vectors >= 2 * ceildiv(e.row_vectors, e.reduce_threads) > 1:
+        return (
+            f"{e.vectors} vectors of each of {e.reduce_threads} lanes are twice the {e.row_vectors} of a row, or more"
+        )
+    if e.state_vectors * VECTOR > MOST_STATE:
+        return f"a hidden state of {e.state_vectors * VECTOR} bytes exceeds shared memory"
+    return search_allowed(e)
+
+
+def launch(problem: OutputLayer, decisions: Decisions) -> Launch:
+    """Of the first kernel."""
+    return Launch(WARP * decisions["tiles"])
+
+
+def default(problem: OutputLayer, machine: Machine) -> Decisions:
+    return next(_likely_points(problem, machine, space(problem, machine)))
+
+
+def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
+    """Points of a table, the best first: small thread blocks for narrow rows, and of others a warp a word, which has
+    eight vectors in hand."""
+    narrow = problem.hidden * numpy_dtype(problem.dtype).itemsize <= NARROW
+    all_lanes, all_vectors, tiles = ((16, 8, 32), (1, 2, 4), 2) if narrow else ((32, 16, 8), (4, 8, 2, 1), 8)
+    all_threads = table["threads"]
+    if most_words(problem) > FEW:
+        all_threads = (512, 1024) if narrow else all_threads[::-1]
+    for tile_n, vectors, lanes, threads in itertools.product((2, 1, 4, 8), all_vectors, all_lanes, all_threads):
+        point = {
+            "reduce_threads": lanes,
+            "vectors": vectors,
+            "tile_n": tile_n,
+            "tiles": tiles,
+            "threads": threads if best_of(problem) else table["threads"][0],
+            "overlap": max(table["overlap"]),
+        }
+        if allowed(problem, machine, point) is None:
+            yield point
+
+
+@dataclass(frozen=True)
+class Extents(SearchSizes):
+    """What the kernels know before they run.
+
+    Attributes
+    ----------
+    dtype, hidden
+        Of hidden states and words.
+    k, ids
+        Words to be found in a row, and words that were asked for. 0 of `candidate_logits`, which finds none.
+    m, block
+        Candidates of a list, and words of a candidate.
+    reduce_threads, vectors, tile_n, tiles, threads, overlap
+        The decisions of these names.
+    direct
+        As of `tiles`: all scores are searched.
+    """
+
+    dtype: str
+    hidden: int
+    k: int
+    ids: int
+    m: int
+    block: int
+    reduce_threads: int
+    vectors: int
+    tile_n: int
+    tiles: int
+    threads: int
+    overlap: int
+    direct: int = 1
+
+    @classmethod
+    def of(cls, problem: OutputLayer, decisions: Decisions) -> Extents:
+        return cls(
+            problem.dtype,
+            problem.hidden,
+            best_of(problem),
+            problem.axes.get("ids", 0),
+            candidates_of(problem),
+            block_of(problem),
+            **decisions,
+        )
+
+    @property
+    def words(self) -> int:
+        """Of a list that is full."""
+        return self.m * self.block
+
+    @property
+    def row_vectors(self) -> int:
+        """16-byte vectors of a row."""
+        return self.hidden * numpy_dtype(self.dtype).itemsize // VECTOR
+
+    @property
+    def step(self) -> int:
+        """Vectors of a row that lanes have in hand together."""
+        return self.reduce_threads * self.vectors
+
+    @property
+    def steps(self) -> int:
+        return ceildiv(self.row_vectors, self.step)
+
+    @property
+    def state_vectors(self) -> int:
+        """Vectors of a hidden state up to the end of the last step: behind a row's end they are 0."""
+        return self.steps * self.step
+
+    @property
+    def held(self) -> int:
+        """Vectors that a thread has in hand."""
+        return self.vectors * self.tile_n
+
+    @property
+    def all_vectors(self) -> int:
+        """A thread's part of a word."""
+        return ceildiv(self.row_vectors, self.reduce_threads)
+
+    @property
+    def product_threads(self) -> int:
+        """Threads of a block of the first kernel."""
+        return WARP * self.tiles
+
+    @property
+    def words_each(self) -> int:
+        """Words of such a block."""
+        return self.product_threads // self.reduce_threads * self.tile_n
+
+    @property
+    def parts(self) -> int:
+        """Such blocks of a list."""
+        return ceildiv(self.words, self.words_each)
+
+    @property
+    def row_pitch(self) -> int:
+        """Scores of a row in the workspace."""
+        return self.words
+
+    @property
+    def searched_words(self) -> int:
+        return self.words

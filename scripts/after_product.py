@@ -1,0 +1,109 @@
+"""What `softmax_topk` adds to the product of a decoding step, in one CUDA graph.
+
+    python scripts/after_product.py --csv scripts/results/after-product-h200.csv       # half a minute
+    python scripts/after_product.py --batch 32 --vocab 151936 --hidden 2560
+
+The product alone is torch's. Behind it come `softmax_topk`, torch's softmax and topk, and a kernel that only reads the
+logits (`floors`): what no kernel of its own can be below. A product streams the embedding through the L2 cache while it
+writes logits, and lets no other kernel start before it ends, so that logits of many rows have to come from memory and
+every kernel behind it has to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from floors import fastest
+from heads import OURS as OURS_BOUND
+from heads import ROUNDED, Call, Check, Report, draw, micro, ready, show, timed, top_check
+from reproduction import provenance
+
+import tvm_sparse
+from tvm_sparse.cli.common import Target, errors, machine_here
+from tvm_sparse.core.registry import make
+
+PRODUCT, OURS, TORCH, READ = "product", "softmax_topk", "torch softmax + topk", "read of the logits"
+ROUNDS = 60  # a product takes fifty times as long as what is added to it
+COLUMNS = ("batch", "vocab", "hidden", "k", "dtype", "behind_product", "microseconds", "added", "timed", "kernel")
+
+
+def piece_of(numbers: int, size: int) -> int:
+    """Numbers of a piece of logits that a warp reads at a time: pieces are equal, and so are lanes if that can be."""
+    vectors = numbers * size // 16
+    if numbers * size % 16:
+        raise typer.BadParameter(f"expected logits of whole 16-byte vectors, got {numbers * size} bytes")
+    return max((n for n in range(1, 129) if vectors % n == 0), key=lambda n: (n % 32 == 0, n)) * 16 // size
+
+
+def contenders(
+    states: torch.Tensor, embedding: torch.Tensor, k: int, reader_of: Callable[..., Call | None]
+) -> tuple[dict[str, Call], dict[str, Check]]:
+    """Calls by name, each with the product, and how their results are checked."""
+    logits = states.new_empty((len(states), len(embedding)))
+
+    def product() -> None:
+        torch.mm(states, embedding.T, out=logits)
+
+    def behind(call: Call) -> Call:
+        def both() -> Any:
+            product()
+            return call()
+
+        return both
+
+    product()
+    calls: dict[str, Call] = {
+        PRODUCT: product,
+        OURS: behind(lambda: tvm_sparse.softmax_topk(logits, k)),
+        TORCH: behind(lambda: torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k)),
+    }
+    if reader := reader_of(logits.view(-1, piece_of(logits.numel(), logits.element_size())), before=product):
+        calls[READ] = behind(reader)
+    check = top_check(states, embedding, k)(OURS_BOUND if states.dtype == torch.float32 else ROUNDED)
+    return calls, {OURS: check, TORCH: check}
+
+
+def main(
+    target: Target = "auto",
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; may be given again.  [default: 1 10 64]")] = None,
+    vocab: Annotated[int, typer.Option(min=1, help="Words.")] = 128256,
+    hidden: Annotated[int, typer.Option(min=1, help="Columns.")] = 4096,
+    k: Annotated[int, typer.Option(min=1, help="Best words of a row.")] = 20,
+    dtype: Annotated[str, typer.Option(help="Of states, embedding and logits.")] = "bfloat16",
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
+    seed: Annotated[int, typer.Option(help="Of states and embedding.")] = 0,
+) -> None:
+    """Time what comes behind a product."""
+    with errors():
+        where = machine_here(target, "comparing")
+        batches = batch or [1, 10, 64]
+        tops = {rows: make("softmax_topk", {"batch": rows, "vocab": vocab, "k": k, "dtype": dtype}) for rows in batches}
+        report, lines = Report(csv_path, provenance(where), COLUMNS), []
+        with ready(tops.values(), where), fastest(where) as reader_of:
+            for rows, problem in tops.items():
+                embedding, states = draw(vocab, hidden, rows, dtype, where.device, seed)
+                calls, checks = contenders(states, embedding, k, reader_of)
+                found = timed(calls, checks, where.device, ROUNDS)
+                alone, chosen = found[PRODUCT].seconds, tvm_sparse.explain(problem)
+                shown = []
+                for name, result in found.items():
+                    added = (result.seconds - alone) * 1e6 if alone and result.seconds and name != PRODUCT else None
+                    shown.append("-" if added is None else f"{added:.1f}")
+                    report.add(
+                        batch=rows, vocab=vocab, hidden=hidden, k=k, dtype=dtype, behind_product=name,
+                        microseconds=micro(result), added="" if added is None else f"{added:.2f}", timed=result.how,
+                        kernel=f"{chosen.candidate} ({chosen.how})" if name == OURS else "",
+                    )  # fmt: skip
+                lines.append([str(rows), found[PRODUCT], *shown[1:]])
+                del embedding, states, calls, checks
+        title = f"microseconds of a product of {vocab} x {hidden}, {dtype}, and what is added to it"
+        show(title, ("batch", PRODUCT, OURS, TORCH, READ), lines)
+        report.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

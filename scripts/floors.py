@@ -1,0 +1,153 @@
+"""What reading takes: kernels that only read rows of a matrix, add up and store, in CUDA graphs as ours.
+
+A roofline of memory's bandwidth leaves out that a kernel has to start, that its first bytes come after a trip to
+memory, and that some multiprocessors end before others. These kernels pay for all of that, and for nothing else: a warp
+has some rows, all of whose vectors it asks for before it adds up the first. They are started by programmatic dependent
+launch, as ours are. Of several such kernels the fastest is the floor.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.bench.timing import time_cuda
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.runtime.loading import load_function
+
+WARP, VECTOR = 32, 16
+# Vectors that a thread has in flight at the most: more take registers, and with them warps.
+MOST_VECTORS = 16
+
+
+class Reader(NamedTuple):
+    threads: int  # of a thread block
+    each: int  # rows of a warp
+
+
+READERS = tuple(Reader(threads, each) for threads in (128, 256, 512) for each in (1, 2, 4))
+ROUNDS = 5  # in which the fastest is found
+LARGEST = 1e37  # of sums that are checked
+
+
+def module_of(reader: Reader, rows: int, row_bytes: int, named: int | None) -> Any:
+    """A function of a matrix of 4-byte words, the numbers of `named` rows, and their sums. `named=None`: of all rows in
+    order; numbers are not read."""
+    import tvm
+    from tvm.script import tirx as T
+
+    from tvm_sparse.schedules.device.overlap import overlapping
+    from tvm_sparse.schedules.device.words import load_words
+
+    threads, each = reader
+    count = rows if named is None else named
+    warps, in_row, words = threads // WARP, row_bytes // VECTOR, row_bytes // 4
+    vectors = ceildiv(in_row, WARP)
+
+    # fmt: off
+    @T.prim_func
+    def main(matrix_h: T.handle, ids_h: T.handle, sums_h: T.handle):
+        matrix = T.match_buffer(matrix_h, (rows, words), "float32")
+        ids = T.match_buffer(ids_h, (named or 1,), "int32")
+        sums = T.match_buffer(sums_h, (count,), "float32")
+        T.device_entry()
+        T.ptx.griddepcontrol.launch_dependents()
+        b = T.cta_id([ceildiv(count, warps * each)])
+        t = T.thread_id([threads])
+        held = T.alloc_local([each * vectors * 4], "uint32")
+        row = T.alloc_local([each], "int32")
+        total = T.alloc_local([1], "float32")
+        T.ptx.griddepcontrol.wait()
+        for e in T.unroll(each):
+            row[e] = T.min((b * warps + t // WARP) * each + e, count - 1)
+            if named is not None:
+                T.ptx.ld.global_.s32(row[e], ids.ptr_to([row[e]]))
+        for i in T.unroll(each * vectors * 4):
+            held[i] = T.uint32(0)
+        for e in T.unroll(each):
+            for v in T.unroll(vectors):
+                if in_row % WARP == 0 or v * WARP + t % WARP < in_row:
+                    load_words(
+                        16, held, (e * vectors + v) * 4, None, matrix.ptr_to([row[e], (v * WARP + t % WARP) * 4]))
+        for e in T.unroll(each):
+            total[0] = T.float32(0)
+            for i in T.unroll(vectors * 4):
+                total[0] = total[0] + T.reinterpret("float32", held[e * vectors * 4 + i])
+            for i in T.unroll(5):
+                total[0] = total[0] + T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), total[0], 1 << i, 32, 32)
+            if t % WARP == 0 and (b * warps + t // WARP) * each + e < count:
+                sums[(b * warps + t // WARP) * each + e] = total[0]
+    # fmt: on
+    return tvm.IRModule({"main": overlapping(main.with_attr("global_symbol", "main"))})
+
+
+def build(module: Any, machine: Machine, path: Path) -> Any:
+    """The function of a module, from a library that is written there."""
+    import tvm
+
+    from tvm_sparse.artifacts import cuda
+
+    cuda.activate()
+    target = target_of(machine)
+    with target:
+        tvm.compile(module, target=target, tir_pipeline="tirx").export_library(str(path))
+    return load_function(path, "cuda", None)
+
+
+@contextmanager
+def fastest(machine: Machine) -> Iterator[Callable[..., Callable[[], Any] | None]]:
+    """Finds the fastest reader of rows; the libraries live as long as the context.
+
+    What it gives is called with (matrix, ids=None, before=None): a contiguous matrix; the numbers of the rows to read,
+    int32, or all of them; and what runs before each read. It returns a call, checked, which does not run `before`; or
+    None where launches do not overlap, or rows are not of whole 16-byte vectors.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        def find(matrix: torch.Tensor, ids: torch.Tensor | None = None, before: Callable[[], Any] | None = None) -> Any:
+            if not machine.has_clusters or matrix.shape[1] * matrix.element_size() % VECTOR:
+                return None
+            words = matrix.view(torch.float32)
+            named = None if ids is None else ids.reshape(-1)
+            row_bytes = words.shape[1] * 4
+            some = torch.zeros(1, dtype=torch.int32, device=matrix.device) if named is None else named
+            read = words if named is None else words[named.long()]
+            wanted, sums = read.double().sum(1), torch.empty(len(read), device=matrix.device)
+            scale = read.double().abs().sum(1)
+            calls: dict[Reader, Callable[[], Any]] = {}
+            for reader in READERS:
+                if reader.each > 1 and reader.each * ceildiv(row_bytes, VECTOR * WARP) > MOST_VECTORS:
+                    continue
+                module = module_of(reader, len(words), row_bytes, None if named is None else len(named))
+                path = Path(folder) / f"{len(list(Path(folder).iterdir()))}.so"
+                call = functools.partial(build(module, machine, path), words, some, sums)
+                sums.fill_(torch.nan)
+                call()
+                # Two numbers of 16 bits are read as one of 32: sums of such words may say nothing.
+                held = scale < LARGEST
+                if not bool((abs(sums.double() - wanted)[held] <= 1e-5 * scale[held]).all()):
+                    raise AssertionError(f"{reader}: sums differ")
+                calls[reader] = call
+            timed = time_cuda({reader: _both(before, call) for reader, call in calls.items()}, ROUNDS)
+            return calls[min(timed, key=lambda reader: sorted(timed[reader][1])[ROUNDS // 2])]
+
+        yield find
+
+
+def _both(first: Callable[[], Any] | None, second: Callable[[], Any]) -> Callable[[], Any]:
+    if first is None:
+        return second
+
+    def call() -> Any:
+        first()
+        return second()
+
+    return call
