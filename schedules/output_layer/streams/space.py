@@ -58,7 +58,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
-    if not LEAST_HELD <= e.held <= MOST_HELD and e.held != e.all_vectors:
+    if e.held > MOST_HELD or e.held < min(LEAST_HELD, e.all_vectors):
         return f"{e.held} vectors in hand are not {LEAST_HELD} to {MOST_HELD}"
     if e.vectors >= 2 * ceildiv(e.row_vectors, e.reduce_threads) > 1:
         return (
