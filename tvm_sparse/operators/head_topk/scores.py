@@ -7,9 +7,11 @@ rounding may come in either order. Where sums are exact, as of small integers, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tvm_sparse.core import drawing
 from tvm_sparse.core.problem import Argument, Mismatch, ProblemError, compare, numpy_dtype
 
 if TYPE_CHECKING:
@@ -36,27 +38,27 @@ def embedded(
     """
     import numpy as np
 
+    kind = numpy_dtype(dtype)
     states = rng.standard_normal((rows, hidden), dtype=np.float32)
     if structure == "ties":
         states = np.round(states)
-        words = rng.integers(-1, 2, size=(vocab, hidden)).astype(np.float32)
+        words = drawing.whole(rng, -1, 2, (vocab, hidden), dtype)
     elif structure in ("constant", "ascending"):
         # Sixteen steps of a word are exact in every dtype.
         states = np.abs(np.round(states * 2)) + 1
         step = np.zeros(vocab) if structure == "constant" else np.floor(np.arange(vocab) * (16 / vocab))
-        words = np.zeros((vocab, hidden), np.float32)
+        words = np.zeros((vocab, hidden), kind)
         words[:, 0] = step / 8
     else:
-        words = rng.standard_normal((vocab, hidden), dtype=np.float32)
-        words *= np.float32(3 / np.sqrt(hidden))
+        words = drawing.normal(rng, (vocab, hidden), dtype, 3 / math.sqrt(hidden))
         if structure == "peaked":
             first = int(rng.integers(vocab))
-            words[first : first + 40] += states[:1] * np.float32(4 / hidden)
+            best = words[first : first + 40]
+            best[:] = best.astype(np.float32) + states[:1] * np.float32(4 / hidden)
         elif structure == "special":
             words.flat[rng.integers(words.size, size=2)] = [np.inf, np.nan]
             states[rng.integers(rows), rng.integers(hidden)] = np.nan
-    kind = numpy_dtype(dtype)
-    return states.astype(kind), words.astype(kind)
+    return states.astype(kind), words
 
 
 def word_bias(rng: np.random.Generator, vocab: int, structure: str) -> np.ndarray:

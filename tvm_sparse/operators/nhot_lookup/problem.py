@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -175,7 +176,7 @@ class NhotLookup(Problem):
         else:
             indices = rng.integers(self.vocab, size=indptr[-1])
         values = rng.standard_normal(len(indices), dtype=np.float32)
-        table = rng.standard_normal((self.vocab, self.width), dtype=np.float32)
+        table = drawing.normal(rng, (self.vocab, self.width), self.dtype)
         if structure == "special" and len(indices):
             # Where it is looked up, in some columns of several rows.
             for value in (np.nan, np.inf, -np.inf):
@@ -183,7 +184,7 @@ class NhotLookup(Problem):
             values[rng.integers(len(values), size=2)] = [np.inf, np.nan]
         dtype = numpy_dtype(self.dtype)
         structured = [indptr.astype(self.index), indices.astype(self.index)]
-        return [*structured, *([values.astype(dtype)] if self.weighted else []), table.astype(dtype)]
+        return [*structured, *([values.astype(dtype)] if self.weighted else []), table]
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """Rows of `a`, joined; the table as it is."""

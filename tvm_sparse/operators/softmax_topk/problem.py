@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -152,7 +153,7 @@ class SoftmaxTopk(Problem):
         structure, chosen = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.vocab, self.k])
         shape = (self.batch, self.vocab)
-        x = rng.standard_normal(shape, dtype=np.float32)
+        x = drawing.normal(rng, shape, "float32")
         if structure == "ties":
             x = np.round(x)
         elif structure == "masked":
