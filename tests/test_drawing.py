@@ -1,4 +1,4 @@
-"""Random numbers of inputs: what is drawn depends on the generator alone."""
+"""Random numbers of inputs, and large arrays part by part: how many cores take part does not matter."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import numpy as np
 import pytest
 
-from tvm_sparse.core import drawing
+from tvm_sparse.core import drawing, parts
 from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.operators.head_topk import scores
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "AT_ONCE", 1000)
+    monkeypatch.setattr(parts, "AT_ONCE", 1000)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -55,5 +56,28 @@ def test_bfloat16_is_rounded_to_the_nearest_and_to_even() -> None:
     ])  # fmt: skip
     numbers = np.concatenate([bits, bits | 0x80000000]).astype(np.uint32).view(np.float32)
     out = np.empty(len(numbers), numpy_dtype("bfloat16"))
-    drawing._round(numbers, out)
+    parts.round_into(numbers, out)
     assert out.tobytes() == numbers.astype(numpy_dtype("bfloat16")).tobytes()
+    assert parts.float32_of(out).tobytes() == out.astype(np.float32).tobytes()
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_many_words_are_those_of_one_product(dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    states, words = drawing.normal(rng, (3, 70), dtype), drawing.normal(rng, (101, 70), dtype)
+    words[5, 7], words[100, 69] = np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        wanted = states.astype(np.float64) @ words.astype(np.float64).T
+    np.testing.assert_allclose(scores.scores(states, words), wanted, rtol=1e-12)
+    finite = np.where(np.isfinite(words.astype(np.float64)), words.astype(np.float64), 0)
+    lengths = np.linalg.norm(states.astype(np.float64), axis=1), np.linalg.norm(finite, axis=1).max()
+    np.testing.assert_allclose(
+        scores.rounding(states, words), scores.SUMMATION * (lengths[0] * lengths[1] + 1e-6), rtol=1e-5
+    )
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_error_in_a_part_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        parts.of_each(lambda n: 1 // n, [2, 1, 0])

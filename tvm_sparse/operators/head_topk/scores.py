@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tvm_sparse.core import drawing
+from tvm_sparse.core import drawing, parts
 from tvm_sparse.core.problem import Argument, Mismatch, ProblemError, compare, numpy_dtype
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None
     step = max(1, AT_ONCE // max(1, words.shape[1]))
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(words), step):
-            found[:, start : start + step] = wide @ words[start : start + step].astype(np.float64).T
+            found[:, start : start + step] = wide @ parts.float64_of(words[start : start + step]).T
         return found if bias is None else found + bias.astype(np.float64)
 
 
@@ -96,12 +96,19 @@ def rounding(states: np.ndarray, words: np.ndarray) -> np.ndarray:
 def _lengths(vectors: np.ndarray) -> np.ndarray:
     import numpy as np
 
-    wide = vectors.astype(np.float32)
-    squares = np.einsum("...h,...h->...", wide, wide)
-    if not np.isfinite(squares).all():
-        wide[~np.isfinite(wide)] = 0
-        squares = np.einsum("...h,...h->...", wide, wide)
-    return np.sqrt(squares.astype(np.float64))
+    flat = vectors.reshape(-1, vectors.shape[-1])
+    squares = np.empty(len(flat))
+
+    def add_squares(begin: int, end: int) -> None:
+        wide = parts.float32_of(flat[begin:end])
+        some = np.einsum("ih,ih->i", wide, wide)
+        if not np.isfinite(some).all():
+            wide[~np.isfinite(wide)] = 0
+            some = np.einsum("ih,ih->i", wide, wide)
+        squares[begin:end] = some
+
+    parts.of_rows(flat, add_squares)
+    return np.sqrt(squares).reshape(vectors.shape[:-1])
 
 
 def compare_words(
