@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from floors import fastest
 from heads import OURS as OURS_BOUND
-from heads import ROUNDED, Call, Check, Report, draw, micro, ready, show, timed, top_check
+from heads import ROUNDED, Call, Check, Report, behind, draw, micro, ready, show, timed, top_check
 from reproduction import provenance
 
 import tvm_sparse
@@ -48,21 +48,14 @@ def contenders(
     def product() -> None:
         torch.mm(states, embedding.T, out=logits)
 
-    def behind(call: Call) -> Call:
-        def both() -> Any:
-            product()
-            return call()
-
-        return both
-
     product()
     calls: dict[str, Call] = {
         PRODUCT: product,
-        OURS: behind(lambda: tvm_sparse.softmax_topk(logits, k)),
-        TORCH: behind(lambda: torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k)),
+        OURS: behind(product, lambda: tvm_sparse.softmax_topk(logits, k)),
+        TORCH: behind(product, lambda: torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k)),
     }
     if reader := reader_of(logits.view(-1, piece_of(logits.numel(), logits.element_size())), before=product):
-        calls[READ] = behind(reader)
+        calls[READ] = behind(product, reader)
     check = top_check(states, embedding, k)(OURS_BOUND if states.dtype == torch.float32 else ROUNDED)
     return calls, {OURS: check, TORCH: check}
 

@@ -9,6 +9,7 @@ launch, as ours are. Of several such kernels the fastest is the floor.
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from heads import Call, behind
 
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.bench.timing import time_cuda
@@ -103,7 +105,7 @@ def build(module: Any, machine: Machine, path: Path) -> Any:
 
 
 @contextmanager
-def fastest(machine: Machine) -> Iterator[Callable[..., Callable[[], Any] | None]]:
+def fastest(machine: Machine) -> Iterator[Callable[..., Call | None]]:
     """Finds the fastest reader of rows; the libraries live as long as the context.
 
     What it gives is called with (matrix, ids=None, before=None): a contiguous matrix; the numbers of the rows to read,
@@ -111,24 +113,23 @@ def fastest(machine: Machine) -> Iterator[Callable[..., Callable[[], Any] | None
     None where launches do not overlap, or rows are not of whole 16-byte vectors.
     """
     with tempfile.TemporaryDirectory() as folder:
+        paths = (Path(folder) / f"{number}.so" for number in itertools.count())
 
-        def find(matrix: torch.Tensor, ids: torch.Tensor | None = None, before: Callable[[], Any] | None = None) -> Any:
+        def find(matrix: torch.Tensor, ids: torch.Tensor | None = None, before: Call | None = None) -> Call | None:
             if not machine.has_clusters or matrix.shape[1] * matrix.element_size() % VECTOR:
                 return None
             words = matrix.view(torch.float32)
             named = None if ids is None else ids.reshape(-1)
             row_bytes = words.shape[1] * 4
-            some = torch.zeros(1, dtype=torch.int32, device=matrix.device) if named is None else named
-            read = words if named is None else words[named.long()]
-            wanted, sums = read.double().sum(1), torch.empty(len(read), device=matrix.device)
-            scale = read.double().abs().sum(1)
-            calls: dict[Reader, Callable[[], Any]] = {}
+            numbers = torch.zeros(1, dtype=torch.int32, device=matrix.device) if named is None else named
+            read = (words if named is None else words[named.long()]).double()
+            wanted, scale, sums = read.sum(1), read.abs().sum(1), torch.empty(len(read), device=matrix.device)
+            calls: dict[Reader, Call] = {}
             for reader in READERS:
                 if reader.each > 1 and reader.each * ceildiv(row_bytes, VECTOR * WARP) > MOST_VECTORS:
                     continue
                 module = module_of(reader, len(words), row_bytes, None if named is None else len(named))
-                path = Path(folder) / f"{len(list(Path(folder).iterdir()))}.so"
-                call = functools.partial(build(module, machine, path), words, some, sums)
+                call = functools.partial(build(module, machine, next(paths)), words, numbers, sums)
                 sums.fill_(torch.nan)
                 call()
                 # Two numbers of 16 bits are read as one of 32: sums of such words may say nothing.
@@ -136,18 +137,8 @@ def fastest(machine: Machine) -> Iterator[Callable[..., Callable[[], Any] | None
                 if not bool((abs(sums.double() - wanted)[held] <= 1e-5 * scale[held]).all()):
                     raise AssertionError(f"{reader}: sums differ")
                 calls[reader] = call
-            timed = time_cuda({reader: _both(before, call) for reader, call in calls.items()}, ROUNDS)
+            some = {reader: behind(before, call) for reader, call in calls.items()} if before else calls
+            timed = time_cuda(some, ROUNDS)
             return calls[min(timed, key=lambda reader: sorted(timed[reader][1])[ROUNDS // 2])]
 
         yield find
-
-
-def _both(first: Callable[[], Any] | None, second: Callable[[], Any]) -> Callable[[], Any]:
-    if first is None:
-        return second
-
-    def call() -> Any:
-        first()
-        return second()
-
-    return call

@@ -279,6 +279,16 @@ def timed(
     return results
 
 
+def behind(first: Call, second: Call) -> Call:
+    """Both calls, one after the other, with the result of the second."""
+
+    def both() -> Any:
+        first()
+        return second()
+
+    return both
+
+
 def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
     """`time_cuda` of calls between which another kernel reads twice what the L2 cache holds, as the layers of a model
     do between two steps of its head. That kernel's time, of the same round, is taken off."""
@@ -288,15 +298,8 @@ def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
     def read() -> None:
         torch.sum(held, dim=0, out=total)
 
-    def after(call: Call) -> Call:
-        def both() -> Any:
-            read()
-            return call()
-
-        return both
-
     alone = "a read of the L2 cache"
-    found = time_cuda({alone: read, **{name: after(call) for name, call in calls.items()}}, rounds)
+    found = time_cuda({alone: read, **{name: behind(read, call) for name, call in calls.items()}}, rounds)
     _, reads = found.pop(alone)
     return {
         name: (how, [second - first for first, second in zip(reads, seconds, strict=True)])

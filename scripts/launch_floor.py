@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
+from floors import build
 from reproduction import provenance, result_path, write_csv
 
-from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.bench.compare import in_turn
 from tvm_sparse.bench.timing import time_cuda
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
-from tvm_sparse.core.machine import Machine
-from tvm_sparse.runtime.loading import load_function
 
 # x of the gathering kernels: 8 rows of 4,096 elements of 16 bits, here as words.
 X_ROWS, X_WORDS = 8, 2048
@@ -58,12 +56,11 @@ KERNELS = (
 MOST_COPIES = 50
 
 
-def build(kernel: Kernel, machine: Machine, folder: Path) -> Any:
+def module_of(kernel: Kernel) -> Any:
     """The kernel, as a function of x, the weight, the columns and y."""
     import tvm
     from tvm.script import tirx as T
 
-    from tvm_sparse.artifacts import cuda
     from tvm_sparse.schedules.device.overlap import overlapping
     from tvm_sparse.schedules.device.words import load_words
 
@@ -106,15 +103,7 @@ def build(kernel: Kernel, machine: Machine, folder: Path) -> Any:
             total[0] = total[0] + T.reinterpret("float32", words[e])
         Y[b * threads + t] = total[0]
     # fmt: on
-    cuda.activate()
-    target, path = target_of(machine), folder / f"{'_'.join(map(str, kernel))}.so"
-    with target:
-        module = tvm.compile(
-            tvm.IRModule({"main": overlapping(main.with_attr("global_symbol", "main"))}),
-            target=target, tir_pipeline="tirx",
-        )  # fmt: skip
-    module.export_library(str(path))
-    return load_function(path, "cuda", None)
+    return tvm.IRModule({"main": overlapping(main.with_attr("global_symbol", "main"))})
 
 
 def expected(kernel: Kernel, x: Any, weight: Any, columns: Any) -> Any:
@@ -144,7 +133,7 @@ def main(target: Target = "auto") -> None:
         cache, lines, calls = torch.cuda.get_device_properties().L2_cache_size, [], {}
         with tempfile.TemporaryDirectory() as folder:
             for kernel in KERNELS:
-                function = build(kernel, where, Path(folder))
+                function = build(module_of(kernel), where, Path(folder) / f"{'_'.join(map(str, kernel))}.so")
                 size = kernel.blocks * kernel.threads * max(kernel.vectors, 1) * 4
                 copies = min(math.ceil(2 * cache / (4 * size)), MOST_COPIES) if kernel.vectors else 1
                 outputs, columns = torch.empty(kernel.blocks * kernel.threads, device="cuda"), []

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import core_only
 import pytest
 
-from tvm_sparse.artifacts.compile import Compiled, compile_candidate
+from tvm_sparse.artifacts.compile import Compiled, compile_candidate, target_of
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu
 from tvm_sparse.core.problem import Problem, Settings
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.core.template import Table, Template
-from tvm_sparse.runtime import dispatch
+from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 SM90 = Machine("cuda", "sm_90a", "sm_90a", cores=132)
@@ -107,6 +107,28 @@ def number_of_builds() -> int:
     of builds."""
     kept = os.environ.get(BUILDS)
     return os.stat(kept).st_ino if kept else int.from_bytes(os.urandom(4), "little")
+
+
+def check_emulated(problem: Problem, template: Template, point: Mapping[str, int]) -> None:
+    """That a CUDA program is right on every structure, with no GPU, and whatever its arrays hold before the producer
+    kernel is done."""
+    import numpy as np
+
+    from tvm_sparse.emulation import run_on_cpu
+
+    program = template.build(problem, point)
+    for seed, structure in enumerate(problem.structures):
+        inputs = problem.generate(seed, structure, problem.settings[seed % len(problem.settings)])
+        outputs = problem.empty_outputs()
+        own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+        arguments: list[Any] = [*inputs, *outputs, *own]
+        garbage = {
+            i: np.full_like(a, -7 if a.dtype.kind == "i" else np.nan)
+            for i, a in enumerate(arguments)
+            if isinstance(a, np.ndarray) and a.dtype.kind != "u"
+        }
+        run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=garbage)
+        problem.check(inputs, problem.reference(inputs), outputs)
 
 
 def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> Compiled:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import numpy as np
 import pytest
+from cases import SM90, check_emulated
 
-from tvm_sparse.artifacts.compile import target_of
-from tvm_sparse.core import machine, spaces
+from tvm_sparse.core import spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
-from tvm_sparse.emulation import run_on_cpu
-from tvm_sparse.runtime import loading
 
-SM90 = machine.resolve("sm_90a")
 LISTS = "candidate_topk/lists=4,beam=1,vocab=97,hidden=200,m=70,k=5,dtype=float16,bias=1"
 BLOCKS = "candidate_topk/lists=3,beam=1,vocab=240,hidden=64,m=9,k=12,dtype=bfloat16,block=8"
 FLOATS = "candidate_topk/lists=2,beam=1,vocab=97,hidden=136,m=50,k=40,dtype=float32"
@@ -39,19 +32,7 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
     template = next(t for t in spaces.templates() if t.operator == problem.operator and "stream" in t.name)
     point = template.default(problem, SM90) | decisions
     assert template.point(problem, SM90, point) is None
-    program = template.build(problem, point)
-    for seed, structure in enumerate(problem.structures):
-        inputs = problem.generate(seed, structure, problem.settings[seed % len(problem.settings)])
-        outputs = problem.empty_outputs()
-        own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
-        arguments: list[Any] = [*inputs, *outputs, *own]
-        garbage = {
-            i: np.full_like(a, -7 if a.dtype.kind == "i" else np.nan)
-            for i, a in enumerate(arguments)
-            if isinstance(a, np.ndarray) and a.dtype.kind != "u"
-        }
-        run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=garbage)
-        problem.check(inputs, problem.reference(inputs), outputs)
+    check_emulated(problem, template, point)
 
 
 NOT_FIT = {

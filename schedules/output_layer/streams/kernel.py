@@ -109,13 +109,11 @@ def load_vector(e: Extents) -> Phase:
     def phase(s, step, n, v):
         place: T.int32 = (step * e.vectors + v) * e.reduce_threads + s.member
         slot = T.meta_var((n * e.vectors + v) * PER_VECTOR)
-        if e.state_vectors == e.row_vectors:
-            load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
-        else:
+        if e.uneven:
             for i in T.unroll(PER_VECTOR):
                 s.hand[slot + i] = T.uint32(0)
-            if place < e.row_vectors:
-                load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
+        if not e.uneven or place < e.row_vectors:
+            load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
 
     return phase
 
@@ -241,5 +239,5 @@ def program(problem: OutputLayer, e: Extents) -> Program:
         search(io)
     # fmt: on
 
-    scores = (Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),)
+    scores = (Workspace("scores", rows_shape(problem, e.words), "float32"),)
     return gpu_program(problem, both, scores, overlapped=e.overlap > 0)

@@ -168,6 +168,11 @@ class Extents(SearchSizes):
         return self.steps * self.step
 
     @property
+    def uneven(self) -> bool:
+        """Whether that is beyond a row's end."""
+        return self.state_vectors != self.row_vectors
+
+    @property
     def held(self) -> int:
         """Vectors that a thread has in hand."""
         return self.vectors * self.tile_n
@@ -191,11 +196,6 @@ class Extents(SearchSizes):
     def parts(self) -> int:
         """Such blocks of a list."""
         return ceildiv(self.words, self.words_each)
-
-    @property
-    def row_pitch(self) -> int:
-        """Scores of a row in the workspace."""
-        return self.words
 
     @property
     def searched_words(self) -> int:
