@@ -229,7 +229,7 @@ def step_contenders(
     calls: dict[str, Call] = {
         LSH: lambda: head.topk(states, n, path="lsh"),
         LISTS: by_lists(head, states, n),
-        EXACT: lambda: tvm_sparse.head_topk(states, embedding, n),
+        EXACT: lambda: tvm_sparse.head_topk(states, embedding, n, constant=True),
         CHAIN: product_topk(states, embedding, n),
         TORCH: torch_full(states, embedding, n),
         # With candidates that are known: neither hash nor look-up.

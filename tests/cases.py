@@ -10,7 +10,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,23 +109,29 @@ def number_of_builds() -> int:
     return os.stat(kept).st_ino if kept else int.from_bytes(os.urandom(4), "little")
 
 
-def check_emulated(problem: Problem, template: Template, point: Mapping[str, int]) -> None:
+def check_emulated(
+    problem: Problem, template: Template, point: Mapping[str, int], constant: Sequence[str] = ()
+) -> None:
     """That a CUDA program is right on every structure, with no GPU, and whatever its arrays hold before the producer
-    kernel is done."""
+    kernel is done; but for inputs that are `constant`, which it is told."""
     import numpy as np
 
     from tvm_sparse.emulation import run_on_cpu
 
     program = template.build(problem, point)
+    kept = [i for i, argument in enumerate(problem.kernel_inputs) if argument.name in constant]
     for seed, structure in enumerate(problem.structures):
-        inputs = problem.generate(seed, structure, problem.settings[seed % len(problem.settings)])
+        settings = dict(problem.settings[seed % len(problem.settings)])
+        if "constant" in settings:
+            settings["constant"] = int(bool(constant))
+        inputs = problem.generate(seed, structure, settings)
         outputs = problem.empty_outputs()
         own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
         arguments: list[Any] = [*inputs, *outputs, *own]
         garbage = {
             i: np.full_like(a, -7 if a.dtype.kind == "i" else np.nan)
             for i, a in enumerate(arguments)
-            if isinstance(a, np.ndarray) and a.dtype.kind != "u"
+            if isinstance(a, np.ndarray) and a.dtype.kind != "u" and i not in kept
         }
         run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=garbage)
         problem.check(inputs, problem.reference(inputs), outputs)

@@ -7,6 +7,7 @@ import pytest
 from cases import SM90, check_emulated
 
 from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.problem import Mismatch
 from tvm_sparse.core.registry import parse
 from tvm_sparse.schedules.vocabulary import renamed
 
@@ -49,6 +50,18 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
     point = template.default(problem, SM90) | decisions
     assert template.allowed(problem, SM90, point) is None
     check_emulated(problem, template, point)
+
+
+@pytest.mark.parametrize("decisions", [{**SHARED, "reduce_warps": 2, "depth": 1}, {**ALONE, "tiles": 4, "depth": 3}])
+def test_words_are_loaded_ahead_only_if_they_are_constant(decisions: dict[str, int]) -> None:
+    """Where they go to registers. Of a vocabulary that is said to be constant, and is not, what was there before is
+    multiplied."""
+    problem, template = parse(HALVES), spaces.find("head_tiles")
+    point = template.default(problem, SM90) | decisions | {"stages": 0, "overlap": 1, "blocks": 5}
+    assert template.allowed(problem, SM90, point) is None
+    check_emulated(problem, template, point, constant=("embedding",))
+    with pytest.raises(Mismatch):
+        check_emulated(problem, template, point, constant=("hidden",))
 
 
 REFUSED = {

@@ -9,10 +9,10 @@ from ..output_layer.rows import rows
 from ..output_layer.streams import streams
 from ..output_layer.tiles import tiles
 
-candidate_products = rows("candidate_logits", "candidate_products")
+candidate_products = rows("candidate_logits", "candidate_products", 4)
 candidate_tiles_product = tiles("candidate_logits", "candidate_tiles_product", 1)
 candidate_stream_products = streams("candidate_logits", "candidate_stream_products")
-candidate_dot_products = dots("candidate_logits", "candidate_dot_products")
+candidate_dot_products = dots("candidate_logits", "candidate_dot_products", 1)
 
 TEMPLATES: tuple[Template, ...] = (
     candidate_products,

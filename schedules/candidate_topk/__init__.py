@@ -9,10 +9,10 @@ from ..output_layer.rows import rows
 from ..output_layer.streams import streams
 from ..output_layer.tiles import tiles
 
-candidate_rows = rows("candidate_topk", "candidate_rows")
+candidate_rows = rows("candidate_topk", "candidate_rows", 4)
 candidate_tiles = tiles("candidate_topk", "candidate_tiles", 2)
 candidate_streams = streams("candidate_topk", "candidate_streams")
-candidate_dots = dots("candidate_topk", "candidate_dots")
+candidate_dots = dots("candidate_topk", "candidate_dots", 1)
 
 TEMPLATES: tuple[Template, ...] = (candidate_rows, candidate_tiles, candidate_streams, candidate_dots)
 

@@ -50,6 +50,7 @@ class Arguments:
     counts: Any = None
     scale: Any = None
     log: Any = None
+    constant: Any = None
     bias: Any = None
     ids: Any = None
     values: Any = None
@@ -111,7 +112,7 @@ def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
 
 # Of the functions below; of these a problem's program has the arguments of the operator and its own workspaces.
 PARAMETERS = (
-    "hidden", "embedding", "candidates", "counts", "scale", "log", "bias", "ids",
+    "hidden", "embedding", "candidates", "counts", "scale", "log", "constant", "bias", "ids",
     "values", "indices", "normaliser", "given", "logits", "own0", "own1", "own2",
 )  # fmt: skip
 
@@ -131,13 +132,13 @@ def gpu_program(
     @T.prim_func
     def main(
         hidden: T.handle, embedding: T.handle, candidates: T.handle, counts: T.handle, scale: T.float32, log: T.int32,
-        bias: T.handle, ids: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle, given: T.handle,
-        logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle
+        constant: T.int32, bias: T.handle, ids: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle,
+        given: T.handle, logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle
     ):
         body(Arguments.match(
             problem,
-            (hidden, embedding, candidates, counts, scale, log, bias, ids, values, indices, normaliser, given, logits,
-             own0, own1, own2),
+            (hidden, embedding, candidates, counts, scale, log, constant, bias, ids, values, indices, normaliser, given,
+             logits, own0, own1, own2),
             workspaces, packed=False))
     # fmt: on
     function = _trimmed(problem, main, workspaces)
@@ -157,15 +158,15 @@ def cpu_program(
     @T.prim_func(s_tir=True)
     def main(
         hidden: T.handle, embedding: T.handle, candidates: T.handle, counts: T.handle, scale: T.float32, log: T.int32,
-        bias: T.handle, ids: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle, given: T.handle,
-        logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle
+        constant: T.int32, bias: T.handle, ids: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle,
+        given: T.handle, logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle
     ):
         T.func_attr({"tirx.noalias": True})
         # Arrays of other libraries are aligned to their elements, no more; unaligned vector loads cost nothing.
         body(Arguments.match(
             problem,
-            (hidden, embedding, candidates, counts, scale, log, bias, ids, values, indices, normaliser, given, logits,
-             own0, own1, own2),
+            (hidden, embedding, candidates, counts, scale, log, constant, bias, ids, values, indices, normaliser, given,
+             logits, own0, own1, own2),
             workspaces, packed=True))
     # fmt: on
     module = tvm.IRModule({"main": _trimmed(problem, main, workspaces)})

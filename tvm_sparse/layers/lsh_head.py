@@ -146,7 +146,8 @@ class LshHead:
         If the bias requires a gradient. An embedding that does is used detached: there is no backward pass.
 
     When not to use it: for training, for a vocabulary of a few thousand words, and for batches of hundreds of unrelated
-    rows: their union is the vocabulary. When the embedding changes, build a new head.
+    rows: their union is the vocabulary. When the embedding changes, build a new head: the exact head, where it is the
+    faster one, is told that the embedding is constant (`head_topk`).
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
@@ -284,7 +285,14 @@ class LshHead:
         way = self.explain(rows, n, sentences=sentences, path=path) if rows else None
         if way is None or way.path == "exact":
             values, indices, normaliser = head_topk(
-                hidden, self.embedding, n, log=log, temperature=temperature, bias=self.bias, normaliser=True
+                hidden,
+                self.embedding,
+                n,
+                log=log,
+                temperature=temperature,
+                bias=self.bias,
+                normaliser=True,
+                constant=True,
             )
             return values, indices, HeadInfo(self._everything(sentences), normaliser, self.settings.vocab)
         if way.fused:

@@ -36,11 +36,11 @@ def launch(problem: Any, decisions: Decisions) -> Launch:
     return Launch(32 * WARPS)
 
 
-def dots(operator: str, name: str) -> Template:
+def dots(operator: str, name: str, version: int) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
         name=name,
-        version=1,
+        version=version,
         operator=operator,
         kind="cuda",
         summary="a warp a score, then radix passes over a row: any hidden size, any k",

@@ -45,11 +45,11 @@ def build(problem: Any, decisions: Decisions) -> Program:
     return program(problem, decisions)
 
 
-def rows(operator: str, name: str) -> Template:
+def rows(operator: str, name: str, version: int) -> Template:
     """The template for one of the operators of the output layer."""
     return Template(
         name=name,
-        version=4,
+        version=version,
         operator=operator,
         kind="llvm",
         summary="a vectorised product of tiles of words, then a scan of each row",

@@ -690,6 +690,21 @@ def product(e: Extents) -> Callable[..., Any]:
     )
 
     @T.inline
+    def begin(io, s, p, block):
+        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+        do.take_tiles(io, s, p, block)
+
+    @T.inline
+    def ask_first(io, s, p):
+        """The first steps of the first tile, and the names of the next one's words."""
+        if s.tile[0] < s.end[0]:
+            do.find_words(io, s, p, s.tile[0])
+            do.find_rows(io, s, p, s.at)
+            for step in T.unroll(e.depth):
+                do.load_step(s, p, s.at, step)
+            do.find_words(io, s, p, s.tile[0] + e.stride)
+
+    @T.inline
     def kernel(io, scores, tops, sums):
         with device_region():
             strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
@@ -700,17 +715,17 @@ def product(e: Extents) -> Callable[..., Any]:
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             if e.prefetch > 0:
                 do.prefetch_tiles(io, p, block)
+            if e.early:
+                begin(io, s, p, block)
+                if io.constant != 0:
+                    ask_first(io, s, p)
             if e.overlap > 0:
                 wait_then_start_consumer()
-            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-            do.take_tiles(io, s, p, block)
+            if not e.early:
+                begin(io, s, p, block)
             do.load_states(io, s, p)
-            if s.tile[0] < s.end[0]:
-                do.find_words(io, s, p, s.tile[0])
-                do.find_rows(io, s, p, s.at)
-                for step in T.unroll(e.depth):
-                    do.load_step(s, p, s.at, step)
-                do.find_words(io, s, p, s.tile[0] + e.stride)
+            if not e.early or io.constant == 0:
+                ask_first(io, s, p)
             while s.tile[0] < s.end[0]:
                 do.find_rows(io, s, p, s.ahead)
                 do.find_words(io, s, p, s.tile[0] + 2 * e.stride)

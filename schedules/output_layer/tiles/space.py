@@ -455,6 +455,13 @@ class Extents(SearchSizes):
         return max(1, PREFETCHED // (self.stride * self.tile_n * self.vectors * VECTOR))
 
     @property
+    def early(self) -> bool:
+        """Whether words that are constant are read before the producer kernel has ended: those of a vocabulary, where
+        they go to registers. A ring that is filled so early gains nothing on an H200: the wait takes longer by as much.
+        """
+        return self.overlap > 0 and not self.m and not self.stages
+
+    @property
     def held(self) -> int:
         """Registers of a thread for words and hidden states in hand, and for sums."""
         states = (1 if self.staged else self.steps) * self.b_fragments * 8

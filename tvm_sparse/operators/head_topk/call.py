@@ -40,6 +40,7 @@ def head_topk(
     bias: Any = None,
     ids: Any = None,
     normaliser: bool = False,
+    constant: bool = False,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """The k most probable words of softmax((hidden @ embedding.T + bias) / temperature, -1), without the logits.
@@ -61,6 +62,10 @@ def head_topk(
         word; `(batch, n)` int64 words whose probabilities are wanted too.
     normaliser
         Return also log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
+    constant
+        A promise that no kernel which may still run when this call's starts writes the embedding: true of the weights
+        of a model that is not in training. On a GPU with programmatic dependent launch words are then read while the
+        kernel in front still runs. The result is the same.
     out
         Arrays to write into, as many as are returned and in their order.
 
@@ -97,13 +102,15 @@ def head_topk(
         embedding = without_gradient(embedding)
     what, tensors = ("head_topk", k), (hidden, embedding, bias, ids)
     if type(k) is int and out is None:
-        before = (hidden, embedding, scale, 1 if log else 0, *[one for one in (bias, ids) if one is not None])
+        scalars = (scale, 1 if log else 0, 1 if constant else 0)
+        before = (hidden, embedding, *scalars, *[one for one in (bias, ids) if one is not None])
         found = repeat.again(dispatcher.launchers, what, tensors, before, None)
         if found is not None:
             return _shown(found, normaliser)
 
     if custom.transformed(hidden, embedding, bias, ids):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
+        options["constant"] = constant
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     (batch, width), vocab = known.shape, theirs.shape[0]
@@ -150,11 +157,12 @@ def head_topk(
             arrays.argument(arrays.ready("embedding", embedding, theirs)),
             scale,
             1 if log else 0,
+            1 if constant else 0,
             *(arrays.argument(arrays.ready(name, a, facts)) for name, facts, a in given if facts.shape[-1]),
             *map(arrays.argument, passed),
         )
         if arrays.is_torch(hidden) and len(passed) == len(outputs):
-            repeat.put_down(launchers, ("head_topk", k), tensors, repeat.launcher(function, tuple(outputs)))
+            repeat.put_down(launchers, what, tensors, repeat.launcher(function, tuple(outputs)))
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
 
 

@@ -74,20 +74,22 @@ def _numpy_head(problem: HeadTopk, inputs: Sequence[Any], device: str) -> Call:
 def ours(problem: HeadTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
     hidden, embedding = map(convert, inputs[:2])
     bias, ids = (None if a is None else convert(a) for a in problem.extras(inputs))
-    return lambda: head_topk(hidden, embedding, problem.k, bias=bias, ids=ids, normaliser=True), problem
+    options: dict[str, Any] = {"bias": bias, "ids": ids, "normaliser": True, "constant": bool(inputs[4])}
+    return lambda: head_topk(hidden, embedding, problem.k, **options), problem
 
 
 def ways(problem: HeadTopk, inputs: Sequence[Any], machine: Machine) -> dict[str, Call]:
     """The public function by each of its ways, for torch tensors."""
     hidden, embedding = (torch_tensor(array, machine.device) for array in inputs[:2])
     bias, ids = (None if a is None else torch_tensor(a, machine.device) for a in problem.extras(inputs))
+    options: dict[str, Any] = {"bias": bias, "ids": ids, "constant": bool(inputs[4])}
 
     def by(way: str) -> Call:
         launchers: dict[tuple, Any] = {}
 
         def call() -> Any:
             with dispatcher.taking(problem, machine, way, launchers):
-                return head_topk(hidden, embedding, problem.k, bias=bias, ids=ids)
+                return head_topk(hidden, embedding, problem.k, **options)
 
         return call
 

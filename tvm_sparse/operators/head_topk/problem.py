@@ -57,6 +57,9 @@ class HeadTopk(Problem):
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
         *SoftmaxTopk.inputs[1:3],
+        Argument(
+            "constant", (), "int32", "1 if nobody writes `embedding` while kernels that read it are queued, else 0."
+        ),
         Argument("bias", ("vocab",), "float32", "Added to every row of the scores; -inf masks a word.", when="bias"),
         Argument("ids", ("batch", "ids"), "int64", "Words whose probabilities are wanted.", when="ids"),
     )
@@ -70,7 +73,9 @@ class HeadTopk(Problem):
     structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = scores.STRUCTURES
-    settings: ClassVar[tuple[Settings, ...]] = SoftmaxTopk.settings
+    settings: ClassVar[tuple[Settings, ...]] = tuple(
+        {**setting, "constant": 1 - i % 2} for i, setting in enumerate(SoftmaxTopk.settings)
+    )
     example: ClassVar[Mapping[str, Any]] = {"batch": 4, "vocab": 8000, "hidden": 256, "k": 5}
     source: ClassVar[str] = "Shi, Xu & Knight 2018, equations 1 and 2; Milakov & Gimelshein 2018, Algorithm 4"
 
@@ -106,8 +111,9 @@ class HeadTopk(Problem):
 
         @T.prim_func(s_tir=True)
         def main(
-            hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle,
-            ids_h: T.handle, values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle, given_h: T.handle
+            hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, constant: T.int32,
+            bias_h: T.handle, ids_h: T.handle, values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle,
+            given_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
@@ -151,7 +157,7 @@ class HeadTopk(Problem):
         structure, chosen = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.vocab, self.hidden, self.k])
         states, words = scores.embedded(rng, self.batch, self.vocab, self.hidden, structure, self.dtype)
-        inputs: list[Any] = [states, words, chosen["scale"], chosen["log"]]
+        inputs: list[Any] = [states, words, chosen["scale"], chosen["log"], chosen["constant"]]
         if self.bias:
             inputs.append(scores.word_bias(rng, self.vocab, structure))
         if self.ids:
@@ -162,7 +168,7 @@ class HeadTopk(Problem):
 
     def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The bias and the ids among the inputs, where there are."""
-        return inputs[4] if self.bias else None, inputs[-1] if self.ids else None
+        return inputs[5] if self.bias else None, inputs[-1] if self.ids else None
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         states, words, scale, log = inputs[:4]

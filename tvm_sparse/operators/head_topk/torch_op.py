@@ -12,25 +12,34 @@ __all__ = ["head_topk"]
 
 
 def _call(
-    hidden: Any, embedding: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any, normaliser: bool
+    hidden: Any,
+    embedding: Any,
+    k: int,
+    log: bool,
+    temperature: float,
+    bias: Any,
+    ids: Any,
+    normaliser: bool,
+    constant: bool,
 ) -> list[Any]:
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
+    options["constant"] = constant
     return list(call.head_topk(hidden, embedding, k, **options))
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Rows of all examples together."""
-    hidden, embedding, k, log, temperature, bias, ids, normaliser = args
+    hidden, embedding, k, log, temperature, bias, ids, normaliser, constant = args
     custom.unbatched("head_topk", (in_dims[1], in_dims[5]), ("embedding", "bias"))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
     ids = None if ids is None else custom.in_front(ids, in_dims[6], info.batch_size).flatten(0, 1)
-    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, normaliser)
+    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, normaliser, constant)
     return [result.unflatten(0, hidden.shape[:2]) for result in results], [0] * len(results)
 
 
 _OPERATOR = custom.define(
     "head_topk(Tensor hidden, Tensor embedding, int k, bool log=False, float temperature=1.0, Tensor? bias=None,"
-    " Tensor? ids=None, bool normaliser=False) -> Tensor[]",
+    " Tensor? ids=None, bool normaliser=False, bool constant=False) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
@@ -47,7 +56,9 @@ def head_topk(
     bias: Any = None,
     ids: Any = None,
     normaliser: bool = False,
+    constant: bool = False,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function, as it stands in a graph."""
-    return custom.written(tuple(_OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser)), out)
+    found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant)
+    return custom.written(tuple(found), out)
