@@ -1,0 +1,281 @@
+"""When the phases of a kernel end: where the time of a short call goes that neither memory nor arithmetic explains.
+
+    python scripts/timeline.py "softmax_topk/batch=10,vocab=128256,k=20,dtype=bfloat16" --behind 4096
+    python scripts/timeline.py "head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16"
+
+Behind each phase the first thread of one thread block writes down the GPU's clock (`%globaltimer`) and that of its
+multiprocessor. A phase that is gone through several times keeps its last end; a phase within another one ends before
+it. Calls follow upon each other in a CUDA graph, by `--behind` after a product of so many columns, as after the last
+layer of a model. Times are medians over the replays, from the moment at which the kernel that the call begins with has
+waited for the one in front. The table also has what a call takes with and without the stamps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from floors import build
+from heads import Report, behind
+from reproduction import provenance
+
+import tvm_sparse
+from tvm_sparse.bench.timing import time_cuda
+from tvm_sparse.cli.common import Target, console, errors, machine_here, table
+from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.registry import parse
+from tvm_sparse.runtime import loading
+
+GATE, TILES, STEP = (
+    f"tvm_sparse.schedules.{part}"
+    for part in ("softmax_topk.threshold_gate", "output_layer.tiles", "lsh_topk.fused_step")
+)  # fmt: skip
+GATES = {
+    f"{GATE}.stream": ("offer_sample", "take_threshold", "mark_survivors", "push_survivors"),
+    f"{GATE}.cluster": ("push_part", "unite_parts"),
+    f"{GATE}.kernel": (
+        "locate_row", "await_producer", "begin_pass", "stream_row", "add_up", "search_marked", "gather_survivors",
+        "share_parts", "settle", "rank_survivors",
+    ),
+}  # fmt: skip
+PRODUCTS = (
+    "prefetch_tiles", "take_tiles", "load_states", "bring_states", "multiply_step", "write_parts", "finish_scores",
+    "join_sums", "finish_alone", "join_warps",
+)  # fmt: skip
+# By template the factories of its phases, by the module that puts them together.
+PHASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "cluster_gate": GATES,
+    "threshold_gate": GATES,
+    "head_tiles": {
+        f"{TILES}.product": PRODUCTS,
+        f"{TILES}.ring": (*PRODUCTS, "init_ring", "begin_asking", "await_stage"),
+        f"{TILES}.best": (
+            "load_pairs", "begin_search", "collect", "begin_near", "join_lanes", "collect_near", "join_pairs", "rank",
+            "write_absent",
+        ),
+    },
+    "fused_step": {
+        f"{STEP}.look_up": (
+            "begin", "stage_row", "load_first_columns", "find_places", "find_pieces", "lengthen", "count_pieces",
+            "tell", "receive", "list_reached",
+        ),
+        f"{STEP}.product": ("ask_first", "multiply_tile"),
+        f"{STEP}.kernel": ("stage_states", "keep_states", "find_share", "multiply_all"),
+        f"{STEP}.merge": (
+            "load_heads", "find_blocks", "join_sums", "ask_keys", "take_asked", "take_keys", "rank", "finish_list",
+            "clear",
+        ),
+    },
+}  # fmt: skip
+# What lets a kernel go on when the one in front has ended.
+WAITS = ("wait_then_start_consumer", "wait_for_producer")
+COLUMNS = (
+    "problem", "behind", "kernel", "phase", "nanoseconds", "cycles", "plain_microseconds", "stamped_microseconds"
+)  # fmt: skip
+REPLAYS, CALLS = 40, 20
+
+
+class Stamps:
+    """Numbers of the stamps by name, and where they are written."""
+
+    def __init__(self, block: int) -> None:
+        self.block, self.names = block, list[str]()
+        self.written = torch.zeros((64, 2), dtype=torch.int64, device="cuda")
+
+    def put(self, name: str) -> None:
+        """A stamp, in a kernel that is being written."""
+        from tvm.script import tirx as T
+
+        if name not in self.names:
+            self.names.append(name)
+        T.evaluate(T.cuda.func_call("stamp", self.names.index(name), source_code=self.source, return_type="void"))
+
+    @property
+    def source(self) -> str:
+        # The address is part of the program, which runs in this process alone.
+        return f"""
+__device__ __forceinline__ void stamp(int number) {{
+  if (threadIdx.x == 0 && blockIdx.x == {self.block} && blockIdx.y == 0) {{
+    unsigned long long time, cycle;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time) :: "memory");
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycle) :: "memory");
+    volatile unsigned long long* at = (volatile unsigned long long*){self.written.data_ptr()}ULL + 2 * number;
+    at[0] = time;
+    at[1] = cycle;
+  }}
+}}
+"""
+
+    def behind(self, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+        """A factory of phases, each with a stamp at its end."""
+
+        def made(*sizes: Any, **options: Any) -> Any:
+            phase = factory(*sizes, **options)
+
+            def stamped(*arguments: Any) -> None:
+                phase(*arguments)
+                self.put(name)
+
+            return stamped
+
+        return made
+
+
+class Line(NamedTuple):
+    """A stamp of all replays, relative to the first wait."""
+
+    name: str
+    nanoseconds: float
+    cycles: float
+
+
+def stamped_module(problem: Problem, candidate: Candidate, stamps: Stamps) -> Any:
+    """The candidate's module with stamps behind its phases."""
+    replaced = []
+    try:
+        for place, names in PHASES[candidate.template].items():
+            module = importlib.import_module(place)
+            for name in names:
+                if hasattr(module, name):
+                    replaced.append((module, name, getattr(module, name)))
+                    setattr(module, name, stamps.behind(f"{place.rpartition('.')[2]}: {name}", getattr(module, name)))
+            for name in WAITS:
+                if hasattr(module, name):
+                    wait = getattr(module, name)
+                    replaced.append((module, name, wait))
+                    label = f"{place.rpartition('.')[2]}: wait"
+                    setattr(module, name, stamps.behind(label, lambda wait=wait: wait)())
+        return spaces.find(candidate.template, problem.operator).build(problem, candidate.values).module
+    finally:
+        for module, name, factory in reversed(replaced):
+            setattr(module, name, factory)
+
+
+def tensors_of(problem: Problem, workspaces: Any) -> list[Any]:
+    """Arguments of a call on the GPU: inputs, outputs, workspaces."""
+
+    def moved(array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            return array
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16).cuda()
+        return torch.from_numpy(array).cuda()
+
+    def allocate(shape: tuple[int, ...], dtype: str, fill: int) -> torch.Tensor:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return torch.full((size,), fill, dtype=torch.uint8, device="cuda").view(getattr(torch, dtype)).view(shape)
+
+    own = loading.allocated(map(dataclasses.asdict, workspaces), problem, allocate)
+    return [moved(array) for array in (*problem.generate(0), *problem.empty_outputs(), *own)]
+
+
+def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
+    """Stamps of the last of some calls in a graph, over many replays, in their order."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+    found = []
+    for _ in range(REPLAYS):
+        stamps.written.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        found.append(stamps.written[: len(stamps.names)].cpu().numpy().copy())
+    seen = [i for i in range(len(stamps.names)) if found[0][i, 0]]
+    first = min((i for i in seen if stamps.names[i].endswith(": wait")), key=lambda i: found[0][i, 0])
+    lines = [
+        Line(
+            stamps.names[i],
+            statistics.median(float(one[i, 0] - one[first, 0]) for one in found),
+            statistics.median(float(one[i, 1] - one[first, 1]) for one in found),
+        )
+        for i in seen
+    ]
+    return sorted(lines, key=lambda line: line.nanoseconds)
+
+
+def measure(
+    problem: Problem, where: Machine, columns: int, block: int, decide: Mapping[str, int], report: Report
+) -> None:
+    """Stamp one problem's kernel, and show when its phases end."""
+    candidate = Candidate.parse(tvm_sparse.explain(problem).candidate)
+    if candidate.template not in PHASES:
+        raise typer.BadParameter(f"expected a problem that one of {', '.join(PHASES)} has, got {candidate}")
+    template = spaces.find(candidate.template, problem.operator)
+    candidate = template.candidate(candidate.values | decide)
+    program, stamps = template.build(problem, candidate.values), Stamps(block)
+    given = tensors_of(problem, program.workspaces)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = build(program.module, where, Path(folder) / "plain.so")
+        stamped = build(stamped_module(problem, candidate, stamps), where, Path(folder) / "stamped.so")
+        calls = {"plain": lambda: plain(*given), "stamped": lambda: stamped(*given)}
+        if columns:
+            rows, words = given[0].shape
+            kind = {"dtype": given[0].dtype, "device": "cuda"}
+            states, embedding = torch.randn(rows, columns, **kind), torch.randn(words, columns, **kind)
+            logits = given[0] = torch.empty((rows, words), **kind)
+
+            def product() -> None:
+                torch.mm(states, embedding.T, out=logits)
+
+            product()
+            calls = {name: behind(product, call) for name, call in calls.items()} | {"product": product}
+        first = len(problem.kernel_inputs)
+        outputs = given[first : first + len(problem.kernel_outputs)]
+        calls["plain"]()
+        wanted = [array.clone() for array in outputs]
+        calls["stamped"]()
+        if not all(map(torch.equal, outputs, wanted)):
+            raise AssertionError("the stamps change the result")
+        times = {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in time_cuda(calls).items()}
+        lines = lines_of(stamps, calls["stamped"])
+    printed = table("phase", "ns", "cycles", right=("ns", "cycles"))
+    for line in lines:
+        printed.add_row(line.name, f"{line.nanoseconds:.0f}", f"{line.cycles:.0f}")
+        report.add(
+            problem=problem.key, behind=columns, kernel=str(candidate), phase=line.name,
+            nanoseconds=f"{line.nanoseconds:.0f}", cycles=f"{line.cycles:.0f}",
+            plain_microseconds=f"{times['plain']:.3f}", stamped_microseconds=f"{times['stamped']:.3f}",
+        )  # fmt: skip
+    said = ", ".join(f"{name} {value:.2f} us" for name, value in times.items())
+    typer.echo(f"\n{problem.key}\n{candidate}\n{said}")
+    console().print(printed)
+
+
+def main(
+    problem: Annotated[list[str], typer.Argument(help="Keys of problems.")],
+    target: Target = "auto",
+    columns: Annotated[int, typer.Option("--behind", min=0, help="Columns of a product in front; 0: none.")] = 0,
+    block: Annotated[int, typer.Option(min=0, help="Thread block that writes down its clock.")] = 0,
+    decide: Annotated[str, typer.Option(help="Decisions to change, as name=value,name=value.")] = "",
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
+) -> None:
+    """Show when the phases of kernels end."""
+    with errors():
+        where = machine_here(target, "measuring")
+        if not where.has_clusters:
+            raise typer.BadParameter("expected a GPU whose launches overlap (compute capability 9.0)")
+        changed = {name: int(value) for name, value in (pair.split("=") for pair in decide.split(",") if pair)}
+        report = Report(csv_path, provenance(where), COLUMNS)
+        for key in problem:
+            measure(parse(key), where, columns, block, changed, report)
+        report.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)
