@@ -23,6 +23,7 @@ UNPROMISED = "head_topk, no promise"
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
 READ_ALL, READ_ROWS, AFTER = "read of the embedding", "read of the rows", "after-product-h200"
+TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
 
@@ -272,6 +273,56 @@ def after_product() -> str:
     return table(["batch", "product", "`softmax_topk` adds", "PyTorch's softmax and top-k", "read alone"], rows)
 
 
+# By template what has happened when a phase ends, in this order, and the phases of which a kernel has one.
+SEEN = {
+    "head_tiles": {
+        "hidden states loaded": ("ring: load_states", "product: load_states"),
+        "words multiplied": ("ring: join_sums", "product: join_sums"),
+        "second kernel goes on": ("best: wait",),
+        "best tiles found": ("best: collect",),
+        "their words that count found": ("best: collect_near",),
+        "ranked and written": ("best: write_absent",),
+    },
+    "fused_step": {
+        "row hashed": ("look_up: find_places",),
+        "its buckets found": ("look_up: lengthen",),
+        "their words counted": ("look_up: count_pieces",),
+        "words that reach the threshold listed": ("look_up: list_reached",),
+        "product goes on with them": ("kernel: wait",),
+        "multiplied": ("kernel: multiply_all",),
+        "third kernel goes on": ("merge: wait",),
+        "ranked and written": ("merge: rank",),
+    },
+    "cluster_gate": {
+        "first tile asked for": ("kernel: begin_pass",),
+        "there, and sampled": ("stream: offer_sample",),
+        "threshold": ("stream: take_threshold",),
+        "row read, survivors pushed": ("kernel: stream_row",),
+        "parts of the cluster shared": ("kernel: share_parts",),
+        "ranked and written": ("kernel: rank_survivors",),
+    },
+}
+
+
+def timeline(name: str, template: str, axes: Sequence[str]) -> str:
+    """Microseconds from the first wait to the end of phases, a column a problem; the last line is a whole call."""
+    ends: dict[str, dict[str, float]] = {}
+    calls: dict[str, str] = {}
+    for row in results(name).rows:
+        if row["kernel"].startswith(f"{template}@"):
+            problem = registry.parse(row["problem"])
+            shown = ", ".join(str(problem.axes[axis]) for axis in axes)
+            ends.setdefault(shown, {})[row["phase"]] = float(row["nanoseconds"]) / 1000
+            calls[shown] = us(float(row["plain_microseconds"]))
+
+    def end(shown: str, phases: Sequence[str]) -> str:
+        return next((f"{ends[shown][phase]:.1f}" for phase in phases if phase in ends[shown]), "-")
+
+    rows = [[step, *(end(shown, phases) for shown in ends)] for step, phases in SEEN[template].items()]
+    heads = [f"({shown})" if len(axes) > 1 else f"{axes[0]} {shown}" for shown in ends]
+    return table(["after the first wait", *heads], [*rows, ["a call in the graph", *calls.values()]])
+
+
 @part
 def specvocab() -> str:
     shares = {
@@ -392,4 +443,7 @@ def head_decisions() -> str:
 PARTS["where-head"] = partial(where, HEAD)
 PARTS["where-specvocab"] = partial(where, SPECVOCAB)
 PARTS["where-after-product"] = partial(where, AFTER)
+PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "cluster_gate", ("batch",))
+PARTS["timeline-head"] = partial(timeline, TIMELINE, "head_tiles", ("batch", "vocab", "hidden"))
+PARTS["timeline-lsh"] = partial(timeline, TIMELINE, "fused_step", ("beam",))
 PARTS["where-table4"] = partial(where, TABLE4)
