@@ -24,10 +24,11 @@ import numpy as np
 import torch
 import typer
 from floors import build
-from heads import Report, behind
+from heads import Report, behind, draw
 from reproduction import provenance
 
 import tvm_sparse
+from tvm_sparse.bench.contenders import torch_tensor
 from tvm_sparse.bench.timing import time_cuda
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table
 from tvm_sparse.core import spaces
@@ -68,7 +69,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "fused_step": {
         f"{STEP}.look_up": (
             "begin", "stage_row", "load_first_columns", "find_places", "find_pieces", "lengthen", "count_pieces",
-            "tell", "receive", "list_reached",
+            "tell", "receive", "vote", "list_reached",
         ),
         f"{STEP}.product": ("ask_first", "multiply_tile"),
         f"{STEP}.kernel": ("stage_states", "keep_states", "find_share", "multiply_all"),
@@ -165,19 +166,13 @@ def stamped_module(problem: Problem, candidate: Candidate, stamps: Stamps) -> An
 def tensors_of(problem: Problem, workspaces: Any) -> list[Any]:
     """Arguments of a call on the GPU: inputs, outputs, workspaces."""
 
-    def moved(array: Any) -> Any:
-        if not isinstance(array, np.ndarray):
-            return array
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16).cuda()
-        return torch.from_numpy(array).cuda()
-
     def allocate(shape: tuple[int, ...], dtype: str, fill: int) -> torch.Tensor:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return torch.full((size,), fill, dtype=torch.uint8, device="cuda").view(getattr(torch, dtype)).view(shape)
 
     own = loading.allocated(map(dataclasses.asdict, workspaces), problem, allocate)
-    return [moved(array) for array in (*problem.generate(0), *problem.empty_outputs(), *own)]
+    given = (*problem.generate(0), *problem.empty_outputs())
+    return [torch_tensor(one, "cuda") if isinstance(one, np.ndarray) else one for one in given] + own
 
 
 def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
@@ -226,9 +221,8 @@ def measure(
         calls = {"plain": lambda: plain(*given), "stamped": lambda: stamped(*given)}
         if columns:
             rows, words = given[0].shape
-            kind = {"dtype": given[0].dtype, "device": "cuda"}
-            states, embedding = torch.randn(rows, columns, **kind), torch.randn(words, columns, **kind)
-            logits = given[0] = torch.empty((rows, words), **kind)
+            embedding, states = draw(words, columns, rows, problem.axes["dtype"], "cuda")
+            logits = given[0] = torch.empty_like(given[0])
 
             def product() -> None:
                 torch.mm(states, embedding.T, out=logits)

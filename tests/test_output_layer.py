@@ -51,7 +51,7 @@ def test_head_equals_the_reference(key: str, structure: str, place: str) -> None
     problem = parse(key)
     for seed, settings in enumerate(problem.settings):
         inputs = problem.generate(seed, structure, settings)
-        states, words, scale, log, *_ = inputs
+        states, words, scale, log, constant, *_ = inputs
         bias, ids = problem.extras(inputs)
         given = {
             "bias": there(bias, place) if problem.bias else None,
@@ -59,7 +59,7 @@ def test_head_equals_the_reference(key: str, structure: str, place: str) -> None
         }
         found = tvm_sparse.head_topk(
             there(states, place), there(words, place), problem.k, log=bool(log), temperature=1 / scale,
-            normaliser=True, **given,
+            normaliser=True, constant=bool(constant), **given,
         )  # fmt: skip
         problem.check(inputs, problem.reference(inputs), [host(array) for array in found])
         fewer = tvm_sparse.head_topk(

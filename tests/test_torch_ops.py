@@ -262,7 +262,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "softmax_sample": (
         *(LOGITS, [1.0, 0.9, 0.01], 1, [HEATS, TOP_KS, None, None], BIAS, None, SEEDS, None, 0, None, 3),
     ),
-    "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True),
+    "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True, True),
     "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),
     "candidate_logits": (HIDDEN, EMBEDDING, WORDS, None, None, False),
     "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),

@@ -305,7 +305,8 @@ SEEN = {
 
 
 def timeline(name: str, template: str, axes: Sequence[str]) -> str:
-    """Microseconds from the first wait to the end of phases, a column a problem; the last line is a whole call."""
+    """Microseconds from the first wait to the end of phases, a column a problem; the last line is a whole call, of
+    calls that are not behind a product."""
     ends: dict[str, dict[str, float]] = {}
     calls: dict[str, str] = {}
     for row in results(name).rows:
@@ -313,14 +314,17 @@ def timeline(name: str, template: str, axes: Sequence[str]) -> str:
             problem = registry.parse(row["problem"])
             shown = ", ".join(str(problem.axes[axis]) for axis in axes)
             ends.setdefault(shown, {})[row["phase"]] = float(row["nanoseconds"]) / 1000
-            calls[shown] = us(float(row["plain_microseconds"]))
+            if row["behind"] == "0":
+                calls[shown] = us(float(row["plain_microseconds"]))
 
     def end(shown: str, phases: Sequence[str]) -> str:
         return next((f"{ends[shown][phase]:.1f}" for phase in phases if phase in ends[shown]), "-")
 
     rows = [[step, *(end(shown, phases) for shown in ends)] for step, phases in SEEN[template].items()]
     heads = [f"({shown})" if len(axes) > 1 else f"{axes[0]} {shown}" for shown in ends]
-    return table(["after the first wait", *heads], [*rows, ["a call in the graph", *calls.values()]])
+    if calls:
+        rows.append(["a call in the graph", *calls.values()])
+    return table(["after the first wait", *heads], rows)
 
 
 @part
