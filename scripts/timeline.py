@@ -12,31 +12,34 @@ waited for the one in front. The table also has what a call takes with and witho
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import typer
 from floors import build
-from heads import Report, behind, draw
+from heads import Call, Report, behind, draw
 from reproduction import provenance
 
 import tvm_sparse
 from tvm_sparse.bench.contenders import torch_tensor
 from tvm_sparse.bench.timing import time_cuda
-from tvm_sparse.cli.common import Target, console, errors, machine_here, table
+from tvm_sparse.cli.common import Fixed, Target, console, errors, fixed_values, machine_here, table
 from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
-from tvm_sparse.runtime import loading
+from tvm_sparse.runtime.loading import with_workspaces
 
 GATE, TILES, STEP = (
     f"tvm_sparse.schedules.{part}"
@@ -80,7 +83,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 # What lets a kernel go on when the one in front has ended.
-WAITS = ("wait_then_start_consumer", "wait_for_producer")
+WAITS = {"wait_then_start_consumer", "wait_for_producer"}
 COLUMNS = (
     "problem", "behind", "kernel", "phase", "nanoseconds", "cycles", "plain_microseconds", "stamped_microseconds"
 )  # fmt: skip
@@ -118,19 +121,18 @@ __device__ __forceinline__ void stamp(int number) {{
 }}
 """
 
-    def behind(self, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """A factory of phases, each with a stamp at its end."""
+    def phase(self, name: str, phase: Callable[..., Any]) -> Callable[..., None]:
+        """A phase with a stamp at its end."""
 
-        def made(*sizes: Any, **options: Any) -> Any:
-            phase = factory(*sizes, **options)
+        def stamped(*arguments: Any) -> None:
+            phase(*arguments)
+            self.put(name)
 
-            def stamped(*arguments: Any) -> None:
-                phase(*arguments)
-                self.put(name)
+        return stamped
 
-            return stamped
-
-        return made
+    def factory(self, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+        """A factory of such phases."""
+        return lambda *sizes, **options: self.phase(name, factory(*sizes, **options))
 
 
 class Line(NamedTuple):
@@ -143,36 +145,24 @@ class Line(NamedTuple):
 
 def stamped_module(problem: Problem, candidate: Candidate, stamps: Stamps) -> Any:
     """The candidate's module with stamps behind its phases."""
-    replaced = []
-    try:
-        for place, names in PHASES[candidate.template].items():
-            module = importlib.import_module(place)
-            for name in names:
-                if hasattr(module, name):
-                    replaced.append((module, name, getattr(module, name)))
-                    setattr(module, name, stamps.behind(f"{place.rpartition('.')[2]}: {name}", getattr(module, name)))
-            for name in WAITS:
-                if hasattr(module, name):
-                    wait = getattr(module, name)
-                    replaced.append((module, name, wait))
-                    label = f"{place.rpartition('.')[2]}: wait"
-                    setattr(module, name, stamps.behind(label, lambda wait=wait: wait)())
+    # All before the first is changed: they import phases of each other.
+    modules = [(importlib.import_module(place), names) for place, names in PHASES[candidate.template].items()]
+    with contextlib.ExitStack() as stack:
+        for module, names in modules:
+            label = module.__name__.rpartition(".")[2]
+            stamped = {name: stamps.factory(f"{label}: {name}", getattr(module, name)) for name in names}
+            stamped |= {
+                name: stamps.phase(f"{label}: wait", getattr(module, name)) for name in WAITS & vars(module).keys()
+            }
+            for name, with_stamp in stamped.items():
+                stack.enter_context(mock.patch.object(module, name, with_stamp))
         return spaces.find(candidate.template, problem.operator).build(problem, candidate.values).module
-    finally:
-        for module, name, factory in reversed(replaced):
-            setattr(module, name, factory)
 
 
-def tensors_of(problem: Problem, workspaces: Any) -> list[Any]:
-    """Arguments of a call on the GPU: inputs, outputs, workspaces."""
-
-    def allocate(shape: tuple[int, ...], dtype: str, fill: int) -> torch.Tensor:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return torch.full((size,), fill, dtype=torch.uint8, device="cuda").view(getattr(torch, dtype)).view(shape)
-
-    own = loading.allocated(map(dataclasses.asdict, workspaces), problem, allocate)
+def tensors_of(problem: Problem) -> list[Any]:
+    """Inputs and outputs of a call on the GPU."""
     given = (*problem.generate(0), *problem.empty_outputs())
-    return [torch_tensor(one, "cuda") if isinstance(one, np.ndarray) else one for one in given] + own
+    return [torch_tensor(one, "cuda") if isinstance(one, np.ndarray) else one for one in given]
 
 
 def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
@@ -205,20 +195,20 @@ def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
 
 
 def measure(
-    problem: Problem, where: Machine, columns: int, block: int, decide: Mapping[str, int], report: Report
+    problem: Problem, where: Machine, columns: int, block: int, fix: Sequence[str] | None, report: Report
 ) -> None:
     """Stamp one problem's kernel, and show when its phases end."""
     candidate = Candidate.parse(tvm_sparse.explain(problem).candidate)
     if candidate.template not in PHASES:
         raise typer.BadParameter(f"expected a problem that one of {', '.join(PHASES)} has, got {candidate}")
     template = spaces.find(candidate.template, problem.operator)
-    candidate = template.candidate(candidate.values | decide)
+    fixed = fixed_values(fix, candidate.values)
+    candidate = template.candidate(candidate.values | {name: values[0] for name, values in fixed.items()})
     program, stamps = template.build(problem, candidate.values), Stamps(block)
-    given = tensors_of(problem, program.workspaces)
+    modules = {"plain": program.module, "stamped": stamped_module(problem, candidate, stamps)}
+    own, given = [dataclasses.asdict(workspace) for workspace in program.workspaces], tensors_of(problem)
     with tempfile.TemporaryDirectory() as folder:
-        plain = build(program.module, where, Path(folder) / "plain.so")
-        stamped = build(stamped_module(problem, candidate, stamps), where, Path(folder) / "stamped.so")
-        calls = {"plain": lambda: plain(*given), "stamped": lambda: stamped(*given)}
+        functions = {name: build(module, where, Path(folder) / f"{name}.so") for name, module in modules.items()}
         if columns:
             rows, words = given[0].shape
             embedding, states = draw(words, columns, rows, problem.axes["dtype"], "cuda")
@@ -228,6 +218,11 @@ def measure(
                 torch.mm(states, embedding.T, out=logits)
 
             product()
+        calls: dict[str, Call] = {
+            name: functools.partial(with_workspaces(function, own, problem, "cuda"), *given)
+            for name, function in functions.items()
+        }
+        if columns:
             calls = {name: behind(product, call) for name, call in calls.items()} | {"product": product}
         first = len(problem.kernel_inputs)
         outputs = given[first : first + len(problem.kernel_outputs)]
@@ -256,7 +251,7 @@ def main(
     target: Target = "auto",
     columns: Annotated[int, typer.Option("--behind", min=0, help="Columns of a product in front; 0: none.")] = 0,
     block: Annotated[int, typer.Option(min=0, help="Thread block that writes down its clock.")] = 0,
-    decide: Annotated[str, typer.Option(help="Decisions to change, as name=value,name=value.")] = "",
+    fix: Fixed = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
 ) -> None:
     """Show when the phases of kernels end."""
@@ -264,10 +259,9 @@ def main(
         where = machine_here(target, "measuring")
         if not where.has_clusters:
             raise typer.BadParameter("expected a GPU whose launches overlap (compute capability 9.0)")
-        changed = {name: int(value) for name, value in (pair.split("=") for pair in decide.split(",") if pair)}
         report = Report(csv_path, provenance(where), COLUMNS)
         for key in problem:
-            measure(parse(key), where, columns, block, changed, report)
+            measure(parse(key), where, columns, block, fix, report)
         report.close()
 
 

@@ -9,7 +9,8 @@ memory (`staged`). Words come straight from global memory into registers, 16 byt
 lines, each for its neighbour too, and part them by shuffles. A vocabulary larger than the L2 cache is marked to leave
 it first (`evict_first`), so that scores stay. As soon as a step is multiplied, the one `depth` steps later is asked
 for, be it of the next tile, so that as many are in flight at any time. Word ids of candidates are read one tile
-further ahead.
+further ahead. Of a vocabulary that the caller says is constant the first steps are asked for before the producer kernel
+has ended.
 
 Where a tile is shared by one warp alone (`reduce_warps` of 1) a block has `tiles` of them in hand at a time. Its warps
 then meet at no barrier.

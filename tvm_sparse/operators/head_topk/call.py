@@ -97,12 +97,11 @@ def head_topk(
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    scale = inverse_temperature(temperature)
+    scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
     what, tensors = ("head_topk", k), (hidden, embedding, bias, ids)
     if type(k) is int and out is None:
-        scalars = (scale, 1 if log else 0, 1 if constant else 0)
         before = (hidden, embedding, *scalars, *[one for one in (bias, ids) if one is not None])
         found = repeat.again(dispatcher.launchers, what, tensors, before, None)
         if found is not None:
@@ -155,9 +154,7 @@ def head_topk(
         function(
             arrays.argument(arrays.ready("hidden", hidden, known)),
             arrays.argument(arrays.ready("embedding", embedding, theirs)),
-            scale,
-            1 if log else 0,
-            1 if constant else 0,
+            *scalars,
             *(arrays.argument(arrays.ready(name, a, facts)) for name, facts, a in given if facts.shape[-1]),
             *map(arrays.argument, passed),
         )

@@ -73,6 +73,7 @@ class HeadTopk(Problem):
     structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = scores.STRUCTURES
+    # Of a constant embedding and another one in turn.
     settings: ClassVar[tuple[Settings, ...]] = tuple(
         {**setting, "constant": 1 - i % 2} for i, setting in enumerate(SoftmaxTopk.settings)
     )
