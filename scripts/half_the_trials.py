@@ -109,7 +109,7 @@ def counts(log: Log) -> dict[str, int]:
     present = {template.name: template.version for template in spaces.templates(log.operator)}
     tried = {
         (trial.problem, trial.candidate)
-        for trial in log.read().trials
+        for trial in log.read().timed(fresh=False)
         if trial.outcome != "environment" and present.get(trial.candidate.template) == trial.candidate.version
     }
     found: dict[str, int] = {}

@@ -117,7 +117,7 @@ def main(logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS) 
         for arch in recorded_archs([logs], [operator]):
             log = Log(logs, arch, operator)
             bests, data = log.best(), training.measured(log)
-            trials = log.read().trials
+            trials = list(log.read().timed(fresh=False))
             needed = [n for best in bests.values() if (n := trials_needed(trials, best)) is not None]
             rows: dict[str, list[object]] = {
                 "fallback": gain([best.fallback_seconds / best.seconds for best in bests.values()]),

@@ -410,7 +410,7 @@ def test_gpus_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tvm_sparse.tuning.fleet.device_state", lambda where, number: {"number": number})
     found: list[str] = []
 
-    def noted(problems: object, machines: list[machine.Machine], *_: object) -> list[object]:
+    def noted(problems: object, machines: list[machine.Machine], *_: object, **__: object) -> list[object]:
         found[:] = [one.arch for one in machines]
         return []
 

@@ -182,6 +182,32 @@ def test_a_gpu_is_given_the_next_batch_before_this_one_is_through(
     assert events.count("propose") == events.count("report")
 
 
+def test_a_run_with_fresh_inputs_knows_nothing_of_a_hot_one(tmp_path: Path) -> None:
+    """Every candidate is measured again, the finalists and the fallback, too; its ranking is the one that counts."""
+    problem = parse("bsr_matmul/m=8,k=256,n=256,block=16,sparsity=0.9")
+    fixed = {name: values[:1] for name, values in next(iter(spaces.applicable(problem, SM90)[0].values())).items()}
+    log = Log(tmp_path, SM90.arch, problem.operator)
+    seen: list[tuple[bool, str]] = []
+
+    class Noted(Simulated):
+        def measure(self, problem: Any, library: Any, *others: Any) -> Reply:
+            if "time" in library["steps"]:
+                seen.append((library["fresh"], library["library"]))
+            return super().measure(problem, library, *others)
+
+    for fresh in (False, True, False):
+        plan = make_plan(problem, SM90, 3, log, builders=1, fixed=fixed, fresh=fresh)
+        before = len(seen)
+        with made(Noted(timed), machine=SM90) as devices:
+            best = tune(plan, log, using=devices)
+        assert {kind for kind, _ in seen[before:]} == {fresh}
+        found = log.sessions()[best.session]
+        assert found.fresh == fresh and ("behind a kernel" in found.timer) == fresh
+        assert log.best()[problem.key] == best
+    hot, behind = (list(log.read().timed(fresh)) for fresh in (False, True))
+    assert [trial.candidate for trial in hot] == [trial.candidate for trial in behind] != []
+
+
 def test_a_lost_device_costs_nothing_but_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = run(tmp_path / "whole", made(Simulated(timed)))
     for comes_back in (False, True):
@@ -559,7 +585,7 @@ def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path) -> None:
         with searching.Searcher() as searcher:
             searcher._worker = Worker()  # type: ignore[assignment]
             options = {"named": (), "fixed": {}, "known": {first: 1.0}, "trials": 9, "batch": 1, "seed": 0}
-            searcher.begin(PROBLEM, cpu(), "random", log_of(tmp_path), **options)
+            searcher.begin(PROBLEM, cpu(), "random", log_of(tmp_path), fresh=False, **options)
             assert searcher.propose() == [second] and searcher.predicted == {second: 0.5}
             searcher.report({second: None})
             if len(broken) > 1:

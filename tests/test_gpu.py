@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from cases import AWKWARD, built, case_id, sampled
 
 from tvm_sparse.bench import measure
-from tvm_sparse.bench.timing import ALONE_ROUNDS
+from tvm_sparse.bench.buffers import Guarded, device_of
+from tvm_sparse.bench.producer import Producer
+from tvm_sparse.bench.timing import ALONE_ROUNDS, BEHIND_ROUNDS
 from tvm_sparse.bench.verification import make_case, verify
 from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.problem import Problem
@@ -118,6 +122,63 @@ def test_a_candidate_is_timed(tmp_path: Path) -> None:
         assert measurer.processes == 1
     finally:
         measurer.close()
+
+
+def test_a_candidate_is_timed_behind_a_producer(tmp_path: Path) -> None:
+    """Its inputs are intact, and it is right afterwards; arrays end within a word."""
+    gpu = machine.gpu()
+    assert gpu is not None
+    for key in ("softmax_topk/batch=10,vocab=25000,k=5", "softmax_topk/batch=3,vocab=1001,k=5,dtype=float16"):
+        problem = parse(key)
+        compiled = built(problem, spaces.fallback(problem, gpu), gpu, tmp_path / f"{problem.batch_extent}.so")
+        message: dict[str, Any] = {
+            "problem": key,
+            "kind": "cuda",
+            "library": compiled.path,
+            "workspaces": [],
+            "seed": 0,
+        }
+        message["workspaces"] = list(compiled.workspaces)
+        for fresh in (False, True, True):
+            seconds = measure.handle({**message, "fresh": fresh})["seconds"]
+            assert len(seconds) >= (BEHIND_ROUNDS // 3 if fresh else ALONE_ROUNDS["cuda"]) and min(seconds) > 0
+        assert len(measure._producers) == 1
+
+
+def test_a_producer_writes_what_an_array_has_lost() -> None:
+    """All of it, to the last byte, and nothing beside it."""
+    import numpy as np
+
+    sizes, draw = (1, 3, 16, 17, 4099, 1 << 20), np.random.default_rng(0)
+    rooms = [Guarded("cuda", size, offset) for size in sizes for offset in (0, 4)]
+    contents = [draw.integers(0, 256, size, np.uint8) for size in sizes for _ in range(2)]
+    arrays = [(room.place(content.shape, "uint8"), content) for room, content in zip(rooms, contents, strict=True)]
+    for room in rooms:
+        room.write(0)
+    producer = Producer(arrays)
+    device_of("cuda").sync()
+    for room in rooms:
+        room.write(1)
+    producer.launch(0)
+    device_of("cuda").sync()
+    for room, content in zip(rooms, contents, strict=True):
+        np.testing.assert_array_equal(room.read(), content)
+
+
+def test_tuning_with_fresh_inputs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tvm_sparse", "tune", "softmax_topk", "batch=4", "vocab=3000", "k=5"]
+    command += ["--trials", "4", "--logs", str(tmp_path)]
+    gpu = machine.gpu()
+    assert gpu is not None
+    log = Log(tmp_path, gpu.arch, "softmax_topk")
+    for inputs in ("hot", "fresh"):
+        done = subprocess.run([*command, "--inputs", inputs], capture_output=True, text=True, check=True)
+        assert ("Inputs: fresh" in done.stdout) == (inputs == "fresh")
+    contents = log.read()
+    assert [session.state for session in contents.sessions] == ["hot", "fresh"]
+    assert [trial.outcome for trial in contents.timed(fresh=True)] == ["ok"] * 4
+    (best,) = log.best().values()
+    assert log.sessions()[best.session].fresh
 
 
 @pytest.mark.skipif(len(machine.gpus()) < 2, reason="needs two GPUs")

@@ -8,6 +8,7 @@ call failed is renewed, so a spoilt GPU context costs one candidate.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..runtime.loading import load_function, prepare
 from ..workers.absent import without
 from ..workers.serving import serve
 from .buffers import Fatal, Guarded, device_of
+from .producer import Producer
 from .timing import time_kernel
 from .verification import POISONS, Arguments, Case, call, cases, check_again, verify, workspaces_on
 
@@ -41,13 +43,23 @@ class Checked:
     given: list[Any]
     first: list[Any]  # its outputs
 
-    def time(self, undisturbed: bool) -> list[float]:
-        """Seconds a call, by rounds."""
+    def time(self, *, undisturbed: bool = False, fresh: bool = False) -> list[float]:
+        """Seconds a call, by rounds; `fresh`: behind a kernel that has just written the inputs of the batch."""
         self.arguments.poison(POISONS[0])
         try:
-            return time_kernel(self.kind, self.function, self.given, undisturbed=undisturbed)
+            producer = self._producer().launch if fresh else None
+            return time_kernel(self.kind, self.function, self.given, undisturbed=undisturbed, producer=producer)
         except Exception as error:
             raise Fatal(str(error)) from error
+
+    def _producer(self) -> Producer:
+        """That of the inputs, which is the same for all candidates that are timed with these arguments."""
+        if self.arguments not in _producers:
+            problem, slots = self.whole.problem, self.whole.slots
+            inputs = zip(problem.kernel_inputs, slots, self.given, strict=False)
+            arrays = [(array, slot.content) for spec, slot, array in inputs if slot.layout and problem.batched(spec)]
+            _producers[self.arguments] = Producer(arrays)
+        return _producers[self.arguments]
 
     def recheck(self) -> None:
         """Raise unless the last of the timed calls was right, and another one is, and the inputs are as they were."""
@@ -61,6 +73,8 @@ class Checked:
 
 _checked: Checked | None = None  # from one message to the next
 _kept: Checked | None = None  # from one candidate to the next, for its arguments: the inputs are as they were
+# As long as their arguments: each has copies of the inputs.
+_producers: weakref.WeakKeyDictionary[Arguments, Producer] = weakref.WeakKeyDictionary()
 
 
 def arguments_of(kind: str, whole: Case, workspaces: Any) -> Arguments:
@@ -89,7 +103,7 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
     """Measure one library: the `steps` that the message names, or all. It is timed `undisturbed` or not
-    (`time_kernel`).
+    (`time_kernel`), and on a GPU with `fresh` inputs or not (`Checked.time`).
 
     A message without a library makes the problem's references and loads the runtime, but leaves the device alone. One
     without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
@@ -126,7 +140,8 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": []}
     if checked is None or checked.library != library:
         raise RuntimeError(f"{library} was not checked in this process")
-    seconds = checked.time(message.get("undisturbed", False)) if TIME in steps else []
+    how = {name: bool(message.get(name)) for name in ("undisturbed", "fresh")}
+    seconds = checked.time(**how) if TIME in steps else []
     if RECHECK in steps:
         checked.recheck()
         if checked.arguments.nbytes <= MOST_KEPT:

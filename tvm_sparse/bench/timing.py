@@ -2,7 +2,8 @@
 
 On CUDA calls are captured in a CUDA graph, so that no Python time is counted; a contender that cannot be captured is
 timed eagerly and says so. On the CPU a call is timed from Python, allocation of the result included, as its user sees
-it. Inputs are the same in every call: what fits into a cache is read from there.
+it. Inputs are the same in every call: what fits into a cache is read from there. Only a kernel alone may be timed
+behind a producer (`bench.producer`), which writes them anew before every call.
 
 Graphs are recorded by PyTorch for contenders, whose arrays are its own, and through the driver for a kernel alone: a
 GPU is tuned on machines without PyTorch too.
@@ -20,6 +21,7 @@ from typing import Any
 
 Call = Callable[[], Any]
 Replay = Callable[[], float]  # of a graph: seconds
+Launch = Callable[[int], Any]  # on a stream of the driver's, by its handle
 
 ROUNDS = {"cpu": 15, "cuda": 30}
 # Of a kernel alone: enough for a median, as many candidates wait.
@@ -32,6 +34,9 @@ REST_SECONDS = 0.06
 GRAPH_SECONDS, ALONE_GRAPH_SECONDS = 0.001, 0.0005
 FEWEST_CALLS, MOST_CALLS = 10, 50
 ALONE_MOST_CALLS = 200
+# Behind a producer, which takes 30 microseconds: the time of a call is a difference, so that a round has to be longer
+# and there have to be more of them.
+BEHIND_GRAPH_SECONDS, BEHIND_MOST_CALLS, BEHIND_ROUNDS = 0.0015, 40, 20
 Times = dict[str, tuple[str, Any]]  # by name: how, and seconds or why there are none
 
 
@@ -42,15 +47,36 @@ def clock(call: Call, calls: int) -> float:
     return time.perf_counter() - started
 
 
-def time_kernel(kind: str, function: Any, arguments: Sequence[Any], *, undisturbed: bool = False) -> list[float]:
+def time_kernel(
+    kind: str,
+    function: Any,
+    arguments: Sequence[Any],
+    *,
+    undisturbed: bool = False,
+    producer: Launch | None = None,
+) -> list[float]:
     """Seconds a call of a kernel alone, one figure a round.
 
-    `undisturbed`: on a CPU the least part of a round, a twentieth, instead of its mean: on a shared machine most rounds
-    hold a time in which the core was another's.
+    Parameters
+    ----------
+    undisturbed
+        On a CPU the least part of a round, a twentieth, instead of its mean: on a shared machine most rounds hold a
+        time in which the core was another's.
+    producer
+        On a GPU: what is launched before every call. The time of a call is what a graph of both takes beyond a graph of
+        the producer alone, as `added_seconds` says.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver fails, or no time can be told behind the producer.
     """
     call = functools.partial(function, *arguments)
     if kind == "cuda":
-        replay, calls = _graph(_driver_recorder(call), ALONE_GRAPH_SECONDS, 1, ALONE_MOST_CALLS)
+        record = _driver_recorder()
+        if producer is not None:
+            return _time_behind(record, producer, call)
+        replay, calls = _graph(lambda n: record(lambda _: call(), n), ALONE_GRAPH_SECONDS, 1, ALONE_MOST_CALLS)
         for _ in range(3):
             replay()
         return [replay() / calls for _ in range(ALONE_ROUNDS[kind])]
@@ -62,6 +88,45 @@ def time_kernel(kind: str, function: Any, arguments: Sequence[Any], *, undisturb
     reduce = min if undisturbed else statistics.fmean
     _round(call, part)  # warms up
     return [reduce(_round(call, part)) for _ in range(ALONE_ROUNDS[kind])]
+
+
+def _time_behind(record: Callable[[Launch, int], Replay], producer: Launch, call: Call) -> list[float]:
+    def both(stream: int) -> None:
+        producer(stream)
+        call()
+
+    behind, calls = _graph(lambda n: record(both, n), BEHIND_GRAPH_SECONDS, 1, BEHIND_MOST_CALLS)
+    alone = record(producer, calls)
+    for _ in range(3):
+        alone()
+        behind()
+    return added_seconds(behind, alone, calls, BEHIND_ROUNDS)
+
+
+def added_seconds(behind: Replay, alone: Replay, calls: int, rounds: int) -> list[float]:
+    """Seconds that a call adds to what is in front of it, a figure a round: all of them are positive.
+
+    Both graphs are replayed in every round. Where noise makes rounds negative, these are left out, and as many of the
+    largest, so that the median stays.
+
+    Parameters
+    ----------
+    behind, alone
+        Replays of `calls` times the kernel in front and the call, and of as many of the kernel in front.
+
+    Raises
+    ------
+    RuntimeError
+        If half of the rounds or more are not positive: the call is lost in the noise.
+    """
+    found = [(behind() - alone()) / calls for _ in range(rounds)]
+    order = sorted(range(rounds), key=lambda number: found[number])
+    bad = sum(seconds <= 0 for seconds in found)
+    if 2 * bad >= rounds:
+        raise RuntimeError(
+            f"no time can be told behind a producer: in {bad} of {rounds} rounds {calls} calls added nothing to it"
+        )
+    return [found[number] for number in sorted(order[bad : rounds - bad])]
 
 
 def _round(call: Call, part: int) -> list[float]:
@@ -178,26 +243,30 @@ def _torch_seconds(run: Call, stream: Any) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def _driver_recorder(call: Call) -> Callable[[int], Replay]:
+def driver_result(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver's bindings gave. Raises `RuntimeError` with the driver's code if it failed."""
+    if int(result[0]):
+        raise RuntimeError(f"the driver: {result[0].name}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _driver_recorder() -> Callable[[Launch, int], Replay]:
+    """Records graphs of so many launches on a stream, which is TVM's current one meanwhile."""
     import tvm
     import tvm_ffi
     from cuda.bindings import driver
 
-    def checked(result: tuple) -> Any:
-        if result[0] != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(str(result[0]))
-        return result[1] if len(result) == 2 else result[1:]
-
+    checked = driver_result
     stream = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
     begin, end = (checked(driver.cuEventCreate(0)) for _ in range(2))
     tvm.cuda(0).sync()  # what was prepared on the default stream
 
-    def record(calls: int) -> Replay:
+    def record(launch: Launch, calls: int) -> Replay:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         checked(driver.cuStreamBeginCapture(stream, mode))
         with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), int(stream)):
             for _ in range(calls):
-                call()
+                launch(int(stream))
         graph = checked(driver.cuGraphInstantiate(checked(driver.cuStreamEndCapture(stream)), 0))
 
         def replay() -> float:

@@ -93,7 +93,7 @@ class Case:
     def large(self) -> bool:
         """Whether inputs that do not grow with the batch are."""
         arrays = zip(self.problem.kernel_inputs, self.inputs, strict=True)
-        whole = [given for spec, given in arrays if spec.shape and spec.shape[0] != self.problem.batch_axis]
+        whole = [given for spec, given in arrays if spec.shape and not self.problem.batched(spec)]
         return sum(given.nbytes for given in whole) > LARGE
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ def reference(
     tolerance: list[np.ndarray | None]
 
     def of_a_row(argument: Argument) -> int:
-        if argument.shape[:1] != (problem.batch_axis,):
+        if not problem.batched(argument):
             return 0
         return math.prod(map(problem.extent, argument.shape[1:]))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import importlib.util
 import os
 import shlex
@@ -44,6 +45,14 @@ EXTRAS = {
     "sign": ("cryptography",),
     "lab": ("pandas", "pyarrow", "sklearn", "matplotlib", "scipy", "optuna", "nevergrad"),
 }
+
+
+class Inputs(enum.StrEnum):
+    """How inputs were, or are to be, when calls are timed."""
+
+    hot = "hot"
+    fresh = "fresh"
+
 
 Operator = Annotated[
     str, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..core.problem import ProblemError
-from .common import FAILED, console, default_roots, errors, fail, ratio, require, table, us
+from .common import FAILED, Inputs, console, default_roots, errors, fail, ratio, require, table, us
+
+if TYPE_CHECKING:
+    from ..records import Log
 
 Logs = Annotated[list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")]
 Own = Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: yours]")]
@@ -53,20 +57,22 @@ def show(problem: Wanted, logs: Logs = None, count: Annotated[int, typer.Option(
         from ..records.database import logs_of
 
         found = [
-            trial
+            (trial, inputs)
             for root in default_roots(logs)
             for log in logs_of(root)
-            for trial in log.read().trials
+            for contents in [log.read()]
+            for inputs in Inputs
+            for trial in contents.timed(inputs is Inputs.fresh)
             if trial.problem.startswith(problem)
         ]
         if not found:
             raise ProblemError(f"no trial of {problem}; see tvm-sparse db ls")
-        made = table("arch", "problem", "candidate", "us", right=("us",))
-        right = sorted((trial for trial in found if trial.seconds), key=lambda trial: trial.median)
-        for trial in right[:count]:
-            made.add_row(trial.arch, trial.problem, str(trial.candidate), us(trial.median))
+        made = table("arch", "problem", "candidate", "inputs", "us", right=("us",))
+        right = sorted((pair for pair in found if pair[0].seconds), key=lambda pair: pair[0].median)
+        for trial, inputs in right[:count]:
+            made.add_row(trial.arch, trial.problem, str(trial.candidate), inputs, us(trial.median))
         console().print(made)
-        typer.echo(", ".join(f"{n} {outcome}" for outcome, n in Counter(trial.outcome for trial in found).items()))
+        typer.echo(", ".join(f"{n} {outcome}" for outcome, n in Counter(trial.outcome for trial, _ in found).items()))
 
 
 @db.command("best")
@@ -75,15 +81,22 @@ def best(problem: Wanted = "", logs: Logs = None) -> None:
     with errors():
         from ..records.database import logs_of, readable
 
-        made = table("arch", "problem", "candidate", "us", "x fallback", right=("us", "x fallback"))
+        made = table("arch", "problem", "candidate", "inputs", "us", "x fallback", right=("us", "x fallback"))
         for root in default_roots(logs):
             for log in logs_of(root):
+                states = _states(log)
                 for key, record in sorted(log.best().items()):
                     if key.startswith(problem):
                         note = "" if readable(key) else " (no problem of this version)"
                         faster = ratio(record.fallback_seconds, record.seconds)
-                        made.add_row(log.arch, key + note, str(record.candidate), us(record.seconds), faster)
+                        state = states.get(record.session, "hot")
+                        made.add_row(log.arch, key + note, str(record.candidate), state, us(record.seconds), faster)
         console().print(made)
+
+
+def _states(log: Log) -> dict[str, str]:
+    """How inputs were in each session of a log."""
+    return {session.id: session.state for session in log.sessions().values()}
 
 
 @db.command("merge")
@@ -110,7 +123,6 @@ def prune(
     """Remove damaged lines, replaced rankings, records of templates that are gone, and trials the machine spoilt."""
     with errors():
         from ..records.database import prune as remove
-        from ..records.log import Log
         from ..runtime import paths
 
         def ask(log: Log, count: int) -> bool:
@@ -125,12 +137,24 @@ def prune(
 def diff(one: Path, other: Path) -> None:
     """Compare the last rankings of two folders; FOLDER to FOLDER."""
     with errors():
+        from ..records import Log, operator_of
         from ..records.database import differences
+
+        @functools.cache
+        def states(root: Path, arch: str, operator: str) -> dict[str, str]:
+            return _states(Log(root, arch, operator))
 
         made = table("arch", "problem", "in the first", "in the second", "x faster", right=("x faster",))
         for arch, problem, mine, theirs in differences(one, other):
-            told = [f"{us(found.seconds)} us, {found.candidate}" if found else "-" for found in (mine, theirs)]
-            made.add_row(arch, problem, *told, ratio(mine.seconds, theirs.seconds) if mine and theirs else "-")
+            told, inputs = [], set()
+            for root, found in ((one, mine), (other, theirs)):
+                state = states(root, arch, operator_of(problem)).get(found.session, "hot") if found else ""
+                inputs.add(state)
+                note = ", fresh inputs" if state == "fresh" else ""
+                told.append(f"{us(found.seconds)} us{note}, {found.candidate}" if found else "-")
+            # Hot and fresh times have no ratio.
+            faster = ratio(mine.seconds, theirs.seconds) if mine and theirs and len(inputs) == 1 else "-"
+            made.add_row(arch, problem, *told, faster)
         console().print(made)
 
 

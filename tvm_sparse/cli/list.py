@@ -112,7 +112,7 @@ def _print(one: dict[str, Any]) -> None:
             arch,
             parse(key).typed.removeprefix(f"{one['operator']} "),
             record["candidate"],
-            us(record["seconds"]),
+            us(record["seconds"]) + (" fresh" if record.get("inputs") == "fresh" else ""),
             ratio(record["fallback_seconds"], record["seconds"]),
             rate(record["bytes"], record["seconds"]),
         )

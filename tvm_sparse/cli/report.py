@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ..core.problem import ProblemError
-from .common import Axes, Plugins, errors, require
-from .study import Arch, Parts, Recorded, Some, checked_parts, recorded
+from .common import Axes, Inputs, Plugins, errors, require
+from .study import Arch, Parts, Recorded, Some, Timed, checked_parts, recorded
 
 
 def report(
@@ -31,6 +31,7 @@ def report(
     parts: Parts = None,
     logs: Recorded = None,
     arch: Arch = None,
+    inputs: Timed = Inputs.hot,
     plugin: Plugins = None,
 ) -> None:
     """Write recorded trials as one HTML page, which needs no network: tables of `study`, and plots."""
@@ -44,7 +45,7 @@ def report(
             if not comma:
                 raise ProblemError(f"heat-map: expected ONE,OTHER, got {text!r}")
             pairs.append((one, other))
-        found = reports.make(recorded(operator, axes, logs, arch), pairs, checked_parts(parts))
+        found = reports.make(recorded(operator, axes, logs, arch, inputs), pairs, checked_parts(parts))
         if images is not None:
             for path in reports.write_images(found, images):
                 typer.echo(str(path))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.problem import ProblemError
-from .common import AsJson, Axes, Plugins, console, default_roots, echo_json, errors, require, table
+from .common import AsJson, Axes, Inputs, Plugins, console, default_roots, echo_json, errors, require, table
 
 if TYPE_CHECKING:
     import pandas
@@ -23,6 +23,7 @@ Recorded = Annotated[
 ]
 Some = Annotated[str | None, typer.Argument(metavar="OPERATOR", help="Only this operator.")]
 Arch = Annotated[str | None, typer.Option("--arch", "--target", help="Only records of this architecture.")]
+Timed = Annotated[Inputs, typer.Option("--inputs", help="Only trials that were timed so.  See docs/tuning.md.")]
 
 Parts = Annotated[
     list[str] | None,
@@ -40,6 +41,7 @@ def study(
     axes: Axes = None,
     logs: Recorded = None,
     arch: Arch = None,
+    inputs: Timed = Inputs.hot,
     parts: Parts = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write each table there as CSV, too.")
@@ -55,7 +57,7 @@ def study(
         require("lab")
         from ..research import study as studies
 
-        found = studies.sections(recorded(operator, axes, logs, arch), checked_parts(parts))
+        found = studies.sections(recorded(operator, axes, logs, arch, inputs), checked_parts(parts))
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
             for name, rows in found.items():
@@ -87,7 +89,11 @@ def checked_parts(names: list[str] | None) -> list[str] | None:
 
 
 def recorded(
-    operator: str | None, axes: list[str] | None, logs: list[Path] | None, arch: str | None
+    operator: str | None,
+    axes: list[str] | None,
+    logs: list[Path] | None,
+    arch: str | None,
+    inputs: Inputs = Inputs.hot,
 ) -> pandas.DataFrame:
     """The trials that a command asks for: of an operator, an architecture, and problems that have these axes."""
     from ..core import registry
@@ -95,7 +101,7 @@ def recorded(
 
     if operator is not None:
         registry.find(operator)
-    found = trials(default_roots(logs), operator=operator, arch=arch)
+    found = trials(default_roots(logs), operator=operator, arch=arch, fresh=inputs is Inputs.fresh)
     if not len(found):
         raise ProblemError("no trial is recorded of what was asked for; see tvm-sparse db ls")
     for text in axes or ():

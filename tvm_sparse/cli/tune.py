@@ -25,6 +25,7 @@ from .common import (
     Axes,
     Builders,
     Fixed,
+    Inputs,
     Plugins,
     Target,
     console,
@@ -102,6 +103,13 @@ def tune(
     strategy: Annotated[
         str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
     ] = STRATEGY,
+    inputs: Annotated[
+        Inputs,
+        typer.Option(
+            help="As timed calls find them: hot, as the caches hold them after the call before; or fresh, on a GPU:"
+            " behind a kernel that has read other data and just written them, as in a model.  See docs/tuning.md.",
+        ),
+    ] = Inputs.hot,
     limit: Annotated[
         float | None,
         typer.Option(
@@ -132,7 +140,10 @@ def tune(
             fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
             gpus = sum(count for where, count in fleet.machines.items() if where.kind == "cuda")
             builders_now = builders or machine.default_builders(gpus)
-            plans = make_plans(problems, machines, trials, folder, builders_now, templates or (), fixed, strategy)
+            fresh = inputs is Inputs.fresh
+            plans = make_plans(
+                problems, machines, trials, folder, builders_now, templates or (), fixed, strategy, fresh=fresh
+            )
             plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
             console().print(plan_table(plans, len(fleet.devices)))
             left_out = left_out_lines(plans)
@@ -143,6 +154,8 @@ def tune(
                 for where, count in fleet.machines.items()
             )
             typer.echo(f"On {on}; records: {folder}")
+            if fresh:
+                typer.echo("Inputs: fresh, each timed call behind a kernel that has just written those of the batch")
             if dry_run:
                 return
             here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled
@@ -160,6 +173,7 @@ def tune(
                 strategy,
                 seed,
                 limit=limit,
+                inputs=inputs,
                 **asked,
             )
             outcome = run(plans, folder, seed, again, fleet)
@@ -292,6 +306,7 @@ def resume_command(
     seed: int,
     *,
     limit: float | None = None,
+    inputs: Inputs = Inputs.hot,
     devices: str | None = None,
     workers: int | None = None,
     ray: str | None = None,
@@ -311,6 +326,7 @@ def resume_command(
         ("model", model, None),
         ("limit", limit, None),
         ("strategy", strategy, STRATEGY),
+        ("inputs", inputs, Inputs.hot),
         ("seed", seed, 0),
     ):
         if value != default:
@@ -336,14 +352,15 @@ def make_plans(
     templates: Sequence[str] = (),
     fixed: Mapping[str, tuple[int, ...]] | None = None,
     strategy: str = STRATEGY,
+    *,
+    fresh: bool = False,
 ) -> list[Plan]:
     from ..records import Log
     from ..tuning.plans import make_plan
 
+    how = builders, templates, fixed, strategy
     return [
-        make_plan(
-            problem, where, trials, Log(folder, where.arch, problem.operator), builders, templates, fixed, strategy
-        )
+        make_plan(problem, where, trials, Log(folder, where.arch, problem.operator), *how, fresh=fresh)
         for problem, where in itertools.product(problems, machines)
     ]
 
@@ -491,8 +508,10 @@ class Lines:
         if best is None:
             typer.echo(f"{self._names[plan]}: no valid record")
         else:
+            inputs = ", fresh inputs" if plan.fresh else ""
             typer.echo(
-                f"{self._names[plan]}: {us(best.seconds)} us, {ratio(best.fallback_seconds, best.seconds)} fallback,"
+                f"{self._names[plan]}: {us(best.seconds)} us{inputs},"
+                f" {ratio(best.fallback_seconds, best.seconds)} fallback,"
                 f" {best.candidate}"
             )
 
@@ -590,7 +609,8 @@ class Live:
 def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:
     limit = any(plan.machine.bandwidth for plan in plans)
     right = ("us", "fallback us", "gain", "GB/s", *(("of limit",) if limit else ()))
-    made = table("problem", "best candidate", *right, right=right)
+    title = "times with fresh inputs" if any(plan.fresh for plan in plans) else None
+    made = table("problem", "best candidate", *right, title=title, right=right)
     for plan in plans:
         best = bests.get(plan)
         if best is None:

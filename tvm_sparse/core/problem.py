@@ -130,8 +130,15 @@ class Problem(ABC):
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """The inputs that give some rows of the outputs, for the problem `with_batch(len(rows))`."""
-        batched = [spec.shape[:1] == (self.batch_axis,) for spec in self.kernel_inputs]
-        return [array[rows] if along else array for array, along in zip(inputs, batched, strict=True)]
+        pairs = zip(self.kernel_inputs, inputs, strict=True)
+        return [array[rows] if self.batched(spec) else array for spec, array in pairs]
+
+    def batched(self, argument: Argument) -> bool:
+        """Whether an argument holds data of the batch's rows, as logits do and a weight does not.
+
+        By its first axis; an operator whose rows lie otherwise, as in CSR, says so by overriding this.
+        """
+        return argument.shape[:1] == (self.batch_axis,)
 
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})

@@ -655,7 +655,7 @@ class LshHead:
             for name, which in problems.items()
         }
         # Fused, unless records say that lists are faster.
-        fused, listed = (_recorded(kernels[name]) for name in ("fused", "lsh"))
+        fused, listed = _recorded(kernels["fused"], kernels["lsh"])
         if kernels["fused"] and (fused is None or listed is None or fused <= listed):
             kernels["lsh"] = kernels["fused"]
         found = self.measured.get((rows, sentences))
@@ -663,7 +663,7 @@ class LshHead:
             times: dict[str, float | None] = {"lsh": found.lsh, "exact": found.exact}
             source = f"measured by fit for {rows} rows"
         else:
-            times = {name: _recorded(kernels[name]) for name in ("lsh", "exact")}
+            times = dict(zip(("lsh", "exact"), _recorded(kernels["lsh"], kernels["exact"]), strict=True))
             source = "by the records of their kernels"
         if path != "auto":
             taken, why = path, "it was asked for"
@@ -721,13 +721,25 @@ def _fits(fused: Sequence[Problem], machine: Machine) -> bool:
     return any(spaces.fallback(problem, machine).template == FUSED for problem in fused)
 
 
-def _recorded(kernels: Sequence[Explanation]) -> float | None:
-    """Seconds of these kernels one after the other, if records of this machine tell them."""
-    # A library that was compiled without a record has decisions of its own, and no figures.
-    if not kernels or any(one.how not in dispatch.RECORDED or "seconds" not in one.figures for one in kernels):
-        return None
-    # Where the operator has another way, what a call of torch tensors takes.
-    return sum(one.figures.get("way_seconds", one.figures["seconds"]) for one in kernels)
+def _recorded(*ways: Sequence[Explanation]) -> list[float | None]:
+    """Of each way the seconds of its kernels one after the other, if records of this machine tell them.
+
+    None of all where some of these times are with hot inputs and some with fresh ones: they do not compare.
+    """
+
+    def told(kernels: Sequence[Explanation]) -> bool:
+        # A library that was compiled without a record has decisions of its own, and no figures.
+        return bool(kernels) and all(one.how in dispatch.RECORDED and "seconds" in one.figures for one in kernels)
+
+    def seconds(one: Explanation) -> float:
+        # Where the operator has another way, what a call of torch tensors takes: those are timed with hot inputs.
+        return one.figures.get("way_seconds", one.figures["seconds"])
+
+    known = [kernels if told(kernels) else () for kernels in ways]
+    found = [one.figures for kernels in known for one in kernels]
+    if len({"way_seconds" not in figures and figures.get("inputs") == "fresh" for figures in found}) > 1:
+        return [None for _ in ways]
+    return [sum(map(seconds, kernels)) if kernels else None for kernels in known]
 
 
 def _check_saved(path: Path, chosen: Settings, hashing: Hashing | None, embedding: np.ndarray | None) -> None:

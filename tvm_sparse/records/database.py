@@ -193,8 +193,9 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
         The score that the cost model gave the candidate before it was measured, the larger the better.
     order, number
         Place within the session, and among the problem's trials of this log or file, from 0.
-    session, date, strategy, timer, machine.NAME, inputs.NAME, software.NAME
-        Provenance. `strategy` proposed the session's candidates.
+    session, date, strategy, fresh, timer, machine.NAME, inputs.NAME, software.NAME
+        Provenance. `strategy` proposed the session's candidates. `fresh`: whether every timed call was behind a kernel
+        that had just written the inputs of the batch; such seconds and others are not to be mixed.
     """
     found: list[dict[str, Any]] = []
     for root in roots:
@@ -267,6 +268,7 @@ def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | 
             "session": record.session,
             "date": session.date if session else "",
             "strategy": session.strategy if session else "",
+            "fresh": session is not None and session.fresh,
             "timer": session.timer if session else "",
         }
         numbers[record.problem] += trial is not None

@@ -51,7 +51,10 @@ class ExchangeError(ValueError):
 
 
 def results_of(sessions: Iterable[Session], trials: Iterable[Trial]) -> dict[str, Any]:
-    """Trials and their sessions as a T4 document. Times are in milliseconds, as Kernel Tuner writes them."""
+    """Trials and their sessions as a T4 document. Times are in milliseconds, as Kernel Tuner writes them.
+
+    Whether inputs were fresh is told by the sessions, in the metadata.
+    """
     known = {session.id: session for session in sessions}
     results = []
     for trial in trials:
@@ -181,6 +184,7 @@ def _foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[st
             "session": name,
             "date": str(result.get("timestamp", "")),
             "strategy": "",
+            "fresh": False,
             "timer": "",
         }
 

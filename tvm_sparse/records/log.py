@@ -53,6 +53,14 @@ class Contents:
     skipped: tuple[Skipped, ...] = ()
     bests: tuple[Best, ...] = ()
 
+    def timed(self, fresh: bool) -> Iterator[Trial]:
+        """The trials of sessions with fresh inputs, or of all others: their times are not to be mixed.
+
+        Trials whose session is not here count as others.
+        """
+        of_fresh = {session.id for session in self.sessions if session.fresh}
+        return (trial for trial in self.trials if (trial.session in of_fresh) == fresh)
+
 
 class Log:
     """The records of one operator on one architecture.

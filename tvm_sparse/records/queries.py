@@ -45,6 +45,7 @@ def best_records(
 ) -> dict[str, tuple[Best, dict[str, Any]]]:
     """The best record of each problem for `arch`, with its figures; later folders win.
 
+    The figures of a ranking with fresh inputs say so as `inputs`, those of others say nothing.
     Of all operators, or of those named: no template of any other is imported.
 
     Records whose template has gone or has another version now are left out: their decisions mean another program.
@@ -76,6 +77,8 @@ def best_records(
                     "machine": session.machine.get("name", "") if session else "",
                     "date": session.date if session else "",
                 }
+                if session is not None and session.fresh:
+                    figures["inputs"] = session.state
                 if record.ways:
                     seconds, way = min((seconds, way) for way, seconds in record.ways.items())
                     figures |= {"way": way, "way_seconds": seconds}

@@ -202,6 +202,9 @@ class Session:
         Seed, structure and settings of the inputs.
     strategy : str, optional
         What proposed the candidates. Sessions of before there was a choice do not say.
+    fresh : bool, optional
+        Whether every timed call was behind a kernel that had just written the inputs of the batch
+        (`bench.producer`), else inputs were as the caches held them. Sessions of before there was a choice do not say.
     """
 
     kind: ClassVar[str] = "session"
@@ -213,15 +216,23 @@ class Session:
     timer: str
     inputs: Mapping[str, Any] = field(hash=False)
     strategy: str = "evolutionary"
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         _check_texts(self, "id", "date", "timer", "strategy")
+        if not isinstance(self.fresh, bool):
+            raise TypeError(f"fresh is true or false, not {self.fresh!r}")
         # Python 3.10 does not read the Z.
         date = datetime.fromisoformat(re.sub("Z$", "+00:00", self.date))
         if date.utcoffset() != timedelta(0):
             raise ValueError(f"the date of a session is in UTC and says so, unlike {self.date!r}")
         for name in ("machine", "versions", "inputs"):
             object.__setattr__(self, name, dict(getattr(self, name)))
+
+    @property
+    def state(self) -> str:
+        """Of the inputs, as `tvm-sparse tune --inputs` names it."""
+        return "fresh" if self.fresh else "hot"
 
 
 Record = Trial | Session | Best

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 
 def trials(
-    logs: Path | Sequence[Path] | None = None, *, operator: str | None = None, arch: str | None = None
+    logs: Path | Sequence[Path] | None = None,
+    *,
+    operator: str | None = None,
+    arch: str | None = None,
+    fresh: bool = False,
 ) -> pandas.DataFrame:
-    """Every recorded trial, a row each, in the order in which they were measured.
+    """Every recorded trial of one kind of timing, a row each, in the order in which they were measured.
 
     Columns are those of `records.database.rows`: `axis.NAME` and `decision.NAME` hold the problem's axes and the
     point's decisions under the names of the vocabulary, `<NA>` where an operator or a template has no such; `seconds`
@@ -28,11 +32,14 @@ def trials(
         A folder of records or a file with a measured space, or several; by default the package's and the user's logs.
     operator, arch
         Only these.
+    fresh
+        Trials with fresh inputs; else all others. No study may compare times of both.
     """
     import pandas
 
     roots = [logs] if isinstance(logs, str | Path) else logs or [paths.shipped_logs(), paths.user_logs()]
-    found = [row for row in rows(map(Path, roots), operator=operator, arch=arch) if row["kind"] == "trial"]
+    found = list(rows(map(Path, roots), operator=operator, arch=arch))
+    found = [row for row in found if row["kind"] == "trial" and row["fresh"] == fresh]
     found = [{name: row[name] for name in row if name not in ("kind", "fallback_seconds")} for row in found]
     columns = {name: [row[name] for row in found] for name in (found[0] if found else ())}
     return pandas.DataFrame({name: pandas.Series(values, dtype=_dtype(values)) for name, values in columns.items()})

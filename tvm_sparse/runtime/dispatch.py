@@ -56,7 +56,7 @@ class Explanation:
     how: str  # one of `lookup.HOW`
     candidate: str  # template, version and decisions
     record: str | None  # key of the problem whose record gave the decisions; None if predicted, and for the fallback
-    figures: dict[str, Any]  # of that record: seconds, fallback_seconds, machine, date; perhaps way, way_seconds
+    figures: dict[str, Any]  # of that record (`queries.best_records`): seconds, fallback_seconds, machine, date, ...
     library: str | None  # None: not compiled yet; the first call compiles it into the user's cache, if `compiles`
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
@@ -65,11 +65,12 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
         if self.figures:
+            behind = " behind a kernel that writes its inputs" if self.figures.get("inputs") == "fresh" else ""
             tuned, untuned = self.figures["seconds"], self.figures["fallback_seconds"]
             lines.append(
                 f"  tuned {self.figures['date'] or 'at an unknown date'}"
                 f" on {self.figures['machine'] or 'an unknown machine'}:"
-                f" {tuned * 1e6:.2f} us, {untuned / tuned:.2f}x the fallback's speed"
+                f" {tuned * 1e6:.2f} us{behind}, {untuned / tuned:.2f}x the fallback's speed"
             )
             if "way" in self.figures and self.how in RECORDED:
                 way, seconds = self.figures["way"], self.figures["way_seconds"]

@@ -64,6 +64,7 @@ def export(roots: Iterable[Path], folder: Path, wanted: str = "") -> tuple[int, 
     """Write the trials of folders of records as a database; how many, and how many are no point of a space now.
 
     Trials that the machine spoilt are left out, those of the candidate's own failure have MetaSchedule's time for that.
+    Those with fresh inputs are left out, too: a database says of a time no more than its seconds.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def export(roots: Iterable[Path], folder: Path, wanted: str = "") -> tuple[int, 
     workloads: dict[tuple[str, str], Any] = {}
     count = left_out = 0
     for log in (log for root in roots for log in logs_of(root)):
-        for trial in log.read().trials:
+        for trial in log.read().timed(fresh=False):
             if trial.outcome == "environment" or not trial.problem.startswith(wanted):
                 continue
             try:
@@ -147,7 +148,7 @@ def import_(path: Path, root: Path) -> tuple[int, int]:
     appended = 0
     for arch, operator in places:
         log = Log(root, arch, operator)
-        there = {(trial.problem, trial.candidate, trial.seconds) for trial in log.read().trials}
+        there = {(trial.problem, trial.candidate, trial.seconds) for trial in log.read().timed(fresh=False)}
         new: dict[Any, Trial] = {}
         for one in found:
             key = one.problem.key, one.candidate, one.seconds or ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
-from ..core.problem import Problem
+from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
 from ..core.spaces import points
 from ..core.template import Table
@@ -47,6 +47,7 @@ class Plan:
     named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
     strategy: str = strategies.DEFAULT
+    fresh: bool = False  # whether every timed call is behind a kernel that has just written the inputs of the batch
     limit: float | None = None  # seconds to check and to time a candidate; None: `workbench.MEASURE_TIMEOUT`
 
     @property
@@ -110,8 +111,18 @@ def make_plan(
     named: Collection[str] = (),
     fixed: Table | None = None,
     strategy: str = strategies.DEFAULT,
+    *,
+    fresh: bool = False,
 ) -> Plan:
-    """Count the space, of the named templates if there are any, and what of it is paid for."""
+    """Count the space, of the named templates if there are any, and what of it is paid for.
+
+    Raises
+    ------
+    ProblemError
+        If inputs are to be fresh on a machine that is no GPU.
+    """
+    if fresh and machine.kind != "cuda":
+        raise ProblemError(f"inputs: fresh ones are for GPUs, and {machine.arch} is a CPU; expected hot")
     tables, reasons = spaces.searched(problem, machine, named, fixed)
     sizes = dict.fromkeys(tables, 0)
     for candidate in points(problem, machine, tables):
@@ -119,16 +130,20 @@ def make_plan(
     # The fallback is measured in every run.
     fallback = spaces.fallback(problem, machine)
     size = sum(sizes.values()) + (not spaces.among(fallback, tables))
-    paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in recorded(problem, log))
+    known = recorded(problem, log, fresh=fresh)
+    paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in known)
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy)
+    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy, fresh)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
-def recorded(problem: Problem, log: Log) -> dict[Candidate, float | None]:
-    """Candidates of the log at their templates' present version: median seconds, None for a failure."""
+def recorded(problem: Problem, log: Log, *, fresh: bool = False) -> dict[Candidate, float | None]:
+    """Candidates of the log at their templates' present version: median seconds, None for a failure.
+
+    Of trials with fresh inputs, or of all others: neither knows of the other.
+    """
     known: dict[Candidate, float | None] = {}
-    for trial in log.read().trials:
+    for trial in log.read().timed(fresh):
         if trial.problem == problem.key and trial.outcome != "environment":
             with contextlib.suppress(KeyError):
                 if spaces.find(trial.candidate.template).version == trial.candidate.version:
@@ -142,7 +157,8 @@ def winners_nearby(
     """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
 
     Winners at an earlier version of a template count as well, those of the problem itself too, unless not `itself`:
-    kernels change more often than what suits a shape.
+    kernels change more often than what suits a shape. So do those of rankings with other inputs, hot or fresh: what
+    they took is not looked at.
     """
 
     found: list[tuple[float, Candidate]] = []

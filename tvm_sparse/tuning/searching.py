@@ -70,6 +70,7 @@ class Searcher:
         *,
         named: tuple[str, ...],
         fixed: Table,
+        fresh: bool,
         known: Mapping[Candidate, float | None],
         trials: int,
         batch: int,
@@ -77,7 +78,8 @@ class Searcher:
     ) -> None:
         """Make a strategy (`strategies.make`) of the space that `spaces.searched` gives, with the log's model.
 
-        What this searched before is forgotten.
+        What this searched before is forgotten. A `fresh` search goes without the model, which knows no times with
+        fresh inputs.
         """
         self._known, self._results, self._asked = dict(known), {}, set()
         self.predicted = {}
@@ -86,6 +88,7 @@ class Searcher:
             "machine": asdict(machine),
             "named": named,
             "fixed": dict(fixed),
+            "fresh": fresh,
             "strategy": strategy,
             "root": str(log.root),
             "plugins": plugins(),
@@ -152,7 +155,7 @@ def handle(message: dict[str, Any]) -> Any:
         problem, machine = parse(message["problem"]), Machine(**message["machine"])
         fixed = {name: tuple(values) for name, values in message["fixed"].items()}
         tables, _ = spaces.searched(problem, machine, message["named"], fixed)
-        model = predictor((Path(message["root"]),), machine.arch, problem.operator)
+        model = None if message["fresh"] else predictor((Path(message["root"]),), machine.arch, problem.operator)
         _search = strategies.make(
             message["strategy"],
             Domain.of(problem, machine, tables, trees=model.trees if model else None),

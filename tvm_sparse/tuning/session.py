@@ -3,7 +3,7 @@
     plan ──► first candidates ──► batches: propose, build in parallel, measure, append ──► final
 
 The first candidates are the fallback, every template's default, what the log's model predicts, and what won for similar
-problems in the same log.
+problems in the same log, however its inputs were.
 A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
 it again. Records of other versions of a template, and of trials that failed, count as paid for too. What failed for
 want of memory, disk or processors, or because something else ended its process, does not: it is tried again.
@@ -106,7 +106,7 @@ class Run:
         problem, machine = plan.problem, plan.machine
         self._plan, self._log, self._seed, self._show, self._stop = plan, log, seed, show, stop
         self._fallback = spaces.fallback(problem, machine)
-        self.known = recorded(problem, log)
+        self.known = recorded(problem, log, fresh=plan.fresh)
         self.progress = Progress(plan)
         for candidate, seconds in self.known.items():
             if seconds and seconds < self.progress.best_seconds:
@@ -115,10 +115,10 @@ class Run:
         self.ahead = machine.kind == "cuda"
         self._under_way = 2 if self.ahead else 1
         self._proposed: deque[tuple[list[Candidate], Mapping[Candidate, float]]] = deque()
-        session = new_session(lease.seat(), seed, problem, plan.strategy)
+        session = new_session(lease.seat(), seed, problem, plan.strategy, fresh=plan.fresh)
         log.append(session)
         self._session = session.id
-        self.bench = Bench(problem, machine, self._fallback, seed, folder, lease, limit=plan.limit)
+        self.bench = Bench(problem, machine, self._fallback, seed, folder, lease, fresh=plan.fresh, limit=plan.limit)
 
     def before_search(self, tables: Mapping[str, Table]) -> list[Candidate]:
         """What is measured first and is not known, as far as it is paid for; the fallback in any case."""
@@ -153,6 +153,7 @@ class Run:
             self._log,
             named=plan.named,
             fixed=plan.fixed,
+            fresh=plan.fresh,
             known=self.known,
             trials=trials,
             batch=batch,

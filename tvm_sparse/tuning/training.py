@@ -66,12 +66,13 @@ class Measured:
 def measured(log: Log) -> list[Measured]:
     """What a log says of points of the spaces as they are now, by problem; problems with one point teach nothing.
 
-    Of several trials of a point the fastest counts. Trials of other versions of a template are left out.
+    Of several trials of a point the fastest counts. Trials of other versions of a template are left out, and so are
+    those with fresh inputs.
     """
     contents = log.read()
     sessions = {session.id: session for session in contents.sessions}
     found: dict[tuple[Problem, Machine], dict[Candidate, float]] = {}
-    for trial in contents.trials:
+    for trial in contents.timed(fresh=False):
         if trial.outcome != "ok" or trial.session not in sessions:
             continue
         try:

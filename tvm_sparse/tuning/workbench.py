@@ -49,9 +49,10 @@ class Bench:
         lease: Lease,
         *,
         undisturbed: bool = False,
+        fresh: bool = False,
         limit: float | None = None,
     ) -> None:
-        self._undisturbed = undisturbed
+        self._how = {"undisturbed": undisturbed, "fresh": fresh}
         self._limit = MEASURE_TIMEOUT if limit is None else limit
         self._problem, self._machine, self._fallback = problem, machine, fallback
         self._lease, self._folder = lease, folder
@@ -133,7 +134,7 @@ class Bench:
             if not built.ok or self._spills(candidate, built):
                 return None
             found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
-            return found | {"steps": WITHOUT_VERIFY if again else STEPS, "undisturbed": self._undisturbed}
+            return found | {"steps": WITHOUT_VERIFY if again else STEPS, **self._how}
 
         return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
 
@@ -187,22 +188,27 @@ class Bench:
         return trial(outcome, reply.message)
 
 
-def new_session(seat: Seat, seed: int, problem: Problem, strategy: str) -> Session:
+# How calls are timed, by the kind of machine and whether inputs are fresh.
+TIMERS = {
+    ("cuda", False): "CUDA graph of repeated calls, inputs not rotated, median over replays",
+    ("cuda", True): "CUDA graph of repeated calls, each behind a kernel that reads twice the L2 cache and then writes"
+    " the inputs of the batch, less a graph of that kernel alone, median over pairs of replays",
+    ("llvm", False): "wall clock over repeated calls from Python, inputs not rotated, median over repeats",
+}
+
+
+def new_session(seat: Seat, seed: int, problem: Problem, strategy: str, *, fresh: bool = False) -> Session:
     """The provenance of a run that starts now, on this seat's device and others of the same kind."""
     machine = seat.device.machine
-    timer = (
-        "CUDA graph of repeated calls, inputs not rotated, median over replays"
-        if machine.kind == "cuda"
-        else "wall clock over repeated calls from Python, inputs not rotated, median over repeats"
-    )
     return Session(
         id=uuid.uuid4().hex[:12],
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **seat.device.state},
         versions=_versions(),
-        timer=timer,
+        timer=TIMERS[machine.kind, fresh],
         inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
         strategy=strategy,
+        fresh=fresh,
     )
 
 

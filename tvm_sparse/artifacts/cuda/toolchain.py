@@ -395,6 +395,35 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
     return found, _mapped_path("libnvrtc.so")
 
 
+def compiled(source: str, arch: str) -> bytes:
+    """Machine code of CUDA C++ that includes no header, for `arch` as ``sm_90``: NVRTC alone, without TVM.
+
+    Raises
+    ------
+    ToolchainError
+        If NVRTC is missing, or does not compile it; the message has what it says.
+    """
+    _nvrtc()
+    from cuda.bindings import nvrtc
+
+    def checked(result: tuple[Any, ...], what: str = "") -> Any:
+        if int(result[0]):
+            raise ToolchainError(f"NVRTC: {result[0].name}{what}")
+        return result[1] if len(result) > 1 else None
+
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"source.cu", 0, [], []))
+    try:
+        done = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={arch}".encode()])
+        said = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        checked(nvrtc.nvrtcGetProgramLog(program, said))
+        checked(done, f" for {arch}: {said.decode(errors='replace').strip(chr(0)).strip()}")
+        code = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
+        checked(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(code)
+
+
 def _header_candidates() -> Iterator[tuple[Path, tuple[int, int], Path | None, list[str]]]:
     """Folders with CUDA headers: root, version, CCCL's include folder and what is missing."""
     for root in dict.fromkeys([*_pip_roots(), *_toolkit_roots()]):

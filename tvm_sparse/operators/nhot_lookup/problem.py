@@ -186,6 +186,10 @@ class NhotLookup(Problem):
         structured = [indptr.astype(self.index), indices.astype(self.index)]
         return [*structured, *([values.astype(dtype)] if self.weighted else []), table]
 
+    def batched(self, argument: Argument) -> bool:
+        """All of the sparse matrix: of its arrays none has `rows` as its first axis."""
+        return argument.name != "table"
+
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """Rows of `a`, joined; the table as it is."""
         import numpy as np
