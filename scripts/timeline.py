@@ -3,11 +3,12 @@
     python scripts/timeline.py "softmax_topk/batch=10,vocab=128256,k=20,dtype=bfloat16" --behind 4096
     python scripts/timeline.py "head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16"
 
-Behind each phase the first thread of one thread block writes down the GPU's clock (`%globaltimer`) and that of its
-multiprocessor. A phase that is gone through several times keeps its last end; a phase within another one ends before
-it. Calls follow upon each other in a CUDA graph, by `--behind` after a product of so many columns, as after the last
-layer of a model. Times are medians over the replays, from the moment at which the kernel that the call begins with has
-waited for the one in front. The table also has what a call takes with and without the stamps.
+Behind each phase the first thread of each thread block writes down the GPU's clock (`%globaltimer`). A phase that is
+gone through several times keeps its last end; a phase within another one ends before it. Calls follow upon each other
+in a CUDA graph, by `--behind` after a product of so many columns, as after the last layer of a model. Times are those
+of the first, the median and the last thread block to come so far, each the median of the replays, from the moment at
+which the first one of the kernel that the call begins with has waited for the kernel in front. The table also has what
+a call takes with and without the stamps.
 """
 
 from __future__ import annotations
@@ -85,17 +86,19 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
 # What lets a kernel go on when the one in front has ended.
 WAITS = {"wait_then_start_consumer", "wait_for_producer"}
 COLUMNS = (
-    "problem", "behind", "kernel", "phase", "nanoseconds", "cycles", "plain_microseconds", "stamped_microseconds"
+    "problem", "behind", "kernel", "phase", "first_ns", "median_ns", "last_ns", "plain_microseconds",
+    "stamped_microseconds",
 )  # fmt: skip
 REPLAYS, CALLS = 40, 20
+MOST_STAMPS, MOST_BLOCKS = 64, 4096
 
 
 class Stamps:
     """Numbers of the stamps by name, and where they are written."""
 
-    def __init__(self, block: int) -> None:
-        self.block, self.names = block, list[str]()
-        self.written = torch.zeros((64, 2), dtype=torch.int64, device="cuda")
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.written = torch.zeros((MOST_STAMPS, MOST_BLOCKS), dtype=torch.int64, device="cuda")
 
     def put(self, name: str) -> None:
         """A stamp, in a kernel that is being written."""
@@ -110,13 +113,11 @@ class Stamps:
         # The address is part of the program, which runs in this process alone.
         return f"""
 __device__ __forceinline__ void stamp(int number) {{
-  if (threadIdx.x == 0 && blockIdx.x == {self.block} && blockIdx.y == 0) {{
-    unsigned long long time, cycle;
+  unsigned int block = blockIdx.y * gridDim.x + blockIdx.x;
+  if (threadIdx.x == 0 && block < {MOST_BLOCKS}) {{
+    unsigned long long time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time) :: "memory");
-    asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycle) :: "memory");
-    volatile unsigned long long* at = (volatile unsigned long long*){self.written.data_ptr()}ULL + 2 * number;
-    at[0] = time;
-    at[1] = cycle;
+    ((volatile unsigned long long*){self.written.data_ptr()}ULL)[number * {MOST_BLOCKS} + block] = time;
   }}
 }}
 """
@@ -136,11 +137,12 @@ __device__ __forceinline__ void stamp(int number) {{
 
 
 class Line(NamedTuple):
-    """A stamp of all replays, relative to the first wait."""
+    """When thread blocks come to a stamp, in nanoseconds from the first one's first wait."""
 
     name: str
-    nanoseconds: float
-    cycles: float
+    first: float
+    median: float
+    last: float
 
 
 def stamped_module(problem: Problem, candidate: Candidate, stamps: Stamps) -> Any:
@@ -175,28 +177,24 @@ def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(CALLS):
                 call()
-    found = []
+    found: list[list[np.ndarray]] = []  # of each replay and stamp, by thread blocks
     for _ in range(REPLAYS):
         stamps.written.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        found.append(stamps.written[: len(stamps.names)].cpu().numpy().copy())
-    seen = [i for i in range(len(stamps.names)) if found[0][i, 0]]
-    first = min((i for i in seen if stamps.names[i].endswith(": wait")), key=lambda i: found[0][i, 0])
-    lines = [
-        Line(
-            stamps.names[i],
-            statistics.median(float(one[i, 0] - one[first, 0]) for one in found),
-            statistics.median(float(one[i, 1] - one[first, 1]) for one in found),
-        )
-        for i in seen
-    ]
-    return sorted(lines, key=lambda line: line.nanoseconds)
+        written = stamps.written[: len(stamps.names)].cpu().numpy()
+        waits = [row[row > 0] for row, name in zip(written, stamps.names, strict=True) if name.endswith(": wait")]
+        begin = min(row.min() for row in waits if len(row))
+        found.append([row[row > 0] - begin for row in written])
+    lines = []
+    for name, rows in zip(stamps.names, zip(*found, strict=True), strict=True):
+        if all(map(len, rows)):
+            median = [[reduce(row) for row in rows] for reduce in (np.min, np.median, np.max)]
+            lines.append(Line(name, *(float(np.median(times)) for times in median)))
+    return sorted(lines, key=lambda line: line.last)
 
 
-def measure(
-    problem: Problem, where: Machine, columns: int, block: int, fix: Sequence[str] | None, report: Report
-) -> None:
+def measure(problem: Problem, where: Machine, columns: int, fix: Sequence[str] | None, report: Report) -> None:
     """Stamp one problem's kernel, and show when its phases end."""
     candidate = Candidate.parse(tvm_sparse.explain(problem).candidate)
     if candidate.template not in PHASES:
@@ -204,7 +202,7 @@ def measure(
     template = spaces.find(candidate.template, problem.operator)
     fixed = fixed_values(fix, candidate.values)
     candidate = template.candidate(candidate.values | {name: values[0] for name, values in fixed.items()})
-    program, stamps = template.build(problem, candidate.values), Stamps(block)
+    program, stamps = template.build(problem, candidate.values), Stamps()
     modules = {"plain": program.module, "stamped": stamped_module(problem, candidate, stamps)}
     own, given = [dataclasses.asdict(workspace) for workspace in program.workspaces], tensors_of(problem)
     with tempfile.TemporaryDirectory() as folder:
@@ -233,12 +231,13 @@ def measure(
             raise AssertionError("the stamps change the result")
         times = {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in time_cuda(calls).items()}
         lines = lines_of(stamps, calls["stamped"])
-    printed = table("phase", "ns", "cycles", right=("ns", "cycles"))
+    printed = table("phase", *COLUMNS[4:7], right=COLUMNS[4:7])
     for line in lines:
-        printed.add_row(line.name, f"{line.nanoseconds:.0f}", f"{line.cycles:.0f}")
+        ends = [f"{time:.0f}" for time in (line.first, line.median, line.last)]
+        printed.add_row(line.name, *ends)
         report.add(
             problem=problem.key, behind=columns, kernel=str(candidate), phase=line.name,
-            nanoseconds=f"{line.nanoseconds:.0f}", cycles=f"{line.cycles:.0f}",
+            first_ns=ends[0], median_ns=ends[1], last_ns=ends[2],
             plain_microseconds=f"{times['plain']:.3f}", stamped_microseconds=f"{times['stamped']:.3f}",
         )  # fmt: skip
     said = ", ".join(f"{name} {value:.2f} us" for name, value in times.items())
@@ -250,7 +249,6 @@ def main(
     problem: Annotated[list[str], typer.Argument(help="Keys of problems.")],
     target: Target = "auto",
     columns: Annotated[int, typer.Option("--behind", min=0, help="Columns of a product in front; 0: none.")] = 0,
-    block: Annotated[int, typer.Option(min=0, help="Thread block that writes down its clock.")] = 0,
     fix: Fixed = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
 ) -> None:
@@ -261,7 +259,7 @@ def main(
             raise typer.BadParameter("expected a GPU whose launches overlap (compute capability 9.0)")
         report = Report(csv_path, provenance(where), COLUMNS)
         for key in problem:
-            measure(parse(key), where, columns, block, fix, report)
+            measure(parse(key), where, columns, fix, report)
         report.close()
 
 

@@ -33,12 +33,20 @@ __device__ __forceinline__ void add_at_peer(void* p, int r, unsigned int v) {
 SET_BITS = """
 __device__ __forceinline__ unsigned int set_bits(void* p, unsigned int v) { return atomicOr((unsigned int*)p, v); }
 """
+LARGER_HALVES = """
+__device__ __forceinline__ unsigned int larger_halves(unsigned int a, unsigned int b) { return __vmaxu2(a, b); }
+"""
 put_span = peer_store("put_span", "unsigned long long")
 
 
 def set_bits(where: Any, bits: Any) -> tirx.PrimExpr:
     """Set bits of a word that others set bits of, too; what was there before."""
     return T.cuda.func_call("set_bits", where, bits, source_code=SET_BITS, return_type="uint32")
+
+
+def larger_halves(one: Any, other: Any) -> tirx.PrimExpr:
+    """The larger number of 16 bits in either half of two words: on compute capability 9.0 one instruction."""
+    return T.cuda.func_call("larger_halves", one, other, source_code=LARGER_HALVES, return_type="uint32")
 
 
 def add_at_peer(where: Any, rank: Any, value: Any) -> tirx.PrimExpr:

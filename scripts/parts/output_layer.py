@@ -305,15 +305,15 @@ SEEN = {
 
 
 def timeline(name: str, template: str, axes: Sequence[str]) -> str:
-    """Microseconds from the first wait to the end of phases, a column a problem; the last line is a whole call, of
-    calls that are not behind a product."""
+    """Microseconds from the first wait until the last thread block has come to the end of phases, a column a problem;
+    the last line is a whole call, of calls that are not behind a product."""
     ends: dict[str, dict[str, float]] = {}
     calls: dict[str, str] = {}
     for row in results(name).rows:
         if row["kernel"].startswith(f"{template}@"):
             problem = registry.parse(row["problem"])
             shown = ", ".join(str(problem.axes[axis]) for axis in axes)
-            ends.setdefault(shown, {})[row["phase"]] = float(row["nanoseconds"]) / 1000
+            ends.setdefault(shown, {})[row["phase"]] = float(row["last_ns"]) / 1000
             if row["behind"] == "0":
                 calls[shown] = us(float(row["plain_microseconds"]))
 

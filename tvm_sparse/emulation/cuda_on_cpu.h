@@ -1770,6 +1770,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   }
   return r;
 }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  unsigned low = std::max(a & 0xFFFF, b & 0xFFFF), high = std::max(a >> 16, b >> 16);
+  return high << 16 | low;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline int __mulhi(int a, int b) { return int((long long)a * b >> 32); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {

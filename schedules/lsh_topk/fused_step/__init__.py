@@ -7,20 +7,21 @@ list of the others.
 
 **look_up.** A cluster of thread blocks has a row of hidden states. Each thread block hashes some bands and goes through
 their buckets; it counts, in shared memory, the hits of a part of the vocabulary, and the others tell it what they have
-found of that. Votes of warps tell what reaches the threshold, 32 words at a time. Bits are set in the list's bitmap,
+found of that. Votes of warps tell what reaches the threshold, 64 words at a time. Bits are set in the list's bitmap,
 and words whose bits were not there before, nor in `always`, go to the list: each list has a place for every word, so
 that nothing is left out. A vocabulary that a cluster's shared memory has no room for is cut into `slices`, each with a
 cluster of its own.
 
 **product.** A thread block a multiprocessor, for each group of up to 16 rows; or some for each of the `row_groups` into
-which a wide beam is cut. Hidden states are in shared memory (`staged`); or a warp has the same part of columns of all
-its words, and keeps that of the hidden states in registers. The thread block's share of the frequent words comes from
-memory into registers, and goes to tensor cores: a warp has a tile of 16 words and a part of their columns, and as soon
-as a piece is multiplied the next word's takes its place. Words are the operand with 16 rows, hidden states the one with
-eight columns: so hidden states that were loaded once serve 16 words, and need not be moved from register to register.
-Parts of a score are added up from shared memory. Then the same code does the same with its share of the list. Each
-score becomes a key (ordered bits, word) in global memory, those of a thread block side by side; each thread block also
-says which key of a row is its best one, and its sum of exponentials.
+which a wide beam is cut. Or, of a wide beam, as many `blocks` as the first kernel leaves multiprocessors: side by side
+on one, each kernel takes the other's time. Hidden states are in shared memory (`staged`); or a warp has the same part
+of columns of all its words, and keeps that of the hidden states in registers. The thread block's share of the frequent
+words comes from memory into registers, and goes to tensor cores: a warp has a tile of 16 words and a part of their
+columns, and as soon as a piece is multiplied the next word's takes its place. Words are the operand with 16 rows,
+hidden states the one with eight columns: so hidden states that were loaded once serve 16 words, and need not be moved
+from register to register. Parts of a score are added up from shared memory. Then the same code does the same with its
+share of the list. Each score becomes a key (ordered bits, word) in global memory, those of a thread block side by side;
+each thread block also says which key of a row is its best one, and its sum of exponentials.
 
 **merge.** A thread block a row: the n-th best of the thread blocks' best keys is a bound that few keys reach. Those of
 the thread blocks that reach it are read and ranked. Other thread blocks clear bitmaps for the next step.
@@ -51,7 +52,7 @@ def build(problem: LshTopk, decisions: Decisions) -> Program:
 
 fused_step = Template(
     name="fused_step",
-    version=14,
+    version=15,
     operator="lsh_topk",
     kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",

@@ -40,6 +40,7 @@ from ...lsh.buckets import (
     clear_counts,
     find_buckets,
     first_of,
+    larger_halves,
     last_of,
     one_of,
     set_bits,
@@ -58,8 +59,8 @@ put_many = peer_store("put_many", "int")
 
 # fmt: off
 def begin(e: Extents) -> Phase:
-    """Reads: permutations. Writes: the thread block's bands and its part, counts to 0, columns. Barriers: none; one of
-    the cluster has to follow before hits are added to the counts of others. The phase is (s, io)."""
+    """Reads: permutations. Writes: the thread block's bands and its part, counts and votes to 0, columns. Barriers:
+    none; one of the cluster has to follow before hits are added to the counts of others. The phase is (s, io)."""
     h = e.hashing
     load_first, clear = load_first_columns(h), clear_counts(e.counting)
 
@@ -76,6 +77,9 @@ def begin(e: Extents) -> Phase:
             s.further[0] = 0
         if s.t < SEGMENTS:
             s.many_sent[s.t] = 0
+        for n in T.unroll(ceildiv(e.votes, e.hash_threads)):
+            if n * e.hash_threads + s.t < e.votes:
+                s.votes[n * e.hash_threads + s.t] = T.uint32(0)
         load_first(s, columns, s.from_band * h.units, T.min(s.bands, e.counting.tile) * h.units, s.t)
 
     return phase
@@ -255,7 +259,10 @@ def receive(e: Extents) -> Phase:
 def vote(e: Extents) -> Phase:
     """What reaches the threshold in the thread block's part, 64 words of it at a time; the phase is (s, io).
 
-    Reads: counts. Writes: `votes`. Barriers: of the warp; one of the thread block has to come before and after.
+    Few do: where no lane has one, which a maximum of both halves of its cell tells, 64 words are passed over at once.
+
+    Reads: counts. Writes: `votes`, of words that reach it; the others are 0 before. Barriers: of the warp; one of the
+    thread block has to come before and after.
     """
     stretches = e.counting.part // PER_WARP
     at_once = min(STRETCHES, ceildiv(stretches, e.counting.warps))
@@ -263,6 +270,7 @@ def vote(e: Extents) -> Phase:
     @T.inline
     def phase(s, io):
         held = T.alloc_local([at_once], "uint32")
+        below: T.uint32 = T.Cast("uint32", T.min(io.threshold - 1, 0xFFFF)) * T.uint32(0x10001)
         for n in T.serial(ceildiv(stretches, e.counting.warps * at_once)):
             for u in T.unroll(at_once):
                 stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
@@ -271,12 +279,13 @@ def vote(e: Extents) -> Phase:
                     held[u] = s.cells[stretch * WARP + s.lane]
             for u in T.unroll(at_once):
                 stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
-                low: T.uint32 = T.cuda.ballot_sync(
-                    T.uint32(FULL_WARP), T.Cast("int32", held[u] & T.uint32(0xFFFF)) >= io.threshold)
-                high: T.uint32 = T.cuda.ballot_sync(
-                    T.uint32(FULL_WARP), T.Cast("int32", held[u] >> T.uint32(16)) >= io.threshold)
-                if s.lane < 2 and stretch < stretches:
-                    s.votes[stretch * 2 + s.lane] = T.Select(s.lane == 0, low, high)
+                if T.cuda.ballot_sync(T.uint32(FULL_WARP), larger_halves(held[u], below) != below) != T.uint32(0):
+                    low: T.uint32 = T.cuda.ballot_sync(
+                        T.uint32(FULL_WARP), T.Cast("int32", held[u] & T.uint32(0xFFFF)) >= io.threshold)
+                    high: T.uint32 = T.cuda.ballot_sync(
+                        T.uint32(FULL_WARP), T.Cast("int32", held[u] >> T.uint32(16)) >= io.threshold)
+                    if s.lane < 2:
+                        s.votes[stretch * 2 + s.lane] = T.Select(s.lane == 0, low, high)
 
     return phase
 

@@ -12,12 +12,13 @@ from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
+from ...output_layer.tiles.space import dynamic_shared
 from ...recurrent.sizes import FILE, MOST_REGISTERS, register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
 THREADS = (128, 256, 384, 512)
-HASH_THREADS = (256, 384, 512)
+HASH_THREADS = (256, 384, 512, 1024)
 WIDE_BEAM = 40  # above which hidden states leave no room for a thread block of the first kernel beside the product's
 KEPT_ROWS = 24  # of a group, at most, of which warps keep hidden states in registers by default
 CLUSTERS = (1, 2, 3, 4, 5, 8)  # of thread blocks; more than 8 are not portable
@@ -328,7 +329,7 @@ class Extents:
     @property
     def product_bytes(self) -> int:
         """Shared memory of a thread block; both begin at a multiple of 16."""
-        return self.state_bytes + self.tile_bytes
+        return dynamic_shared(self.state_bytes + self.tile_bytes, SMALL)
 
     @property
     def held(self) -> int:
@@ -400,11 +401,19 @@ def most_blocks(problem: LshTopk, machine: Machine) -> int:
     return min(machine.cores, max(some, problem.n))
 
 
+def fewer_blocks(problem: LshTopk, machine: Machine) -> list[int]:
+    """Thread blocks of all groups that leave as many multiprocessors to the first kernel as it has thread blocks, one
+    or two a row: then neither kernel takes time from the other."""
+    rows = problem.lists * problem.beam
+    left = [machine.cores - each * rows for each in (1, 2)]
+    return [blocks for blocks in left if machine.cores // 2 <= blocks < most_blocks(problem, machine)]
+
+
 def space(problem: LshTopk, machine: Machine) -> Table:
     require(problem, machine)
     default(problem, machine)
     return {
-        "blocks": (most_blocks(problem, machine),),
+        "blocks": tuple(sorted({most_blocks(problem, machine), *fewer_blocks(problem, machine)})),
         "row_groups": ROW_GROUPS,
         "threads": THREADS,
         "hash_threads": HASH_THREADS,
@@ -422,8 +431,9 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and a sixth of these to the second kernel alone;
-    as few slices as have room; hidden states in registers, if these suffice; the rest as measured on an H200 with beams
-    of 12 to 48. In float32, where the product takes longest, its thread blocks have a multiprocessor to themselves."""
+    as few slices as have room; hidden states in registers, if these suffice; the rest as measured on an H200
+    with beams of 12 to 48. Of a wide beam the two kernels have multiprocessors of their own. In float32, where
+    the product takes longest, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM
     rows = problem.lists * problem.beam
@@ -456,7 +466,14 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             for n in reversed(TILES)
             if overlap and groups in ROW_GROUPS
         ]
-        choices = [*alone, *together] if e.itemsize == 4 else [*kept, *together, *alone]
+        wide_beam = problem.lists == 1 and problem.beam > KEPT_ROWS
+        apart = [
+            {"staged": 0, "row_groups": 1, "words": TILES[-1], "beside": 0}
+            | {"cluster": 1, "hash_threads": max(HASH_THREADS), "blocks": blocks}
+            for blocks in fewer_blocks(problem, machine)[:1]
+            if overlap and wide_beam
+        ]
+        choices = [*alone, *together] if e.itemsize == 4 else [*apart, *kept, *together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:

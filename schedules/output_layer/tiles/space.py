@@ -336,7 +336,7 @@ class SearchSizes:
     def pool_bytes(self) -> int:
         """Its dynamic shared memory: a key and an ordered score for all that is searched."""
         near = 0 if self.direct else 8 * self.most_near
-        return _dynamic(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + 512)
+        return dynamic_shared(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + 512)
 
 
 @dataclass(frozen=True)
@@ -526,7 +526,7 @@ class Extents(SearchSizes):
     @property
     def kept_bytes(self) -> int:
         """Dynamic shared memory of the first kernel: of hidden states, and of a ring."""
-        return _dynamic(self.ring_at + (self.ring_bytes if self.stages else 0), self.parts_bytes)
+        return dynamic_shared(self.ring_at + (self.ring_bytes if self.stages else 0), self.parts_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -568,6 +568,6 @@ def _steps(vectors: int, decisions: Decisions) -> int:
     return ceildiv(vectors, 8 * decisions["reduce_warps"])
 
 
-def _dynamic(wanted: int, static: int) -> int:
+def dynamic_shared(wanted: int, static: int) -> int:
     """Dynamic shared memory to ask for: TVM lets a kernel have more than 48 KB only if this part alone exceeds that."""
     return max(wanted, STATIC_SHARED + VECTOR) if wanted and wanted + static > STATIC_SHARED else wanted
