@@ -1,10 +1,11 @@
 """The kernel in front of a timed one: what stands for the product that a model runs there.
 
-In a model a kernel runs behind one that has read its own weights and then written the inputs of this one: the L2 cache
-holds the end of the weights and the end of what was written, and nothing of the kernel's own weights and tables. A
-`Producer` leaves it in the same state. It reads as many bytes as two L2 caches, and then writes every array that holds
-data of the batch's rows anew, with the contents that it has. Arrays that do not are not touched, nor are outputs and
-workspaces.
+In a model a kernel runs behind one that has read its own weights, and meanwhile written the inputs of this one: the L2
+cache holds the end of the weights and the end of what was written, and nothing of the kernel's own weights and tables.
+A `Producer` leaves it in the same state. It reads as many bytes as four L2 caches, and meanwhile, part by part, writes
+every array that holds data of the batch's rows anew, with the contents that it has. So some three quarters of these
+have left the cache, as of the logits of a large vocabulary. Arrays that hold no such data are not touched, nor are
+outputs and workspaces.
 
 It is a kernel, not a copy: ours are launched with programmatic stream serialization, and overlap with the end of a
 kernel in front only. It does not trigger that launch before its end, so that a kernel behind it begins when the last
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 # Of the L2 cache, that are read: what was there before has left it.
-SWEEPS = 2
+SWEEPS = 4
+# In which the reads and the writes are cut, by turns.
+PARTS = 16
 # All that a multiprocessor holds at once, so that no block waits for another to end.
 THREADS, BLOCKS_A_MULTIPROCESSOR = 512, 4
 # 16-byte words that a thread has under way.
@@ -45,31 +48,37 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {BLOCKS_A_MULTIPROCESSOR
   const unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
   const unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
 
-  // The weights.
   unsigned sum = 0;
-  unsigned long long i = first;
-  for (; i + ({IN_FLIGHT} - 1) * stride < words; i += {IN_FLIGHT} * stride) {{
-    uint4 read[{IN_FLIGHT}];
+  for (int part = 0; part < {PARTS}; ++part) {{
+    // Weights.
+    unsigned long long i = words * part / {PARTS} + first;
+    const unsigned long long end = words * (part + 1) / {PARTS};
+    for (; i + ({IN_FLIGHT} - 1) * stride < end; i += {IN_FLIGHT} * stride) {{
+      uint4 read[{IN_FLIGHT}];
 #pragma unroll
-    for (int k = 0; k < {IN_FLIGHT}; ++k) read[k] = sweep[i + k * stride];
+      for (int k = 0; k < {IN_FLIGHT}; ++k) read[k] = sweep[i + k * stride];
 #pragma unroll
-    for (int k = 0; k < {IN_FLIGHT}; ++k) sum ^= read[k].x ^ read[k].y ^ read[k].z ^ read[k].w;
-  }}
-  for (; i < words; i += stride) sum ^= sweep[i].x ^ sweep[i].y ^ sweep[i].z ^ sweep[i].w;
-  if (sum == 0x9e3779b9u) *sink = sum;  // never: the sweep is zero. Without a use the loads would be removed.
-
-  // The result. The copy is read with a hint that it is to leave the cache first: a product has none.
-  for (int a = 0; a < count; ++a) {{
-    const Array array = arrays[a];
-    unsigned long long whole = 0;
-    if ((((unsigned long long)array.to | (unsigned long long)array.from) & 15) == 0) {{
-      whole = array.bytes / 16;
-      uint4 *to = (uint4 *)array.to;
-      const uint4 *from = (const uint4 *)array.from;
-      for (unsigned long long j = first; j < whole; j += stride) to[j] = __ldcs(from + j);
+      for (int k = 0; k < {IN_FLIGHT}; ++k) sum ^= read[k].x ^ read[k].y ^ read[k].z ^ read[k].w;
     }}
-    for (unsigned long long j = 16 * whole + first; j < array.bytes; j += stride) array.to[j] = array.from[j];
+    for (; i < end; i += stride) sum ^= sweep[i].x ^ sweep[i].y ^ sweep[i].z ^ sweep[i].w;
+
+    // Their results. The copy is read with a hint that it is to leave the cache first: a product has none.
+    for (int a = 0; a < count; ++a) {{
+      const Array array = arrays[a];
+      unsigned long long whole = 0;
+      if ((((unsigned long long)array.to | (unsigned long long)array.from) & 15) == 0) {{
+        whole = array.bytes / 16;
+        uint4 *to = (uint4 *)array.to;
+        const uint4 *from = (const uint4 *)array.from;
+        const unsigned long long until = whole * (part + 1) / {PARTS};
+        for (unsigned long long j = whole * part / {PARTS} + first; j < until; j += stride) to[j] = __ldcs(from + j);
+      }}
+      const unsigned long long rest = array.bytes - 16 * whole, until = 16 * whole + rest * (part + 1) / {PARTS};
+      for (unsigned long long j = 16 * whole + rest * part / {PARTS} + first; j < until; j += stride)
+        array.to[j] = array.from[j];
+    }}
   }}
+  if (sum == 0x9e3779b9u) *sink = sum;  // never: the sweep is zero. Without a use the loads would be removed.
 }}
 """
 

@@ -191,7 +191,7 @@ class Bench:
 # How calls are timed, by the kind of machine and whether inputs are fresh.
 TIMERS = {
     ("cuda", False): "CUDA graph of repeated calls, inputs not rotated, median over replays",
-    ("cuda", True): "CUDA graph of repeated calls, each behind a kernel that reads twice the L2 cache and then writes"
+    ("cuda", True): "CUDA graph of repeated calls, each behind a kernel that reads four L2 caches and meanwhile writes"
     " the inputs of the batch, less a graph of that kernel alone, median over pairs of replays",
     ("llvm", False): "wall clock over repeated calls from Python, inputs not rotated, median over repeats",
 }
