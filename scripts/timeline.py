@@ -85,10 +85,8 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 # What lets a kernel go on when the one in front has ended.
 WAITS = {"wait_then_start_consumer", "wait_for_producer"}
-COLUMNS = (
-    "problem", "behind", "kernel", "phase", "first_ns", "median_ns", "last_ns", "plain_microseconds",
-    "stamped_microseconds",
-)  # fmt: skip
+ENDS = ("first_ns", "median_ns", "last_ns")  # of a phase, by thread blocks
+COLUMNS = ("problem", "behind", "kernel", "phase", *ENDS, "plain_microseconds", "stamped_microseconds")
 REPLAYS, CALLS = 40, 20
 MOST_STAMPS, MOST_BLOCKS = 64, 4096
 
@@ -189,8 +187,8 @@ def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
     lines = []
     for name, rows in zip(stamps.names, zip(*found, strict=True), strict=True):
         if all(map(len, rows)):
-            median = [[reduce(row) for row in rows] for reduce in (np.min, np.median, np.max)]
-            lines.append(Line(name, *(float(np.median(times)) for times in median)))
+            of_replays = [[reduce(row) for row in rows] for reduce in (np.min, np.median, np.max)]
+            lines.append(Line(name, *(float(np.median(times)) for times in of_replays)))
     return sorted(lines, key=lambda line: line.last)
 
 
@@ -231,13 +229,13 @@ def measure(problem: Problem, where: Machine, columns: int, fix: Sequence[str] |
             raise AssertionError("the stamps change the result")
         times = {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in time_cuda(calls).items()}
         lines = lines_of(stamps, calls["stamped"])
-    printed = table("phase", *COLUMNS[4:7], right=COLUMNS[4:7])
+    printed = table("phase", *ENDS, right=ENDS)
     for line in lines:
         ends = [f"{time:.0f}" for time in (line.first, line.median, line.last)]
         printed.add_row(line.name, *ends)
         report.add(
             problem=problem.key, behind=columns, kernel=str(candidate), phase=line.name,
-            first_ns=ends[0], median_ns=ends[1], last_ns=ends[2],
+            **dict(zip(ENDS, ends, strict=True)),
             plain_microseconds=f"{times['plain']:.3f}", stamped_microseconds=f"{times['stamped']:.3f}",
         )  # fmt: skip
     said = ", ".join(f"{name} {value:.2f} us" for name, value in times.items())

@@ -135,10 +135,9 @@ def test_a_candidate_is_timed_behind_a_producer(tmp_path: Path) -> None:
             "problem": key,
             "kind": "cuda",
             "library": compiled.path,
-            "workspaces": [],
+            "workspaces": list(compiled.workspaces),
             "seed": 0,
         }
-        message["workspaces"] = list(compiled.workspaces)
         for fresh in (False, True, True):
             seconds = measure.handle({**message, "fresh": fresh})["seconds"]
             assert len(seconds) >= (BEHIND_ROUNDS // 3 if fresh else ALONE_ROUNDS["cuda"]) and min(seconds) > 0

@@ -34,8 +34,8 @@ REST_SECONDS = 0.06
 GRAPH_SECONDS, ALONE_GRAPH_SECONDS = 0.001, 0.0005
 FEWEST_CALLS, MOST_CALLS = 10, 50
 ALONE_MOST_CALLS = 200
-# Behind a producer, which takes 30 microseconds: the time of a call is a difference, so that a round has to be longer
-# and there have to be more of them.
+# Behind a producer, which takes tens of microseconds: the time of a call is a difference, so that a round has to be
+# longer and there have to be more of them.
 BEHIND_GRAPH_SECONDS, BEHIND_MOST_CALLS, BEHIND_ROUNDS = 0.0015, 40, 20
 Times = dict[str, tuple[str, Any]]  # by name: how, and seconds or why there are none
 

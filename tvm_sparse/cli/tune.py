@@ -511,8 +511,7 @@ class Lines:
             inputs = ", fresh inputs" if plan.fresh else ""
             typer.echo(
                 f"{self._names[plan]}: {us(best.seconds)} us{inputs},"
-                f" {ratio(best.fallback_seconds, best.seconds)} fallback,"
-                f" {best.candidate}"
+                f" {ratio(best.fallback_seconds, best.seconds)} fallback, {best.candidate}"
             )
 
 

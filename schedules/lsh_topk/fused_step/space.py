@@ -439,6 +439,12 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
     rows = problem.lists * problem.beam
     clusters = [n for n in CLUSTERS if n == 1 or (machine.has_clusters and n <= problem.bands)]
     overlap = 1 if machine.capability >= OVERLAPS else 0
+    apart = [
+        {"staged": 0, "row_groups": 1, "words": TILES[-1], "beside": 0}
+        | {"cluster": 1, "hash_threads": max(HASH_THREADS), "blocks": blocks}
+        for blocks in fewer_blocks(problem, machine)[:1]
+        if overlap and problem.lists == 1 and problem.beam > KEPT_ROWS
+    ]
     reason: str | None = None
     for slices in SLICES:
         found = {
@@ -465,13 +471,6 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             {"staged": 0, "row_groups": groups, "words": n, "beside": 1}
             for n in reversed(TILES)
             if overlap and groups in ROW_GROUPS
-        ]
-        wide_beam = problem.lists == 1 and problem.beam > KEPT_ROWS
-        apart = [
-            {"staged": 0, "row_groups": 1, "words": TILES[-1], "beside": 0}
-            | {"cluster": 1, "hash_threads": max(HASH_THREADS), "blocks": blocks}
-            for blocks in fewer_blocks(problem, machine)[:1]
-            if overlap and wide_beam
         ]
         choices = [*alone, *together] if e.itemsize == 4 else [*apart, *kept, *together, *alone]
         for choice in choices:
