@@ -12,6 +12,7 @@ DECISIONS: Mapping[str, str] = {
     # How the work is divided.
     "threads": "Threads of a thread block.",
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
+    "dynamic": "Percent of the tiles that thread blocks take as they come to them. 0: each has an equal share of all.",
     "cluster": "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory.",
     "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all that is looked up.",
     "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",
@@ -46,6 +47,10 @@ DECISIONS: Mapping[str, str] = {
         " of it: vectors of two of its rows."
     ),
     "words": "Words of an output layer whose sums a thread block has in shared memory at a time, at most.",
+    "late_words": (
+        "Words beyond whole tiles, at most, that a thread block multiplies with those that are found in the end, rather"
+        " than in a tile of their own."
+    ),
     "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
@@ -100,8 +105,9 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 
 # Decisions that came later, at the values that mean the programs of before: by template, behind those that there were.
 ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
-    ("head_tiles", "candidate_tiles", "candidate_tiles_product"), {"prefetch": 0, "stages": 0, "direct": 0}
-)
+    ("head_tiles", "candidate_tiles", "candidate_tiles_product"),
+    {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0},
+) | {"fused_step": {"late_words": 0}}
 
 
 def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

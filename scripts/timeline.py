@@ -65,9 +65,13 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "head_tiles": {
         f"{TILES}.product": PRODUCTS,
         f"{TILES}.ring": (*PRODUCTS, "init_ring", "begin_asking", "await_stage"),
+        f"{TILES}.dynamic": (
+            "init_ring", "prefetch_tiles", "take_tiles", "load_states", "find_tile", "multiply_step", "write_parts",
+            "hold_scores", "weigh_scores", "join_sums",
+        ),
         f"{TILES}.best": (
-            "load_pairs", "begin_search", "collect", "begin_near", "join_lanes", "collect_near", "join_pairs", "rank",
-            "write_absent",
+            "load_pairs", "begin_search", "collect", "collect_bits", "begin_near", "join_lanes", "collect_near",
+            "join_pairs", "rank", "write_absent",
         ),
     },
     "fused_step": {

@@ -383,6 +383,11 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         ),
         (
             "fused_step",
+            "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
+            {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 1, "late_words": 4},
+        ),
+        (
+            "fused_step",
             "lsh_topk/lists=1,beam=4,hidden=36,vocab=900,frequent=1,n=40,k=16,units=5,bands=12,table=cuckoo",
             {"threads": 384, "hash_threads": 256, "cluster": 2, "slices": 1, "overlap": 0, "beside": 0},
         ),

@@ -45,31 +45,33 @@ def named(state: State) -> State:
     return state
 
 
-# A number, or how to get it from the static extents of a kernel.
+# A number, or how to get it from the static extents of a kernel; likewise a dtype.
 Extent = int | Callable[[Any], int]
+Dtype = str | Callable[[Any], str]
 
 
 def _field(**how: Any) -> Any:
     return dataclasses.field(default=None, metadata=how)
 
 
-def local(dtype: str, extent: Extent = 1) -> Any:
-    """Each thread's own: registers, as long as it is indexed by constants."""
-    return _field(scope="local", dtype=dtype, extent=extent)
+def local(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
+    """Each thread's own: registers, as long as it is indexed by constants. `when` it is there at all; None stands in
+    its place otherwise."""
+    return _field(scope="local", dtype=dtype, extent=extent, when=when)
 
 
-def shared(dtype: str, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
-    """Of a block, in static shared memory. `when` it is there at all; None stands in its place otherwise."""
+def shared(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
+    """Of a block, in static shared memory. `when` as for `local`."""
     return _field(scope="shared", dtype=dtype, extent=extent, when=when)
 
 
 def pooled(dtype: str, extent: Extent, at: Extent, when: Callable[[Any], bool] | None = None) -> Any:
-    """Of a block, in dynamic shared memory from element `at` on. `when` as for `shared`."""
+    """Of a block, in dynamic shared memory from element `at` on. `when` as for `local`."""
     return _field(scope="pool", dtype=dtype, extent=extent, at=at, when=when)
 
 
-def _number(extent: Extent, layout: Any) -> int:
-    return extent(layout) if callable(extent) else extent
+def _of(layout: Any, value: Any) -> Any:
+    return value(layout) if callable(value) else value
 
 
 @dataclasses.dataclass
@@ -87,14 +89,14 @@ class Buffers:
             how = field.metadata
             if not how or (how.get("when") and not how["when"](layout)):
                 continue
-            shape, dtype = [_number(how["extent"], layout)], how["dtype"]
+            shape, dtype = [_of(layout, how["extent"])], _of(layout, how["dtype"])
             if how["scope"] == "local":
                 buffer = T.alloc_local(shape, dtype)
             elif how["scope"] == "shared":
                 buffer = T.alloc_shared(shape, dtype)
             else:
                 buffer = T.decl_buffer(
-                    shape, dtype, data=pool.data, elem_offset=_number(how["at"], layout), scope="shared.dyn"
+                    shape, dtype, data=pool.data, elem_offset=_of(layout, how["at"]), scope="shared.dyn"
                 )
             IRBuilder.name(field.name, buffer)
             found[field.name] = buffer

@@ -113,7 +113,7 @@ def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
 # Of the functions below; of these a problem's program has the arguments of the operator and its own workspaces.
 PARAMETERS = (
     "hidden", "embedding", "candidates", "counts", "scale", "log", "constant", "bias", "ids",
-    "values", "indices", "normaliser", "given", "logits", "own0", "own1", "own2",
+    "values", "indices", "normaliser", "given", "logits", "own0", "own1", "own2", "own3",
 )  # fmt: skip
 
 
@@ -133,12 +133,13 @@ def gpu_program(
     def main(
         hidden: T.handle, embedding: T.handle, candidates: T.handle, counts: T.handle, scale: T.float32, log: T.int32,
         constant: T.int32, bias: T.handle, ids: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle,
-        given: T.handle, logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle
+        given: T.handle, logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle,
+        own3: T.handle
     ):
         body(Arguments.match(
             problem,
             (hidden, embedding, candidates, counts, scale, log, constant, bias, ids, values, indices, normaliser, given,
-             logits, own0, own1, own2),
+             logits, own0, own1, own2, own3),
             workspaces, packed=False))
     # fmt: on
     function = _trimmed(problem, main, workspaces)
@@ -159,14 +160,15 @@ def cpu_program(
     def main(
         hidden: T.handle, embedding: T.handle, candidates: T.handle, counts: T.handle, scale: T.float32, log: T.int32,
         constant: T.int32, bias: T.handle, ids: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle,
-        given: T.handle, logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle
+        given: T.handle, logits: T.handle, own0: T.handle, own1: T.handle, own2: T.handle,
+        own3: T.handle
     ):
         T.func_attr({"tirx.noalias": True})
         # Arrays of other libraries are aligned to their elements, no more; unaligned vector loads cost nothing.
         body(Arguments.match(
             problem,
             (hidden, embedding, candidates, counts, scale, log, constant, bias, ids, values, indices, normaliser, given,
-             logits, own0, own1, own2),
+             logits, own0, own1, own2, own3),
             workspaces, packed=True))
     # fmt: on
     module = tvm.IRModule({"main": _trimmed(problem, main, workspaces)})

@@ -276,10 +276,10 @@ def after_product() -> str:
 # By template what has happened when a phase ends, in this order, and the phases of which a kernel has one.
 SEEN = {
     "head_tiles": {
-        "hidden states loaded": ("ring: load_states", "product: load_states"),
-        "words multiplied": ("ring: join_sums", "product: join_sums"),
+        "hidden states loaded": ("dynamic: load_states", "ring: load_states", "product: load_states"),
+        "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
         "second kernel goes on": ("best: wait",),
-        "best tiles found": ("best: collect",),
+        "best tiles found": ("best: collect_bits", "best: collect"),
         "their words that count found": ("best: collect_near",),
         "ranked and written": ("best: write_absent",),
     },

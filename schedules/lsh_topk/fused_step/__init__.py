@@ -21,13 +21,14 @@ columns, and as soon as a piece is multiplied the next word's takes its place. W
 hidden states the one with eight columns: so hidden states that were loaded once serve 16 words, and need not be moved
 from register to register. Parts of a score are added up from shared memory. Then the same code does the same with its
 share of the list. Each score becomes a key (ordered bits, word) in global memory, those of a thread block side by side;
-each thread block also says which key of a row is its best one, and its sum of exponentials.
+each thread block also says which key of a row is its best one, and its sum of exponentials. Up to `late_words` frequent
+words of a thread block that are beyond whole tiles come with its share of the list, which mostly has room for them.
 
 **merge.** A thread block a row: the n-th best of the thread blocks' best keys is a bound that few keys reach. Those of
 the thread blocks that reach it are read and ranked. Other thread blocks clear bitmaps for the next step.
 
-The order of the list differs from run to run; results do not (`powers`). Shi, Xu & Knight 2018, Figures 2, 4 and 5, do
-these steps one after another.
+The order of the list differs from run to run; results do not (`device.powers`). Shi, Xu & Knight 2018, Figures 2, 4 and
+5, do these steps one after another.
 
 **overlap** is programmatic dependent launch. With 1 the first kernel reads `permutations`, which no kernel may write
 that itself starts its consumer kernel early, waits for its producer kernel, and then lets the second start. So whatever

@@ -21,7 +21,7 @@ from ...device.words import held_address
 from ..interface import gpu_program
 from .look_up import look_up
 from .merge import merge
-from .product import each_block, fetch_names, find_share, keep_states, multiply_all, stage_states
+from .product import fetch_names, find_share, frequent_each, frequent_first, keep_states, multiply_all, stage_states
 from .space import OCTET, Extents
 from .state import alloc_product_state
 
@@ -42,9 +42,9 @@ def product(e: Extents) -> Callable[..., Any]:
             s.rows = T.min(io.lists - s.first_list, e.group_lists) * e.beam
         else:
             s.rows = T.min(e.beam - group % e.row_groups * e.rows, e.rows)
-        s.begin = T.min(s.block * each_block(e, io.frequent), io.frequent)
+        s.begin = T.min(s.block * frequent_each(e, io), frequent_first(e, io))
         s.part = 0
-        s.many = T.min(each_block(e, io.frequent), io.frequent - s.begin)
+        s.many = T.min(frequent_each(e, io), frequent_first(e, io) - s.begin)
         for n in T.serial((e.octets * OCTET - s.t + (e.threads - 1)) // e.threads):
             row: T.int32 = n * e.threads + s.t
             s.best[row] = T.uint32(0)

@@ -23,12 +23,12 @@ from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
+from ...device.powers import LOWEST, over_largest, two_to, unit_of_bits
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
 from ...output_layer.tiles.best import write_value
-from .powers import LOWEST, over_largest, two_to, unit_of_bits
-from .product import each_block, turn_of
+from .product import each_block, frequent_each, frequent_first, turn_of
 from .space import QUAD, SEARCHERS, SURVIVORS, WARP, Extents
 
 Phase = Callable[..., Any]
@@ -46,7 +46,7 @@ class State(Buffers):
     flat, index, row, t
         The row of all lists', the list, the row of its beam, and the thread.
     each, reached
-        Of a block, frequent words, and words that reach the threshold; ``words``: how many of the latter the list has.
+        Of a block, words of the first part and of the second; ``words``: how many of the latter the list has.
     heads, parts
         Ordered bits of the blocks' best keys, and the blocks' sums of powers.
     maxima, ranks
@@ -246,7 +246,7 @@ def go_through(e: Extents, keys: int, others: int, take: Callable[..., Any]) -> 
 
     @T.inline
     def phase(io, s):
-        for i in T.serial((io.frequent - keys - s.t + (SEARCHERS - 1)) // SEARCHERS):
+        for i in T.serial((frequent_first(e, io) - keys - s.t + (SEARCHERS - 1)) // SEARCHERS):
             load_key(s.other[0], io.keys.ptr_to([s.flat, keys + i * SEARCHERS + s.t]))
             take(s)
         for i in T.serial((other_end(e, s) - others - s.t + (SEARCHERS - 1)) // SEARCHERS):
@@ -268,7 +268,7 @@ def ask_keys(e: Extents) -> Phase:
     def phase(io, s):
         for i in T.unroll(e.keys):
             s.asked[i] = T.uint64(0)
-            if i * SEARCHERS + s.t < io.frequent:
+            if i * SEARCHERS + s.t < frequent_first(e, io):
                 load_key(s.asked[i], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
         for i in T.unroll(e.other_keys):
             s.asked[e.keys + i] = T.uint64(0)
@@ -317,7 +317,7 @@ def take_keys(e: Extents) -> Phase:
         slot = T.meta_var(at - s.each[0])
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
-            if block * s.each[0] + at < io.frequent:
+            if block * s.each[0] + at < frequent_first(e, io):
                 load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
         elif at < s.each[0] + s.reached[0]:
             if is_reached(e, s, block, slot):
@@ -437,7 +437,7 @@ def finish_list(e: Extents) -> Phase:
         if s.t == SEARCHERS - WARP:
             io.normaliser[s.index, s.row] = s.top[0] * io.scale + T.log(s.d[0])
             if s.row == 0:
-                io.counts[s.index] = io.frequent + s.words[0]
+                io.counts[s.index] = frequent_first(e, io) + s.words[0]
             if T.cuda.atomic_add(io.found.ptr_to([s.index, 1]), T.int32(1)) == e.beam - 1:
                 for i in T.unroll(2):
                     io.found[s.index, i] = 0
@@ -471,7 +471,9 @@ def merge(e: Extents) -> Phase:
     def search(io, s):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
         T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 0]))
-        s.each[0] = each_block(e, io.frequent)
+        if e.late_words > 0:
+            s.words[0] = s.words[0] + (io.frequent - frequent_first(e, io))
+        s.each[0] = frequent_each(e, io)
         s.reached[0] = each_block(e, s.words[0])
         if s.t < 2 * WARP:
             do.load(io, s)

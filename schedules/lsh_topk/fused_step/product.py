@@ -22,10 +22,10 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E, is_nan
+from ...device.powers import add_power, two_to, unit_of_bits
 from ...device.selection import FULL_WARP, join_key, order
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
-from .powers import add_power, two_to, unit_of_bits
 from .space import CHUNK, FINISHED, OCTET, TILE, VECTOR, Extents
 
 Phase = Callable[..., Any]
@@ -45,6 +45,22 @@ def each_block(e: Extents, words: Any) -> Any:
     return (words + (e.group_blocks - 1)) // e.group_blocks
 
 
+def frequent_each(e: Extents, io: Any) -> Any:
+    """How many of the frequent words a thread block has in the first part: whole tiles, if no more than `late_words`
+    are beyond them."""
+    each = each_block(e, io.frequent)
+    if not e.late_words:
+        return each
+    beyond = each % TILE
+    return T.Select(tirx.all(each > TILE, beyond <= e.late_words), each - beyond, each)
+
+
+def frequent_first(e: Extents, io: Any) -> Any:
+    """How many of them all thread blocks have there; those behind them come before the words that reach the threshold.
+    """
+    return T.min(frequent_each(e, io) * e.group_blocks, io.frequent) if e.late_words else io.frequent
+
+
 def turn_of(e: Extents, block: Any, index: Any) -> Any:
     """When the thread block takes its words that reach the threshold of the group's `index`-th list: lists begin with
     different thread blocks, as they mostly have fewer such words than there are thread blocks."""
@@ -52,7 +68,7 @@ def turn_of(e: Extents, block: Any, index: Any) -> Any:
 
 
 def find_share(e: Extents) -> Phase:
-    """Which words that reach the threshold are the thread block's; the phase is (s, io).
+    """Which words of the second part are the thread block's; the phase is (s, io).
 
     They are dealt out in turn. So where the first ones of a list stand is known before its length is, and their names
     are on their way together with that.
@@ -70,7 +86,9 @@ def find_share(e: Extents) -> Phase:
                 T.ptx.ld.global_.s32(s.upto[n], io.found.ptr_to([s.first_list + n, 0]))
         if e.group_lists == 1:
             if s.t < e.tile and s.firsts[0] + s.t * e.group_blocks < e.vocab:
-                T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([s.first_list, s.firsts[0] + s.t * e.group_blocks]))
+                load_other(e, s, io, s.first_list, s.firsts[0] + s.t * e.group_blocks)
+        if e.late_words > 0:
+            s.upto[0] = s.upto[0] + (io.frequent - frequent_first(e, io))
         for n in T.unroll(e.group_lists):
             s.upto[n] = T.max(s.upto[n] - s.firsts[n] + (e.group_blocks - 1), 0) // e.group_blocks
         for n in T.unroll(e.group_lists - 1):
@@ -96,12 +114,26 @@ def place_in_list(e: Extents, s: Any, i: Any) -> Any:
 
 
 @T.inline
+def load_other(e, s, io, index, place):
+    """Begin to load the name of a word of the second part to `name`: that of the list, or of the frequent words that
+    come before it."""
+    if e.late_words > 0:
+        late: T.int32 = io.frequent - frequent_first(e, io)
+        if place < late:
+            T.ptx.ld.global_.s32(s.name[0], io.ids.ptr_to([frequent_first(e, io) + place]))
+        else:
+            T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([index, place - late]))
+    else:
+        T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([index, place]))
+
+
+@T.inline
 def name_word(e, s, io, i):
     """Begin to load the name of the thread block's `i`-th word to `name`."""
     if s.part == 0:
         T.ptx.ld.global_.s32(s.name[0], io.ids.ptr_to([s.begin + i]))
     else:
-        T.ptx.ld.global_.s32(s.name[0], io.queue.ptr_to([s.first_list + list_of(e, s, i), place_in_list(e, s, i)]))
+        load_other(e, s, io, s.first_list + list_of(e, s, i), place_in_list(e, s, i))
 
 
 def find_keys(e: Extents) -> Phase:

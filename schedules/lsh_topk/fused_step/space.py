@@ -48,6 +48,7 @@ OCTET = 8  # hidden states of one: columns of the other operand
 FEW_OCTETS = 2
 GROUP = 16  # rows of lists that are put together, at most
 TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory at a time,
+LATE_WORDS = 4  # beyond whole tiles of products, at most, that are not worth another one
 MOST_PARTS = 40 * 1024  # and bytes of these, by default; or, beside the first kernel, the first of
 WORDS_BESIDE = (48, 32, 16)  # these that has room
 ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
@@ -96,6 +97,7 @@ class Extents:
     words: int  # whose sums a thread block of the product has at a time, at most
     overlap: int
     beside: int
+    late_words: int  # of a thread block's frequent words beyond whole tiles, at most, that the second part has
 
     @classmethod
     def of(cls, problem: LshTopk, decisions: Decisions) -> Extents:
@@ -262,14 +264,25 @@ class Extents:
         return self.padded if self.padded % 8 == 4 else self.padded + 4
 
     @property
+    def beyond(self) -> int:
+        """Frequent words of a thread block beyond whole tiles, which it has in the second part."""
+        each = ceildiv(self.frequent, self.group_blocks)
+        return each % TILE if each > TILE and each % TILE <= self.late_words else 0
+
+    @property
+    def each(self) -> int:
+        """Its frequent words in the first part."""
+        return ceildiv(self.frequent, self.group_blocks) - self.beyond
+
+    @property
     def tiles(self) -> int:
-        """In how many parts a thread block takes its frequent words: as few as there is room for."""
-        return ceildiv(ceildiv(self.frequent, self.group_blocks), self.words)
+        """In how many parts a thread block takes these: as few as there is room for."""
+        return ceildiv(self.each, self.words)
 
     @property
     def tile(self) -> int:
         """Words of such a part."""
-        return ceildiv(ceildiv(ceildiv(self.frequent, self.group_blocks), self.tiles), TILE) * TILE
+        return ceildiv(ceildiv(self.each, self.tiles), TILE) * TILE
 
     @property
     def halves(self) -> int:
@@ -426,6 +439,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "words": TILES,
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
+        "late_words": (0, LATE_WORDS),
     }
 
 
@@ -461,6 +475,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "words": TILES[0],
             "overlap": overlap,
             "beside": 0,
+            "late_words": 0,
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
@@ -493,6 +508,8 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
         return f"{e.row_groups} groups of the beam's {e.beam} rows have fewer than {GROUP} each"
     if problem.n > e.group_blocks:
         return f"n={problem.n} exceeds the {e.group_blocks} thread blocks of a group, which name a word each"
+    if e.late_words and (e.group_lists > 1 or not e.beyond):
+        return "no frequent words of a thread block that are beyond whole tiles go to the second part"
     if e.cluster > 1 and e.counting.part > MOST_PART:
         return f"a part of {e.counting.part} words: hits are sent in 16 bits"
     if e.cluster > problem.bands:

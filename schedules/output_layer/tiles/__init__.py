@@ -19,8 +19,9 @@ then meet at no barrier.
 a row of a tile (see `ring`). As many bytes are on their way as shared memory holds, and no shuffles part them. Where
 hidden states are in registers, warps that share a tile then read nothing but words. Or, with a `depth` of 0, the warps
 of a block have one ring for whole rows: neighbouring words are one run of memory, wherever their rows start, and one
-bulk copy brings a tile. The first tiles of a vocabulary may be on their way to the L2 cache before the
-producer kernel is done (`prefetch`): in a graph of calls, while the second kernel of the call before has little to
+bulk copy brings a tile. With `dynamic` the last of these tiles are taken as thread blocks come to them, so that all
+blocks end together (see `tiles.dynamic`). The first tiles of a vocabulary may be on their way to the L2 cache before
+the producer kernel is done (`prefetch`): in a graph of calls, while the second kernel of the call before has little to
 read.
 
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
@@ -35,7 +36,9 @@ tiles, reads their scores again, and finds the k best words. The k-th largest of
 bound that k tiles reach at least, and with them k words: what is below it counts neither among tiles nor among words.
 The words that reach it, few more than k, are ranked by counting. Where more tiles or words reach it, as of many equal
 scores, the k best tiles are found by counting first, and then a bound for words of their own. Keys are unique (see
-`device.selection`), so that the result does not depend on who comes first, and no input makes the selection fail. With
+`device.selection`), so that the result does not depend on who comes first, and no input makes the selection fail. Where
+each thread has the largest scores of all its tiles in registers, as of the exact head, tiles are found by these alone,
+without keys (`collect_bits`). With
 `direct` all scores of a short list are searched in this way, which saves a trip to memory, and the first kernel has
 nothing to tell but scores.
 """

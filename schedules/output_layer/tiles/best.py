@@ -2,7 +2,8 @@
 
 begin_search    of tiles: what each thread looks at first is loaded
 load_pairs      maxima and sums of exponentials of the first kernel's blocks
-collect         the tiles that reach a bound, k at least
+collect         the tiles that reach a bound, k at least; or, if threads have them all in registers,
+collect_bits    the same, sooner
 begin_near      the words of these tiles
 join_lanes      maxima and sums meanwhile, of a warp
 collect_near    the words that reach the same bound
@@ -30,12 +31,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
+from ...device.powers import change_unit, over_largest
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, join_key, key_bits, key_index, key_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
@@ -45,6 +48,7 @@ from .words import count_words, find_word
 load_uint = T.ptx.ld.global_.u32
 load_float = T.ptx.ld.global_.f32
 load_pair = T.ptx.ld.global_.v2.f32
+load_whole_pair = T.ptx.ld.global_.v2.f64
 load_long = T.ptx.ld.global_.s64
 LOWEST = T.min_value("float32")
 
@@ -61,9 +65,11 @@ class State(Buffers):
         Of the list.
     m, d, top
         Maximum and sum of exponentials: a thread's, then the row's.
+    whole, rest
+        With `whole_sums` a thread's maximum and sum, and others; an exponential.
     best
         A thread's best key, or another one.
-    bits, value, pair, place, rank, near, wanted
+    bits, peak, value, pair, place, rank, near, wanted
         Registers for what is loaded and counted.
     bound
         Shared: the least key that counts, of tiles and of words.
@@ -76,7 +82,11 @@ class State(Buffers):
     reached
         Shared: keys of the words that reached it.
     pairs
-        Shared: each warp's maximum and sum of exponentials.
+        Shared: each warp's maximum and sum of exponentials, or of `whole_sums` the latter.
+    peaks
+        Shared, for `by_bits`: the largest ordered bits of each group of threads.
+    largest
+        Shared, with `whole_sums`: ordered bits of the row's largest score.
     keys, held
         Pool: keys that reached the bound, and ordered bits of all that is searched.
     """
@@ -87,9 +97,12 @@ class State(Buffers):
     words: Any = local("int32")
     m: Any = local("float32")
     d: Any = local("float32")
+    whole: Any = local("float64", 4, when=lambda e: e.whole_sums)
+    rest: Any = local("float32", when=lambda e: e.whole_sums)
     top: Any = local("float32")
     best: Any = local("uint64")
     bits: Any = local("uint32", lambda e: e.loads)
+    peak: Any = local("uint32", when=lambda e: e.by_bits)
     value: Any = local("float32")
     pair: Any = local("float32", 2)
     place: Any = local("int32")
@@ -101,7 +114,9 @@ class State(Buffers):
     maxima: Any = shared("uint64", lambda e: e.groups)
     chosen: Any = shared("int32", lambda e: e.k)
     reached: Any = shared("uint64", lambda e: e.most_near, when=lambda e: not e.direct)
-    pairs: Any = shared("float32", 64)
+    peaks: Any = shared("uint32", lambda e: e.groups, when=lambda e: e.by_bits)
+    largest: Any = shared("uint32", when=lambda e: e.whole_sums)
+    pairs: Any = shared(lambda e: "float64" if e.whole_sums else "float32", 64)
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
 
@@ -116,12 +131,22 @@ def score_at(io: Any, s: State, position: Any) -> Any:
     return io.workspaces["scores"].ptr_to(io.place(s.index, s.row, position))
 
 
+def top_of(s: State) -> Any:
+    """The row's largest score; of `whole_sums`, whose search says it before they are joined."""
+    return T.max(bits_value(s.largest[0]), LOWEST)
+
+
+def rescaled(pairs: Any, at: int, top: Any, factor: Any) -> Any:
+    """The sum of a maximum and its sum, a pair of `whole_sums`, in the unit of another maximum."""
+    return change_unit(pairs[at + 1], T.Cast("float32", pairs[at]), top, factor)
+
+
 # fmt: off
 def load_pairs(e: Extents) -> Callable[..., Any]:
     """Load the pairs of the first kernel's blocks, as far as a thread has them.
 
     Reads: `sums` of the row.
-    Writes: `m` and `d` of warps that have a pair. With a pair a thread nobody waits for it here.
+    Writes: `m` and `d`, or `whole`, of warps that have a pair. With a pair a thread nobody waits for it here.
     Barriers: none.
     """
 
@@ -145,12 +170,32 @@ def load_pairs(e: Extents) -> Callable[..., Any]:
                         (s.pair[0] - s.top[0]) * factor)
                     s.m[0] = s.top[0]
 
-    return phase
+    @T.inline
+    def load_whole(io, s, block, at):
+        load_whole_pair(
+            s.whole[at], s.whole[at + 1], io.workspaces["sums"].ptr_to(io.place(s.index, s.row, block, 0)))
+
+    @T.inline
+    def load_joined(io, s, factor):
+        if s.t < pair_warps(e) * 32:
+            s.whole[0] = T.Cast("float64", LOWEST)
+            s.whole[1] = T.float64(0)
+            if e.blocks <= e.threads:
+                if s.t < e.blocks:
+                    load_whole(io, s, s.t, 0)
+            else:
+                for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
+                    load_whole(io, s, i * e.threads + s.t, 2)
+                    s.top[0] = T.Cast("float32", T.max(s.whole[0], s.whole[2]))
+                    s.whole[1] = rescaled(s.whole, 0, s.top[0], factor) + rescaled(s.whole, 2, s.top[0], factor)
+                    s.whole[0] = T.Cast("float64", s.top[0])
+
+    return load_joined if e.whole_sums else phase
 
 
 def join_lanes(e: Extents) -> Callable[..., Any]:
-    """Reads: `m` and `d`. Writes: `pairs`, a warp's. Barriers: none. The next one makes them visible. The phase is (s,
-    factor)."""
+    """Reads: `m` and `d`; or `whole`, and `largest`. Writes: `pairs`, a warp's. Barriers: none. The next one makes them
+    visible. The phase is (s, factor)."""
 
     @T.inline
     def phase(s, factor):
@@ -165,11 +210,20 @@ def join_lanes(e: Extents) -> Callable[..., Any]:
                 s.pairs[s.t // 32 * 2] = s.top[0]
                 s.pairs[s.t // 32 * 2 + 1] = s.d[0]
 
-    return phase
+    @T.inline
+    def join_whole(s, factor):
+        if s.t < pair_warps(e) * 32:
+            s.whole[1] = rescaled(s.whole, 0, top_of(s), factor)
+            for b in T.unroll(5):
+                s.whole[1] = s.whole[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.whole[1], 1 << b, 32, 32)
+            if s.t % 32 == 0:
+                s.pairs[s.t // 32] = s.whole[1]
+
+    return join_whole if e.whole_sums else phase
 
 
 def join_pairs(e: Extents) -> Callable[..., Any]:
-    """Reads: `pairs`. Writes: `top` and `d`, of the row, in every thread; the normaliser. Barriers: none."""
+    """Reads: `pairs`, `largest`. Writes: `top` and `d`, of the row, in every thread; the normaliser. Barriers: none."""
 
     @T.inline
     def phase(io, s, factor):
@@ -182,7 +236,17 @@ def join_pairs(e: Extents) -> Callable[..., Any]:
         if s.t == 0:
             T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
 
-    return phase
+    @T.inline
+    def add_whole(io, s, factor):
+        s.top[0] = top_of(s)
+        s.whole[0] = s.pairs[0]
+        for w in T.unroll(pair_warps(e) - 1):
+            s.whole[0] = s.whole[0] + s.pairs[w + 1]
+        over_largest(s.d, s.rest, s.whole, s.top[0], factor)
+        if s.t == 0:
+            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+
+    return add_whole if e.whole_sums else phase
 
 
 @dataclass(frozen=True)
@@ -273,14 +337,30 @@ def add_up(e: SearchSizes) -> Callable[..., Any]:
     return phase
 
 
+def write_largest(e: SearchSizes) -> Callable[..., Any]:
+    """The row's largest score, by the group of threads that has it; the phase is (s, lanes, bits).
+
+    Reads: `rank`. Writes: of `whole_sums` `largest`. Barriers: none. The next one makes it visible.
+    """
+
+    @T.inline
+    def phase(s, lanes, bits):
+        if e.whole_sums:
+            if s.t % lanes == 0 and s.rank[0] == 0:
+                s.largest[0] = bits
+
+    return phase
+
+
 def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     """Collect keys that reach a bound, which k of `size` do at least; the phase is (io, s, size, factor).
 
     Reads: `bits`, from `begin_search`.
-    Writes: `held`, `maxima`, `bound`, `keys`, `count`; of all words also `top` and `d` of the row, the normaliser.
+    Writes: `held`, `maxima`, `bound`, `keys`, `count`; of tiles `largest`; of all words also `top` and `d` of
+        the row, and the normaliser.
     Barriers: several; ends with one.
     """
-    weigh, total = exponentials(e), add_up(e)
+    weigh, total, tell_largest = exponentials(e), add_up(e), write_largest(e)
     threads, lanes = e.threads, e.threads // e.groups
     at = search.number
 
@@ -317,6 +397,8 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
             s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
         if s.t % lanes == 0 and s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
             s.bound[at] = s.best[0]
+        if at == 0:
+            tell_largest(s, lanes, key_bits(s.best[0]))
         if e.direct > 0:
             weigh(s, size, factor)
         T.cuda.cta_sync()
@@ -329,6 +411,62 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
         T.cuda.cta_sync()
         if e.direct > 0:
             s.d[0] = s.pairs[32]
+
+    return phase
+
+
+def collect_bits(e: Extents) -> Callable[..., Any]:
+    """`collect` of tiles by scores alone, of which threads have all in registers: equal ones are all taken, and groups
+    are ranked by votes. The phase is (io, s, size, factor).
+
+    Reads: `bits`, from `begin_search`.
+    Writes: `peaks`, `bound`, `keys`, `count`; `largest`.
+    Barriers: three; ends with one.
+    """
+    threads, lanes = e.threads, e.threads // e.groups  # of a group: 32 at most, as groups are no fewer
+    tell_largest = write_largest(e)
+
+    @T.inline
+    def find_peak(s, size):
+        s.peak[0] = T.uint32(0)
+        for j in T.unroll(e.loads):
+            if j * threads + s.t >= size:
+                s.bits[j] = T.uint32(0)
+            s.peak[0] = T.max(s.peak[0], s.bits[j])
+        if lanes == 32:
+            s.peak[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.peak[0])
+        else:
+            for b in T.unroll(lanes.bit_length() - 1):
+                s.peak[0] = T.max(
+                    s.peak[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.peak[0], 1 << b, 32, 32))
+
+    @T.inline
+    def rank_group(s):
+        """How many groups have a larger one; of equal ones those before this one count, too."""
+        group: T.int32 = s.t // lanes
+        mine: T.uint32 = T.uint32(0xFFFFFFFF >> (32 - lanes)) << T.Cast("uint32", s.t % 32 // lanes * lanes)
+        s.rank[0] = 0
+        for j in T.unroll(e.groups // lanes):
+            other: T.uint32 = s.peaks[j * lanes + s.t % lanes]
+            s.rank[0] = s.rank[0] + T.Cast("int32", T.popcount(mine & T.cuda.ballot_sync(
+                T.uint32(FULL_WARP),
+                tirx.any(other > s.peak[0], tirx.all(other == s.peak[0], j * lanes + s.t % lanes < group)))))
+
+    @T.inline
+    def phase(io, s, size, factor):
+        find_peak(s, size)
+        if s.t % lanes == 0:
+            s.peaks[s.t // lanes] = s.peak[0]
+        T.cuda.cta_sync()
+        rank_group(s)
+        if s.t % lanes == 0 and s.rank[0] == e.k - 1:
+            s.bound[0] = T.Cast("uint64", s.peak[0]) << T.uint64(32)
+        tell_largest(s, lanes, s.peak[0])
+        T.cuda.cta_sync()
+        for j in T.unroll(e.loads):
+            if s.bits[j] != T.uint32(0) and s.bits[j] >= key_bits(s.bound[0]):
+                s.keys[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = join_key(s.bits[j], j * threads + s.t)
+        T.cuda.cta_sync()
 
     return phase
 
@@ -519,7 +657,7 @@ def best(e: Extents) -> Callable[..., Any]:
     do = SimpleNamespace(
         load_pairs=load_pairs(e),
         begin_tiles=begin_search(e, tiles_search),
-        collect_tiles=collect(e, tiles_search),
+        collect_tiles=collect_bits(e) if e.by_bits else collect(e, tiles_search),
         begin_near=begin_near(e),
         join_lanes=join_lanes(e),
         collect_near=collect_near(e),
@@ -548,6 +686,9 @@ def best(e: Extents) -> Callable[..., Any]:
             T.cuda.cta_sync()
             if e.overlap > 0:
                 wait_then_start_consumer()
+            if e.dynamic > 0:
+                if t == 0:
+                    T.buffer_store(io.workspaces["tickets"], 0, io.place(s.index, s.row))
             do.begin_tiles(io, s)
             count(io, s.index, s.words)
             do.load_pairs(io, s, factor)

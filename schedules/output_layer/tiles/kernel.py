@@ -1,6 +1,6 @@
 """The program of `tiles`: its workspaces, and its kernels, each a list of phases.
 
-product     the scores of tiles of words                            (`product`, or `ring`)
+product     the scores of tiles of words                            (`product`, `ring`, or `dynamic`)
 best        the best words of the rows, from the best of the tiles  (`best`),
             or from all scores of a short list                      (`best_of_all`)
 """
@@ -14,6 +14,7 @@ from tvm_sparse.core.template import Program, Workspace
 from ..interface import gpu_program, rows_shape
 from ..words import OutputLayer
 from .best import best, best_of_all
+from .dynamic import dynamic_product
 from .product import product
 from .ring import ring_product
 from .space import Extents
@@ -21,7 +22,7 @@ from .space import Extents
 
 def program(problem: OutputLayer, e: Extents) -> Program:
     """The program of one point of the space."""
-    multiply = ring_product(e) if e.stages else product(e)
+    multiply = dynamic_product(e) if e.dynamic else ring_product(e) if e.stages else product(e)
     if not e.k:
         # fmt: off
         @T.inline
@@ -45,11 +46,13 @@ def program(problem: OutputLayer, e: Extents) -> Program:
         return gpu_program(problem, both, scores, overlapped=e.overlap > 0)
 
     find = best(e)
-    own = (
+    own: tuple[Workspace, ...] = (
         Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),
         Workspace("tops", rows_shape(problem, e.list_tiles), "uint32"),
-        Workspace("sums", rows_shape(problem, e.blocks, 2), "float32"),
+        Workspace("sums", rows_shape(problem, e.blocks, 2), e.sum_dtype),
     )
+    if e.dynamic:
+        own += (Workspace("tickets", rows_shape(problem), "int32"),)  # tiles that were taken; of each strip's first row
 
     # fmt: off
     @T.inline

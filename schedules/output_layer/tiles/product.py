@@ -33,6 +33,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
+from ...device.powers import change_unit
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
@@ -112,7 +113,8 @@ class State(Buffers):
     parts
         Shared: each warp's sums of a tile by row and word, of two tiles in turn.
     m, d
-        Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials.
+        Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials over that
+        one's; of `whole_sums` in units of its power of two (see `device.powers`).
     pairs
         Shared: the same of each row, by the warps that have tiles of their own.
     score, added, other, bits
@@ -133,7 +135,7 @@ class State(Buffers):
     passed: Any = local("uint32")
     sums: Any = local("float32", lambda e: e.a_fragments * e.b_fragments * 4)
     m: Any = local("float32", lambda e: e.pairs_each)
-    d: Any = local("float32", lambda e: e.pairs_each)
+    d: Any = local(lambda e: e.sum_dtype, lambda e: e.pairs_each)
     pairs: Any = shared("float32", lambda e: e.tiles * e.tile_m * 2, when=lambda e: e.reduce_warps == 1)
     score: Any = local("float32", lambda e: e.a_fragments * 2)
     added: Any = local("float32", lambda e: e.a_fragments * 2)
@@ -235,7 +237,7 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
         if e.reduce_warps > 1:
             for i in T.unroll(e.pairs_each):
                 s.m[i] = LOWEST
-                s.d[i] = T.float32(0)
+                s.d[i] = T.Cast(e.sum_dtype, 0)
         else:
             for i in T.serial((e.tile_m - p.t % 32 + 31) // 32):
                 s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2] = LOWEST
@@ -479,6 +481,14 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
     return phase
 
 
+def row_of_group(e: Extents, group: Any) -> Any:
+    """Which of eight words a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
+    further on."""
+    if not e.stages or e.rows_apart == 1:
+        return group
+    return group % 2 * e.rows_apart + group // (2 * e.rows_apart) * (2 * e.rows_apart) + group // 2 % e.rows_apart
+
+
 def write_parts(e: Extents) -> Callable[..., Any]:
     """Put a warp's sums into shared memory.
 
@@ -494,8 +504,56 @@ def write_parts(e: Extents) -> Callable[..., Any]:
             for g in T.unroll(e.b_fragments):
                 for i in T.unroll(4):
                     s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + g * 8 + p.member * 2 + i % 2) * e.pitch
-                            + f * 16 + i // 2 * 8 + p.group] = s.sums[(f * e.b_fragments + g) * 4 + i]
+                            + f * 16 + i // 2 * 8 + row_of_group(e, p.group)] = s.sums[(f * e.b_fragments + g) * 4 + i]
         T.cuda.cta_sync()
+
+    return phase
+
+
+def add_parts(e: Extents) -> Callable[..., Any]:
+    """Add up the warps' sums of one score of a tile; the phase is (io, s, p, half, scores, row, position).
+
+    Reads: `parts`; the bias.
+    Writes: `score` and `scores`, -inf beyond the list's words.
+    Barriers: none.
+    """
+    find = find_word(e)
+
+    @T.inline
+    def phase(io, s, p, half, scores, row, position):
+        s.score[0] = T.float32(0)
+        for w in T.unroll(e.reduce_warps):
+            s.score[0] = s.score[0] + s.parts[
+                ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
+        if position < s.words[0]:
+            if io.bias is not None:
+                word = T.alloc_local([1], "int32")
+                find(io, s.index, position, word)
+                s.score[0] = s.score[0] + load_element("float32", io.bias.ptr_to([word[0]]))
+        else:
+            s.score[0] = MINUS_INFINITY
+        if s.top + row < io.beam and (e.k > 0 or position < e.m):
+            T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
+
+    return phase
+
+
+def write_top(e: Extents) -> Callable[..., Any]:
+    """The largest score of a row in a tile; the phase is (io, s, p, tops, row, tile).
+
+    Reads: `score`.
+    Writes: `tops`; `bits`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+
+    @T.inline
+    def phase(io, s, p, tops, row, tile):
+        s.bits[0] = order_bits(s.score[0])
+        for b in T.unroll(e.tile_n.bit_length() - 1):
+            s.bits[0] = T.max(
+                s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
+        if p.t % e.tile_n == 0 and s.top + row < io.beam:
+            T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, tile))
 
     return phase
 
@@ -509,7 +567,7 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
     Barriers: none, but all lanes of a warp take part.
     """
     pairs = e.tile_m * e.tile_n
-    find = find_word(e)
+    add, write = add_parts(e), write_top(e)
 
     @T.inline
     def phase(io, s, p, half, scores, tops, factor):
@@ -517,35 +575,14 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
             if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
                 row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
                 position: T.int32 = s.tile[0] * e.tile_n + p.t % e.tile_n
-                s.score[0] = T.float32(0)
-                for w in T.unroll(e.reduce_warps):
-                    s.score[0] = s.score[0] + s.parts[
-                        ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
-                if position < s.words[0]:
-                    if io.bias is not None:
-                        word = T.alloc_local([1], "int32")
-                        find(io, s.index, position, word)
-                        s.score[0] = s.score[0] + load_element("float32", io.bias.ptr_to([word[0]]))
-                else:
-                    s.score[0] = MINUS_INFINITY
-                if e.k == 0:
-                    if s.top + row < io.beam and position < e.m:
-                        T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
-                else:
-                    if s.top + row < io.beam:
-                        T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
-                    if e.summed:
-                        s.bits[0] = order_bits(s.score[0])
-                        for b in T.unroll(e.tile_n.bit_length() - 1):
-                            s.bits[0] = T.max(
-                                s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
-                        if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                            T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
-                        if position < s.words[0]:
-                            s.other[0] = T.max(s.m[i], s.score[0])
-                            s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
-                                (s.score[0] - s.other[0]) * factor)
-                            s.m[i] = s.other[0]
+                add(io, s, p, half, scores, row, position)
+                if e.summed:
+                    write(io, s, p, tops, row, s.tile[0])
+                    if position < s.words[0]:
+                        s.other[0] = T.max(s.m[i], s.score[0])
+                        s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
+                            (s.score[0] - s.other[0]) * factor)
+                        s.m[i] = s.other[0]
 
     return phase
 
@@ -557,22 +594,38 @@ def join_sums(e: Extents) -> Callable[..., Any]:
     Writes: the block's pair of each row to `sums`.
     Barriers: none, but all lanes of a warp take part.
     """
-    pairs = e.tile_m * e.tile_n
+    pairs, steps = e.tile_m * e.tile_n, e.tile_n.bit_length() - 1
+
+    @T.inline
+    def join_rounded(s, i, factor):
+        for b in T.unroll(steps):
+            s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
+            s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
+            s.score[0] = T.max(s.m[i], s.other[0])
+            s.d[i] = s.d[i] * T.exp2((s.m[i] - s.score[0]) * factor) + s.other[1] * T.exp2(
+                (s.other[0] - s.score[0]) * factor)
+            s.m[i] = s.score[0]
+
+    @T.inline
+    def join_whole(s, i, factor):
+        s.score[0] = s.m[i]
+        for b in T.unroll(steps):
+            s.score[0] = T.max(s.score[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.score[0], 1 << b, 32, 32))
+        s.d[i] = change_unit(s.d[i], s.m[i], s.score[0], factor)
+        for b in T.unroll(steps):
+            s.d[i] = s.d[i] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
+        s.m[i] = s.score[0]
+
+    join = join_whole if e.whole_sums else join_rounded
 
     @T.inline
     def phase(io, s, p, block, sums, factor):
         for i in T.unroll(e.pairs_each):
             if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
                 row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
-                for b in T.unroll(e.tile_n.bit_length() - 1):
-                    s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
-                    s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
-                    s.score[0] = T.max(s.m[i], s.other[0])
-                    s.d[i] = s.d[i] * T.exp2((s.m[i] - s.score[0]) * factor) + s.other[1] * T.exp2(
-                        (s.other[0] - s.score[0]) * factor)
-                    s.m[i] = s.score[0]
+                join(s, i, factor)
                 if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                    T.buffer_store(sums, s.m[i], io.place(s.index, s.top + row, block, 0))
+                    T.buffer_store(sums, T.Cast(e.sum_dtype, s.m[i]), io.place(s.index, s.top + row, block, 0))
                     T.buffer_store(sums, s.d[i], io.place(s.index, s.top + row, block, 1))
 
     return phase

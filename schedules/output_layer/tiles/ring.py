@@ -46,6 +46,7 @@ from .product import (
     load_states,
     multiply_step,
     prefetch_tiles,
+    row_of_group,
     take_tiles,
     write_parts,
 )
@@ -184,28 +185,44 @@ def ask(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def ask_tile(e: Extents) -> Callable[..., Any]:
-    """`ask` where stages have whole rows, for one thread.
+def copy_tile(e: Extents) -> Callable[..., Any]:
+    """Have the tile `asked` brought to a stage; the phase is (s), for one thread.
 
-    Reads: `asked`.
-    Writes: that, moved on; `ring`, by and by.
+    Reads: `asked`, `asked_slot`.
+    Writes: `ring`, by and by.
     Barriers: none. One has to come before: nothing may still be read of the stage that the copy overwrites.
     """
     row = e.vectors * VECTOR
 
     @T.inline
+    def phase(s):
+        words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
+        size = T.meta_var(T.Cast("uint32", words * row))
+        full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
+        arrive_expecting(full, size)
+        to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_n * row // 4)]))
+        from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_n * row))
+        if e.evict_first > 0:
+            bulk_copy_hinted(to, from_, size, full, s.policy[0])
+        else:
+            bulk_copy(to, from_, size, full)
+
+    return phase
+
+
+def ask_tile(e: Extents) -> Callable[..., Any]:
+    """`ask` where stages have whole rows, for one thread.
+
+    Reads: `asked`.
+    Writes: that, moved on; `ring`, by and by.
+    Barriers: as of `copy_tile`.
+    """
+    copy = copy_tile(e)
+
+    @T.inline
     def phase(io, s, p):
         if s.asked[0] < s.end[0]:
-            words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
-            size = T.meta_var(T.Cast("uint32", words * row))
-            full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
-            arrive_expecting(full, size)
-            to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_n * row // 4)]))
-            from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_n * row))
-            if e.evict_first > 0:
-                bulk_copy_hinted(to, from_, size, full, s.policy[0])
-            else:
-                bulk_copy(to, from_, size, full)
+            copy(s)
             s.asked[0] = s.asked[0] + e.stride
             s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
 
@@ -247,7 +264,7 @@ def bring_words(e: Extents) -> Callable[..., Any]:
         for n in T.unroll(e.a_fragments * 2):
             for h in T.unroll(2):
                 i = n * 8 + h * 4
-                row = T.meta_var(stage_at(e, p, s.slot[0]) * e.tile_n + n * 8 + p.group)
+                row = T.meta_var(stage_at(e, p, s.slot[0]) * e.tile_n + n * 8 + row_of_group(e, p.group))
                 load_shared(
                     s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
                     s.ring.ptr_to([row * (e.ring_pitch // 4) + of_stage(p, part, step, h) * 4]))

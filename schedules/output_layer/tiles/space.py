@@ -28,8 +28,9 @@ MAX_BLOCKS_Y = 65535
 THREADS = (256, 512, 1024)
 # Bytes of a row above which shared memory has room for one block of a multiprocessor: a barrier would stop all of it.
 WIDE = 4096
-# Bytes of words above which the L2 cache of no machine holds them.
-CACHE = 48 * 2**20
+# Bytes of words above which the L2 cache of no machine holds them; from which on one of 50 MB does not keep all of them
+# from call to call; and from which on rings have a default of their own.
+CACHE, LARGE, MEDIUM = 48 * 2**20, 40 * 2**20, 16 * 2**20
 # Words of a list whose best are found faster by few threads.
 SHORT = 8192
 # Loads that a thread has in flight: as many as hide the latency of memory with few warps.
@@ -60,23 +61,29 @@ LEAST_GROUPS = 64
 LEAST_NEAR = 256
 # Words of a list from which on it has a default of its own.
 SHORTEST = 512
-# Loads of a thread of the second kernel in flight together; the most of one that searches all scores.
-LOADS, MAX_DIRECT_LOADS = 4, 8
+# Loads of a thread of the second kernel in flight together; the most of one that has all that it searches in registers.
+LOADS, MAX_LOADS_EACH = 4, 8
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
 # second kernel of the call before runs.
 PREFETCHED = 12 * 2**20
+# Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
+DYNAMIC = (0, 12, 25, 50)
 # Bytes of a load, and of the part of a row that a warp multiplies in one step: a cache line.
 VECTOR, STEP = 16, 128
 # Floats between the rows of a tile's sums in shared memory beyond its words: keeps lanes off each other's banks.
 PAD = 4
 
 
+def word_bytes(problem: OutputLayer) -> int:
+    """Bytes of all words of a list."""
+    return most_words(problem) * problem.hidden * numpy_dtype(problem.dtype).itemsize
+
+
 def is_large(problem: OutputLayer) -> bool:
-    """Whether it reads a vocabulary, not candidates, that no L2 cache holds."""
-    size = most_words(problem) * problem.hidden * numpy_dtype(problem.dtype).itemsize
-    return not candidates_of(problem) and size > CACHE
+    """Whether it reads a vocabulary, not candidates, of which the L2 cache keeps a part at most."""
+    return not candidates_of(problem) and word_bytes(problem) > LARGE
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
@@ -109,6 +116,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "prefetch": (0,) if candidates_of(problem) or not machine.has_clusters else (0, 1),
         "stages": STAGES if machine.has_clusters else (0,),
         "direct": (0, 1) if best_of(problem) and most_words(problem) <= MAX_DIRECT else (0,),
+        "dynamic": (0,) if candidates_of(problem) or not machine.has_clusters else DYNAMIC,
     }
     if next(likely_points(problem, machine, table), None) is None:
         raise NotApplicable(
@@ -131,6 +139,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
             return f"{tiles} tiles are no power of two, as where words go to registers"
     if not depth and (not decisions["stages"] or reduce_warps == 1 or candidates_of(problem)):
         return "whole rows are read by warps that share a tile of neighbouring words, to a ring"
+    if decisions["dynamic"] and (depth or not decisions["stages"] or decisions["direct"]):
+        return "tiles that are taken as thread blocks come to them are whole rows in a ring, and searched by tiles"
     if depth and decisions["stages"] > MOST_STAGES:
         return f"{decisions['stages']} stages of parts of rows exceed {MOST_STAGES}"
     e = Extents.of(problem, decisions)
@@ -207,7 +217,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     row = problem.hidden * numpy_dtype(problem.dtype).itemsize
     wide = row > WIDE
     # Large tiles where there are many, with as many loads in flight.
-    many = not wide and most_words(problem) * row > CACHE
+    many = not wide and word_bytes(problem) > CACHE
     # Of one short list of candidates for a beam, large tiles, which are few, and a search by few threads.
     lists, rows = lists_of(problem)
     short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
@@ -235,6 +245,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "prefetch": max(table["prefetch"]) if many and row == 2 * problem.hidden else 0,
                 "stages": 0,
                 "direct": 0,
+                "dynamic": 0,
             }
             if allowed(problem, machine, point) is None:
                 yield point
@@ -247,18 +258,21 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
     row = problem.hidden * size
     wide = row > WIDE
     direct = max(table["direct"]) if candidates_of(problem) else 0
-    common = {"tile_n": 16, "overlap": max(table["overlap"]), "prefetch": 0, "direct": direct}
-    if not candidates_of(problem) and (rows > 16 or not is_large(problem)):
+    common = {"tile_n": 16, "overlap": max(table["overlap"]), "prefetch": 0, "direct": direct, "dynamic": 0}
+    common["blocks"] = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores // lists))
+    dynamic = table["dynamic"][min(1, len(table["dynamic"]) - 1)]
+    large = is_large(problem)
+    if not candidates_of(problem) and (rows > 16 or not large and (wide or word_bytes(problem) < MEDIUM)):
         return
     if not candidates_of(problem) and not wide:
-        # A large vocabulary of rows that do not end where cache lines do.
-        if row % STEP == 0:
+        # Rows that do not end where cache lines do.
+        if row % STEP == 0 or (size > 2 and not large):
             return
-        points = [
-            {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": int(size > 2)}
-            | {"stages": 2, "evict_first": 1, "threads": 1024}
-            | {"prefetch": max(table["prefetch"]) if size == 2 else 0}
-        ]
+        point = {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "stages": 2}
+        point |= {"evict_first": max(table["evict_first"]), "threads": 1024 if large else 512}
+        twice = min(table["blocks"], key=lambda blocks: abs(blocks - 2 * machine.cores))
+        halves = {"staged": 0, "prefetch": max(table["prefetch"]), "dynamic": dynamic * large, "blocks": twice}
+        points = [point | (halves if size == 2 else {"staged": 1})]
     elif size > 2:
         return
     elif not candidates_of(problem):
@@ -266,7 +280,9 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         if rows <= 8:
             return
         steps = ceildiv(row // VECTOR, 64)
-        points = [
+        whole = {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": 0, "stages": 2}
+        whole |= {"evict_first": 1, "threads": 1024, "dynamic": dynamic}
+        points = [whole] + [
             {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 0, "stages": stages}
             | {"evict_first": 0, "threads": 512}
             for depth, stages in ((steps, 2), (2, 3), (2, 2))
@@ -283,7 +299,6 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             | {"evict_first": 0, "threads": 1024}
             for tiles, depth, stages in (rings if wide else rings[::-1])
         ]
-    common["blocks"] = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores // lists))
     for point in points:
         point = common | point
         if not best_of(problem):
@@ -308,6 +323,17 @@ class SearchSizes:
     direct: int
 
     @property
+    def whole_sums(self) -> bool:
+        """Whether sums of exponentials come in units of whole powers of two (see `device.powers`), and not in those of
+        the largest one."""
+        return False
+
+    @property
+    def by_bits(self) -> bool:
+        """Whether each thread has the scores of all its tiles in registers, and tiles are found by these alone."""
+        return False
+
+    @property
     def searched_words(self) -> int:
         """Words that it searches at a time: all, or those of the best tiles."""
         raise NotImplementedError
@@ -330,13 +356,15 @@ class SearchSizes:
     @property
     def loads(self) -> int:
         """Loads of one of its threads that are in flight together."""
-        return max(LOADS, min(MAX_DIRECT_LOADS, ceildiv(self.searched, self.threads))) if self.direct else LOADS
+        most = self.direct or self.by_bits
+        return max(LOADS, min(MAX_LOADS_EACH, ceildiv(self.searched, self.threads))) if most else LOADS
 
     @property
     def pool_bytes(self) -> int:
         """Its dynamic shared memory: a key and an ordered score for all that is searched."""
         near = 0 if self.direct else 8 * self.most_near
-        return dynamic_shared(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + 512)
+        more = 4 * self.groups * self.by_bits + 256 * self.whole_sums
+        return dynamic_shared(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + more + 512)
 
 
 @dataclass(frozen=True)
@@ -355,7 +383,8 @@ class Extents(SearchSizes):
         Words of a candidate.
     beam
         Rows of a list; 0 of the exact head, whose batch may be any.
-    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first, prefetch, stages, direct
+    tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first, prefetch, stages, direct,
+    dynamic
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -385,6 +414,7 @@ class Extents(SearchSizes):
     prefetch: int
     stages: int
     direct: int
+    dynamic: int
     vectors: int
     steps: int
     list_tiles: int
@@ -410,6 +440,20 @@ class Extents(SearchSizes):
     def stride(self) -> int:
         """Tiles that all blocks have in hand together: from one tile of a warp or block to its next."""
         return self.blocks * self.tiles
+
+    @property
+    def whole_sums(self) -> bool:
+        """Which thread block adds up what differs from run to run if tiles are taken as they come; results do not."""
+        return self.dynamic > 0
+
+    @property
+    def by_bits(self) -> bool:
+        return not self.m and self.summed and self.list_tiles <= MAX_LOADS_EACH * self.threads
+
+    @property
+    def sum_dtype(self) -> str:
+        """Of sums of exponentials."""
+        return "float64" if self.whole_sums else "float32"
 
     @property
     def product_threads(self) -> int:
@@ -520,6 +564,12 @@ class Extents(SearchSizes):
         return self.vectors * VECTOR if self.whole else self.depth * STEP + STEP // 2
 
     @property
+    def rows_apart(self) -> int:
+        """How far apart rows of a stage are that eight lanes read together: 1, 2 or 4, so that they lie in different
+        banks of shared memory, if any two do."""
+        return next((rows for rows in (1, 2, 4) if self.ring_pitch * rows % STEP == STEP // 2), 1)
+
+    @property
     def ring_bytes(self) -> int:
         return self.rings * self.stages * self.tile_n * self.ring_pitch
 
@@ -531,7 +581,7 @@ class Extents(SearchSizes):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the first kernel with a ring."""
-        return self.kept_bytes + self.parts_bytes + 8 * self.stages * self.rings
+        return self.kept_bytes + self.parts_bytes + (12 if self.dynamic else 8) * self.stages * self.rings
 
     @property
     def row_pitch(self) -> int:

@@ -1,6 +1,6 @@
 """Sums of exponentials that do not depend on the order in which scores come.
 
-Which thread block finds a word differs from run to run, and with it what is summed where. So that results do not, an
+Which thread block has a word may differ from run to run, and with it what is summed where. So that results do not, an
 exponential is written as a float32, of [1, 2) mostly, the same wherever it is computed, times a whole power of two. A
 sum of them is a float64 in *units* of the power that belongs to the largest score in it: changing the unit is exact,
 and the order of additions shows in the 53rd bit only.
@@ -8,6 +8,7 @@ and the order of additions shows in the 53rd bit only.
 power_unit   the exponent of a score's whole power of two
 two_to       the factor between two such
 add_power    a score's exponential, to a sum
+change_unit  a sum in units of another power
 over_largest what a sum is over the exponential of its largest score
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...device.selection import bits_value
+from .selection import bits_value
 
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
 # From here on products that differ do so by 128 and more: what rounding took from them says nothing.
@@ -33,6 +34,11 @@ def power_unit(score: Any, factor: Any) -> tirx.PrimExpr:
 def unit_of_bits(bits: Any, factor: Any) -> tirx.PrimExpr:
     """The unit of a sum whose largest score has these ordered bits, 0 for none."""
     return power_unit(bits_value(bits), factor)
+
+
+def change_unit(total: Any, before: Any, after: Any, factor: Any) -> tirx.PrimExpr:
+    """A float64 sum whose largest score is `before`, in the unit of `after`, which is no less."""
+    return total * T.Cast("float64", two_to(power_unit(before, factor) - power_unit(after, factor)))
 
 
 def two_to(whole: Any) -> tirx.PrimExpr:

@@ -1,0 +1,276 @@
+"""The first kernel of `tiles` with `dynamic`: a ring of whole tiles, the last of which nobody is given.
+
+Memory answers some multiprocessors sooner than others. So that they end together, so many percent of the tiles are
+dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,
+whose answer it needs a tile later. The second kernel sets the counter back.
+
+    begin_asking    how many tiles are dealt out
+    ask_next        a tile is asked for, and the number of the one after it
+    find_tile       which tile is next, when it is there
+    hold_scores     the warps' sums are added up
+    weigh_scores    a tile later, while the next one's words come from shared memory, what these scores add
+
+The other phases are those of `ring`. Which thread block adds up what differs from run to run. Results do not: its sums
+of exponentials are in units of whole powers of two (see `device.powers`).
+
+A warp that does nothing but ask, as soon as all others have read a stage, was slower on an H200, by a tenth and more:
+what thread 0 asks for when sums meet is early enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...device.overlap import wait_then_start_consumer
+from ...device.powers import add_power, change_unit, power_unit
+from ...device.region import device_region
+from ...device.state import local, shared
+from ...device.words import held_address
+from .product import (
+    Place,
+    add_parts,
+    bring_states,
+    join_sums,
+    load_states,
+    multiply_step,
+    prefetch_tiles,
+    take_tiles,
+    write_parts,
+    write_top,
+)
+from .ring import RingState, arrive_expecting, await_stage, bring_words, copy_tile, init_ring, next_stage
+from .space import Extents
+
+
+@dataclass
+class DynamicState(RingState):
+    """What the phases share, beside what those of a ring do.
+
+    Attributes
+    ----------
+    tiles
+        Shared: the tiles in the stages, one behind the last where there are no more.
+    many, dealt, ticket
+        Of the thread that asks: for how many tiles it has asked, how many of these are dealt out to the thread block,
+        and the number of the tile after these that it takes next.
+    half
+        In which half of `parts` the sums of the tile in hand are.
+    held, held_tile
+        The thread's scores of the tile before, and which that was, -1 for none.
+    sum, rest
+        A sum of exponentials, and one of these.
+    """
+
+    tiles: Any = shared("int32", lambda e: e.stages)
+    many: Any = local("int32")
+    dealt: Any = local("int32")
+    ticket: Any = local("int32")
+    half: Any = local("int32")
+    held: Any = local("float32", lambda e: e.pairs_each)
+    held_tile: Any = local("int32")
+    sum: Any = local("float64")
+    rest: Any = local("float32")
+
+
+# fmt: off
+def begin_asking(e: Extents) -> Callable[..., Any]:
+    """Reads: `tile`, `end`. Writes: `asked` and what belongs to it; `slot`, `turn`, `half`, `held_tile`. Barriers:
+    none. The phase is (s)."""
+
+    @T.inline
+    def phase(s):
+        s.asked[0] = s.tile[0]
+        s.asked_slot[0] = 0
+        s.many[0] = 0
+        s.ticket[0] = 0
+        s.dealt[0] = T.max(s.end[0] * (100 - e.dynamic) // (100 * e.stride), 1)
+        s.slot[0] = 0
+        s.turn[0] = T.uint32(0)
+        s.half[0] = 0
+        s.held_tile[0] = -1
+
+    return phase
+
+
+def take_ticket(e: Extents) -> Callable[..., Any]:
+    """Which tile is asked for next. If the one after it is not dealt out, that is taken already; the phase is (io, s).
+
+    Reads: `many`, `dealt`, `ticket`.
+    Writes: `asked`, behind the last tile if there is none; those, moved on; a counter.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, s):
+        if s.many[0] >= s.dealt[0]:
+            s.asked[0] = s.dealt[0] * e.stride + s.ticket[0]
+        elif s.many[0] > 0:
+            s.asked[0] = s.asked[0] + e.stride
+        s.many[0] = s.many[0] + 1
+        if s.many[0] >= s.dealt[0]:
+            s.ticket[0] = T.cuda.atomic_add(io.workspaces["tickets"].ptr_to(io.place(s.index, s.top)), T.int32(1))
+
+    return phase
+
+
+def ask_next(e: Extents) -> Callable[..., Any]:
+    """Ask for a tile, if there may be one more; that there is none all threads are told by a stage, too. The phase is
+    (io, s), for one thread.
+
+    Reads: `asked`, `end`.
+    Writes: `asked`, `tiles`; `ring`, by and by.
+    Barriers: as of `copy_tile`.
+    """
+    take, copy = take_ticket(e), copy_tile(e)
+
+    @T.inline
+    def phase(io, s):
+        if s.asked[0] < s.end[0]:
+            take(io, s)
+            s.tiles[s.asked_slot[0]] = s.asked[0]
+            if s.asked[0] < s.end[0]:
+                copy(s)
+            else:
+                arrive_expecting(s.full.ptr_to([s.asked_slot[0]]), T.uint32(0))
+            s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
+
+    return phase
+
+
+def find_tile(e: Extents) -> Callable[..., Any]:
+    """Reads: `full`, `tiles`. Writes: `tile`, of the stage in use. Barriers: none. After: its words are in `ring`. The
+    phase is (s, p)."""
+    wait = await_stage(e)
+
+    @T.inline
+    def phase(s, p):
+        wait(s, p)
+        s.tile[0] = s.tiles[s.slot[0]]
+
+    return phase
+
+
+def hold_scores(e: Extents) -> Callable[..., Any]:
+    """Add up the warps' sums of a tile; the phase is (io, s, p, scores).
+
+    Reads: `parts`; the bias.
+    Writes: scores, -inf beyond the list's words; `held` and `held_tile`.
+    Barriers: none.
+    """
+    pairs, add = e.tile_m * e.tile_n, add_parts(e)
+
+    @T.inline
+    def phase(io, s, p, scores):
+        s.held_tile[0] = s.tile[0]
+        for i in T.unroll(e.pairs_each):
+            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+                add(io, s, p, s.half[0], scores, row, s.tile[0] * e.tile_n + p.t % e.tile_n)
+                s.held[i] = s.score[0]
+
+    return phase
+
+
+def weigh_scores(e: Extents) -> Callable[..., Any]:
+    """What the scores of the tile before add. All warps come here at about the same time, so that nobody else would
+    use the time in which words come from shared memory. The phase is (io, s, p, tops, factor).
+
+    Reads: `held`, `held_tile`.
+    Writes: each row's largest in `tops`; `m` and `d`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    pairs, write = e.tile_m * e.tile_n, write_top(e)
+
+    @T.inline
+    def phase(io, s, p, tops, factor):
+        if s.held_tile[0] >= 0:
+            for i in T.unroll(e.pairs_each):
+                if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+                    s.score[0] = s.held[i]
+                    write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
+                    s.other[0] = T.max(s.m[i], s.score[0])
+                    s.sum[0] = change_unit(s.d[i], s.m[i], s.other[0], factor)
+                    add_power(s.sum, s.rest, s.score[0], factor, power_unit(s.other[0], factor))
+                    s.d[i] = s.sum[0]
+                    s.m[i] = s.other[0]
+
+    return phase
+
+
+def dynamic_product(e: Extents) -> Callable[..., Any]:
+    """The kernel, called with (io, scores, tops, sums)."""
+    do = SimpleNamespace(
+        init_ring=init_ring(e),
+        prefetch_tiles=prefetch_tiles(e),
+        take_tiles=take_tiles(e),
+        begin_asking=begin_asking(e),
+        ask_next=ask_next(e),
+        load_states=load_states(e),
+        find_tile=find_tile(e),
+        bring_states=bring_states(e),
+        bring_words=bring_words(e),
+        multiply_step=multiply_step(e),
+        write_parts=write_parts(e),
+        hold_scores=hold_scores(e),
+        next_stage=next_stage(e),
+        weigh_scores=weigh_scores(e),
+        join_sums=join_sums(e),
+    )
+
+    @T.inline
+    def multiply(io, s, p, tops, factor):
+        """The tile in hand, and meanwhile what the scores of the one before add."""
+        for i in T.unroll(e.a_fragments * e.b_fragments * 4):
+            s.sums[i] = T.float32(0)
+        for step in T.unroll(e.steps):
+            do.bring_words(s, p, 0, step)
+            if step == 0:
+                do.weigh_scores(io, s, p, tops, factor)
+            if e.staged > 0:
+                do.bring_states(s, p, step)
+            do.multiply_step(s, step)
+
+    @T.inline
+    def kernel(io, scores, tops, sums):
+        with device_region():
+            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
+            block, y = T.cta_id([e.blocks, io.lists * strips])
+            t = T.thread_id([e.product_threads])
+            p = T.meta_var(Place(t, e.reduce_warps))
+            s = T.meta_var(DynamicState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
+            factor: T.float32 = io.scale * T.float32(LOG2_E)
+            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+            do.init_ring(s, p)
+            if e.prefetch > 0:
+                do.prefetch_tiles(io, p, block)
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            do.take_tiles(io, s, p, block)
+            do.begin_asking(s)
+            if t == 0:
+                for _ in T.serial(e.stages):
+                    do.ask_next(io, s)
+            do.load_states(io, s, p)
+            if s.tile[0] < s.end[0]:
+                do.find_tile(s, p)
+            while s.tile[0] < s.end[0]:
+                multiply(io, s, p, tops, factor)
+                do.write_parts(s, p, s.half[0])
+                # All threads have read the stage: the barrier in `write_parts`.
+                if t == 0:
+                    do.ask_next(io, s)
+                do.hold_scores(io, s, p, scores)
+                s.half[0] = s.half[0] ^ 1
+                do.next_stage(s)
+                do.find_tile(s, p)
+            do.weigh_scores(io, s, p, tops, factor)
+            do.join_sums(io, s, p, block, sums, factor)
+
+    return kernel
+# fmt: on
