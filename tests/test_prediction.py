@@ -37,7 +37,7 @@ def test_trees_are_walked_as_xgboost_walks_them() -> None:
     rows[rng.random(rows.shape) < 0.2] = np.nan
     told = np.nan_to_num(rows[:, 0]) * np.nan_to_num(rows[:, 1]) + np.isnan(rows[:, 2])
     booster = xgboost.train({**training.PARAMETERS, "max_depth": 4}, xgboost.DMatrix(rows, label=told), 30)
-    trees = training.trees_of(booster, tuple("abcde"))
+    trees = training.trees_of([booster], tuple("abcde"))
     # Values that are thresholds, too: the rows that it was trained on were rounded.
     asked = np.concatenate([rows, np.round(rng.normal(size=(400, 5)), 1).astype(np.float32)])
     wanted = booster.predict(xgboost.DMatrix(asked))
@@ -48,7 +48,7 @@ def test_trees_are_walked_as_xgboost_walks_them() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parts[-3]}-{path.parts[-2]}")
 def test_what_ships_reads_and_chooses_points(path: Path, tmp_path: Path) -> None:
     shipped = predictor.read(path)
-    assert shipped.write(tmp_path).read_bytes() == path.read_bytes() and path.stat().st_size < 400_000
+    assert shipped.write(tmp_path).read_bytes() == path.read_bytes() and path.stat().st_size < 1_500_000
     assert len(shipped.problems) >= 20 and 1 <= shipped.loss <= shipped.worst_loss
     if shipped.outdated:
         pytest.skip(f"{shipped.outdated}: look-up leaves it aside; scripts/train_predictor.py trains it anew")

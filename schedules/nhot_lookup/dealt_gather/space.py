@@ -9,6 +9,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
+from ..gathering import gathered
 from ..vectors import WIDEST, load_widths
 
 # Thread blocks a multiprocessor, at the problem's number of rows.
@@ -205,4 +206,5 @@ def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Fea
         "in_flight": e.loads * e.vec * e.itemsize,
         "sharing": e.groups,
         "balance": e.rows * e.row_vectors / (e.slots * e.blocks),
+        **gathered(problem, machine, rounds, e.blocks * e.threads, problem.width),
     }

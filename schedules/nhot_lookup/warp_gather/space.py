@@ -9,6 +9,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, Table, ceildiv, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
+from ..gathering import gathered
 from ..vectors import load_widths
 
 WARP = 32  # lanes
@@ -179,9 +180,10 @@ def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Fea
     e = Extents.of(problem, decisions)
     at_once = e.batch * e.warps
     rounds = ceildiv(problem.nonzeros, at_once)
+    threads = problem.rows * e.row_tiles * e.tile_threads
     return {
         "blocks_each": ceildiv(problem.rows * e.row_tiles, e.tiles) / machine.cores,
-        "threads_each": problem.rows * e.row_tiles * e.tile_threads / machine.cores,
+        "threads_each": threads / machine.cores,
         "block_threads": e.threads,
         "rounds": rounds,
         "used": problem.nonzeros / (rounds * at_once),
@@ -189,4 +191,5 @@ def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Fea
         "load_bytes": e.load_bytes,
         "in_flight": e.loads * e.load_bytes,
         "sharing": e.groups * e.warps,
+        **gathered(problem, machine, rounds, threads, e.tile_columns),
     }
