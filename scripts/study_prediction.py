@@ -9,6 +9,7 @@ Whole problems are left out, a tenth at a time, and each way to choose decisions
 default   the first template that fits, at its default point
 bucket    the record of the next larger batch of the same problem, as look-up takes it
 nearest   the record of the nearest problem, as look-up takes it without a model
+twin      the record of the same problem in the other dtype of 16 bits
 ranked    the fastest by the model of the points that were measured for the problem
 chosen    as look-up predicts: the fastest by the model of the points that it ranks, at the batch rounded up
 
@@ -22,6 +23,7 @@ measured. A recorded best need not be the best of the space. Needs no GPU. Write
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,7 +37,7 @@ from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
 from tvm_sparse.records.queries import best_records, predictor
-from tvm_sparse.runtime.lookup import Evidence, Known, choose
+from tvm_sparse.runtime.lookup import HALVES, Evidence, Known, choose
 from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
 
@@ -57,7 +59,7 @@ COLUMNS = (
     "both",
     "over_chosen",
 )
-WAYS = ("default", "bucket", "nearest", "ranked", "chosen")
+WAYS = ("default", "bucket", "nearest", "twin", "ranked", "chosen")
 # Of how far above the best a choice should never be.
 BAD = 1.3
 
@@ -84,12 +86,22 @@ def losses(
 
             found["default"][one.problem] = loss(spaces.fallback(one.problem, one.machine))
             found["ranked"][one.problem] = training.loss_of(trees, one)
+            if (twin := twin_of(one.problem)) in known:
+                found["twin"][one.problem] = loss(known[twin].candidate)
             choice = choose(one.problem, one.machine, Evidence(records))
             if choice.how in ("bucket", "nearby"):
                 found["bucket" if choice.how == "bucket" else "nearest"][one.problem] = loss(choice.candidate)
             choice = choose(one.problem, one.machine, Evidence({}, predictor=lambda p=predictor: p))
             found["chosen"][one.problem] = loss(choice.candidate)
     return found
+
+
+def twin_of(problem: Problem) -> str:
+    """The key of the same problem in the other dtype of 16 bits; none of another dtype."""
+    dtype = problem.axes.get("dtype")
+    if dtype not in HALVES:
+        return ""
+    return dataclasses.replace(problem, dtype=HALVES[1 - HALVES.index(dtype)]).key  # type: ignore[call-arg]
 
 
 def of_new_problems(logs: Path, arch: str, operators: Iterable[str]) -> None:

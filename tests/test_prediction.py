@@ -141,6 +141,16 @@ def test_when_look_up_predicts(tmp_path: Path) -> None:
     assert said(50) == ("predicted", None) and said(5000) == ("predicted", None)
 
 
+def test_a_record_of_the_other_dtype_of_16_bits_comes_before_the_model() -> None:
+    """Of this very problem: of another batch the model says more."""
+    known = dataclasses.replace(problem(640), dtype="float16")
+    candidate = spaces.find("softmax_streamed").candidate({"threads": 256, "cluster": 1, "rows": 1, "vectors": 1})
+    evidence = Evidence({known.key: Known(candidate, {})}, predictor=lambda: small(known.key))
+    for batch, expected in ((640, ("nearby", known.key)), (700, ("predicted", None))):
+        choice = lookup.choose(dataclasses.replace(known, dtype="bfloat16", batch=batch), SM90, evidence)
+        assert (choice.how, choice.record) == expected
+
+
 def test_one_library_serves_the_batches_up_to_a_power_of_two() -> None:
     evidence = Evidence(predictor=small)
     chosen = [lookup.choose(problem(batch), SM90, evidence) for batch in (1, 513, 1000, 1024, 1025)]

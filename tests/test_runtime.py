@@ -153,6 +153,25 @@ def test_nearby_takes_the_nearest_whose_decisions_fit(tmp_path: Path, builds: li
     assert builds == [(parse(key.format(m=8)).key, wide), (parse(key.format(m=2)).key, narrow)]
 
 
+def test_on_a_gpu_the_other_dtype_of_16_bits_is_nearly_the_same() -> None:
+    """Farther than one just like it, nearer than one of half the words; on a CPU, and of other dtypes, nothing."""
+    wanted = parse("softmax_topk/batch=8,vocab=1000,k=4,dtype=bfloat16")
+    alike, other, half, wide = (
+        parse(f"softmax_topk/batch=2,vocab={vocab},k=4,dtype={dtype}").key
+        for vocab, dtype in ((1000, "bfloat16"), (1000, "float16"), (500, "bfloat16"), (1000, "float32"))
+    )
+
+    def nearest(keys: Sequence[str], where: machine.Machine = SM90, template: str = "warp_rows") -> str | None:
+        found = spaces.find(template)
+        known = dict.fromkeys(keys, lookup.Known(found.candidate(found.default(wanted, where)), {}))
+        return lookup.choose(wanted, where, lookup.Evidence(known)).record
+
+    assert nearest([wide, other]) == nearest([half, other]) == other
+    assert nearest([other, alike]) == alike
+    assert nearest([wide]) is None
+    assert nearest([alike], CPU, "row_scan") == alike and nearest([other], CPU, "row_scan") is None
+
+
 def test_nothing_like_it_was_tuned(
     tmp_path: Path, logs: Path, builds: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

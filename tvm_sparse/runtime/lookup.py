@@ -5,6 +5,7 @@ Pure: it knows candidates and the problems that they won, and asks the spaces; i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
 
 # Octaves (`Problem.distance`) up to which a record that the model was not trained on comes before it.
 LIKE = 1.0
+# Octaves between problems that differ in which of the two dtypes of 16 bits they have. On a GPU decisions of the one
+# suit the other: of problems that were tuned in both they lost 0.3 % in the mean, and 4 % at most (way "twin" of
+# scripts/study_prediction.py).
+HALVES, BETWEEN_HALVES = ("float16", "bfloat16"), 0.1
 # How many times as large the batch of a bucket may be where there is a model that knows its record. Decisions for 4000
 # rows are none for 10: what the model takes there was up to 1.6x as fast (scripts/study_prediction.py).
 BUCKET = 4
@@ -85,7 +90,7 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     what a model predicts, the nearest problem's record, another architecture's, the fallback.
 
     The model comes before a batch more than `BUCKET` times as large, if it knows that record and no library of it is at
-    hand.
+    hand, and behind what `_by_model` says.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
@@ -163,7 +168,7 @@ def _by_record(
             why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
             return Choice("bucket", why, other, candidate, other.key, others[other].figures)
 
-    by_distance = sorted((d, o.key, o) for o in others if (d := problem.distance(o)) is not None)
+    by_distance = sorted((d, o.key, o) for o in others if (d := octaves(problem, o, machine)) is not None)
     for _, key, other in by_distance:
         known_as = Known(others[other].candidate, others[other].figures)  # of another problem a library is no help
         candidate, _ = fitting(known_as, problem)
@@ -172,6 +177,18 @@ def _by_record(
             why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
     return None
+
+
+def octaves(problem: Problem, other: Problem, machine: Machine) -> float | None:
+    """`Problem.distance`, on a GPU also between the two dtypes of 16 bits."""
+    away = problem.distance(other)
+    if away is not None or machine.kind != "cuda":
+        return away
+    mine, theirs = (getattr(one, "dtype", None) for one in (problem, other))
+    if mine == theirs or mine not in HALVES or theirs not in HALVES:
+        return None
+    away = problem.distance(dataclasses.replace(other, dtype=mine))  # type: ignore[call-arg]
+    return None if away is None else away + BETWEEN_HALVES
 
 
 def _far(problem: Problem, bucket: Choice, evidence: Evidence) -> bool:
@@ -187,14 +204,15 @@ def _by_model(
 ) -> Choice | None:
     """What the model predicts.
 
-    None without a model, and where a record says more that it was not trained on: `near`, of a problem much like this.
+    None without a model, and where the record of `near` says more: of this very problem in the other dtype of 16 bits,
+    or one that the model was not trained on, of a problem much like this.
     """
     predictor = evidence.predictor()
     if predictor is None:
         return None
-    if near is not None and near.record is not None and near.record not in predictor.problems:
-        away = problem.distance(parse(near.record))
-        if away is not None and away <= LIKE:
+    if near is not None and near.record is not None:
+        away = octaves(problem, parse(near.record), machine)
+        if away == BETWEEN_HALVES or (away is not None and away <= LIKE and near.record not in predictor.problems):
             return None
     found = predictor.choose(problem, machine)
     if found is None:
