@@ -23,7 +23,6 @@ measured. A recorded best need not be the best of the space. Needs no GPU. Write
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
 from tvm_sparse.records.queries import best_records, predictor
-from tvm_sparse.runtime.lookup import HALVES, Evidence, Known, choose
+from tvm_sparse.runtime.lookup import Evidence, Known, choose, twin_of
 from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
 
@@ -86,22 +85,14 @@ def losses(
 
             found["default"][one.problem] = loss(spaces.fallback(one.problem, one.machine))
             found["ranked"][one.problem] = training.loss_of(trees, one)
-            if (twin := twin_of(one.problem)) in known:
-                found["twin"][one.problem] = loss(known[twin].candidate)
+            if (twin := twin_of(one.problem)) is not None and twin.key in known:
+                found["twin"][one.problem] = loss(known[twin.key].candidate)
             choice = choose(one.problem, one.machine, Evidence(records))
             if choice.how in ("bucket", "nearby"):
                 found["bucket" if choice.how == "bucket" else "nearest"][one.problem] = loss(choice.candidate)
             choice = choose(one.problem, one.machine, Evidence({}, predictor=lambda p=predictor: p))
             found["chosen"][one.problem] = loss(choice.candidate)
     return found
-
-
-def twin_of(problem: Problem) -> str:
-    """The key of the same problem in the other dtype of 16 bits; none of another dtype."""
-    dtype = problem.axes.get("dtype")
-    if dtype not in HALVES:
-        return ""
-    return dataclasses.replace(problem, dtype=HALVES[1 - HALVES.index(dtype)]).key  # type: ignore[call-arg]
 
 
 def of_new_problems(logs: Path, arch: str, operators: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ and the order of additions shows in the 53rd bit only.
 power_unit   the exponent of a score's whole power of two
 two_to       the factor between two such
 add_power    a score's exponential, to a sum
-change_unit  a sum in units of another power
+change_unit  a sum in another unit
 over_largest what a sum is over the exponential of its largest score
 """
 
@@ -36,9 +36,9 @@ def unit_of_bits(bits: Any, factor: Any) -> tirx.PrimExpr:
     return power_unit(bits_value(bits), factor)
 
 
-def change_unit(total: Any, before: Any, after: Any, factor: Any) -> tirx.PrimExpr:
-    """A float64 sum whose largest score is `before`, in the unit of `after`, which is no less."""
-    return total * T.Cast("float64", two_to(power_unit(before, factor) - power_unit(after, factor)))
+def change_unit(total: Any, before: Any, after: Any) -> tirx.PrimExpr:
+    """A float64 sum in the unit `before`, in the unit `after`, which is no less."""
+    return total * T.Cast("float64", two_to(before - after))
 
 
 def two_to(whole: Any) -> tirx.PrimExpr:

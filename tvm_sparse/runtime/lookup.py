@@ -182,13 +182,18 @@ def _by_record(
 def octaves(problem: Problem, other: Problem, machine: Machine) -> float | None:
     """`Problem.distance`, on a GPU also between the two dtypes of 16 bits."""
     away = problem.distance(other)
-    if away is not None or machine.kind != "cuda":
+    if away is not None or machine.kind != "cuda" or (twin := twin_of(other)) is None:
         return away
-    mine, theirs = (getattr(one, "dtype", None) for one in (problem, other))
-    if mine == theirs or mine not in HALVES or theirs not in HALVES:
-        return None
-    away = problem.distance(dataclasses.replace(other, dtype=mine))  # type: ignore[call-arg]
+    away = problem.distance(twin)
     return None if away is None else away + BETWEEN_HALVES
+
+
+def twin_of(problem: Problem) -> Problem | None:
+    """The same problem in the other dtype of 16 bits; None of another dtype."""
+    dtype = problem.axes.get("dtype")
+    if dtype not in HALVES:
+        return None
+    return dataclasses.replace(problem, dtype=HALVES[1 - HALVES.index(dtype)])  # type: ignore[call-arg]
 
 
 def _far(problem: Problem, bucket: Choice, evidence: Evidence) -> bool:

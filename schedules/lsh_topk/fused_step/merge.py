@@ -23,7 +23,7 @@ from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.powers import LOWEST, over_largest, two_to, unit_of_bits
+from ...device.powers import LOWEST, change_unit, over_largest, unit_of_bits
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
@@ -178,8 +178,8 @@ def join_sums(e: Extents) -> Phase:
         s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
         s.sum[0] = T.float64(0)
         for i in T.unroll(e.heads_each * e.maxima):
-            s.sum[0] = s.sum[0] + s.parts[i] * T.Cast(
-                "float64", two_to(unit_of_bits(s.heads[i], factor) - unit_of_bits(s.bits[0], factor)))
+            s.sum[0] = s.sum[0] + change_unit(
+                s.parts[i], unit_of_bits(s.heads[i], factor), unit_of_bits(s.bits[0], factor))
         for b in T.unroll(5):
             s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
         if s.t % WARP == 0:

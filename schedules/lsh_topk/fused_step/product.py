@@ -22,7 +22,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E, is_nan
-from ...device.powers import add_power, two_to, unit_of_bits
+from ...device.powers import add_power, change_unit, unit_of_bits
 from ...device.selection import FULL_WARP, join_key, order
 from ...device.words import held_address
 from ...output_layer.tiles.product import split
@@ -644,8 +644,7 @@ def finish_tile(e: Extents) -> Phase:
         T.cuda.warp_sync()  # all lanes have read `best`; shuffles order no memory
         if s.lane % lanes == 0 and s.largest[0] != T.uint32(0):
             if s.best[row] != T.uint32(0):
-                s.d[0] = s.d[0] + s.exponentials[row] * T.Cast(
-                    "float64", two_to(unit_of_bits(s.best[row], factor) - unit))
+                s.d[0] = s.d[0] + change_unit(s.exponentials[row], unit_of_bits(s.best[row], factor), unit)
             s.largest[0] = T.max(s.best[row], s.largest[0])
             s.exponentials[row] = s.d[0]
             s.best[row] = s.largest[0]

@@ -38,7 +38,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.powers import change_unit, over_largest
+from ...device.powers import change_unit, over_largest, power_unit
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, join_key, key_bits, key_index, key_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
@@ -116,7 +116,7 @@ class State(Buffers):
     reached: Any = shared("uint64", lambda e: e.most_near, when=lambda e: not e.direct)
     peaks: Any = shared("uint32", lambda e: e.groups, when=lambda e: e.by_bits)
     largest: Any = shared("uint32", when=lambda e: e.whole_sums)
-    pairs: Any = shared(lambda e: "float64" if e.whole_sums else "float32", 64)
+    pairs: Any = shared(lambda e: e.sum_dtype, 64)
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
 
@@ -138,7 +138,7 @@ def top_of(s: State) -> Any:
 
 def rescaled(pairs: Any, at: int, top: Any, factor: Any) -> Any:
     """The sum of a maximum and its sum, a pair of `whole_sums`, in the unit of another maximum."""
-    return change_unit(pairs[at + 1], T.Cast("float32", pairs[at]), top, factor)
+    return change_unit(pairs[at + 1], power_unit(T.Cast("float32", pairs[at]), factor), power_unit(top, factor))
 
 
 # fmt: off

@@ -4,7 +4,7 @@ Memory answers some multiprocessors sooner than others. So that they end togethe
 dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,
 whose answer it needs a tile later. The second kernel sets the counter back.
 
-    begin_asking    how many tiles are dealt out
+    begin_dealing   how many tiles are dealt out
     ask_next        a tile is asked for, and the number of the one after it
     find_tile       which tile is next, when it is there
     hold_scores     the warps' sums are added up
@@ -44,7 +44,7 @@ from .product import (
     write_parts,
     write_top,
 )
-from .ring import RingState, arrive_expecting, await_stage, bring_words, copy_tile, init_ring, next_stage
+from .ring import RingState, arrive_expecting, await_stage, begin_asking, bring_words, copy_tile, init_ring, next_stage
 from .space import Extents
 
 
@@ -79,19 +79,19 @@ class DynamicState(RingState):
 
 
 # fmt: off
-def begin_asking(e: Extents) -> Callable[..., Any]:
-    """Reads: `tile`, `end`. Writes: `asked` and what belongs to it; `slot`, `turn`, `half`, `held_tile`. Barriers:
-    none. The phase is (s)."""
+def begin_dealing(e: Extents) -> Callable[..., Any]:
+    """`begin_asking`, and what this kernel has beside a ring; the phase is (io, s, p).
+
+    Reads: `tile`, `end`. Writes: what that does; `many`, `dealt`, `ticket`, `half`, `held_tile`. Barriers: none.
+    """
+    begin = begin_asking(e)
 
     @T.inline
-    def phase(s):
-        s.asked[0] = s.tile[0]
-        s.asked_slot[0] = 0
+    def phase(io, s, p):
+        begin(io, s, p)
         s.many[0] = 0
         s.ticket[0] = 0
         s.dealt[0] = T.max(s.end[0] * (100 - e.dynamic) // (100 * e.stride), 1)
-        s.slot[0] = 0
-        s.turn[0] = T.uint32(0)
         s.half[0] = 0
         s.held_tile[0] = -1
 
@@ -195,7 +195,8 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
                     s.score[0] = s.held[i]
                     write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
                     s.other[0] = T.max(s.m[i], s.score[0])
-                    s.sum[0] = change_unit(s.d[i], s.m[i], s.other[0], factor)
+                    s.sum[0] = change_unit(
+                        s.d[i], power_unit(s.m[i], factor), power_unit(s.other[0], factor))
                     add_power(s.sum, s.rest, s.score[0], factor, power_unit(s.other[0], factor))
                     s.d[i] = s.sum[0]
                     s.m[i] = s.other[0]
@@ -209,7 +210,7 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
         init_ring=init_ring(e),
         prefetch_tiles=prefetch_tiles(e),
         take_tiles=take_tiles(e),
-        begin_asking=begin_asking(e),
+        begin_dealing=begin_dealing(e),
         ask_next=ask_next(e),
         load_states=load_states(e),
         find_tile=find_tile(e),
@@ -252,7 +253,7 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
             if e.overlap > 0:
                 wait_then_start_consumer()
             do.take_tiles(io, s, p, block)
-            do.begin_asking(s)
+            do.begin_dealing(io, s, p)
             if t == 0:
                 for _ in T.serial(e.stages):
                     do.ask_next(io, s)

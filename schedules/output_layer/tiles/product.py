@@ -33,7 +33,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.powers import change_unit
+from ...device.powers import change_unit, power_unit
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
@@ -611,7 +611,7 @@ def join_sums(e: Extents) -> Callable[..., Any]:
         s.score[0] = s.m[i]
         for b in T.unroll(steps):
             s.score[0] = T.max(s.score[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.score[0], 1 << b, 32, 32))
-        s.d[i] = change_unit(s.d[i], s.m[i], s.score[0], factor)
+        s.d[i] = change_unit(s.d[i], power_unit(s.m[i], factor), power_unit(s.score[0], factor))
         for b in T.unroll(steps):
             s.d[i] = s.d[i] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
         s.m[i] = s.score[0]

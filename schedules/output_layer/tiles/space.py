@@ -329,6 +329,11 @@ class SearchSizes:
         return False
 
     @property
+    def sum_dtype(self) -> str:
+        """Of sums of exponentials."""
+        return "float64" if self.whole_sums else "float32"
+
+    @property
     def by_bits(self) -> bool:
         """Whether each thread has the scores of all its tiles in registers, and tiles are found by these alone."""
         return False
@@ -449,11 +454,6 @@ class Extents(SearchSizes):
     @property
     def by_bits(self) -> bool:
         return not self.m and self.summed and self.list_tiles <= MAX_LOADS_EACH * self.threads
-
-    @property
-    def sum_dtype(self) -> str:
-        """Of sums of exponentials."""
-        return "float64" if self.whole_sums else "float32"
 
     @property
     def product_threads(self) -> int:
