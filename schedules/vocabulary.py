@@ -60,11 +60,20 @@ DECISIONS: Mapping[str, str] = {
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
         " kernel start. 2: it lets the consumer start at once, and reads what the template says before it waits."
     ),
+    "apart": "1: a kernel takes so much shared memory that no two of its thread blocks share a multiprocessor.",
     "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
     "prefetch": "Data are brought into a cache before they are asked for; of tiles, by so many tiles. 0: they are not.",
     "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
+    "unroll": (
+        "1: the compiler unrolls loops whose extent it does not know; 0: not those that mostly run once, which leaves"
+        " fewer instructions to be fetched."
+    ),
+    "bound": (
+        "1: of what the thread blocks of a cluster have found, a bound is found first that little more than the k best"
+        " reach; 0: the highest of their own thresholds is the bound."
+    ),
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
     "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
@@ -107,7 +116,11 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
     ("head_tiles", "candidate_tiles", "candidate_tiles_product"),
     {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0},
-) | {"fused_step": {"late_words": 0}}
+) | {
+    "fused_step": {"late_words": 0, "apart": 0},
+    **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
+    **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
+}
 
 
 def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

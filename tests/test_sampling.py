@@ -248,7 +248,16 @@ def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
     temperature, top_p, min_p = np.tile(np.float32(filters).T, len(kinds))
     uniforms = rng.random(problem.batch).astype(np.float32)
     inputs = [logits, temperature, np.zeros(problem.batch, np.int32), top_p, min_p, uniforms]
-    decisions = {"cluster": 2, "threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0}
+    decisions = {
+        "cluster": 2,
+        "threads": 256,
+        "vectors": 1,
+        "stages": 1,
+        "overlap": 1,
+        "prefetch": 0,
+        "deferred": 0,
+        "unroll": 1,
+    }
     program, outputs = spaces.find("sample_cluster").build(problem, decisions), problem.empty_outputs()
     run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=1)
     problem.check(inputs, problem.reference(inputs), outputs)

@@ -83,8 +83,9 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
                 "overlap": (1,),
                 "prefetch": (0,),
                 "deferred": (0, 1),
+                "unroll": (0, 1),
             },
-            1,  # a row of one vector has work for one warp, one vector a thread and one tile
+            2,  # a row of one vector has work for one warp, one vector a thread and one tile
         ),
         # Those of the templates of softmax_topk.
         ("sample_radix", "softmax_sample/batch=3,vocab=7,k=5,whole=1", {"threads": (256, 512, 1024)}, 3),

@@ -161,6 +161,7 @@ def rank_in_bins(
     *,
     each: int = 1,
     finer: bool = False,
+    loop: Callable[[Any], Any] = T.serial,
 ) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
@@ -170,7 +171,8 @@ def rank_in_bins(
     There it is compared with the others of its bin. Neighbouring threads have neighbouring places, and ranks that are
     nearly so. Bins of more than `crowd` keys (ties, an outlier that stretches the range) would take too long.
 
-    With `finer`, bins are those of `refine_bins`. A thread works on `each` keys at once.
+    With `finer`, bins are those of `refine_bins`. A thread works on `each` keys at once. `loop` makes the loops over
+    keys (see `loops`), as in the phases below.
 
     Reads: `keys`, `size`, `threshold`, `equals_until`, `largest`; if `finer`, `numbers`. Scratch in shared memory:
         `counts`, an integer a bin, and `flag`, which come as 0; `numbers`, one a key; `homes`, one a place of `kept`;
@@ -237,7 +239,7 @@ def rank_in_bins(
             if s.largest[0] == s.threshold[0]:
                 slope[0] = T.Cast("float32", T.max(T.min(s.equals_until[0], columns - 1) + 1, 1))
             slope[0] = T.float32(bins) / slope[0]
-        for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
+        for i in loop((s.size[0] + (threads * each - 1)) // (threads * each)):
             number_keys(s, t, i, slope)
         T.cuda.cta_sync()
         scan(s, t)
@@ -245,10 +247,10 @@ def rank_in_bins(
         s.slot[0] = s.flag[0]
         if s.slot[0] == 0:
             before(s, t, above, own, other)
-            for i in T.serial((s.size[0] + (threads * each - 1)) // (threads * each)):
+            for i in loop((s.size[0] + (threads * each - 1)) // (threads * each)):
                 move_keys(s, t, i, above)
             T.cuda.cta_sync()
-            for i in T.serial((s.found[0] - t + (threads - 1)) // threads):
+            for i in loop((s.found[0] - t + (threads - 1)) // threads):
                 s.pivot[0] = s.kept[i * threads + t]
                 own[0] = s.homes[i * threads + t]
                 rank[0] = own[0] & LOW
@@ -300,7 +302,9 @@ def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     return phase
 
 
-def refine_bins(threads: int, bins: int, crowd: int, columns: int) -> Callable[..., Any]:
+def refine_bins(
+    threads: int, bins: int, crowd: int, columns: int, loop: Callable[[Any], Any] = T.serial
+) -> Callable[..., Any]:
     """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
 
     They may join a few bins of which none was crowded: more keys make a crowd of theirs. Keys are of a row of so many
@@ -321,11 +325,11 @@ def refine_bins(threads: int, bins: int, crowd: int, columns: int) -> Callable[.
         above = T.alloc_local([1], "int32")
         other = T.alloc_local([1], "int32")
         before(s, t, above, own, other)
-        for i in T.serial((s.size[0] - t + (threads - 1)) // threads):
+        for i in loop((s.size[0] - t + (threads - 1)) // threads):
             if s.numbers[i * threads + t] & LOW == 0:
                 s.homes[s.numbers[i * threads + t] >> LOW_BITS] = i * threads + t
         T.cuda.cta_sync()
-        for i in T.serial((s.size[0] + (threads - 1)) // threads):
+        for i in loop((s.size[0] + (threads - 1)) // threads):
             bin[0] = 0
             if i * threads + t < s.size[0]:
                 bin[0] = s.numbers[i * threads + t] >> LOW_BITS
@@ -336,7 +340,7 @@ def refine_bins(threads: int, bins: int, crowd: int, columns: int) -> Callable[.
                 refine(s, i * threads + t, bin)
         T.cuda.cta_sync()
         s.slot[0] = s.flag[1]
-        for i in T.serial((bins - 1 - t + threads) // threads):
+        for i in loop((bins - 1 - t + threads) // threads):
             s.counts[i * threads + t] = 0
         if t == 0:
             s.flag[0] = 0
@@ -345,7 +349,9 @@ def refine_bins(threads: int, bins: int, crowd: int, columns: int) -> Callable[.
     return phase
 
 
-def sort_descending(threads: int, extent: int) -> Callable[..., Any]:
+def sort_descending(
+    threads: int, extent: int, loop: Callable[[Any], Any] = T.serial
+) -> Callable[..., Any]:
     """A bitonic sort of keys[0:extent], the largest first; `extent` is a power of two, 32 or more. The phase is (s, t).
 
     A thread holds keys t, t + threads, ... Step p compares elements 2^p, ..., 2, 1 apart. Within a warp the exchange is
@@ -371,8 +377,8 @@ def sort_descending(threads: int, extent: int) -> Callable[..., Any]:
         T.cuda.cta_sync()
         for e in T.unroll(each):
             own[e] = s.keys[T.min(e * threads + t, extent - 1)]
-        for p in T.serial(extent.bit_length() - 1):
-            for q in T.serial(T.max(p - 4, 0)):
+        for p in loop(extent.bit_length() - 1):
+            for q in loop(T.max(p - 4, 0)):
                 T.cuda.cta_sync()
                 for e in T.unroll(each):
                     if e * threads + t < extent:
@@ -381,7 +387,7 @@ def sort_descending(threads: int, extent: int) -> Callable[..., Any]:
                 for e in T.unroll(each):
                     other[0] = s.keys[T.min((e * threads + t) ^ (1 << (p - q)), extent - 1)]
                     keep_ordered(t, e, p, 1 << (p - q), own, other)
-            for q in T.serial(T.min(p, 4) + 1):
+            for q in loop(T.min(p, 4) + 1):
                 for e in T.unroll(each):
                     other[0] = T.tvm_warp_shuffle_xor(
                         T.uint32(FULL_WARP), own[e], 1 << (T.min(p, 4) - q), 32, 32)

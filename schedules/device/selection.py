@@ -121,10 +121,13 @@ def find_digit(s, t):
             above[0] = above[0] + own[0]
 
 
-def radix_selection(threads: int, k: int, key_at: Callable[..., Any]) -> Callable[..., Any]:
+def radix_selection(
+    threads: int, k: int, key_at: Callable[..., Any], loop: Callable[[Any], Any] = T.serial
+) -> Callable[..., Any]:
     """The k-th largest of a block's keys, digit by digit from the top: a histogram of a digit tells which one it has.
 
-    The phase is (s, t, source, size); the i-th of `size` >= k unique keys is key_at(source, i).
+    The phase is (s, t, source, size); the i-th of `size` >= k unique keys is key_at(source, i). `loop` makes its loops
+    (see `loops`), as in the phases below.
 
     Reads: the keys.
     Writes: `pivot`, and as scratch `histogram` (RADIX_BINS), `found` (3 or more), `mask`, `need`.
@@ -138,11 +141,11 @@ def radix_selection(threads: int, k: int, key_at: Callable[..., Any]) -> Callabl
         s.mask[0] = T.uint64(0)
         s.need[0] = k
         T.cuda.cta_sync()
-        for digit in T.serial(64 // RADIX_BITS):
-            for i in T.serial((RADIX_BINS - 1 - t + threads) // threads):
+        for digit in loop(64 // RADIX_BITS):
+            for i in loop((RADIX_BINS - 1 - t + threads) // threads):
                 s.histogram[i * threads + t] = 0
             T.cuda.cta_sync()
-            for i in T.serial((size - t + (threads - 1)) // threads):
+            for i in loop((size - t + (threads - 1)) // threads):
                 if (key_at(source, i * threads + t) ^ s.pivot[0]) & s.mask[0] == T.uint64(0):
                     T.evaluate(T.cuda.atomic_add(
                         s.histogram.ptr_to([T.Cast("int32",
@@ -165,7 +168,7 @@ def radix_selection(threads: int, k: int, key_at: Callable[..., Any]) -> Callabl
     return phase
 
 
-def keep_selected(threads: int, k: int) -> Callable[..., Any]:
+def keep_selected(threads: int, k: int, loop: Callable[[Any], Any] = T.serial) -> Callable[..., Any]:
     """Move the k keys that are >= `pivot` to the front of the buffer, through another one. The phase is (s, t, size).
 
     Reads: `keys`, `pivot`.
@@ -180,11 +183,11 @@ def keep_selected(threads: int, k: int) -> Callable[..., Any]:
         if t == 0:
             s.count[0] = 0
         T.cuda.cta_sync()
-        for i in T.serial((size - t + (threads - 1)) // threads):
+        for i in loop((size - t + (threads - 1)) // threads):
             if s.keys[i * threads + t] >= s.pivot[0]:
                 s.kept[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.keys[i * threads + t]
         T.cuda.cta_sync()
-        for i in T.serial((k - 1 - t + threads) // threads):
+        for i in loop((k - 1 - t + threads) // threads):
             s.keys[i * threads + t] = s.kept[i * threads + t]
         T.cuda.cta_sync()
 

@@ -34,7 +34,8 @@ The order of the list differs from run to run; results do not (`device.powers`).
 that itself starts its consumer kernel early, waits for its producer kernel, and then lets the second start. So whatever
 the second reads before it waits itself was there before the first went on: all but the list. The third waits at once.
 With **beside** 1 the first kernel leaves room for the second on its multiprocessors; with 0 the second has only those
-that the first does not take.
+that the first does not take. Thread blocks of the third are there before the second has ended, and may come to the same
+multiprocessor by twos and threes, where there is room, while others have none. With **apart** 1 there is none for two.
 """
 
 from __future__ import annotations

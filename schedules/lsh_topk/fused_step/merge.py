@@ -496,7 +496,8 @@ def merge(e: Extents) -> Phase:
         with device_region():
             flat = T.cta_id([io.lists * e.beam + e.blocks])
             t = T.thread_id([SEARCHERS])
-            s = T.meta_var(State.alloc(e, flat=flat, index=flat // e.beam, row=flat % e.beam, t=t))
+            s = T.meta_var(State.alloc(
+                e, e.merge_bytes, flat=flat, index=flat // e.beam, row=flat % e.beam, t=t))
             if t == 0:
                 s.counts[0] = 0
             T.cuda.cta_sync()

@@ -62,6 +62,9 @@ MOST_KEYS = 16  # of the frequent words of a row, that each of them asks for bef
 MOST_OTHERS = 6  # and of the others,
 REACHED = 44  # of which a list has so many for each of its rows, in the paper's settings
 QUAD = 4  # keys that lie together
+MERGE = 20 * 1024  # bytes of its static shared memory, at most
+MERGE_APART = ALL // 2  # and of the dynamic one, if no two of its thread blocks are to share a multiprocessor
+FEW_ROWS = 16  # up to which its thread blocks have multiprocessors enough as they come
 SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 
 
@@ -98,6 +101,7 @@ class Extents:
     overlap: int
     beside: int
     late_words: int  # of a thread block's frequent words beyond whole tiles, at most, that the second part has
+    apart: int
 
     @classmethod
     def of(cls, problem: LshTopk, decisions: Decisions) -> Extents:
@@ -189,6 +193,11 @@ class Extents:
     def least_beside(self) -> int:
         """What it takes at least for that."""
         return self.product_bytes if self.product_bytes <= MOST_BESIDE else ALL_FOR_TWO
+
+    @property
+    def merge_bytes(self) -> int:
+        """Dynamic shared memory of a thread block of the third kernel, which uses none: a second one finds no room."""
+        return MERGE_APART if self.apart else 0
 
     # Registers. A multiprocessor is to have some for a thread block of either kernel side by side, if they overlap.
 
@@ -440,6 +449,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "late_words": (0, LATE_WORDS),
+        "apart": (0, 1) if machine.capability >= OVERLAPS else (0,),
     }
 
 
@@ -453,7 +463,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
     rows = problem.lists * problem.beam
     clusters = [n for n in CLUSTERS if n == 1 or (machine.has_clusters and n <= problem.bands)]
     overlap = 1 if machine.capability >= OVERLAPS else 0
-    apart = [
+    separate = [
         {"staged": 0, "row_groups": 1, "words": TILES[-1], "beside": 0}
         | {"cluster": 1, "hash_threads": max(HASH_THREADS), "blocks": blocks}
         for blocks in fewer_blocks(problem, machine)[:1]
@@ -476,6 +486,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "overlap": overlap,
             "beside": 0,
             "late_words": 0,
+            "apart": int(overlap and problem.lists == 1 and rows > FEW_ROWS),
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
@@ -487,7 +498,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             for n in reversed(TILES)
             if overlap and groups in ROW_GROUPS
         ]
-        choices = [*alone, *together] if e.itemsize == 4 else [*apart, *kept, *together, *alone]
+        choices = [*alone, *together] if e.itemsize == 4 else [*separate, *kept, *together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)
             if not reason:
@@ -508,6 +519,8 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
         return f"{e.row_groups} groups of the beam's {e.beam} rows have fewer than {GROUP} each"
     if problem.n > e.group_blocks:
         return f"n={problem.n} exceeds the {e.group_blocks} thread blocks of a group, which name a word each"
+    if e.apart and not e.overlap:
+        return "thread blocks of a kernel that does not overlap with the one before come to multiprocessors in turn"
     if e.late_words and (e.group_lists > 1 or not e.beyond):
         return "no frequent words of a thread block that are beyond whole tiles go to the second part"
     if e.cluster > 1 and e.counting.part > MOST_PART:
@@ -516,7 +529,11 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
         return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
     if e.held + BESIDES > e.left:
         return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
-    for what, size in (("counts and pieces", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
+    for what, size in (
+        ("counts and pieces", e.hash_bytes),
+        ("hidden states and sums", e.product_bytes),
+        ("what comes to the last kernel", e.merge_bytes + MERGE),
+    ):
         if size > limit:
             return f"{size} bytes of {what} exceed shared memory of {limit}"
     if e.beside and e.least_beside + e.product_bytes > ALL:

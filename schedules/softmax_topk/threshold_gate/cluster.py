@@ -20,7 +20,8 @@ from ...device.cluster import (
     cluster_wait,
     peer_store,
 )
-from ...device.selection import FULL_WARP, below, join_key, key_index, key_value, order_bits
+from ...device.loops import loop_of
+from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index, key_value, order_bits
 from .layout import Layout
 from .survivors import keep_best, take_pivot
 
@@ -36,13 +37,13 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     Writes: `united` and `united_...` of the first block.
     Barriers: none.
     """
-    threads, room = layout.tiling.threads, layout.pool.room
+    threads, room, loop = layout.tiling.threads, layout.pool.room, loop_of(layout.unroll)
     # Warps that seldom have a key write the rest, side by side.
     writers = [max(threads - 32 * (i + 1), 0) for i in range(5)]
 
     @T.inline
     def phase(s):
-        for i in T.serial((s.size[0] - s.t + (threads - 1)) // threads):
+        for i in loop((s.size[0] - s.t + (threads - 1)) // threads):
             T.evaluate(put_key(s.united.ptr_to([s.part * room + i * threads + s.t]), 0, s.keys[i * threads + s.t]))
         if s.t == writers[0]:
             T.evaluate(put_int(s.united_size.ptr_to([s.part]), 0, s.size[0]))
@@ -59,19 +60,70 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
+# Blocks push few keys each. So that all lanes have some, a block's first key goes to the lane so far behind the one
+# that the block before begins with; an odd number, by which all lanes come to be the first.
+TURN = 11
+
+
+def find_bound(layout: Layout) -> Callable[..., Any]:
+    """A bound that k of the pushed keys reach, and little more: lanes share the keys, and it is the largest value of
+    the k-th best lane, as k lanes have one that is no less. The phase is (s).
+
+    Where the blocks' own thresholds are estimates for all of a row (`FirstThreshold.rank`), four times as many keys may
+    reach the highest of them.
+
+    Reads: `united`, `united_size`; `lane_tops` and `bound`, which come as 0.
+    Writes: `lane_tops`; `bound`, ordered bits, which stay 0 if fewer than k lanes have a key; scratch is `need` and
+        `slot`.
+    Barriers: two, the last at the end.
+    """
+    cluster, warps, room, k = layout.tiling.cluster, layout.tiling.warps, layout.pool.room, layout.k
+    together, groups = min(cluster, warps), max(warps // cluster, 1)  # parts at a time, and warps of each
+
+    @T.inline
+    def phase(s):
+        part = T.alloc_local([1], "int32")
+        at = T.alloc_local([1], "int32")
+        own = T.alloc_local([1], "uint32")
+        other = T.alloc_local([1], "uint32")
+        for r in T.unroll(ceildiv(cluster, warps)):
+            part[0] = r * warps + s.t // 32 % together
+            if part[0] < cluster and s.t // 32 < groups * together:
+                at[0] = s.t // 32 // together * 32 + s.t % 32
+                while at[0] < s.united_size[part[0]]:
+                    T.evaluate(T.call_extern(
+                        "uint32", "atomicMax", s.lane_tops.ptr_to([(at[0] + part[0] * TURN) % 32]),
+                        key_bits(s.united[part[0] * room + at[0]])))
+                    at[0] = at[0] + groups * 32
+        T.cuda.cta_sync()
+        own[0] = s.lane_tops[s.t % 32]
+        # Warps look at some lanes each: is it the k-th best, or one of equals among which that is?
+        for j in T.unroll(ceildiv(32, warps)):
+            other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), own[0], (j * warps + s.t // 32) % 32, 32, 32)
+            s.need[0] = T.Cast("int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), own[0] > other[0])))
+            s.slot[0] = T.Cast("int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), own[0] >= other[0])))
+            if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
+                s.bound[0] = other[0]
+        T.cuda.cta_sync()
+
+    return phase
+
+
 def unite_parts(layout: Layout) -> Callable[..., Any]:
-    """Of what the blocks have pushed: sum and reference of the row, the highest threshold, the keys that reach it.
+    """Of what the blocks have pushed: sum and reference of the row, the highest threshold, or a higher bound
+    (`find_bound`), and the keys that reach it.
 
     What a block did not push is below its own threshold, so that no key that reaches the highest is missing. A lane
     reads what one block has pushed. The phase is (s).
 
-    Reads: `united` and `united_...`; `united_count`, which comes as 0.
+    Reads: `united` and `united_...`; `united_count`, which comes as 0, and what `find_bound` reads.
     Writes: `keys`, `size`, `sum`, `largest`, `reference`, `threshold`, `equals_until`, `pivot`; scratch is `slot`.
-    Barriers: one, at the end.
+    Barriers: one, at the end, and before it those of `find_bound`.
     After: these are the row's, in all threads.
     """
     cluster, warps, room = layout.tiling.cluster, layout.tiling.warps, layout.pool.room
     halvings, groups = (cluster - 1).bit_length(), max(warps // cluster, 1)
+    find, loop = find_bound(layout), loop_of(layout.unroll)
 
     @T.inline
     def phase(s):
@@ -80,6 +132,8 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         part = T.alloc_local([1], "int32")
         chunks = T.alloc_local([1], "int32")
         at = T.alloc_local([1], "int32")
+        if layout.bound:
+            find(s)
         s.pivot[0] = s.united_threshold[T.min(s.t % 32, cluster - 1)]
         s.largest[0] = s.united_largest[T.min(s.t % 32, cluster - 1)]
         s.reference[0] = s.united_reference[T.min(s.t % 32, cluster - 1)]
@@ -97,15 +151,19 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         s.reference[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.threshold[0], 0, 32, 32)
         s.pivot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.pivot[0], 0, 32, 32)
         s.largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.largest[0], 0, 32, 32)
-        s.threshold[0] = key_value(s.pivot[0])
-        s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
+        if layout.bound:
+            s.pivot[0] = T.max(s.pivot[0], T.Cast("uint64", s.bound[0]) << T.uint64(32))
+            take_pivot(s, layout.vocab)
+        else:
+            s.threshold[0] = key_value(s.pivot[0])
+            s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
         for r in T.serial(ceildiv(cluster, warps)):
             part[0] = r * warps + s.t // 32 % min(cluster, warps)
             # Of a part's chunks of 32 keys every warp that comes to it takes some.
             chunks[0] = 0
             if part[0] < cluster and s.t // 32 < groups * min(cluster, warps):
                 chunks[0] = (s.united_size[part[0]] + 31) // 32
-            for i in T.serial((chunks[0] - s.t // 32 // min(cluster, warps) + (groups - 1)) // groups):
+            for i in loop((chunks[0] - s.t // 32 // min(cluster, warps) + (groups - 1)) // groups):
                 at[0] = (i * groups + s.t // 32 // min(cluster, warps)) * 32 + s.t % 32
                 key[0] = T.uint64(0)
                 if at[0] < s.united_size[part[0]]:

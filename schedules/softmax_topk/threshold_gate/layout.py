@@ -366,7 +366,7 @@ class Layout:
         How a row is cut up.
     first
         The first threshold.
-    deferred, overlap, prefetch
+    deferred, overlap, prefetch, unroll, bound
         The decisions of these names (see `vocabulary`).
     """
 
@@ -380,6 +380,8 @@ class Layout:
     deferred: bool
     overlap: bool
     prefetch: bool
+    unroll: bool
+    bound: bool
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -403,6 +405,8 @@ class Layout:
             bool(decisions["deferred"]),
             bool(decisions["overlap"]),
             bool(decisions["prefetch"]),
+            bool(decisions["unroll"]),
+            bool(decisions.get("bound", 0)),
         )
 
     @cached_property

@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LN_2
+from ...device.loops import loop_of
 from ...device.ranking import rank_in_bins, rank_key, refine_bins, sort_descending
 from ...device.selection import (
     FULL_WARP,
@@ -84,12 +85,12 @@ def least_value(layout: Layout) -> Callable[..., Any]:
     Writes: `threshold`; scratch is `warp_ranked`, `bits`.
     Barriers: one.
     """
-    threads, warps = layout.tiling.threads, layout.tiling.warps
+    threads, warps, loop = layout.tiling.threads, layout.tiling.warps, loop_of(layout.unroll)
 
     @T.inline
     def phase(s):
         s.bits[0] = T.uint32(0xFFFFFFFF)
-        for i in T.serial((s.size[0] - s.t + (threads - 1)) // threads):
+        for i in loop((s.size[0] - s.t + (threads - 1)) // threads):
             s.bits[0] = T.min(s.bits[0], key_bits(s.keys[i * threads + s.t]))
         s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
         if s.t % 32 == 0:
@@ -129,11 +130,11 @@ def rank_by_counting(layout: Layout, place: Callable[..., Any], rankers: int) ->
     Barriers: none.
     """
     threads, k = layout.tiling.threads, layout.k
-    rank = rank_key(threads, rankers)
+    rank, loop = rank_key(threads, rankers), loop_of(layout.unroll)
 
     @T.inline
     def phase(s):
-        for i in T.serial((s.size[0] * rankers + (threads - 1)) // threads):
+        for i in loop((s.size[0] * rankers + (threads - 1)) // threads):
             rank(s, s.t, i)
             if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < k:
                 place(s, s.slot[0], s.pivot[0])
@@ -149,16 +150,17 @@ def sort_best(layout: Layout) -> Callable[..., Any]:
     Barriers: several.
     """
     threads, k, rounded = layout.tiling.threads, layout.k, layout.pool.rounded
-    keep, sort = keep_best(layout), sort_descending(threads, rounded)
+    loop = loop_of(layout.unroll)
+    keep, sort = keep_best(layout), sort_descending(threads, rounded, loop)
 
     @T.inline
     def phase(s):
         if s.size[0] > k:
             keep(s)
-        for i in T.serial((rounded - k - s.t + (threads - 1)) // threads):
+        for i in loop((rounded - k - s.t + (threads - 1)) // threads):
             s.keys[k + i * threads + s.t] = T.uint64(0)
         sort(s, s.t)
-        for i in T.serial((k - 1 - s.t + threads) // threads):
+        for i in loop((k - 1 - s.t + threads) // threads):
             s.kept[i * threads + s.t] = s.keys[i * threads + s.t]
 
     return phase
@@ -176,15 +178,15 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
     """
     threads, k, vocab = layout.tiling.threads, layout.k, layout.vocab
     counted, countable, crowded_countable = layout.counted, layout.countable, layout.crowded_countable
-    bins, each = layout.pool.bins, layout.binned_at_once
+    bins, each, loop = layout.pool.bins, layout.binned_at_once, loop_of(layout.unroll)
     clear, least, sort = clear_bins(layout), least_value(layout), sort_best(layout)
     count_to_output = rank_by_counting(layout, place_in_output, layout.rankers)
     count_by_half = rank_by_counting(layout, place_in_output, max(layout.rankers // 2, 1))
     count_to_kept = rank_by_counting(layout, place_in_kept, layout.rankers)
     by_half = layout.countable_by_half
-    in_bins = rank_in_bins(threads, k, bins, CROWD, vocab, place_in_output, each=each)
-    refine = refine_bins(threads, bins, CROWD, vocab)
-    in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, vocab, place_in_output, finer=True)
+    in_bins = rank_in_bins(threads, k, bins, CROWD, vocab, place_in_output, each=each, loop=loop)
+    refine = refine_bins(threads, bins, CROWD, vocab, loop)
+    in_finer_bins = rank_in_bins(threads, k, bins, 2 * CROWD, vocab, place_in_output, finer=True, loop=loop)
 
     @T.inline
     def phase(s):
@@ -211,7 +213,7 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
                 else:
                     sort(s)
                 T.cuda.cta_sync()
-                for i in T.serial((k - 1 - s.t + threads) // threads):
+                for i in loop((k - 1 - s.t + threads) // threads):
                     place_in_output(s, i * threads + s.t, s.kept[i * threads + s.t])
 
     return phase
@@ -224,11 +226,11 @@ def write_given_columns(layout: Layout) -> Callable[..., Any]:
     Writes: the output `given`.
     Barriers: none.
     """
-    threads, vocab, n = layout.tiling.threads, layout.vocab, layout.ids
+    threads, vocab, n, loop = layout.tiling.threads, layout.vocab, layout.ids, loop_of(layout.unroll)
 
     @T.inline
     def phase(s):
-        for i in T.serial((n - s.t + (threads - 1)) // threads):
+        for i in loop((n - s.t + (threads - 1)) // threads):
             T.ptx.ld.global_.s64(s.wanted[0], s.io.ids.ptr_to([s.row[0], i * threads + s.t]))
             column: T.int32 = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(vocab - 1)), T.int64(0)))
             write_given(

@@ -33,6 +33,8 @@ MAX_TILES_ALONE = 8
 USED = 0.85
 # Up to this k so few elements survive that the default looks at their tiles again (`deferred`).
 DEFERRED = 64
+# Up to this k the k-th best of a warp's lanes is a bound that little more than k elements reach (`bound`).
+BOUNDED = 24
 # Bytes: about what the L2 cache holds. Only of more logits than that do rows come from memory and gain by `prefetch`.
 CACHED = 50 << 20
 
@@ -56,6 +58,7 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         "overlap": overlap,
         "prefetch": prefetch,
         "deferred": (0, 1),
+        "unroll": (0, 1),
     }
 
 
@@ -68,6 +71,7 @@ def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
     # More blocks than fit at once would only wait for each other.
     clusters = tuple(c for c in CLUSTERS if problem.batch_extent * c <= max(2 * machine.cores, 2))
     table = {"cluster": clusters or CLUSTERS[:1], **space(problem, machine), "overlap": (1,), "prefetch": (0,)}
+    table["bound"] = (0, 1) if problem.k <= BOUNDED else (0,)
     if first_allowed(problem, machine, cluster_guesses(table, problem, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
@@ -115,7 +119,7 @@ def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     overlap, wanted = int(machine.has_clusters), 256 if crowded else 512
     threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
     return [
-        {"threads": t, "vectors": v, "stages": s, "overlap": overlap, "prefetch": 0, "deferred": deferred}
+        {"threads": t, "vectors": v, "stages": s, "overlap": overlap, "prefetch": 0, "deferred": deferred, "unroll": 0}
         for v in (4, 2, 1)
         for t in threads
         for s in (2, 1)
@@ -127,7 +131,8 @@ def cluster_guesses(table: Table, problem: SoftmaxTopk, machine: Machine) -> lis
     """The most blocks a row that each have a multiprocessor of their own, then fewer, then more."""
     points = guesses(problem, machine)
     clusters = sorted((8, 4, 2), key=lambda c: (c * problem.batch_extent > machine.cores, -c))
-    return [{"cluster": c, **point} for c in clusters if c in table["cluster"] for point in points]
+    bound = max(table["bound"])
+    return [{"cluster": c, **point, "bound": bound} for c in clusters if c in table["cluster"] for point in points]
 
 
 def first_allowed(

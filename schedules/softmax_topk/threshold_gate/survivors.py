@@ -11,6 +11,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import is_nan
+from ...device.loops import loop_of
 from ...device.selection import join_key, keep_selected, key_index, key_value, order, radix_selection
 from ...device.words import load_element, value_in
 from .layout import Layout, Tiling
@@ -144,7 +145,8 @@ def keep_best(layout: Layout) -> Callable[..., Any]:
     Barriers: several; begins and ends with one.
     """
     threads, k = layout.tiling.threads, layout.k
-    select, keep = radix_selection(threads, k, key_in_buffer), keep_selected(threads, k)
+    loop = loop_of(layout.unroll)
+    select, keep = radix_selection(threads, k, key_in_buffer, loop), keep_selected(threads, k, loop)
 
     @T.inline
     def phase(s):
