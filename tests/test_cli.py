@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,6 +346,33 @@ def test_tuning_again_goes_on_from_what_is_recorded(tuned: tuple[Path, str]) -> 
     text = call("tune", *TINY, "--target", "cpu", "--trials", "4", "--logs", logs, "--dry-run")
     row = next(line for line in text.splitlines() if "bsr_matmul" in line)
     assert re.search(r"\s1\s+3\s", row), "1 trial now, 3 paid"
+
+
+def test_some_decisions_vary_and_others_stay_as_recorded(tuned: tuple[Path, str], tmp_path: Path) -> None:
+    logs = shutil.copytree(tuned[0], tmp_path / "logs")
+    log = Log(logs, HERE.arch, "bsr_matmul")
+    [(key, best)] = log.best().items()
+    before, values = len(log.read().trials), best.candidate.values
+    table = spaces.applicable(parse(key), HERE)[0][best.candidate.template]
+    name = max(table, key=lambda one: len(table[one]))
+    words = ("tune", "bsr_matmul", "--target", "cpu", "--vary", name, "--builders", "1", "--logs", logs)
+    text = call(*words)
+    trials = Log(logs, HERE.arch, "bsr_matmul").read().trials
+    made = [trial.candidate for trial in trials[before:] if trial.order]
+    assert all(candidate.values | {name: values[name]} == values for candidate in made)
+    tried = {
+        trial.candidate.values[name] for trial in trials if trial.candidate.values | {name: values[name]} == values
+    }
+    point = spaces.find(best.candidate.template).point
+    assert tried == {value for value in table[name] if point(parse(key), HERE, values | {name: value}) is None}
+    assert len(tried) > 1 and re.search(r"\s\d+\s+2\s", text), "the winner and the fallback are paid for"
+    assert "0 trials" in call(*words), "all of it is paid for"
+    axes = ("tune", *TINY, "--target", "cpu", "--logs", logs)
+    assert "vary: expected some of" in call(*axes, "--vary", "no_such", code=2)
+    assert "leave out --template, --fix" in call(*axes, "--vary", name, "--fix", f"{name}=1", code=2)
+    assert "has no record of softmax for" in call("tune", "softmax", *words[2:], code=2)
+    other = ("tune", "bsr_matmul", "m=2", "k=64", "n=64", "block=32", "sparsity=0.5", *words[2:])
+    assert "has no record of any of these problems" in call(*other, code=2)
 
 
 def test_export_writes_a_folder_that_loads(tuned: tuple[Path, str], tmp_path: Path) -> None:

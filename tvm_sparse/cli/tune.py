@@ -100,6 +100,14 @@ def tune(
         ),
     ] = None,
     fix: Fixed = None,
+    vary: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Search these decisions alone, with all others as they won: of problems that have a record in --logs,"
+            " and of all of an OPERATOR's without axes.",
+        ),
+    ] = None,
     strategy: Annotated[
         str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
     ] = STRATEGY,
@@ -128,22 +136,31 @@ def tune(
     the same command with more trials goes on from what is recorded.
     """
     with errors():
-        problems = _as_called(_problems(operator, axes, shapes))
+        given = None if vary is not None and _whole(operator, axes) else _as_called(_problems(operator, axes, shapes))
         asked: dict[str, Any] = {"devices": devices, "workers": workers, "ray": ray, "model": model}
         with _devices(target, builders, **asked) as fleet:
             machines = list(fleet.machines)
-            _require_templates(templates or (), problems, machines)
-            _require_strategy(strategy)
             from ..runtime import paths
 
             folder = logs if logs is not None else paths.user_logs()
+            problems = given if given is not None else _recorded(str(operator), machines, folder)
+            _require_templates(templates or (), problems, machines)
+            _require_strategy(strategy)
             fixed = fixed_values(fix, _decisions(problems, machines) if fix else ())
             gpus = sum(count for where, count in fleet.machines.items() if where.kind == "cuda")
             builders_now = builders or machine.default_builders(gpus)
             fresh = inputs is Inputs.fresh
-            plans = make_plans(
-                problems, machines, trials, folder, builders_now, templates or (), fixed, strategy, fresh=fresh
-            )
+            if vary is None:
+                plans = make_plans(
+                    problems, machines, trials, folder, builders_now, templates or (), fixed, strategy, fresh=fresh
+                )
+            else:
+                if templates or fix:
+                    raise ProblemError(
+                        "vary: template and other decisions are as recorded; leave out --template, --fix"
+                    )
+                names = vary.split(",")
+                plans = varied_plans(problems, machines, trials, folder, builders_now, names, strategy, fresh=fresh)
             plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
             console().print(plan_table(plans, len(fleet.devices)))
             left_out = left_out_lines(plans)
@@ -174,6 +191,7 @@ def tune(
                 seed,
                 limit=limit,
                 inputs=inputs,
+                vary=vary,
                 **asked,
             )
             outcome = run(plans, folder, seed, again, fleet)
@@ -199,6 +217,23 @@ def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | N
     if operator is None:
         raise ProblemError("operator: none given; see tvm-sparse list, or give a file of shapes with --shapes")
     return [problem_of(operator, axes)]
+
+
+def _whole(operator: str | None, axes: Sequence[str] | None) -> bool:
+    """Whether an operator is named, and none of its problems."""
+    return operator is not None and not axes and "/" not in operator
+
+
+def _recorded(operator: str, machines: Sequence[Machine], folder: Path) -> list[Problem]:
+    """An operator's problems that have a record there, for one of these machines."""
+    from ..records import Log
+
+    registry.find(operator)
+    keys = {key for where in machines for key in Log(folder, where.arch, operator).best()}
+    if not keys:
+        archs = " or ".join(where.arch for where in machines)
+        raise ProblemError(f"vary: {folder} has no record of {operator} for {archs}")
+    return [registry.parse(key) for key in sorted(keys)]
 
 
 def _as_called(problems: Sequence[Problem]) -> list[Problem]:
@@ -307,6 +342,7 @@ def resume_command(
     *,
     limit: float | None = None,
     inputs: Inputs = Inputs.hot,
+    vary: str | None = None,
     devices: str | None = None,
     workers: int | None = None,
     ray: str | None = None,
@@ -325,6 +361,7 @@ def resume_command(
         ("ray", ray, None),
         ("model", model, None),
         ("limit", limit, None),
+        ("vary", vary, None),
         ("strategy", strategy, STRATEGY),
         ("inputs", inputs, Inputs.hot),
         ("seed", seed, 0),
@@ -363,6 +400,50 @@ def make_plans(
         make_plan(problem, where, trials, Log(folder, where.arch, problem.operator), *how, fresh=fresh)
         for problem, where in itertools.product(problems, machines)
     ]
+
+
+def varied_plans(
+    problems: Sequence[Problem],
+    machines: Sequence[Machine],
+    trials: int,
+    folder: Path,
+    builders: int,
+    decisions: Sequence[str],
+    strategy: str = STRATEGY,
+    *,
+    fresh: bool = False,
+) -> list[Plan]:
+    """Plans of the problems whose record has such a decision, which alone is searched.
+
+    Raises
+    ------
+    ProblemError
+        If none has.
+    """
+    from ..records import Log
+    from ..tuning.plans import make_plan
+
+    plans: list[Plan] = []
+    had: set[str] = set()
+    for problem, where in itertools.product(problems, machines):
+        log = Log(folder, where.arch, problem.operator)
+        best = log.best().get(problem.key)
+        if best is None:
+            continue
+        won = best.candidate.values
+        had |= won.keys()
+        if not won.keys().isdisjoint(decisions):
+            fixed = {name: (value,) for name, value in won.items() if name not in decisions}
+            how = builders, (best.candidate.template,), fixed, strategy
+            plans.append(make_plan(problem, where, trials, log, *how, fresh=fresh))
+    if not had:
+        raise ProblemError(f"vary: {folder} has no record of any of these problems")
+    for name in decisions:
+        if name not in had:
+            raise ProblemError(
+                f"vary: expected some of {', '.join(sorted(had))}, which these records have, got {name!r}"
+            )
+    return plans
 
 
 def _named(plan: Plan, plans: Sequence[Plan]) -> str:
