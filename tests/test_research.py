@@ -289,7 +289,7 @@ def test_spaces_on_the_command_line() -> None:
     assert "points: # threads are too few" in shown
     found = json.loads(call(*shape, "--diff", "batch=1000", "--json"))
     sides = {(line["template"], line["what"]): (line["one"], line["other"]) for line in found}
-    assert sides["threshold_gate", "points"][0] == 170 != sides["threshold_gate", "points"][1]
+    assert sides["threshold_gate", "points"][0] == 340 != sides["threshold_gate", "points"][1]
     found = call(*shape, "--template", "threshold_gate", "--diff", "cluster_gate")
     assert "2, 4, 8, 16" in found
     point = "radix_select@{}(threads={})"

@@ -88,7 +88,7 @@ def test_a_budget_that_covers_the_space_covers_it_exactly_once(known: int, monke
     paid = dict.fromkeys(space(SMALL)[:known], 1e-5)
     rest = len(space(SMALL)) - known
     search = start(SMALL, rest, known=paid)
-    measured = run(search, 1000, lambda c: 1e-5, paid)
+    measured = run(search, rest + 1, lambda c: 1e-5, paid)
     assert set(measured) | set(paid) == set(space(SMALL))
     assert len(measured) == rest
     assert search.propose() == []
