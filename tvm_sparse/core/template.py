@@ -144,7 +144,8 @@ class Template(Generic[P]):
         except NotApplicable as error:
             return str(error)
         if list(decisions) != list(table):
-            return f"decisions are {', '.join(decisions)}; the space has {', '.join(table)}"
+            names = f"decisions are {', '.join(decisions)}; the space has {', '.join(table)}"
+            return f"{names} (tvm-sparse migrate completes records of an earlier version)"
         for name, value in decisions.items():
             if value not in table[name]:
                 return f"{name}={value} is not among {', '.join(map(str, table[name]))}"
