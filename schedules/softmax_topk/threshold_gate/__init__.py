@@ -22,7 +22,8 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
 3.  **Add up** the block's sum. For small k **one warp** may now find the k best in the marked tiles alone, and write
     them (`deferred.finish_by_one_warp`); else the block **searches the marked tiles** (`deferred.search_marked`).
 4.  **Share the parts** of a cluster (`cluster.share_parts`): every block pushes its sum and its survivors into the
-    first one's shared memory, which unites them. So there is one launch and no workspace.
+    first one's shared memory, which unites them. So there is one launch and no workspace. With `bound` that block
+    first finds a value that k of what was pushed reach, and little more (`cluster.find_bound`).
 5.  **Settle** (`kernel.settle`): if fewer than k survived (`thresholds.MISS` of rows in random order) or the sum
     overflows (elements that exceed the sample's maximum by 88 and more), steps 2 to 4 are taken once more, with no
     threshold and the row's true maximum.
@@ -32,6 +33,8 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     a bin, in its parts by the index; and by radix selection and a bitonic sort where many share a bin even so. Values
     and indices are written as they are ranked.
 8.  **Write the given columns** (`rank.write_given_columns`), if the problem has any.
+
+Without `unroll` loops that mostly run once are left as they are (`device.loops`), those of counting apart.
 
 With `prefetch` a block that is through with its row has the first tile of the row that will come into its place brought
 into the L2 cache, so that memory is busy while survivors are ranked.
