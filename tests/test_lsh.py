@@ -504,6 +504,18 @@ def test_a_beam_may_go_to_thread_blocks_if_counts_fit() -> None:
     assert max(table["cluster"]) == 8
 
 
+def test_thread_blocks_are_kept_apart_where_there_is_shared_memory_for_it() -> None:
+    """A machine with less has the same kernels without."""
+    wide = parse("lsh_topk/lists=1,beam=24,hidden=1000,vocab=40000,frequent=5500,n=12,dtype=float16")
+    template = spaces.find("fused_step")
+    assert template.default(wide, SM90)["apart"] == 1 and template.space(wide, SM90)["apart"] == (0, 1)
+    assert template.default(parse(wide.key.replace("beam=24", "beam=12")), SM90)["apart"] == 0
+    small = machine.Machine("cuda", "sm_120", "sm_120", cores=170)
+    point = template.default(wide, small)
+    assert point["apart"] == 0 and template.space(wide, small)["apart"] == (0,)
+    assert "of the last kernel exceed shared memory" in (template.allowed(wide, small, {**point, "apart": 1}) or "")
+
+
 def test_a_vocabulary_beyond_shared_memory_is_sliced_or_goes_another_way() -> None:
     small = machine.Machine("cuda", "sm_80", "sm_80", cores=108)
     large = parse("lsh_lookup/lists=1,beam=1,vocab=1000000,bands=10")

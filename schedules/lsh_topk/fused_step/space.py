@@ -431,6 +431,11 @@ def fewer_blocks(problem: LshTopk, machine: Machine) -> list[int]:
     return [blocks for blocks in left if machine.cores // 2 <= blocks < most_blocks(problem, machine)]
 
 
+def has_room_apart(machine: Machine) -> bool:
+    """Whether a thread block of the third kernel can have what keeps another one off its multiprocessor."""
+    return machine.capability >= OVERLAPS and MERGE_APART + MERGE <= shared_limit(machine) - SMALL
+
+
 def space(problem: LshTopk, machine: Machine) -> Table:
     require(problem, machine)
     default(problem, machine)
@@ -449,7 +454,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "late_words": (0, LATE_WORDS),
-        "apart": (0, 1) if machine.capability >= OVERLAPS else (0,),
+        "apart": (0, 1) if has_room_apart(machine) else (0,),
     }
 
 
@@ -486,7 +491,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             "overlap": overlap,
             "beside": 0,
             "late_words": 0,
-            "apart": int(overlap and problem.lists == 1 and rows > FEW_ROWS),
+            "apart": int(has_room_apart(machine) and problem.lists == 1 and rows > FEW_ROWS),
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
@@ -521,6 +526,8 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
         return f"n={problem.n} exceeds the {e.group_blocks} thread blocks of a group, which name a word each"
     if e.apart and not e.overlap:
         return "thread blocks of a kernel that does not overlap with the one before come to multiprocessors in turn"
+    if e.apart and not has_room_apart(machine):
+        return f"{e.merge_bytes + MERGE} bytes of the last kernel exceed shared memory of {limit}"
     if e.late_words and (e.group_lists > 1 or not e.beyond):
         return "no frequent words of a thread block that are beyond whole tiles go to the second part"
     if e.cluster > 1 and e.counting.part > MOST_PART:
@@ -529,11 +536,7 @@ def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | N
         return f"{e.cluster} thread blocks have no bands each of bands={problem.bands}"
     if e.held + BESIDES > e.left:
         return f"{e.held} words, states and sums of each of {e.threads} threads exceed the registers"
-    for what, size in (
-        ("counts and pieces", e.hash_bytes),
-        ("hidden states and sums", e.product_bytes),
-        ("what comes to the last kernel", e.merge_bytes + MERGE),
-    ):
+    for what, size in (("counts and pieces", e.hash_bytes), ("hidden states and sums", e.product_bytes)):
         if size > limit:
             return f"{size} bytes of {what} exceed shared memory of {limit}"
     if e.beside and e.least_beside + e.product_bytes > ALL:
