@@ -7,6 +7,7 @@ workspace. A block must not be written to before it has begun, nor end while oth
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
@@ -22,7 +23,7 @@ from ...device.cluster import (
 )
 from ...device.loops import loop_of
 from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index, key_value, order_bits
-from .layout import Layout
+from .layout import Layout, Tiling
 from .survivors import keep_best, take_pivot
 
 put_float, put_int = peer_store("put_float", "float"), peer_store("put_int", "int")
@@ -60,6 +61,39 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
+@dataclass(frozen=True)
+class Deal:
+    """How the first block's warps share what the blocks have pushed: a few warps a part, which take its keys by 32."""
+
+    tiling: Tiling
+
+    @property
+    def together(self) -> int:
+        """Parts at a time."""
+        return min(self.tiling.cluster, self.tiling.warps)
+
+    @property
+    def groups(self) -> int:
+        """Warps of each."""
+        return max(self.tiling.warps // self.tiling.cluster, 1)
+
+    @property
+    def rounds(self) -> int:
+        """Until all parts have had their turn."""
+        return ceildiv(self.tiling.cluster, self.tiling.warps)
+
+    def part(self, t: Any, r: Any) -> Any:
+        """The part of a thread in a round, if there is one: see `has`."""
+        return r * self.tiling.warps + t // 32 % self.together
+
+    def has(self, t: Any, part: Any) -> Any:
+        return T.And(part < self.tiling.cluster, t // 32 < self.groups * self.together)
+
+    def turn(self, t: Any) -> Any:
+        """Which of a part's warps has the thread."""
+        return t // 32 // self.together
+
+
 # Blocks push few keys each. So that all lanes have some, a block's first key goes to the lane so far behind the one
 # that the block before begins with; an odd number, by which all lanes come to be the first.
 TURN = 11
@@ -77,8 +111,7 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
         `slot`.
     Barriers: two, the last at the end.
     """
-    cluster, warps, room, k = layout.tiling.cluster, layout.tiling.warps, layout.pool.room, layout.k
-    together, groups = min(cluster, warps), max(warps // cluster, 1)  # parts at a time, and warps of each
+    warps, room, k, deal = layout.tiling.warps, layout.pool.room, layout.k, Deal(layout.tiling)
 
     @T.inline
     def phase(s):
@@ -86,15 +119,15 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
         at = T.alloc_local([1], "int32")
         own = T.alloc_local([1], "uint32")
         other = T.alloc_local([1], "uint32")
-        for r in T.unroll(ceildiv(cluster, warps)):
-            part[0] = r * warps + s.t // 32 % together
-            if part[0] < cluster and s.t // 32 < groups * together:
-                at[0] = s.t // 32 // together * 32 + s.t % 32
+        for r in T.unroll(deal.rounds):
+            part[0] = deal.part(s.t, r)
+            if deal.has(s.t, part[0]):
+                at[0] = deal.turn(s.t) * 32 + s.t % 32
                 while at[0] < s.united_size[part[0]]:
                     T.evaluate(T.call_extern(
                         "uint32", "atomicMax", s.lane_tops.ptr_to([(at[0] + part[0] * TURN) % 32]),
                         key_bits(s.united[part[0] * room + at[0]])))
-                    at[0] = at[0] + groups * 32
+                    at[0] = at[0] + deal.groups * 32
         T.cuda.cta_sync()
         own[0] = s.lane_tops[s.t % 32]
         # Warps look at some lanes each: is it the k-th best, or one of equals among which that is?
@@ -121,8 +154,8 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     Barriers: one, at the end, and before it those of `find_bound`.
     After: these are the row's, in all threads.
     """
-    cluster, warps, room = layout.tiling.cluster, layout.tiling.warps, layout.pool.room
-    halvings, groups = (cluster - 1).bit_length(), max(warps // cluster, 1)
+    cluster, room, deal = layout.tiling.cluster, layout.pool.room, Deal(layout.tiling)
+    halvings = (cluster - 1).bit_length()
     find, loop = find_bound(layout), loop_of(layout.unroll)
 
     @T.inline
@@ -157,14 +190,14 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         else:
             s.threshold[0] = key_value(s.pivot[0])
             s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
-        for r in T.serial(ceildiv(cluster, warps)):
-            part[0] = r * warps + s.t // 32 % min(cluster, warps)
+        for r in T.serial(deal.rounds):
+            part[0] = deal.part(s.t, r)
             # Of a part's chunks of 32 keys every warp that comes to it takes some.
             chunks[0] = 0
-            if part[0] < cluster and s.t // 32 < groups * min(cluster, warps):
+            if deal.has(s.t, part[0]):
                 chunks[0] = (s.united_size[part[0]] + 31) // 32
-            for i in loop((chunks[0] - s.t // 32 // min(cluster, warps) + (groups - 1)) // groups):
-                at[0] = (i * groups + s.t // 32 // min(cluster, warps)) * 32 + s.t % 32
+            for i in loop((chunks[0] - deal.turn(s.t) + (deal.groups - 1)) // deal.groups):
+                at[0] = (i * deal.groups + deal.turn(s.t)) * 32 + s.t % 32
                 key[0] = T.uint64(0)
                 if at[0] < s.united_size[part[0]]:
                     key[0] = s.united[part[0] * room + at[0]]
