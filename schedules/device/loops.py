@@ -12,12 +12,15 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+# Makes a loop over an extent.
+Loop = Callable[[Any], Any]
+
 
 def rolled(extent: Any) -> Any:
     """As `T.serial`, and the compiler is told not to unroll it."""
     return T.serial(extent, unroll=False)
 
 
-def loop_of(unroll: int) -> Callable[[Any], Any]:
+def loop_of(unroll: int) -> Loop:
     """What makes the loops that mostly run once, by the decision `unroll`."""
     return T.serial if unroll else rolled

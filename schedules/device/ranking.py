@@ -17,6 +17,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from .loops import Loop
 from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, scan_lanes
 
 # Two numbers of a key or of a bin share a word: so many bits hold the lower one.
@@ -161,7 +162,7 @@ def rank_in_bins(
     *,
     each: int = 1,
     finer: bool = False,
-    loop: Callable[[Any], Any] = T.serial,
+    loop: Loop = T.serial,
 ) -> Callable[..., Any]:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
@@ -302,9 +303,7 @@ def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     return phase
 
 
-def refine_bins(
-    threads: int, bins: int, crowd: int, columns: int, loop: Callable[[Any], Any] = T.serial
-) -> Callable[..., Any]:
+def refine_bins(threads: int, bins: int, crowd: int, columns: int, loop: Loop = T.serial) -> Callable[..., Any]:
     """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
 
     They may join a few bins of which none was crowded: more keys make a crowd of theirs. Keys are of a row of so many
@@ -349,9 +348,7 @@ def refine_bins(
     return phase
 
 
-def sort_descending(
-    threads: int, extent: int, loop: Callable[[Any], Any] = T.serial
-) -> Callable[..., Any]:
+def sort_descending(threads: int, extent: int, loop: Loop = T.serial) -> Callable[..., Any]:
     """A bitonic sort of keys[0:extent], the largest first; `extent` is a power of two, 32 or more. The phase is (s, t).
 
     A thread holds keys t, t + threads, ... Step p compares elements 2^p, ..., 2, 1 apart. Within a warp the exchange is

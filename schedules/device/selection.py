@@ -16,6 +16,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from .arithmetic import is_nan
+from .loops import Loop
 from .thresholds import Rank
 
 # The mask of a warp collective in which all lanes take part.
@@ -122,7 +123,7 @@ def find_digit(s, t):
 
 
 def radix_selection(
-    threads: int, k: int, key_at: Callable[..., Any], loop: Callable[[Any], Any] = T.serial
+    threads: int, k: int, key_at: Callable[..., Any], loop: Loop = T.serial
 ) -> Callable[..., Any]:
     """The k-th largest of a block's keys, digit by digit from the top: a histogram of a digit tells which one it has.
 
@@ -168,7 +169,7 @@ def radix_selection(
     return phase
 
 
-def keep_selected(threads: int, k: int, loop: Callable[[Any], Any] = T.serial) -> Callable[..., Any]:
+def keep_selected(threads: int, k: int, loop: Loop = T.serial) -> Callable[..., Any]:
     """Move the k keys that are >= `pivot` to the front of the buffer, through another one. The phase is (s, t, size).
 
     Reads: `keys`, `pivot`.

@@ -136,6 +136,8 @@ def tune(
     the same command with more trials goes on from what is recorded.
     """
     with errors():
+        if vary is not None and (templates or fix):
+            raise ProblemError("vary: template and other decisions are as recorded; leave out --template, --fix")
         given = None if vary is not None and _whole(operator, axes) else _as_called(_problems(operator, axes, shapes))
         asked: dict[str, Any] = {"devices": devices, "workers": workers, "ray": ray, "model": model}
         with _devices(target, builders, **asked) as fleet:
@@ -155,10 +157,6 @@ def tune(
                     problems, machines, trials, folder, builders_now, templates or (), fixed, strategy, fresh=fresh
                 )
             else:
-                if templates or fix:
-                    raise ProblemError(
-                        "vary: template and other decisions are as recorded; leave out --template, --fix"
-                    )
                 names = vary.split(",")
                 plans = varied_plans(problems, machines, trials, folder, builders_now, names, strategy, fresh=fresh)
             plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
