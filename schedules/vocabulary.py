@@ -63,6 +63,7 @@ DECISIONS: Mapping[str, str] = {
     "apart": "1: a kernel takes so much shared memory that no two of its thread blocks share a multiprocessor.",
     "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
+    "cached": "MB of such an operand that are read as usual, so that they are still there in the next call; 0: none.",
     "prefetch": "Data are brought into a cache before they are asked for; of tiles, by so many tiles. 0: they are not.",
     "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
@@ -115,7 +116,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 # Decisions that came later, at the values that mean the programs of before: by template, behind those that there were.
 ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
     ("head_tiles", "candidate_tiles", "candidate_tiles_product"),
-    {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0},
+    {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0, "cached": 0},
 ) | {
     "fused_step": {"late_words": 0, "apart": 0},
     **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),

@@ -14,6 +14,8 @@ from tvm_sparse.core.problem import Mismatch
 from tvm_sparse.core.registry import parse
 from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.runtime import loading
+from tvm_sparse.schedules.output_layer.tiles.product import stays_cached
+from tvm_sparse.schedules.output_layer.tiles.space import Extents
 from tvm_sparse.schedules.vocabulary import ADDED, renamed
 
 HALVES = "head_topk/batch=5,vocab=301,hidden=136,k=7,dtype=bfloat16,bias=1,ids=2"
@@ -25,6 +27,7 @@ PRODUCT = "candidate_logits/lists=2,beam=9,vocab=301,hidden=136,m=70,dtype=float
 ALONE = {"reduce_warps": 1, "staged": 1}
 SHARED = {"tiles": 1, "staged": 0}
 WHOLE = {**SHARED, "depth": 0}
+STAYS = {"evict_first": 1, "cached": 16}
 POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     (
         HALVES,
@@ -44,6 +47,10 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "evict_first": 1}),
     (WIDER, {**WHOLE, "tile_m": 8, "reduce_warps": 4, "tile_n": 32, "stages": 2, "blocks": 12, "dynamic": 25}),
     (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 5, "threads": 1024, "dynamic": 12}),
+    # A part of the words stays in the L2 cache.
+    (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "prefetch": 1}),
+    (HALVES, {**ALONE, **STAYS, "tiles": 6, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
+    (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 2, "blocks": 5, "prefetch": 1}),
     (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "stages": 2, "depth": 1, "blocks": 3, "threads": 512}),
     (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "depth": 4, "stages": 2, "blocks": 3, "direct": 1}),
     (LISTS, {**ALONE, "tiles": 4, "depth": 2, "stages": 3, "direct": 1}),
@@ -61,6 +68,20 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
     point = template.default(problem, SM90) | decisions
     assert template.allowed(problem, SM90, point) is None
     check_emulated(problem, template, point)
+
+
+def test_as_much_stays_cached_as_was_asked_for() -> None:
+    problem, template = (
+        parse("head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16"),
+        spaces.find("head_tiles"),
+    )
+    for cached in (16, 24, 32):
+        e = Extents.of(problem, {**template.default(problem, SM90), "cached": cached})
+        tiles = [tile for tile in range(e.list_tiles) if stays_cached(e, tile)]
+        tile_bytes = e.tile_n * problem.hidden * 2
+        # To a round, and none of the first, which memory brings ahead.
+        assert abs(len(tiles) * tile_bytes - cached * 2**20) <= e.stride * tile_bytes
+        assert min(tiles) >= e.stride
 
 
 def test_who_takes_which_tile_changes_no_bit() -> None:

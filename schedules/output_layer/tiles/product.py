@@ -46,6 +46,7 @@ load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
 bulk_prefetch = T.ptx.cp.async_.bulk.prefetch.L2.global_
+bulk_prefetch_hinted = bulk_prefetch.L2__cache_hint
 store_shared = T.ptx.st.shared.v4.u32
 LOWEST = T.min_value("float32")
 MINUS_INFINITY = T.float32("-inf")
@@ -193,6 +194,14 @@ class Place:
         return self.t // 4 % 2
 
 
+def stays_cached(e: Extents, tile: Any) -> Any:
+    """Whether a tile stays in the L2 cache: of the rounds in which blocks take tiles some, as far apart as can be, so
+    that what memory brings and what the cache has come at the same time. The first round's do not: `prefetch_tiles`
+    has memory bring them ahead."""
+    before = tile // e.stride * e.cached_share
+    return (before + e.cached_share) // 1000 > before // 1000
+
+
 # fmt: off
 def first_tile(e: Extents, p: Place, block: Any) -> Any:
     """Of a warp. With a ring, tiles go round the blocks before they go round a block's warps, so that the last ones are
@@ -215,7 +224,18 @@ def prefetch_tiles(e: Extents) -> Callable[..., Any]:
             if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
                 bulk_prefetch(io.embedding.ptr_to([first, 0]), T.uint32(e.tile_n * e.vectors * VECTOR))
 
-    return phase
+    @T.inline
+    def phase_hinted(io, p, block):
+        policy = T.alloc_local([1], "uint64")
+        T.ptx.createpolicy.fractional.L2__evict_first.b64(policy[0])
+        for i in T.serial(e.prefetched):
+            tile = T.meta_var(first_tile(e, p, block) + i * e.stride)
+            if p.t % (32 * e.reduce_warps) == 0 and (tile + 1) * e.tile_n <= io.vocab:
+                if not stays_cached(e, tile):
+                    bulk_prefetch_hinted(
+                        io.embedding.ptr_to([tile * e.tile_n, 0]), T.uint32(e.tile_n * e.vectors * VECTOR), policy[0])
+
+    return phase_hinted if e.cached else phase
 
 
 def take_tiles(e: Extents) -> Callable[..., Any]:

@@ -47,6 +47,7 @@ from .product import (
     multiply_step,
     prefetch_tiles,
     row_of_group,
+    stays_cached,
     take_tiles,
     write_parts,
 )
@@ -77,7 +78,7 @@ class RingState(State):
     done
         Whether a phase is over.
     policy
-        Of the L2 cache.
+        Of the L2 cache, for words that leave it first.
     """
 
     slot: Any = local("int32")
@@ -116,6 +117,20 @@ def init_ring(e: Extents) -> Callable[..., Any]:
             T.cuda.warp_sync()
 
     return phase
+
+
+@T.inline
+def copy_words(e, s, tile, to, from_, size, full):
+    """A bulk copy of words of a tile."""
+    if e.cached > 0:
+        if stays_cached(e, tile):
+            bulk_copy(to, from_, size, full)
+        else:
+            bulk_copy_hinted(to, from_, size, full, s.policy[0])
+    elif e.evict_first > 0:
+        bulk_copy_hinted(to, from_, size, full, s.policy[0])
+    else:
+        bulk_copy(to, from_, size, full)
 
 
 def asked_position(e: Extents, s: Any, p: Place, tile: Any) -> Any:
@@ -169,10 +184,7 @@ def ask(e: Extents) -> Callable[..., Any]:
                     s.base[0] + T.Cast("uint64", s.word[0]) * T.uint64(row)
                     + T.Cast("uint64", column))
                 to = T.meta_var(s.ring.ptr_to([(stage * e.tile_n + p.lane) * (e.ring_pitch // 4)]))
-                if e.evict_first > 0:
-                    bulk_copy_hinted(to, from_, size, s.full.ptr_to([stage]), s.policy[0])
-                else:
-                    bulk_copy(to, from_, size, s.full.ptr_to([stage]))
+                copy_words(e, s, s.asked[0], to, from_, size, s.full.ptr_to([stage]))
             s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
             s.part[0] = s.part[0] + 1
             if s.part[0] == e.parts:
@@ -202,10 +214,7 @@ def copy_tile(e: Extents) -> Callable[..., Any]:
         arrive_expecting(full, size)
         to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_n * row // 4)]))
         from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_n * row))
-        if e.evict_first > 0:
-            bulk_copy_hinted(to, from_, size, full, s.policy[0])
-        else:
-            bulk_copy(to, from_, size, full)
+        copy_words(e, s, s.asked[0], to, from_, size, full)
 
     return phase
 

@@ -68,6 +68,9 @@ STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
 # second kernel of the call before runs.
 PREFETCHED = 12 * 2**20
+# MB of a vocabulary that stay in the L2 cache for the next call, as they are read as usual and all other words leave it
+# first; and what an H200's, of 50 MB, keeps at any size of the vocabulary.
+CACHED, OFTEN_CACHED = (0, 16, 24, 32), 24
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
 DYNAMIC = (0, 12, 25, 50)
 # Bytes of a load, and of the part of a row that a warp multiplies in one step: a cache line.
@@ -117,6 +120,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "stages": STAGES if machine.has_clusters else (0,),
         "direct": (0, 1) if best_of(problem) and most_words(problem) <= MAX_DIRECT else (0,),
         "dynamic": (0,) if candidates_of(problem) or not machine.has_clusters else DYNAMIC,
+        "cached": CACHED if is_large(problem) else (0,),
     }
     if next(likely_points(problem, machine, table), None) is None:
         raise NotApplicable(
@@ -132,6 +136,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"warps that share a tile meet at a barrier of the block, which has one tile, not {tiles}"
     if decisions["prefetch"] and not decisions["overlap"]:
         return "words are brought into the L2 cache ahead while the producer kernel runs, with which this one overlaps"
+    if decisions["cached"] and not (decisions["evict_first"] and decisions["stages"]):
+        return "words of a ring stay in the L2 cache where all others leave it first"
     if not decisions["stages"]:
         if depth > MAX_DEPTH:
             return f"{depth} steps in hand exceed {MAX_DEPTH}"
@@ -246,6 +252,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "stages": 0,
                 "direct": 0,
                 "dynamic": 0,
+                "cached": 0,
             }
             if allowed(problem, machine, point) is None:
                 yield point
@@ -301,6 +308,9 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         ]
     for point in points:
         point = common | point
+        # Machines whose launches overlap have an L2 cache of 50 MB and more.
+        keeps = point["evict_first"] and machine.has_clusters and OFTEN_CACHED in table["cached"]
+        point["cached"] = OFTEN_CACHED if keeps else 0
         if not best_of(problem):
             point["threads"] = table["threads"][0]
         if (
@@ -389,7 +399,7 @@ class Extents(SearchSizes):
     beam
         Rows of a list; 0 of the exact head, whose batch may be any.
     tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first, prefetch, stages, direct,
-    dynamic
+    dynamic, cached
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -420,6 +430,7 @@ class Extents(SearchSizes):
     stages: int
     direct: int
     dynamic: int
+    cached: int
     vectors: int
     steps: int
     list_tiles: int
@@ -497,6 +508,11 @@ class Extents(SearchSizes):
     def prefetched(self) -> int:
         """Tiles that a warp, or those that share one, have brought into the L2 cache ahead."""
         return max(1, PREFETCHED // (self.stride * self.tile_n * self.vectors * VECTOR))
+
+    @property
+    def cached_share(self) -> int:
+        """Of 1,000 tiles those that stay in the L2 cache."""
+        return self.cached * 2**20 * 1000 // (self.list_tiles * self.tile_n * self.vectors * VECTOR)
 
     @property
     def early(self) -> bool:
