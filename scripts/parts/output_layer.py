@@ -23,6 +23,7 @@ UNPROMISED = "head_topk, no promise"
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
 READ_ALL, READ_ROWS, AFTER = "read of the embedding", "read of the rows", "after-product-h200"
+HEAD_COLD = "head-cold-h200"
 TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
@@ -227,6 +228,18 @@ def head_peers() -> str:
          "head / product", "+ `softmax_topk` / head", "PyTorch / head", "of the limit"],
         rows,
     )  # fmt: skip
+
+
+@part
+def head_cold() -> str:
+    """The head with nothing of the embedding in the L2 cache, beside what it takes where calls follow upon each other."""
+    hot = results(HEAD).by(*OF_HEAD)
+    rows = []
+    for key, times in results(HEAD_COLD).by(*OF_HEAD).items():
+        names = ("product", CHAIN, READ_ALL)
+        rows.append([*key, us(hot[key]["head_topk"]), us(times["head_topk"]), *(us(times.get(name)) for name in names),
+                     f"{times['head_topk'] / times['product']:.2f}"])  # fmt: skip
+    return table([*OF_HEAD, "hot", "cold", "product", "+ `softmax_topk`", "read alone", "head / product"], rows)
 
 
 @part

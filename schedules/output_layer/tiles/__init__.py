@@ -22,7 +22,8 @@ of a block have one ring for whole rows: neighbouring words are one run of memor
 bulk copy brings a tile. With `dynamic` the last of these tiles are taken as thread blocks come to them, so that all
 blocks end together (see `tiles.dynamic`). The first tiles of a vocabulary may be on their way to the L2 cache before
 the producer kernel is done (`prefetch`): in a graph of calls, while the second kernel of the call before has little to
-read.
+read. And some of a vocabulary that is too large for the L2 cache may stay there for the next call (`cached`), if all
+other words leave it first.
 
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
 h h' + h l' + l h', which leaves out some 2^-22 of it.

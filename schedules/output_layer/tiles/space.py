@@ -69,7 +69,7 @@ STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # second kernel of the call before runs.
 PREFETCHED = 12 * 2**20
 # MB of a vocabulary that stay in the L2 cache for the next call, as they are read as usual and all other words leave it
-# first; and what an H200's, of 50 MB, keeps at any size of the vocabulary.
+# first (scripts/probes/cached_words.cu); and what an H200's keeps of any vocabulary.
 CACHED, OFTEN_CACHED = (0, 16, 24, 32), 24
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
 DYNAMIC = (0, 12, 25, 50)
