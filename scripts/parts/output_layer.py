@@ -232,7 +232,7 @@ def head_peers() -> str:
 
 @part
 def head_cold() -> str:
-    """The head with nothing of the embedding in the L2 cache, beside what it takes where calls follow upon each other."""
+    """The head with nothing of the embedding in the L2 cache, and what it takes where calls follow upon each other."""
     hot = results(HEAD).by(*OF_HEAD)
     rows = []
     for key, times in results(HEAD_COLD).by(*OF_HEAD).items():
