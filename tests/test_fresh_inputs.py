@@ -227,13 +227,15 @@ def test_what_is_paid_for_is_of_one_kind(log: Log) -> None:
     def seconds(times: dict[Any, float]) -> dict[Any, float]:
         return {candidate: us * 1e-6 for candidate, us in times.items()}
 
-    assert recorded(PROBLEM, log) == seconds(HOT) and recorded(PROBLEM, log, fresh=True) == seconds(FRESH)
+    known, fresh = recorded(log), recorded(log, fresh=True)
+    assert known == {PROBLEM.key: seconds(HOT)} and fresh == {PROBLEM.key: seconds(FRESH)}
     fixed = {"threads": (128, 256, 512), "cluster": (1,), "rows": (1,), "vectors": (1,)}
     paid = [make_plan(PROBLEM, SM90, 99, log, 1, [TEMPLATE.name], fixed, fresh=fresh).paid for fresh in (False, True)]
     assert paid == [2, 3]
     # Trials whose session is lost were timed as all were before there was a choice.
     log.append(Trial(PROBLEM.key, SM90.arch, THREE, "wrong", "off by 1", (), 0.5, "gone", 0))
-    assert recorded(PROBLEM, log)[THREE] is None and recorded(PROBLEM, log, fresh=True)[THREE]
+    known, fresh = recorded(log)[PROBLEM.key], recorded(log, fresh=True)[PROBLEM.key]
+    assert known[THREE] is None and fresh[THREE]
 
 
 def test_models_and_exchanged_databases_know_hot_times_alone(log: Log, tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ FINAL_ROUNDS = 5
 # For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
 TYPICAL = {"llvm": (0.5, 0.4), "cuda": (1.0, 0.3)}
 
+Measured = dict[Candidate, float | None]
+"""Median seconds of candidates, None for a failure."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -113,8 +116,11 @@ def make_plan(
     strategy: str = strategies.DEFAULT,
     *,
     fresh: bool = False,
+    known: Mapping[str, Measured] | None = None,
 ) -> Plan:
     """Count the space, of the named templates if there are any, and what of it is paid for.
+
+    `known` is what `recorded` says of the log: plans of many problems read it once.
 
     Raises
     ------
@@ -130,24 +136,25 @@ def make_plan(
     # The fallback is measured in every run.
     fallback = spaces.fallback(problem, machine)
     size = sum(sizes.values()) + (not spaces.among(fallback, tables))
-    known = recorded(problem, log, fresh=fresh)
-    paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in known)
+    there = (recorded(log, fresh=fresh) if known is None else known).get(problem.key, {})
+    paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in there)
     left = max(0, min(trials, size) - paid)
     plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy, fresh)
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
-def recorded(problem: Problem, log: Log, *, fresh: bool = False) -> dict[Candidate, float | None]:
-    """Candidates of the log at their templates' present version: median seconds, None for a failure.
+def recorded(log: Log, *, fresh: bool = False) -> dict[str, Measured]:
+    """By problem key the candidates of the log at their templates' present version.
 
     Of trials with fresh inputs, or of all others: neither knows of the other.
     """
-    known: dict[Candidate, float | None] = {}
+    known: dict[str, Measured] = {}
     for trial in log.read().timed(fresh):
-        if trial.problem == problem.key and trial.outcome != "environment":
+        if trial.outcome != "environment":
             with contextlib.suppress(KeyError):
                 if spaces.find(trial.candidate.template).version == trial.candidate.version:
-                    known[trial.candidate] = trial.median if trial.outcome == "ok" else None
+                    seconds = trial.median if trial.outcome == "ok" else None
+                    known.setdefault(trial.problem, {})[trial.candidate] = seconds
     return known
 
 
