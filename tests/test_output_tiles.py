@@ -71,10 +71,8 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
 
 
 def test_as_much_stays_cached_as_was_asked_for() -> None:
-    problem, template = (
-        parse("head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16"),
-        spaces.find("head_tiles"),
-    )
+    problem = parse("head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16")
+    template = spaces.find("head_tiles")
     for cached in (16, 24, 32):
         e = Extents.of(problem, {**template.default(problem, SM90), "cached": cached})
         tiles = [tile for tile in range(e.list_tiles) if stays_cached(e, tile)]

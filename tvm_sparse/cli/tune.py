@@ -47,9 +47,9 @@ from .common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..records import Best, Log
+    from ..records import Best
     from ..tuning.fleet import Fleet
-    from ..tuning.plans import Measured, Plan, Progress
+    from ..tuning.plans import Plan, Progress
 
 # Rows of the live table around the problem that is running: it must fit a terminal of 24 lines.
 ROWS_BEFORE, ROWS_AFTER = 6, 3
@@ -379,31 +379,6 @@ def resume_command(
 # --------------------------------------------------------------------------------------------------------- plan
 
 
-@dataclasses.dataclass
-class _Records:
-    """A log, whose files the plans of all problems read once."""
-
-    log: Log
-    fresh: bool
-
-    @functools.cached_property
-    def known(self) -> dict[str, Measured]:
-        from ..tuning.plans import recorded
-
-        return recorded(self.log, fresh=self.fresh)
-
-    @functools.cached_property
-    def best(self) -> dict[str, Best]:
-        return self.log.best()
-
-
-def _reader(folder: Path, fresh: bool) -> Callable[[str, str], _Records]:
-    """The records of an architecture and an operator."""
-    from ..records import Log
-
-    return functools.cache(lambda arch, operator: _Records(Log(folder, arch, operator), fresh))
-
-
 def make_plans(
     problems: Sequence[Problem],
     machines: Sequence[Machine],
@@ -416,13 +391,16 @@ def make_plans(
     *,
     fresh: bool = False,
 ) -> list[Plan]:
-    from ..tuning.plans import make_plan
+    from ..records import Log
+    from ..tuning.plans import make_plan, recorded
 
-    how, records_of = (builders, templates, fixed, strategy), _reader(folder, fresh)
-    plans = []
+    # The plans of all problems read a log once.
+    log_of = functools.cache(functools.partial(Log, folder))
+    known_of = functools.cache(functools.partial(recorded, fresh=fresh))
+    how, plans = (builders, templates, fixed, strategy), []
     for problem, where in itertools.product(problems, machines):
-        there = records_of(where.arch, problem.operator)
-        plans.append(make_plan(problem, where, trials, there.log, *how, fresh=fresh, known=there.known))
+        log = log_of(where.arch, problem.operator)
+        plans.append(make_plan(problem, where, trials, log, *how, fresh=fresh, known=known_of(log)))
     return plans
 
 
@@ -444,14 +422,16 @@ def varied_plans(
     ProblemError
         If none has.
     """
-    from ..tuning.plans import make_plan
+    from ..records import Log
+    from ..tuning.plans import make_plan, recorded
 
     plans: list[Plan] = []
     had: set[str] = set()
-    records_of = _reader(folder, fresh)
+    log_of, best_of = functools.cache(functools.partial(Log, folder)), functools.cache(Log.best)
+    known_of = functools.cache(functools.partial(recorded, fresh=fresh))
     for problem, where in itertools.product(problems, machines):
-        there = records_of(where.arch, problem.operator)
-        best = there.best.get(problem.key)
+        log = log_of(where.arch, problem.operator)
+        best = best_of(log).get(problem.key)
         if best is None:
             continue
         won = best.candidate.values
@@ -459,7 +439,7 @@ def varied_plans(
         if not won.keys().isdisjoint(decisions):
             fixed = {name: (value,) for name, value in won.items() if name not in decisions}
             how = builders, (best.candidate.template,), fixed, strategy
-            plans.append(make_plan(problem, where, trials, there.log, *how, fresh=fresh, known=there.known))
+            plans.append(make_plan(problem, where, trials, log, *how, fresh=fresh, known=known_of(log)))
     if not had:
         raise ProblemError(f"vary: {folder} has no record of any of these problems")
     for name in decisions:

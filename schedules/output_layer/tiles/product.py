@@ -211,31 +211,26 @@ def first_tile(e: Extents, p: Place, block: Any) -> Any:
 
 def prefetch_tiles(e: Extents) -> Callable[..., Any]:
     """Have the first tiles of a vocabulary brought into the L2 cache. It is where everybody reads and writes memory, so
-    that this may come before the wait for the producer kernel, whatever that writes. The phase is (io, p, block).
+    that this may come before the wait for the producer kernel, whatever that writes. The phase is (io, s, p, block).
 
-    Reads and writes: nothing.
+    Reads: with `cached` `policy`. Writes: nothing.
     Barriers: none.
     """
 
     @T.inline
-    def phase(io, p, block):
-        for i in T.serial(e.prefetched):
-            first = T.meta_var((first_tile(e, p, block) + i * e.stride) * e.tile_n)
-            if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
-                bulk_prefetch(io.embedding.ptr_to([first, 0]), T.uint32(e.tile_n * e.vectors * VECTOR))
-
-    @T.inline
-    def phase_hinted(io, p, block):
-        policy = T.alloc_local([1], "uint64")
-        T.ptx.createpolicy.fractional.L2__evict_first.b64(policy[0])
+    def phase(io, s, p, block):
         for i in T.serial(e.prefetched):
             tile = T.meta_var(first_tile(e, p, block) + i * e.stride)
-            if p.t % (32 * e.reduce_warps) == 0 and (tile + 1) * e.tile_n <= io.vocab:
-                if not stays_cached(e, tile):
-                    bulk_prefetch_hinted(
-                        io.embedding.ptr_to([tile * e.tile_n, 0]), T.uint32(e.tile_n * e.vectors * VECTOR), policy[0])
+            first = T.meta_var(tile * e.tile_n)
+            size = T.meta_var(T.uint32(e.tile_n * e.vectors * VECTOR))
+            if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
+                if e.cached > 0:
+                    if not stays_cached(e, tile):
+                        bulk_prefetch_hinted(io.embedding.ptr_to([first, 0]), size, s.policy[0])
+                else:
+                    bulk_prefetch(io.embedding.ptr_to([first, 0]), size)
 
-    return phase_hinted if e.cached else phase
+    return phase
 
 
 def take_tiles(e: Extents) -> Callable[..., Any]:
@@ -787,7 +782,7 @@ def product(e: Extents) -> Callable[..., Any]:
             s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             if e.prefetch > 0:
-                do.prefetch_tiles(io, p, block)
+                do.prefetch_tiles(io, s, p, block)
             if e.early:
                 begin(io, s, p, block)
                 if io.constant != 0:

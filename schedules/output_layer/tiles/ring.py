@@ -333,7 +333,7 @@ def ring_product(e: Extents) -> Callable[..., Any]:
             s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
             do.init_ring(s, p)
             if e.prefetch > 0:
-                do.prefetch_tiles(io, p, block)
+                do.prefetch_tiles(io, s, p, block)
             if e.overlap > 0:
                 wait_then_start_consumer()
             do.take_tiles(io, s, p, block)

@@ -120,7 +120,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "stages": STAGES if machine.has_clusters else (0,),
         "direct": (0, 1) if best_of(problem) and most_words(problem) <= MAX_DIRECT else (0,),
         "dynamic": (0,) if candidates_of(problem) or not machine.has_clusters else DYNAMIC,
-        "cached": CACHED if is_large(problem) else (0,),
+        "cached": CACHED if is_large(problem) and machine.has_clusters else (0,),
     }
     if next(likely_points(problem, machine, table), None) is None:
         raise NotApplicable(
@@ -308,9 +308,8 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         ]
     for point in points:
         point = common | point
-        # Machines whose launches overlap have an L2 cache of 50 MB and more.
-        keeps = point["evict_first"] and machine.has_clusters and OFTEN_CACHED in table["cached"]
-        point["cached"] = OFTEN_CACHED if keeps else 0
+        # Machines with rings have an L2 cache of 50 MB and more.
+        point["cached"] = OFTEN_CACHED if point["evict_first"] and OFTEN_CACHED in table["cached"] else 0
         if not best_of(problem):
             point["threads"] = table["threads"][0]
         if (
