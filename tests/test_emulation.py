@@ -240,6 +240,61 @@ def test_vectors_of_half(dtype):
     np.testing.assert_array_equal(y[128:], (z.reshape(32, 8)[:, :4] * 3).ravel().astype(dtype))
 
 
+def pairs_with_nan(n):
+    """Every two of some special numbers, and normal ones behind them."""
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, -2.5])
+    pairs = np.stack([np.repeat(special, 8), np.tile(special, 8)])
+    return np.concatenate([pairs, RNG.standard_normal((2, n - 64))], axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_pairs_of_half_with_nan(dtype):
+    """The larger of two is NaN if one is; and "not less" is true of NaN."""
+    pair = "__half2" if dtype == "float16" else "__nv_bfloat162"
+
+    def of_pairs(name, result):
+        source = (
+            f"__device__ __forceinline__ unsigned int {name}(unsigned int v, unsigned int w)"
+            f" {{ {pair} a = *({pair}*)&v, b = *({pair}*)&w; {result} }}"
+        )
+        return lambda v, w: T.cuda.func_call(name, v, w, source_code=source, return_type="uint32")
+
+    largest = of_pairs("largest", f"{pair} c = __hmax2_nan(a, b); return *(unsigned int*)&c;")
+    not_less = of_pairs("not_less", "return __hgeu2_mask(a, b);")
+
+    @T.prim_func
+    def func(V: T.Buffer((128,), "uint32"), W: T.Buffer((128,), "uint32"), Y: T.Buffer((2, 128), "uint32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([128])
+        Y[0, t] = largest(V[t], W[t])
+        Y[1, t] = not_less(V[t], W[t])
+
+    a, b = (x.astype(dtype) for x in pairs_with_nan(256))
+    out = np.zeros((2, 128), "uint32")
+    run_tirx(func, [a.view("uint32"), b.view("uint32"), out])
+    wide_a, wide_b = a.astype("float32"), b.astype("float32")
+    np.testing.assert_array_equal(out[0].view(dtype).astype("float32"), np.maximum(wide_a, wide_b))
+    np.testing.assert_array_equal(out[1].view("uint16"), np.where(wide_a < wide_b, 0, 0xFFFF))
+
+
+def test_larger_of_two_with_nan():
+    @T.prim_func
+    def func(X: T.Buffer((2, 256), "float32"), Y: T.Buffer((256,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([256])
+        y = T.alloc_local([1], "float32")
+        T.ptx.max.NaN.f32(y[0], X[0, t], X[1, t])
+        Y[t] = y[0]
+
+    x, out = pairs_with_nan(256).astype("float32"), np.zeros(256, "float32")
+    run_tirx(func, [x, out])
+    np.testing.assert_array_equal(out, x.max(axis=0))
+    # A GPU's NaN is always the same.
+    assert set(out[np.isnan(out)].view("uint32")) == {0x7FFFFFFF}
+
+
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 def test_tensor_cores(dtype):
     """A (16, 16) times B (16, 8) plus C, fragments loaded by ldmatrix and, of B, also by their documented places."""
@@ -584,6 +639,127 @@ def test_wait_for_an_mbarrier_may_fail():
         run_tirx(func, [y, z], seed=seed, check_races=False)
         found |= {*zip(y.flat, np.nan_to_num(z, nan=-1).flat, strict=True)}
     assert {(0, -1), (1, 1)} <= found <= {(0, -1), (0, 1), (1, 1)}
+
+
+# ---- words that are stored to a peer asynchronously ---------------------------------------------
+
+send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64
+arrive_expecting_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
+
+# How the blocks' words go wrong on their way to the first block, and what the emulator says of it.
+SENDING_FAULTS = {
+    "none": None,
+    "own address": None,
+    "no wait": "data race: a thread reads what another wrote.*, which the thread has not awaited",
+    "written meanwhile": "data race: a (thread|bulk copy) writes what another wrote",
+    "read before": "data race: a (thread reads what another wrote|bulk copy writes what another read)",
+    "misaligned": "misaligned st.async",
+    "past the destination": "st.async of 8 bytes to what is not all shared memory|is not in shared memory",
+    "onto the mbarrier": "access to the mbarrier .* by no mbarrier instruction",
+    "mbarrier elsewhere": "st.async to .*, which is not where the mbarrier .* is",
+    "not initialised": "is not initialised as an mbarrier",
+    "no barrier before": "which may not have started: no cluster barrier before|is not initialised as an mbarrier",
+    "too few bytes": "phase 0 of the mbarrier .* (gets 8 bytes more than it expects|completes without 1 .* in flight)",
+    "too many bytes": r"deadlock: (.*\n)*.*waits in mbarrier.try_wait .* awaits 0 arrivals and 8 bytes",
+    "one silent": r"deadlock: (.*\n)*.*waits in mbarrier.try_wait .* awaits 1 arrivals and -\d+ bytes",
+    "one twice": "phase 0 awaits no arrival|gets .* bytes more than it expects|completes without .* in flight",
+    "no such block": "the cluster has no block of rank 3",
+    "no wait at exit": "the block exits with .* in flight|exits with no wait for phase 0",
+}
+
+
+@functools.cache
+def sending():
+    """Y = X + 1, of which each block of a cluster sends a row to the first one. `fault` is by number."""
+    of = {fault: i for i, fault in enumerate(SENDING_FAULTS)}
+
+    @T.prim_func
+    def func(X: T.Buffer((3, 32), "uint64"), Y: T.Buffer((3, 32), "uint64"), fault: T.int32):
+        T.device_entry()
+        T.cluster_id([1])
+        r = T.cta_id_in_cluster([3])
+        t = T.thread_id([32])
+        words = T.alloc_shared([3, 32], "uint64")
+        bars = T.alloc_shared([2], "uint64")
+        done = T.alloc_local([1], "uint32")
+        there = T.alloc_local([2], "uint32")
+        bytes = T.alloc_local([1], "uint32")
+        if t == 0:
+            if fault != of["not initialised"]:
+                T.ptx.mbarrier.init.shared__cta.b64(bars.ptr_to([0]), T.uint32(3))
+            T.ptx.fence.mbarrier_init.release.cluster()
+        if fault != of["no barrier before"]:
+            T.cuda.cluster_sync()
+        if fault == of["read before"] and r == 0:
+            Y[2, t] = words[1, t]
+        there[0] = T.cuda.cvta_generic_to_shared(words.ptr_to([r, t]))
+        there[1] = T.cuda.cvta_generic_to_shared(bars.ptr_to([0]))
+        # Of the block that has them, addresses of its own are those of the cluster.
+        if fault != of["own address"] or r > 0:
+            map_to_peer(there[0], there[0], T.uint32(0))
+            if fault != of["mbarrier elsewhere"]:
+                map_to_peer(there[1], there[1], T.if_then_else(fault == of["no such block"], T.uint32(3), T.uint32(0)))
+        bytes[0] = T.uint32(256)
+        if r == 1 and fault == of["too few bytes"]:
+            bytes[0] = T.uint32(248)
+        if r == 1 and fault == of["too many bytes"]:
+            bytes[0] = T.uint32(264)
+        if t == 5 and (r != 1 or fault != of["one silent"]):
+            arrive_expecting_there(there[1], bytes[0])
+        if t == 7 and r == 1 and fault == of["one twice"]:
+            arrive_expecting_there(there[1], T.uint32(0))
+        if r == 1 and fault == of["misaligned"]:
+            there[0] = there[0] + T.uint32(4)
+        if r == 1 and fault == of["past the destination"]:
+            there[0] = there[0] + T.uint32(1 << 16)
+        if r == 1 and fault == of["onto the mbarrier"]:
+            there[0] = there[1]
+        send_word(there[0], X[r, t] + T.uint64(1), there[1])
+        if fault == of["written meanwhile"] and r == 0:
+            words[1, t] = T.uint64(0)
+        if fault == of["no wait"]:
+            # That all have sent is not enough.
+            T.cuda.cluster_sync()
+        if r == 0 and fault != of["no wait at exit"]:
+            done[0] = T.Cast("uint32", fault == of["no wait"])
+            while done[0] == T.uint32(0):
+                try_wait(done[0], bars.ptr_to([0]), T.uint32(0))
+            for i in T.serial(3):
+                Y[i, t] = words[i, 31 - t]
+        if fault == of["no wait at exit"]:
+            T.cuda.cluster_sync()
+
+    return func
+
+
+def run_sending(fault, seed, **options):
+    x, y = RNG.integers(0, 2**63, (3, 32)).astype("uint64"), np.zeros((3, 32), "uint64")
+    run_tirx(sending(), [x, y, list(SENDING_FAULTS).index(fault)], seed=seed, **options)
+    return y, x[:, ::-1] + np.uint64(1)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in SENDING_FAULTS if not SENDING_FAULTS[fault]])
+def test_words_that_are_stored_to_a_peer(fault):
+    """The others exit when theirs are on their way."""
+    for seed in range(6):
+        np.testing.assert_array_equal(*run_sending(fault, seed))
+
+
+@pytest.mark.parametrize("fault", [fault for fault in SENDING_FAULTS if SENDING_FAULTS[fault]])
+def test_faulty_sending(fault):
+    for seed in range(3):
+        with pytest.raises(EmulationError, match=SENDING_FAULTS[fault]):
+            run_sending(fault, seed)
+
+
+def test_block_that_exits_with_a_word_on_its_way():
+    """Not in every order: it may have come."""
+    said = []
+    for seed in range(12):
+        with pytest.raises(EmulationError, match=SENDING_FAULTS["no wait at exit"]) as found:
+            run_sending("no wait at exit", seed)
+        said.append("in flight, which signal the mbarrier" in str(found.value))
+    assert any(said)
 
 
 # ---- bulk copies from global memory ------------------------------------------------------------

@@ -217,9 +217,10 @@ void wait_copies(int pending_groups);
 void check_address(const void* address, size_t size);
 void on_atomic(const void* address, size_t size);
 void mbarrier_init(char* place, uint32_t count);
-void mbarrier_arrive(char* place, uint32_t bytes);
+void mbarrier_arrive(char* place, uint32_t bytes, bool of_peer = false);
 bool mbarrier_wait(int line, char* place, uint32_t parity);
 void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier);
+void store_async(char* dst, const void* value, uint32_t size, char* mbarrier);
 void bulk_prefetch(const char* src, uint32_t size);
 inline Thread& self() { return *machine.current; }
 inline unsigned cluster_size() {
@@ -259,13 +260,14 @@ struct Mbarrier {
 struct Mbarriers : std::map<char*, Mbarrier> {};
 static uint32_t mbarriers_made;
 
-// A bulk copy that has been issued and not been performed. Places are as find_region knows them.
+// A bulk copy or an asynchronous store that has been issued and not been performed. Places are as find_region knows
+// them.
 struct Flight {
   char *destination, *source;
   size_t size;
   Mbarrier* mbarrier;
   Block* sender;
-  std::vector<char> taken;  // of global memory, what was there when the copy was issued
+  std::vector<char> taken;  // of global memory and registers, what was there when it was issued
 };
 static std::vector<Flight> flights;
 static unsigned patience;  // the steps of threads that a bulk copy takes, on average
@@ -1111,8 +1113,8 @@ static Mbarrier& mbarrier_at(const char* op, const Region& r, char* place) {
 }
 
 // The use of an mbarrier counts as a read of it, as which it is ordered behind the initialisation.
-static Mbarrier& use(const char* op, char* place, void* pc) {
-  const Region& r = region_of_mbarrier(op, place, true, pc);
+static Mbarrier& use(const char* op, char* place, void* pc, bool own = true) {
+  const Region& r = region_of_mbarrier(op, place, own, pc);
   Mbarrier& m = mbarrier_at(op, r, place);
   look_for_races(r, place, 8, false, false, access_of(self()), pc);
   return m;
@@ -1173,8 +1175,8 @@ void mbarrier_init(char* place, uint32_t count) {
   m.expected = m.pending = count;
 }
 
-void mbarrier_arrive(char* place, uint32_t bytes) {
-  Mbarrier& m = use("mbarrier.arrive", place, __builtin_return_address(0));
+void mbarrier_arrive(char* place, uint32_t bytes, bool of_peer) {
+  Mbarrier& m = use("mbarrier.arrive", place, __builtin_return_address(0), !of_peer);
   add_bytes(m, bytes);
   if (!m.pending) fail("mbarrier.arrive at %s, whose phase %u awaits no arrival", describe(m).c_str(), m.phase);
   release(self(), m.gathering);
@@ -1211,33 +1213,34 @@ static char* whereabouts(const Block* b, char* place) {
   return swapped ? __start_cuda_shared + (place - b->saved_shared) : place;
 }
 
-// Until it is performed, what it will write is poisoned, and from now on nobody's who has not waited. It
-// comes after all that its thread has done and knows, so who waits for it knows that, too. It reads the block's
-// shared memory when it is performed, and global memory, which another kernel may still write, at once.
-void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
-  const char* op = "cp.async.bulk";
-  void* pc = __builtin_return_address(0);
+// What writes to shared memory on its own: a bulk copy, or a store that is asynchronous.
+struct Departure {
+  const char* op;
+  void* pc;
+  Mbarrier& m;
+  Access now;
+};
+
+static Departure depart(const char* op, char* mbarrier, void* pc) {
   Thread& t = self();
   const Region& where = region_of_mbarrier(op, mbarrier, false, pc);
   Mbarrier& m = mbarrier_at(op, where, mbarrier);
   Access now{t.block->number, kAsync + m.number, t.block->epoch, m.phase, 0};
   look_for_races(where, mbarrier, 8, false, false, now, pc);
-  if (size % 16) fail("%s of %u bytes, which is no multiple of 16", op, size);
-  if (uintptr_t(dst) % 16 || uintptr_t(src) % 16) fail("misaligned %s", op);
-  Region *from = find_region((char*)src, size), *to = find_region(dst, size);
-  if (!from) report_out_of_bounds((char*)src, size, pc);
-  if (from->owner && from->owner != t.block) fail("%s from %s, not from the block's shared memory", op, from->name);
-  if (!to) fail("%s of %u bytes to what is not all shared memory, code+0x%lx", op, size, code_offset(pc));
-  if (to->owner != m.block) fail("%s to %s, which is not where %s is", op, to->name, describe(m).c_str());
-  refuse_mbarriers(*from, (char*)src, size, pc);
-  refuse_mbarriers(*to, dst, size, pc);
-  look_for_races(*from, (char*)src, size, false, false, now, pc);
-  look_for_races(*to, dst, size, true, true, now, pc);
+  return {op, pc, m, now};
+}
+
+// Until it is performed, what it will write is poisoned, and from now on nobody's who has not waited. It comes after
+// all that its thread has done and knows, so who waits for it knows that, too.
+static void fly(const Departure& d, char* dst, const char* src, uint32_t size, std::vector<char> taken) {
+  Thread& t = self();
+  Mbarrier& m = d.m;
+  Region* to = find_region(dst, size);
+  if (!to) fail("%s of %u bytes to what is not all shared memory, code+0x%lx", d.op, size, code_offset(d.pc));
+  if (to->owner != m.block) fail("%s to %s, which is not where %s is", d.op, to->name, describe(m).c_str());
+  refuse_mbarriers(*to, dst, size, d.pc);
+  look_for_races(*to, dst, size, true, true, d.now, d.pc);
   memset(dst, 0xFF, size);
-  if (from->owner) {
-    t.block->touched = std::max(t.block->touched, t.arrived + 1);
-    t.block->touched_at = pc;
-  }
   m.in_flight++;
   m.copied = m.phase;
   release(t, m.gathering);
@@ -1245,9 +1248,34 @@ void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
     unsigned threads = cluster_threads(*m.block), of_these[] = {2, 2 * threads, 32 * threads};
     patience = of_these[random_number() % 3];
   }
-  flights.push_back({home(dst), home((char*)src), size, &m, t.block, {}});
-  if (!from->owner) flights.back().taken.assign(src, src + size);
+  flights.push_back({home(dst), src ? home((char*)src) : nullptr, size, &m, t.block, std::move(taken)});
   yield_point();
+}
+
+// It reads the block's shared memory when it is performed, and global memory, which another kernel may still write, at
+// once.
+void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
+  Thread& t = self();
+  Departure d = depart("cp.async.bulk", mbarrier, __builtin_return_address(0));
+  if (size % 16) fail("%s of %u bytes, which is no multiple of 16", d.op, size);
+  if (uintptr_t(dst) % 16 || uintptr_t(src) % 16) fail("misaligned %s", d.op);
+  Region* from = find_region((char*)src, size);
+  if (!from) report_out_of_bounds((char*)src, size, d.pc);
+  if (from->owner && from->owner != t.block) fail("%s from %s, not from the block's shared memory", d.op, from->name);
+  refuse_mbarriers(*from, (char*)src, size, d.pc);
+  look_for_races(*from, (char*)src, size, false, false, d.now, d.pc);
+  if (from->owner) {
+    t.block->touched = std::max(t.block->touched, t.arrived + 1);
+    t.block->touched_at = d.pc;
+  }
+  fly(d, dst, src, size, from->owner ? std::vector<char>() : std::vector<char>(src, src + size));
+}
+
+void store_async(char* dst, const void* value, uint32_t size, char* mbarrier) {
+  Departure d = depart("st.async", mbarrier, __builtin_return_address(0));
+  if (uintptr_t(dst) % size) fail("misaligned %s", d.op);
+  const char* bytes = (const char*)value;
+  fly(d, dst, nullptr, size, std::vector<char>(bytes, bytes + size));
 }
 
 // A hint, but one that should be about something.
@@ -1922,7 +1950,12 @@ inline float bfloat16_value(uint16_t v) { return pun<float>(uint32_t(v) << 16); 
   inline H2 __hmul2(H2 a, H2 b) { return a * b; }                                              \
   inline H2 __hfma2(H2 a, H2 b, H2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; } \
   inline H2 __hmax2(H2 a, H2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }               \
-  inline H2 __hmin2(H2 a, H2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }
+  inline H2 __hmin2(H2 a, H2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }                \
+  inline H __hmax_nan(H a, H b) { return __hisnan(a) ? a : __hisnan(b) ? b : __hmax(a, b); }   \
+  inline H2 __hmax2_nan(H2 a, H2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }   \
+  inline unsigned __hgeu2_mask(H2 a, H2 b) {                                                   \
+    return (a.x < b.x ? 0u : 0xFFFFu) | (a.y < b.y ? 0u : 0xFFFF0000u);                        \
+  }
 
 COC_HALF(__half, __half2, half)
 COC_HALF(__nv_bfloat16, __nv_bfloat162, bfloat16)
@@ -1972,6 +2005,7 @@ inline nv_bfloat16 __ushort_as_bfloat16(unsigned short v) {
 namespace cuda_on_cpu::ptx {
 // A GPU's arithmetic keeps neither the payload nor the sign of a NaN.
 inline float canonical(float v) { return v != v ? pun<float>(0x7FFFFFFFu) : v; }
+inline float max_nan(float a, float b) { return a != a || b != b ? canonical(a + b) : a > b ? a : b; }
 
 
 template <class To, class From>

@@ -11,7 +11,7 @@ in a child process (`child`), which turns crashes, hangs and misbehaviour into a
 * barriers and warp collectives which not all participants reach;
 * blocks which exit while others of their cluster may access their shared memory;
 * mbarriers used before they are initialised, beyond their count or for more or fewer bytes than come,
-  and use of what bulk copies write by threads which have not awaited it (it is written at a moment
+  and use of what bulk copies and `st.async` write by threads which have not awaited it (it is written at a moment
   drawn from `seed`);
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1);

@@ -126,7 +126,8 @@ ATOMICS = {"add": "Add", "min": "Min", "max": "Max", "and": "And", "or": "Or", "
 ARITHMETIC = {
     "mov": "{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "mul.lo": "{0} * {1}",
     "fma": "fmaf({0}, {1}, {2})", "mad.lo": "{0} * {1} + {2}", "min": "min({0}, {1})",
-    "max": "max({0}, {1})", "abs": "({0} < 0 ? -{0} : {0})", "neg": "-{0}", "and": "{0} & {1}",
+    "max": "max({0}, {1})", "max.NaN": "cuda_on_cpu::ptx::max_nan({0}, {1})",
+    "abs": "({0} < 0 ? -{0} : {0})", "neg": "-{0}", "and": "{0} & {1}",
     "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "ex2": "exp2f({0})", "lg2": "log2f({0})",
     "rcp": "1 / {0}", "rsqrt": "1 / sqrtf({0})", "sqrt": "sqrtf({0})", "tanh": "tanhf({0})",
     "sin": "sinf({0})", "cos": "cosf({0})", "div": "{0} / {1}",
@@ -151,7 +152,8 @@ NO_EFFECT = re.compile(
     r"|fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async\.shared::cta"
 )
 MBARRIER = re.compile(
-    r"mbarrier\.(init|arrive\.expect_tx|try_wait\.parity)(\.(acquire|release)\.(cta|cluster))?\.shared(::cta)?\.b64"
+    r"mbarrier\.(init|arrive\.expect_tx|try_wait\.parity)(\.(acquire|release|relaxed)\.(cta|cluster))?"
+    r"\.shared(::cta|::cluster)?\.b64"
 )
 
 
@@ -194,18 +196,21 @@ def _set(destination: str, value: str) -> str:
     return "" if destination == "_" else f"cuda_on_cpu::ptx::set({destination}, {value});"
 
 
-def _mbarrier(action: str, ops: list[str]) -> str | None:
-    place = f"cuda_on_cpu::ptx::in_block({_address(next(o for o in ops if o.startswith('[')))})"
+def _mbarrier(action: str, of_peer: bool, ops: list[str]) -> str | None:
+    where = "in_cluster" if of_peer else "in_block"
+    place = f"cuda_on_cpu::ptx::{where}({_address(next(o for o in ops if o.startswith('[')))})"
+    if of_peer and action != "arrive.expect_tx":
+        return None
     if action == "init":
         return f"cuda_on_cpu::mbarrier_init({place}, {ops[1]});"
     if action == "arrive.expect_tx":
-        return f"cuda_on_cpu::mbarrier_arrive({place}, {ops[2]});" if ops[0] == "_" else None
+        return f"cuda_on_cpu::mbarrier_arrive({place}, {ops[2]}, {str(of_peer).lower()});" if ops[0] == "_" else None
     return f"{ops[0]} = cuda_on_cpu::mbarrier_wait(__builtin_LINE(), {place}, {ops[2]});"
 
 
 def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     """One instruction as C++, by its opcode, the opcode's parts, and its operands; None if it is not emulated."""
-    if parts[0] in ("ld", "st", "atom", "red"):
+    if parts[0] in ("ld", "st", "atom", "red") and parts[1] != "async":
         return _access(opcode, parts, ops)
     for rule in (_warp, _matrix, _barrier, _copy, _register, _arithmetic):
         if (code := rule(opcode, parts, ops)) is not None:
@@ -309,7 +314,7 @@ def _barrier(opcode: str, parts: list[str], ops: list[str]) -> str | None:
                 f"{negate}({p}))")  # fmt: skip
         return f"{ops[0]} = {call}{compare};"
     if barrier := MBARRIER.fullmatch(opcode):
-        return _mbarrier(barrier.group(1), ops)
+        return _mbarrier(barrier.group(1), barrier.group(5) == "::cluster", ops)
     if opcode == "griddepcontrol.wait":
         return "cuda_on_cpu::await_previous();"
     if opcode == "griddepcontrol.launch_dependents":
@@ -320,7 +325,7 @@ def _barrier(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 
 
 def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """Asynchronous copies, and hints of what will be read."""
+    """Asynchronous copies and stores, and hints of what will be read."""
     if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global") or re.fullmatch(
         r"cp\.async\.c[ag]\.shared\.global\.L2::\d+B", opcode
     ):
@@ -336,6 +341,11 @@ def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     ):
         to, source, barrier_there = (f"cuda_on_cpu::ptx::in_block({_address(ops[i])})" for i in (0, 1, 3))
         return f"cuda_on_cpu::bulk_copy({to}, {source}, {ops[2]}, {barrier_there});"
+    if re.fullmatch(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes\.[bus](32|64)", opcode):
+        to, barrier_there = (f"cuda_on_cpu::ptx::in_cluster({_address(ops[i])})" for i in (0, 2))
+        kind = TYPES[parts[-1]]
+        return (f"{{ {kind} sent = cuda_on_cpu::ptx::as<{kind}>({ops[1]}); "
+                f"cuda_on_cpu::store_async({to}, &sent, sizeof sent, {barrier_there}); }}")  # fmt: skip
     if re.fullmatch(r"cp\.async\.bulk\.prefetch\.L2\.global(\.L2::cache_hint)?", opcode):
         # No more than a hint, but one that should be about something.
         return f"cuda_on_cpu::bulk_prefetch(cuda_on_cpu::ptx::in_block({_address(ops[0])}), {ops[1]});"
