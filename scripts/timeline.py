@@ -42,9 +42,11 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.runtime.loading import with_workspaces
 
-GATE, TILES, STEP = (
+GATE, HELD, TILES, STEP = (
     f"tvm_sparse.schedules.{part}"
-    for part in ("softmax_topk.threshold_gate", "output_layer.tiles", "lsh_topk.fused_step")
+    for part in (
+        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer.tiles", "lsh_topk.fused_step",
+    )
 )  # fmt: skip
 GATES = {
     f"{GATE}.stream": ("offer_sample", "take_threshold", "mark_survivors", "push_survivors"),
@@ -62,6 +64,14 @@ PRODUCTS = (
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "cluster_gate": GATES,
     "threshold_gate": GATES,
+    "held_rows": {
+        f"{HELD}.kernel": (
+            "locate_row", "clear", "prepare_exchange", "load_row", "find_tops", "find_keys", "share_parts",
+            "finish_row",
+        ),
+        f"{HELD}.keys": ("find_bound", "put_reached"),
+        f"{HELD}.cluster": ("send_keys", "sum_of_warp", "unite_parts"),
+    },
     "head_tiles": {
         f"{TILES}.product": PRODUCTS,
         f"{TILES}.ring": (*PRODUCTS, "init_ring", "begin_asking", "await_stage"),
@@ -196,9 +206,14 @@ def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
     return sorted(lines, key=lambda line: line.last)
 
 
-def measure(problem: Problem, where: Machine, columns: int, fix: Sequence[str] | None, report: Report) -> None:
+def measure(
+    problem: Problem, where: Machine, columns: int, other: str | None, fix: Sequence[str] | None, report: Report
+) -> None:
     """Stamp one problem's kernel, and show when its phases end."""
     candidate = Candidate.parse(tvm_sparse.explain(problem).candidate)
+    if other is not None:
+        template = spaces.find(other, problem.operator)
+        candidate = template.candidate(template.default(problem, where))
     if candidate.template not in PHASES:
         raise typer.BadParameter(f"expected a problem that one of {', '.join(PHASES)} has, got {candidate}")
     template = spaces.find(candidate.template, problem.operator)
@@ -251,6 +266,7 @@ def main(
     problem: Annotated[list[str], typer.Argument(help="Keys of problems.")],
     target: Target = "auto",
     columns: Annotated[int, typer.Option("--behind", min=0, help="Columns of a product in front; 0: none.")] = 0,
+    template: Annotated[str | None, typer.Option(help="A template, at its default, in the place of what runs.")] = None,
     fix: Fixed = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
 ) -> None:
@@ -261,7 +277,7 @@ def main(
             raise typer.BadParameter("expected a GPU whose launches overlap (compute capability 9.0)")
         report = Report(csv_path, provenance(where), COLUMNS)
         for key in problem:
-            measure(parse(key), where, columns, fix, report)
+            measure(parse(key), where, columns, template, fix, report)
         report.close()
 
 

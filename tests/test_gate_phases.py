@@ -22,6 +22,7 @@ from tvm_sparse.core.template import Workspace
 from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.device.cluster import cluster_barrier
+from tvm_sparse.schedules.softmax_topk import finishing
 from tvm_sparse.schedules.softmax_topk.interface import gpu_program
 from tvm_sparse.schedules.softmax_topk.threshold_gate import (
     Layout,
@@ -939,7 +940,7 @@ def test_a_row_is_read_again_if_too_few_survive_or_the_sum_overflows() -> None:
 def test_rows_are_filled_up_with_the_first_elements_at_minus_infinity() -> None:
     k, vocab = 12, 700
     layout = layout_of(vocab, k, "float16")
-    alone = Alone(layout, rank.fill_up(layout), ["keys", "size"], ["keys"], one_warp=True)
+    alone = Alone(layout, finishing.fill_up(layout.vocab, layout.k), ["keys", "size"], ["keys"], one_warp=True)
     row = np.full(vocab, -INF)
     above = np.array([3, 40, 41, 699])
     row[above] = [1, NAN, INF, -5]
@@ -953,7 +954,7 @@ def test_rows_are_filled_up_with_the_first_elements_at_minus_infinity() -> None:
 def test_rows_are_completed_only_if_fewer_than_k_survived(size: int) -> None:
     k, vocab = 12, 700
     layout = layout_of(vocab, k, "float16")
-    alone = Alone(layout, kernel.complete(layout), ["keys", "size"], ["keys", "size"])
+    alone = Alone(layout, finishing.complete(layout.vocab, layout.k), ["keys", "size"], ["keys", "size"])
     row = np.full(vocab, -INF)
     above = np.arange(size) * 7 + 3
     row[above] = np.arange(size)
@@ -1120,7 +1121,9 @@ def test_given_columns_are_written_wherever_they_rank() -> None:
     vocab, ids = 1000, [5, 999, 0, -1, 1000, 5]
     layout = layout_of(vocab, 3, ids=len(ids), bias=1, threads=32)
     given = ["factor", "reference", "inverse", "logarithm"]
-    alone = Alone(layout, rank.write_given_columns(layout), given)
+    columns = (layout.tiling.threads, layout.vocab, layout.ids)
+    write = finishing.write_given_columns(*columns, rank.exponent, T.serial)
+    alone = Alone(layout, write, given)
     row, bias = np.random.default_rng(0).standard_normal((2, vocab)).astype("float32")
     inputs = arguments(alone.problem, row, bias=bias, ids=np.array([ids], "int64"))
     _, outputs = alone(inputs, factor=LOG2_E, reference=LOG2_E, inverse=0.5, logarithm=0)

@@ -80,6 +80,18 @@ def test_rows_that_are_read_twice(name: str, decisions: dict[str, int]) -> None:
     run(name, problem, decisions, logits)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "decisions"), GATES)
+def test_masks_that_are_rounded_by_more_than_exponents_bear(name: str, decisions: dict[str, int], dtype: str) -> None:
+    """All that a block of the cluster, or a warp, has of a row."""
+    logits = np.random.default_rng(2).standard_normal((4, 6000))
+    logits[0, 2900:] = -1e10
+    logits[1, 2900:] = -1e30
+    logits[2, 2900:] = np.finfo("float32").min if dtype == "float32" else -3.3e38
+    logits[3, :3100] = -1e20
+    run(name, SoftmaxTopk(4, 6000, 20, dtype), decisions, logits)
+
+
 @pytest.mark.parametrize("deferred", [0, 1])
 @pytest.mark.parametrize("structure", ["ties", "constant", "ascending", "special"])
 def test_buffer_that_overflows_is_compacted(structure: str, deferred: int) -> None:

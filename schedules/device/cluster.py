@@ -11,9 +11,23 @@ A barrier has two halves, so that work that needs nothing of the other thread bl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+# Told to an mbarrier: how many bytes to await, by an arrival in its own thread block or from another one. A word is
+# stored asynchronously to a peer, and its bytes are counted there.
+expect_bytes = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
+expect_bytes_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
+send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64
+try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
+
+# Blocks push few keys each. So that all lanes have some, a block's first key goes to the lane so far behind the one
+# that the block before begins with; an odd number, by which all lanes come to be the first.
+TURN = 11
 
 
 def peer_store(name: str, kind: str) -> Any:
@@ -67,3 +81,46 @@ def cluster_barrier():
     """All threads of all thread blocks arrive; what they wrote to shared memory before is visible after."""
     cluster_arrive()
     cluster_wait()
+
+
+@T.inline
+def await_arrivals(barrier):
+    """Wait until the first phase of an mbarrier is over, and see what was sent until then."""
+    done = T.alloc_local([1], "uint32")
+    done[0] = T.uint32(0)
+    while done[0] == T.uint32(0):
+        try_wait(done[0], barrier, T.uint32(0))
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a block's warps share what the blocks of its cluster have sent: a few warps a part, which take keys by 32."""
+
+    cluster: int  # parts
+    warps: int
+
+    @property
+    def together(self) -> int:
+        """Parts at a time."""
+        return min(self.cluster, self.warps)
+
+    @property
+    def groups(self) -> int:
+        """Warps of each."""
+        return max(self.warps // self.cluster, 1)
+
+    @property
+    def rounds(self) -> int:
+        """Until all parts have had their turn."""
+        return ceildiv(self.cluster, self.warps)
+
+    def part(self, t: Any, r: Any) -> Any:
+        """The part of a thread in a round, if there is one: see `has`."""
+        return r * self.warps + t // 32 % self.together
+
+    def has(self, t: Any, part: Any) -> Any:
+        return T.And(part < self.cluster, t // 32 < self.groups * self.together)
+
+    def turn(self, t: Any) -> Any:
+        """Which of a part's warps has the thread."""
+        return t // 32 // self.together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
+from .held_rows import held_rows
 from .insertion import online_insertion, safe_fused, safe_then_topk
 from .packed_insertion import packed_insertion
 from .radix_select import radix_select
@@ -15,6 +16,7 @@ TEMPLATES: tuple[Template, ...] = (
     row_scan,
     threshold_gate,
     cluster_gate,
+    held_rows,
     warp_rows,
     radix_select,
     safe_then_topk,
@@ -28,6 +30,7 @@ FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (row_scan,),
     "cuda": (
         warp_rows,
+        held_rows,
         cluster_gate,
         threshold_gate,
         radix_select,

@@ -27,12 +27,12 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
 5.  **Settle** (`kernel.settle`): if fewer than k survived (`thresholds.MISS` of rows in random order) or the sum
     overflows (elements that exceed the sample's maximum by 88 and more), steps 2 to 4 are taken once more, with no
     threshold and the row's true maximum.
-6.  **Complete** with elements at minus infinity, if fewer than k are above it (`rank.fill_up`).
+6.  **Complete** with elements at minus infinity, if fewer than k are above it (`finishing.complete`).
 7.  **Rank the survivors** (`rank.rank_survivors`): a few by counting, every one against every other; more in bins that
     are linear in the value, where each is compared with the others of its bin, which lie side by side; where ties crowd
     a bin, in its parts by the index; and by radix selection and a bitonic sort where many share a bin even so. Values
     and indices are written as they are ranked.
-8.  **Write the given columns** (`rank.write_given_columns`), if the problem has any.
+8.  **Write the given columns** (`finishing.write_given_columns`), if the problem has any.
 
 Without `unroll` loops that mostly run once are left as they are (`device.loops`), those of counting apart.
 
@@ -56,7 +56,7 @@ file           holds
 ``deferred``   marked tiles, and their search
 ``stream``     the pass over the row that puts these together
 ``cluster``    what blocks of a cluster tell each other
-``rank``       the survivors in order, and the outputs
+``rank``       the survivors in order, and the values and indices
 ``kernel``     the kernel: the steps above
 =============  ===============================================================================================
 
@@ -105,7 +105,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=9,
+    version=10,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -7,7 +7,6 @@ workspace. A block must not be written to before it has begun, nor end while oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
@@ -15,6 +14,8 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import (
+    TURN,
+    Deal,
     cluster_arrive,
     cluster_arrive_relaxed,
     cluster_barrier,
@@ -23,7 +24,7 @@ from ...device.cluster import (
 )
 from ...device.loops import loop_of
 from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index, key_value, order_bits
-from .layout import Layout, Tiling
+from .layout import Layout
 from .survivors import keep_best, take_pivot
 
 put_float, put_int = peer_store("put_float", "float"), peer_store("put_int", "int")
@@ -61,44 +62,6 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-@dataclass(frozen=True)
-class Deal:
-    """How the first block's warps share what the blocks have pushed: a few warps a part, which take its keys by 32."""
-
-    tiling: Tiling
-
-    @property
-    def together(self) -> int:
-        """Parts at a time."""
-        return min(self.tiling.cluster, self.tiling.warps)
-
-    @property
-    def groups(self) -> int:
-        """Warps of each."""
-        return max(self.tiling.warps // self.tiling.cluster, 1)
-
-    @property
-    def rounds(self) -> int:
-        """Until all parts have had their turn."""
-        return ceildiv(self.tiling.cluster, self.tiling.warps)
-
-    def part(self, t: Any, r: Any) -> Any:
-        """The part of a thread in a round, if there is one: see `has`."""
-        return r * self.tiling.warps + t // 32 % self.together
-
-    def has(self, t: Any, part: Any) -> Any:
-        return T.And(part < self.tiling.cluster, t // 32 < self.groups * self.together)
-
-    def turn(self, t: Any) -> Any:
-        """Which of a part's warps has the thread."""
-        return t // 32 // self.together
-
-
-# Blocks push few keys each. So that all lanes have some, a block's first key goes to the lane so far behind the one
-# that the block before begins with; an odd number, by which all lanes come to be the first.
-TURN = 11
-
-
 def find_bound(layout: Layout) -> Callable[..., Any]:
     """A bound that k of the pushed keys reach, and little more: lanes share the keys, and it is the largest value of
     the k-th best lane, as k lanes have one that is no less. The phase is (s).
@@ -111,7 +74,8 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
         `slot`.
     Barriers: two, the last at the end.
     """
-    warps, room, k, deal = layout.tiling.warps, layout.pool.room, layout.k, Deal(layout.tiling)
+    warps, room, k = layout.tiling.warps, layout.pool.room, layout.k
+    deal = Deal(layout.tiling.cluster, warps)
 
     @T.inline
     def phase(s):
@@ -154,7 +118,8 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     Barriers: one, at the end, and before it those of `find_bound`.
     After: these are the row's, in all threads.
     """
-    cluster, room, deal = layout.tiling.cluster, layout.pool.room, Deal(layout.tiling)
+    cluster, room = layout.tiling.cluster, layout.pool.room
+    deal = Deal(cluster, layout.tiling.warps)
     halvings = (cluster - 1).bit_length()
     find, loop = find_bound(layout), loop_of(layout.unroll)
 
@@ -255,8 +220,11 @@ def await_blocks(s):
 def agree(layout: Layout) -> Callable[..., Any]:
     """Whether all parts have to be read again is what the first block knows, and tells only if so. The phase is (s).
 
-    Reads: `settled` of the first block; `verdict`, which comes as 1.
-    Writes: `verdict`, and by it `settled` of the others.
+    It tells the row's largest element, too. That of a block's own share may be so far below that it is no reference: a
+    float32 of 1e10 and more is rounded by hundreds.
+
+    Reads: `settled` and `largest` of the first block; `verdict`, which comes as 1.
+    Writes: `verdict` and `row_largest`, and by these `settled` and `largest` of the others.
     Barriers: one of the cluster; the first block waits for it only if the row is read again, else `await_others` does.
     """
     cluster = layout.tiling.cluster
@@ -266,12 +234,15 @@ def agree(layout: Layout) -> Callable[..., Any]:
         if s.part == 0 and s.settled[0] == 0:
             if s.t < cluster:
                 T.evaluate(put_int(s.verdict.ptr_to([0]), s.t, 0))
+                T.evaluate(put_float(s.row_largest.ptr_to([0]), s.t, s.largest[0]))
             cluster_arrive()
         else:
             cluster_arrive_relaxed()
         if s.part != 0 or s.settled[0] == 0:
             cluster_wait()
             s.settled[0] = s.verdict[0]
+            if s.settled[0] == 0:
+                s.largest[0] = s.row_largest[0]
 
     return phase
 

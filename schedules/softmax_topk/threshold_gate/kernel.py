@@ -12,13 +12,15 @@ from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
+from ...device.loops import loop_of
 from ...device.selection import FULL_WARP, bits_value
 from ..ending import Ending, end_of_block
+from ..finishing import complete, write_given_columns
 from ..interface import gpu_program
 from .cluster import agree, await_others, call_others, share_parts
 from .deferred import finish_by_one_warp, search_marked
 from .layout import Layout
-from .rank import fill_up, rank_survivors, write_given_columns
+from .rank import exponent, rank_survivors
 from .state import LOWEST, WRITTEN, State, too_large
 from .stream import add_up, await_producer, begin_pass, stream_row
 from .tiles import locate_row
@@ -104,26 +106,6 @@ def try_one_warp(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def complete(layout: Layout) -> Callable[..., Any]:
-    """Fewer than k above minus infinity: the first ones at minus infinity complete them. The phase is (s).
-
-    Reads and writes: as `fill_up`.
-    Barriers: two, if it is so.
-    """
-    fill = fill_up(layout)
-
-    @T.inline
-    def phase(s):
-        if s.size[0] < layout.k:
-            T.cuda.cta_sync()
-            if s.t < 32:
-                fill(s)
-            T.cuda.cta_sync()
-            s.size[0] = layout.k
-
-    return phase
-
-
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point of either template's space."""
     layout = Layout.of(problem, decisions)
@@ -137,7 +119,9 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
     Writes: the outputs.
     Barriers: several.
     """
-    completed, rank, write_given = complete(layout), rank_survivors(layout), write_given_columns(layout)
+    completed, rank = complete(layout.vocab, layout.k), rank_survivors(layout)
+    write_given = write_given_columns(
+        layout.tiling.threads, layout.vocab, layout.ids, exponent, loop_of(layout.unroll))
 
     @T.inline
     def phase(s):

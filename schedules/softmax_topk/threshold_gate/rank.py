@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -14,50 +15,23 @@ from ...device.loops import loop_of
 from ...device.ranking import rank_in_bins, rank_key, refine_bins, sort_descending
 from ...device.selection import (
     FULL_WARP,
-    MINUS_INFINITY,
-    below,
     bits_value,
-    join_key,
     key_bits,
     key_index,
     key_value,
 )
-from ..elements import write_given, write_value, written_element
+from ..elements import write_value
 from .layout import CROWD, Layout
 from .state import LOWEST
 from .survivors import keep_best
 
 
+def exponent(s: Any, value: Any) -> tirx.PrimExpr:
+    """(value - m) * scale, m being the element of the reference, in powers of e."""
+    return (value * s.factor[0] - s.reference[0]) * T.float32(LN_2)
+
+
 # fmt: off
-def fill_up(layout: Layout) -> Callable[..., Any]:
-    """Append the row's first elements at minus infinity until there are k keys. The phase is (s).
-
-    Reads: the arguments, `size`.
-    Writes: `keys`, `size`.
-    Barriers: none; the first warp comes alone.
-    """
-    vocab, k = layout.vocab, layout.k
-
-    @T.inline
-    def phase(s):
-        lanes = T.alloc_local([1], "uint32")
-        has = T.alloc_local([1], "int32")
-        i: T.int32 = 0
-        while i * 32 < vocab and s.size[0] < k:
-            has[0] = 0
-            if i * 32 + s.t < vocab:
-                if written_element(s.io, s.row[0], i * 32 + s.t) == -T.infinity("float32"):
-                    has[0] = 1
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), has[0] != 0)
-            s.slot[0] = s.size[0] + below(s.t, lanes[0])
-            if has[0] != 0 and s.slot[0] < k:
-                s.keys[s.slot[0]] = join_key(T.uint32(MINUS_INFINITY), i * 32 + s.t)
-            s.size[0] = s.size[0] + T.Cast("int32", T.popcount(lanes[0]))
-            i = i + 1
-
-    return phase
-
-
 def clear_bins(layout: Layout) -> Callable[..., Any]:
     """What `rank_in_bins` wants as 0. The phase is (s).
 
@@ -110,8 +84,7 @@ def place_in_output(s, rank, key):
     """
     s.io.indices[s.row[0], rank] = T.Cast("int64", key_index(key))
     write_value(
-        s.io.values, s.row[0], rank, (key_value(key) * s.factor[0] - s.reference[0]) * T.float32(LN_2), s.inverse[0],
-        s.logarithm[0], s.io.log)
+        s.io.values, s.row[0], rank, exponent(s, key_value(key)), s.inverse[0], s.logarithm[0], s.io.log)
 
 
 @T.inline
@@ -215,28 +188,6 @@ def rank_survivors(layout: Layout) -> Callable[..., Any]:
                 T.cuda.cta_sync()
                 for i in loop((k - 1 - s.t + threads) // threads):
                     place_in_output(s, i * threads + s.t, s.kept[i * threads + s.t])
-
-    return phase
-
-
-def write_given_columns(layout: Layout) -> Callable[..., Any]:
-    """The probabilities of the columns that were given, wherever they rank. The phase is (s).
-
-    Reads: the arguments, `factor`, `reference`, `inverse`, `logarithm`.
-    Writes: the output `given`.
-    Barriers: none.
-    """
-    threads, vocab, n, loop = layout.tiling.threads, layout.vocab, layout.ids, loop_of(layout.unroll)
-
-    @T.inline
-    def phase(s):
-        for i in loop((n - s.t + (threads - 1)) // threads):
-            T.ptx.ld.global_.s64(s.wanted[0], s.io.ids.ptr_to([s.row[0], i * threads + s.t]))
-            column: T.int32 = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(vocab - 1)), T.int64(0)))
-            write_given(
-                s.io.given, s.row[0], i * threads + s.t, s.wanted[0], vocab,
-                (written_element(s.io, s.row[0], column) * s.factor[0] - s.reference[0]) * T.float32(LN_2),
-                s.inverse[0], s.logarithm[0], s.io.log)
 
     return phase
 # fmt: on

@@ -126,6 +126,7 @@ class State(Buffers):
     lane_tops: Any = shared("uint32", 32, when=bounded)  # of lanes that share their keys, orders of the largest
     bound: Any = shared("uint32", when=bounded)  # order of a value that k of these keys reach
     verdict: Any = shared("int32", when=clustered)  # what the first block tells of `settled`
+    row_largest: Any = shared("float32", when=clustered)  # and of `largest`, if the row is read again
 
     # ---- where the row is -------------------------------------------------------------------------------------------
     row: Any = local("int64")  # offsets into the logits pass 2^31

@@ -1,0 +1,71 @@
+"""Softmax + top-k on a GPU for few rows: a cluster of thread blocks has a row, which their registers hold.
+
+The gates (`threshold_gate`) stream a row through a threshold that they guess from a sample. Here a row is read at once,
+every element stays where it is until all that is asked of it has been answered, and nothing is guessed:
+
+1.  **Load** (`row.load_row`). A block has a share of the row, and each thread of it some vectors of 16 bytes, whose
+    loads are all on their way together. Meanwhile the blocks of the cluster hear of each other.
+2.  **Bound** (`bound`). A thread knows its largest element. Threads with the same number modulo `Layout.groups` are a
+    group, so that neighbours, which a row in order would have alike, are in different ones; shared memory has the
+    largest element of each group. The k-th best of these is a bound that at least k of the block's elements reach, and
+    in most rows few others do: 32 groups have 31 such elements for k = 20.
+3.  **Keys** (`keys.find_keys`). What reaches the bound goes into a list in shared memory, value and column in one key.
+    Of rows with many equal elements more do than there is room for. Then the bound gets a column, up to which its
+    equals are wanted; and where that is not enough the block selects its k best by radix passes. So a block always
+    has all of its share that can be among the row's k best.
+4.  **Share** (`cluster.share_parts`). Each block sends its keys to the first one, by stores that tell an mbarrier there
+    how many bytes have come: there is neither a fence nor a cluster barrier to wait for.
+5.  **Sum** (`sums`). The exponentials are added up while the keys are on their way. The largest element of a warp, its
+    reference, is known by then, so that no sum is rescaled. The block's sum follows the keys to an mbarrier of its own.
+6.  **Unite** (`cluster.unite_parts`). The first block finds a bound for all of the keys, as in 2, and those that reach
+    it.
+7.  **Rank** (`rank.finish_row`). Each key is counted against all others by a few threads, in one step, and written with
+    its probability.
+
+=============  ===============================================================================================
+file           holds
+=============  ===============================================================================================
+``space``      the decisions, points that are left out, and the extents that follow; loads no compiler
+``state``      the buffers that phases share, each explained
+``words``      elements as they are held in registers, two of a 16-bit dtype in a word
+``row``        where a share lies, and its loads
+``bound``      the best element of each group, and the k-th best of these
+``keys``       what reaches the bound, and the ways out if that is too much
+``sums``       sums of exponentials, of warps and of blocks
+``cluster``    what blocks send each other
+``rank``       the k best in order, and the outputs
+``kernel``     the kernel: the steps above
+=============  ===============================================================================================
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from .space import Layout, allowed, default, features, space
+
+__all__ = ["Layout", "held_rows"]
+
+
+def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    from ..interface import gpu_program
+    from .kernel import kernel
+
+    layout = Layout.of(problem, decisions)
+    return gpu_program(problem, kernel(layout), overlapped=layout.overlap)
+
+
+held_rows = Template(
+    name="held_rows",
+    version=1,
+    operator="softmax_topk",
+    kind="cuda",
+    summary="a cluster of blocks a row, which their registers hold; each finds its own k best and little more",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    features=features,
+    explicit_threads=True,
+)

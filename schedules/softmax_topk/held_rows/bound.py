@@ -1,0 +1,138 @@
+"""A bound that at least k elements reach, and in most rows few others: the k-th best of the tops of groups.
+
+Elements are divided into groups, and the largest of a group is its top. k groups have a top that is no less than the
+k-th best of all tops, so that k elements are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.loops import rolled
+from ...device.selection import FULL_WARP, order
+from ...device.words import value_in
+from .space import Layout
+from .state import column_of
+from .words import LEAST, largest
+
+
+# fmt: off
+@T.inline
+def offer(s, tops, group, ordered):
+    """Raise a group's top to an order."""
+    T.evaluate(T.call_extern("uint32", "atomicMax", tops.ptr_to([group]), ordered))
+
+
+def find_tops(layout: Layout) -> Callable[..., Any]:
+    """The largest element of each thread, and of each group of threads. The phase is (s).
+
+    Reads: `raw`; `tops`, which come as 0.
+    Writes: `top`, `tops`; scratch is `pair`, `plain`, `bits`.
+    Barriers: one, at the end.
+    """
+    dtype, words = layout.dtype, layout.words
+
+    @T.inline
+    def phase(s):
+        s.pair[0] = largest(dtype, [s.raw[w] for w in range(words)])
+        s.top[0] = value_in(dtype, s.pair[0], 0)
+        if layout.per_word == 2:
+            T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
+        order(s.top[0], s.plain, s.bits)
+        offer(s, s.tops, s.t % layout.groups, s.bits[0])
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def find_bound(layout: Layout) -> Callable[..., Any]:
+    """The k-th best of the tops. The phase is (s, tops).
+
+    Reads: `tops`.
+    Writes: `own`, `kth`, `bound`; scratch is `need`, `slot`.
+    Barriers: one, before the end.
+    After: `bound` is the same in all threads, and above minus infinity.
+    """
+    groups, warps, k = layout.groups, layout.warps, layout.k
+
+    @T.inline
+    def phase(s, tops):
+        other = T.alloc_local([1], "uint32")
+        for j in T.unroll(groups // 32):
+            s.own[j] = tops[j * 32 + s.t % 32]
+        # Warps look at some tops each: is it the k-th best, or one of equals among which that is?
+        for i in T.unroll(ceildiv(groups, warps)):
+            other[0] = tops[(i * warps + s.t // 32) % groups]
+            s.need[0] = 0
+            s.slot[0] = 0
+            for j in T.unroll(groups // 32):
+                s.need[0] = s.need[0] + T.Cast(
+                    "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] > other[0])))
+                s.slot[0] = s.slot[0] + T.Cast(
+                    "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] >= other[0])))
+            if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
+                s.kth[0] = other[0]
+        T.cuda.cta_sync()
+        s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
+
+    return phase
+
+
+def find_firsts(layout: Layout) -> Callable[..., Any]:
+    """The first column of each group's top. The phase is (s).
+
+    Reads: `raw`, `top`, `tops`; `firsts`, which come as the number of columns.
+    Writes: `firsts`; scratch is `plain`, `bits`, `column`.
+    Barriers: one, at the end.
+    After: a group whose top is NaN has the number of columns still.
+    """
+    dtype, per_word, groups = layout.dtype, layout.per_word, layout.groups
+
+    @T.inline
+    def phase(s):
+        order(s.top[0], s.plain, s.bits)
+        if s.bits[0] == s.tops[s.t % groups]:
+            s.column[0] = layout.vocab
+            for e in T.unroll(layout.words * per_word):
+                if value_in(dtype, s.raw[e // per_word], e % per_word) == s.top[0]:
+                    s.column[0] = T.min(s.column[0], column_of(layout, s, e))
+            T.evaluate(T.call_extern("int32", "atomicMin", s.firsts.ptr_to([s.t % groups]), s.column[0]))
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def bound_equals(layout: Layout) -> Callable[..., Any]:
+    """Up to which column equals of the bound are wanted: where that of the k-th best top is, of equals the first ones
+    being better. The phase is (s).
+
+    Reads: `tops`, `firsts`, `own`, `bound`.
+    Writes: `until`; scratch is `need`.
+    Barriers: none, but all lanes take part.
+    """
+    groups, k = layout.groups, layout.k
+
+    @T.inline
+    def phase(s):
+        first = T.alloc_local([1], "int32")
+        s.until[0] = 0
+        for j in T.unroll(groups // 32):
+            first[0] = s.firsts[j * 32 + s.t % 32]
+            s.need[0] = 0
+            for c in rolled(groups):
+                if s.tops[c] > s.own[j] or (s.tops[c] == s.own[j] and s.firsts[c] < first[0]):
+                    s.need[0] = s.need[0] + 1
+            if s.need[0] < k and s.own[j] == s.bound[0]:
+                s.until[0] = T.max(s.until[0], first[0])
+        s.until[0] = T.call_extern("int32", "__reduce_max_sync", T.uint32(FULL_WARP), s.until[0])
+        # Fewer than k groups have more than minus infinity, so that there is no such top.
+        if s.bound[0] == T.uint32(LEAST[layout.dtype]):
+            s.until[0] = layout.vocab
+
+    return phase
+# fmt: on

@@ -1,0 +1,211 @@
+"""What the blocks of a cluster send the first one: their keys, and then their sums.
+
+Both go by asynchronous stores, which tell an mbarrier of the first block that so many bytes have come. It waits for
+these mbarriers alone. A cluster barrier after plain stores would do as well, but is compiled with a fence of the whole
+GPU, and keeps nobody from waiting for sums who needs the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.cluster import TURN, Deal, await_arrivals, expect_bytes, expect_bytes_there, send_word
+from ...device.loops import rolled
+from ...device.selection import FULL_WARP, below, key_bits
+from .bound import find_bound, offer
+from .keys import take_places
+from .space import Layout
+from .state import KEYS, SUMS
+from .sums import LOWEST_BITS, add_up, sum_of_warp, sum_word
+
+# Bytes of a key, a number of keys, or a sum.
+WORD = 8
+
+
+# fmt: off
+@T.inline
+def place_there(there, place):
+    """`there` = where something of this block's lies in the first one."""
+    T.ptx.mapa.shared__cluster.u32(there[0], T.cuda.cvta_generic_to_shared(place), T.uint32(0))
+
+
+def prepare_exchange(layout: Layout) -> Callable[..., Any]:
+    """The first block's mbarriers. The phase is (s).
+
+    Writes: `barriers` and `sums` of the first block.
+    Barriers: none; one of the cluster has to come before anything is sent.
+    """
+
+    @T.inline
+    def phase(s):
+        if s.part == 0 and s.t == 0:
+            T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([KEYS]), T.uint32(layout.cluster))
+            T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([SUMS]), T.uint32(1))
+            T.ptx.fence.mbarrier_init.release.cluster()
+            expect_bytes(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
+            # The first block's own sum stays in those of its warps.
+            s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
+
+    return phase
+
+
+def send_keys(layout: Layout) -> Callable[..., Any]:
+    """The block's keys to the first one. The phase is (s).
+
+    Reads: `found_keys`, `size`.
+    Writes: `united` and `united_sizes` of the first block, asynchronously.
+    Barriers: none.
+    """
+    threads = layout.threads
+
+    @T.inline
+    def phase(s):
+        barrier = T.alloc_local([1], "uint32")
+        there = T.alloc_local([1], "uint32")
+        place_there(barrier, s.barriers.ptr_to([KEYS]))
+        # Of the last warp, which seldom has a key.
+        if s.t == threads - 32:
+            expect_bytes_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
+            place_there(there, s.united_sizes.ptr_to([s.part]))
+            send_word(there[0], T.Cast("uint64", s.size[0]), barrier[0])
+        place_there(there, s.united.ptr_to([s.part * layout.room]))
+        for i in rolled((s.size[0] - s.t + (threads - 1)) // threads):
+            send_word(
+                there[0] + T.Cast("uint32", (i * threads + s.t) * WORD), s.found_keys[i * threads + s.t], barrier[0])
+
+    return phase
+
+
+def send_sum(layout: Layout) -> Callable[..., Any]:
+    """The sum of a block that is not the first. The phase is (s).
+
+    Reads: `sums` of its warps.
+    Writes: `sums` of the first block, asynchronously.
+    Barriers: one, at the start.
+    """
+    threads, warps = layout.threads, layout.warps
+    add = add_up(layout.cluster, warps)
+
+    @T.inline
+    def phase(s):
+        barrier = T.alloc_local([1], "uint32")
+        there = T.alloc_local([1], "uint32")
+        T.cuda.cta_sync()
+        if s.t // 32 == warps - 1:
+            place_there(barrier, s.barriers.ptr_to([SUMS]))
+            place_there(there, s.sums.ptr_to([s.part]))
+            add(s)
+            if s.t == threads - 32:
+                send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
+
+    return phase
+
+
+def unite_parts(layout: Layout) -> Callable[..., Any]:
+    """From the blocks' keys and sums to the row's, in the first block. The phase is (s).
+
+    Reads: `united`, `united_sizes`, `sums`; `united_tops` and `united_count`, which come as 0.
+    Writes: `keys`, `size`, `bound`, `sum`, `reference`, and scratch as `find_bound` and `add_up`.
+    Barriers: three, the last at the end.
+    After: these are the same in all threads. All that can be among the k best is in `keys`, and zeros behind it.
+    """
+    groups, room, deal = layout.groups, layout.room, Deal(layout.cluster, layout.warps)
+    bound, add = find_bound(layout), add_up(0, layout.entries)
+    step = deal.groups * 32  # keys of a part that its warps take at a time
+    chunks = ceildiv(3 * groups // 2, step)  # times that are expected: so many keys stay in registers
+    held = chunks * deal.rounds
+
+    @T.inline
+    def place(s, at, r):
+        """Where a thread begins in the part of a round."""
+        at[0] = deal.part(s.t, r) * room + deal.turn(s.t) * 32 + s.t % 32
+
+    @T.inline
+    def offer_keys(s, own, ends, at):
+        """The largest keys of groups, which are made anew."""
+        for r in T.unroll(deal.rounds):
+            place(s, at, r)
+            ends[r] = 0
+            if deal.has(s.t, deal.part(s.t, r)):
+                ends[r] = deal.part(s.t, r) * room + T.Cast("int32", s.united_sizes[deal.part(s.t, r)])
+            for c in T.unroll(chunks):
+                own[r * chunks + c] = T.uint64(0)
+                if at[0] < ends[r]:
+                    own[r * chunks + c] = s.united[at[0]]
+                    offer(
+                        s, s.united_tops, (at[0] + deal.part(s.t, r) * TURN) % groups, key_bits(own[r * chunks + c]))
+                at[0] = at[0] + step
+            while at[0] < ends[r]:
+                offer(s, s.united_tops, (at[0] + deal.part(s.t, r) * TURN) % groups, key_bits(s.united[at[0]]))
+                at[0] = at[0] + step
+
+    @T.inline
+    def keep_late(s, ends, at):
+        """Keys of parts that have more than is expected."""
+        for r in T.unroll(deal.rounds):
+            place(s, at, r)
+            at[0] = at[0] + chunks * step
+            while at[0] < ends[r]:
+                s.key[0] = s.united[at[0]]
+                if key_bits(s.key[0]) >= s.bound[0]:
+                    take_places(s.slot, s.united_count, T.int32(1))
+                    s.keys[s.slot[0]] = s.key[0]
+                at[0] = at[0] + step
+
+    @T.inline
+    def phase(s):
+        at = T.alloc_local([1], "int32")
+        ends = T.alloc_local([deal.rounds], "int32")
+        own = T.alloc_local([held], "uint64")
+        lanes = T.alloc_local([held], "uint32")
+        offer_keys(s, own, ends, at)
+        T.cuda.cta_sync()
+        bound(s, s.united_tops)
+        s.need[0] = 0
+        for c in T.unroll(held):
+            lanes[c] = T.cuda.ballot_sync(T.uint32(FULL_WARP), key_bits(own[c]) >= s.bound[0])
+            s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[c]))
+        s.slot[0] = 0
+        if s.t % 32 == 0 and s.need[0] > 0:
+            take_places(s.slot, s.united_count, s.need[0])
+        # While that is on its way.
+        await_arrivals(s.barriers.ptr_to([SUMS]))
+        add(s)
+        s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32)
+        for c in T.unroll(held):
+            if key_bits(own[c]) >= s.bound[0]:
+                s.keys[s.slot[0] + below(s.t % 32, lanes[c])] = own[c]
+            s.slot[0] = s.slot[0] + T.Cast("int32", T.popcount(lanes[c]))
+        keep_late(s, ends, at)
+        T.cuda.cta_sync()
+        s.size[0] = s.united_count[0]
+
+    return phase
+
+
+def share_parts(layout: Layout) -> Callable[..., Any]:
+    """From the blocks' keys to the row's, in the first block; all others end here. The phase is (s).
+
+    Reads, writes: as the phases above and `sum_of_warp`.
+    Barriers: those of these phases.
+    """
+    keys, own, total, unite = send_keys(layout), sum_of_warp(layout), send_sum(layout), unite_parts(layout)
+
+    @T.inline
+    def phase(s):
+        keys(s)
+        # While they are on their way.
+        own(s)
+        if s.part != 0:
+            total(s)
+            T.thread_return()
+        await_arrivals(s.barriers.ptr_to([KEYS]))
+        unite(s)
+
+    return phase
+# fmt: on

@@ -1,0 +1,198 @@
+"""The keys of what reaches a block's bound, and what is done where these are more than there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.loops import rolled
+from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection
+from ...device.words import load_element, load_words, value_in
+from .bound import bound_equals, find_bound, find_firsts
+from .space import Layout
+from .state import column_of
+from .words import HALF, largest, picked, reach, twice
+
+# Vectors of a thread up to which one is chosen among all. Of more it is read again, from the L1 cache, if it can be.
+PICKED = 4
+
+
+# fmt: off
+@T.inline
+def take_places(slot, count, extent):
+    """Take `extent` places behind `count` others; `slot` is the first. Of `atomicAdd` the compiler makes code that adds
+    up first what the lanes of a warp take, which seldom are more than one."""
+    T.ptx.atom.shared.add.s32(slot[0], count.ptr_to([0]), extent)
+
+
+def put_key(layout: Layout) -> Callable[..., Any]:
+    """Append `key` to the block's. The phase is (s).
+
+    Reads: `key`.
+    Writes: `count`, and `found_keys` if there is room; scratch is `slot`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        take_places(s.slot, s.count, T.int32(1))
+        if s.slot[0] < layout.room:
+            s.found_keys[s.slot[0]] = s.key[0]
+
+    return phase
+
+
+def put_reached(layout: Layout) -> Callable[..., Any]:
+    """Append the keys of what reaches the bound, and of its equals of those up to a column. The phase is (s).
+
+    Reads: `raw`, `top`, `bound`, `until`.
+    Writes: as `put_key`; scratch is `threshold`, `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`.
+    Barriers: none.
+    """
+    put, dtype, vectors, width, per_word = (
+        put_key(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
+
+    @T.inline
+    def take_vector(s):
+        """Vector number `spot`."""
+        if vectors <= PICKED:
+            for w in T.unroll(4):
+                s.vector[w] = picked(s.raw, s.spot[0], vectors, 4, w)
+        elif layout.aligned:
+            load_words(
+                16, s.vector, 0, None, s.io.logits.ptr_to([s.row[0], column_of(layout, s, s.spot[0] * width)]))
+        else:
+            # Its ends may lie beyond the array's.
+            for u in T.unroll(vectors):
+                if s.spot[0] == u:
+                    for w in T.unroll(4):
+                        s.vector[w] = s.raw[u * 4 + w]
+
+    @T.inline
+    def phase(s):
+        place = T.alloc_local([1], "int32")
+        elements = T.alloc_local([1], "uint32")
+        # No NaN is below plus infinity, and all else is that is not in the share.
+        s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
+        s.pair[0] = twice(dtype, s.threshold[0])
+        s.pivot[0] = join_key(s.bound[0], s.until[0])
+        # The simplifier would take "not below" for "no less", which no NaN is.
+        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+            s.marks[0] = T.uint32(0)
+            for u in T.unroll(vectors):
+                s.marks[0] = s.marks[0] | reach(
+                    dtype, largest(dtype, [s.raw[u * 4 + w] for w in range(4)]), s.pair[0], u)
+            s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+            while s.marks[0] != T.uint32(0):
+                s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.marks[0]))
+                s.marks[0] = s.marks[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
+                take_vector(s)
+                elements[0] = T.uint32(0)
+                for w in T.unroll(4):
+                    elements[0] = elements[0] | reach(dtype, s.vector[w], s.pair[0], w)
+                while elements[0] != T.uint32(0):
+                    place[0] = 31 - T.clz(T.reinterpret("int32", elements[0]))
+                    elements[0] = elements[0] ^ (T.uint32(1) << T.Cast("uint32", place[0]))
+                    s.column[0] = column_of(
+                        layout, s, s.spot[0] * width + place[0] % HALF * per_word + place[0] // HALF)
+                    order(value_in(dtype, picked(s.vector, place[0] % HALF, 4), place[0] // HALF), s.plain, s.bits)
+                    s.key[0] = join_key(s.bits[0], s.column[0])
+                    if s.key[0] >= s.pivot[0]:
+                        put(s)
+
+    return phase
+
+
+def select_keys(layout: Layout) -> Callable[..., Any]:
+    """The k best of the block's share, whatever they are; of a share with fewer elements all. The phase is (s).
+
+    Reads: the logits.
+    Writes: `found_keys`, `count`; scratch as `radix_selection`, and `need`, `size`, `column`, `key`.
+    Barriers: several; ends with one.
+    """
+    threads, width, vocab = layout.threads, layout.width, layout.vocab
+    put = put_key(layout)
+
+    def key_at(s: Any, i: Any) -> Any:
+        column = T.max(s.start[0], 0) + i
+        return join_key(order_bits(load_element(layout.dtype, s.io.logits.ptr_to([s.row[0], column]))), column)
+
+    select = radix_selection(threads, layout.k, key_at, rolled)
+
+    @T.inline
+    def phase(s):
+        s.size[0] = T.min(s.start[0] + s.mine[0] * width, vocab) - T.max(s.start[0], 0)
+        s.pivot[0] = T.uint64(0)
+        if s.size[0] > layout.k:
+            select(s, s.t, s, s.size[0])
+        T.cuda.cta_sync()
+        if s.t == 0:
+            s.count[0] = 0
+        T.cuda.cta_sync()
+        for i in rolled((s.size[0] - s.t + (threads - 1)) // threads):
+            s.key[0] = key_at(s, i * threads + s.t)
+            if s.key[0] >= s.pivot[0]:
+                put(s)
+        T.cuda.cta_sync()
+
+    return phase
+
+
+@T.inline
+def clear_behind(layout, s):
+    """Zeros behind the row's keys, as far as they are ranked at once.
+
+    Reads: `size`.
+    Writes: `keys`.
+    Barriers: one, at the end.
+    """
+    if s.t >= s.size[0] and s.t < layout.at_once:
+        s.keys[s.t] = T.uint64(0)
+    T.cuda.cta_sync()
+
+
+def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """All of the block's share that can be among the row's k best. The phase is (s).
+
+    `meanwhile`: a phase (s) for the time until all warps have found theirs.
+
+    Reads: `raw`, `top`, `tops`; `firsts` and `count`, which come as the number of columns and 0.
+    Writes: `found_keys`, `size`, at most `Layout.room`; `until` and scratch.
+    Barriers: several, the last at the end.
+    """
+    bound, put, firsts, equals, select = (
+        find_bound(layout), put_reached(layout), find_firsts(layout), bound_equals(layout), select_keys(layout))
+
+    @T.inline
+    def put_anew(s):
+        """With a column for the bound; else the k best."""
+        T.cuda.cta_sync()
+        if s.t == 0:
+            s.count[0] = 0
+        firsts(s)
+        equals(s)
+        put(s)
+        T.cuda.cta_sync()
+        if s.count[0] > layout.room:
+            T.cuda.cta_sync()
+            select(s)
+        s.size[0] = s.count[0]
+        if layout.cluster == 1:
+            clear_behind(layout, s)
+
+    @T.inline
+    def phase(s):
+        bound(s, s.tops)
+        s.until[0] = layout.vocab
+        put(s)
+        if meanwhile is not None:
+            meanwhile(s)
+        T.cuda.cta_sync()
+        s.size[0] = s.count[0]
+        if s.size[0] > layout.room:
+            put_anew(s)
+
+    return phase
+# fmt: on

@@ -1,0 +1,116 @@
+"""The row's keys in order, and the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LN_2
+from ...device.loops import rolled
+from ...device.ranking import rank_key
+from ...device.selection import FULL_WARP, keep_selected, key_index, key_value, radix_selection
+from ..finishing import complete, write_given_columns
+from .space import RANKED, RANKERS, Layout
+from .sums import take_power
+
+
+def exponent(s: Any, value: Any) -> Any:
+    """(value - reference) * scale."""
+    return (value - s.reference[0]) * s.factor[0] * T.float32(LN_2)
+
+
+# fmt: off
+def rank_at_once(layout: Layout) -> Callable[..., Any]:
+    """As `ranking.rank_key`, of keys that are few enough for one step, with zeros behind them. The phase is (s).
+
+    Reads: `keys`.
+    Writes: `need`, `pivot`, `slot`.
+    Barriers: none, but all lanes take part.
+    """
+    at_once, rankers = layout.at_once, layout.rankers
+
+    @T.inline
+    def phase(s):
+        s.need[0] = s.t // rankers
+        s.pivot[0] = s.keys[T.min(s.need[0], at_once - 1)]
+        s.slot[0] = 0
+        for j in T.unroll(at_once // rankers):
+            if s.keys[j * rankers + s.t % rankers] > s.pivot[0]:
+                s.slot[0] = s.slot[0] + 1
+        for b in T.unroll(rankers.bit_length() - 1):
+            s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
+
+    return phase
+
+
+def write_ranked(k: int, rankers: int) -> Callable[..., Any]:
+    """The value and the index of a key that has its rank, if that is one of the k best. The phase is (s).
+
+    Reads: `need`, `slot`, `pivot`, `size`, `factor`, `reference`, `inverse`, `logarithm`.
+    Writes: the outputs; scratch is `power`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < k:
+            s.io.indices[s.row[0], s.slot[0]] = T.Cast("int64", key_index(s.pivot[0]))
+            take_power(s, s.power, key_value(s.pivot[0]))
+            s.io.values[s.row[0], s.slot[0]] = T.Select(
+                s.io.log != 0, exponent(s, key_value(s.pivot[0])) - s.logarithm[0], s.power[0] * s.inverse[0])
+
+    return phase
+
+
+def rank_all(layout: Layout) -> Callable[..., Any]:
+    """Any number of keys, fewer than k included. The phase is (s).
+
+    Reads, writes: as `finish_row`.
+    Barriers: several.
+    """
+    threads, k = layout.threads, layout.k
+    completed, rank, write = complete(layout.vocab, k), rank_key(threads, RANKERS), write_ranked(k, RANKERS)
+    select, keep = radix_selection(threads, k, lambda keys, i: keys[i], rolled), keep_selected(threads, k, rolled)
+
+    @T.inline
+    def phase(s):
+        completed(s)
+        if s.size[0] > RANKED:
+            select(s, s.t, s.keys, s.size[0])
+            keep(s, s.t, s.size[0])
+            s.size[0] = k
+        for i in rolled((s.size[0] * RANKERS + (threads - 1)) // threads):
+            rank(s, s.t, i)
+            write(s)
+
+    return phase
+
+
+def finish_row(layout: Layout) -> Callable[..., Any]:
+    """From a row's keys and its sum to the outputs. The phase is (s).
+
+    Reads: `keys`, `size`, `sum`, `reference`, `factor`, the arguments.
+    Writes: the outputs, and scratch.
+    Barriers: none if the keys are ranked at once, else several.
+    """
+    at_once, every, write = rank_at_once(layout), rank_all(layout), write_ranked(layout.k, layout.rankers)
+    write_given = write_given_columns(layout.threads, layout.vocab, layout.ids, exponent, rolled)
+
+    @T.inline
+    def phase(s):
+        T.ptx.rcp.approx.ftz.f32(s.inverse[0], s.sum[0])
+        s.logarithm[0] = T.float32(0)
+        if s.io.log != 0:
+            s.logarithm[0] = T.log(s.sum[0])
+        if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
+            at_once(s)
+            write(s)
+        else:
+            every(s)
+        if layout.ids > 0:
+            write_given(s)
+
+    return phase
+# fmt: on

@@ -1,0 +1,126 @@
+"""Where a block's share of a row lies, and how it comes into registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.arithmetic import LOG2_E
+from ...device.words import load_words
+from .space import Layout
+from .state import column_of
+from .words import NOTHING
+
+
+# fmt: off
+def locate_row(layout: Layout) -> Callable[..., Any]:
+    """The columns of this block's share. The phase is (s, block), of which the second is the row's number.
+
+    Reads: the arguments, but no logits.
+    Writes: `row`, `start`, `mine`, `left`, `factor`.
+    Barriers: none.
+    """
+    vocab, width, share = layout.vocab, layout.width, layout.share
+
+    @T.inline
+    def phase(s, block):
+        s.row[0] = T.Cast("int64", block)
+        s.factor[0] = s.io.scale * T.float32(LOG2_E)
+        s.start[0] = s.part * share * width
+        s.mine[0] = T.max(T.min(layout.row_vectors - s.part * share, share), 0)
+        if not layout.aligned:
+            lead: T.int32 = T.Cast("int32", (s.row[0] * vocab) % width)
+            s.start[0] = s.start[0] - lead
+            s.mine[0] = T.max(T.min((vocab + lead + (width - 1)) // width - s.part * share, share), 0)
+            s.left[0] = T.Cast("int32", T.min(T.Cast("int64", s.io.batch) - s.row[0], T.int64(width + 1)) * vocab)
+
+    return phase
+
+
+def clear(layout: Layout) -> Callable[..., Any]:
+    """Set shared memory to how it is before any element was read. The phase is (s).
+
+    Writes: `tops`, `firsts`, `united_tops`, `count`, `united_count`, the front of `keys`.
+    Barriers: none.
+    """
+    threads, groups, at_once = layout.threads, layout.groups, layout.at_once
+
+    @T.inline
+    def phase(s):
+        if s.t < groups:
+            s.tops[s.t] = T.uint32(0)
+            s.firsts[s.t] = layout.vocab
+            if layout.cluster > 1:
+                s.united_tops[s.t] = T.uint32(0)
+        for i in T.unroll(ceildiv(at_once, threads)):
+            if i * threads + s.t < at_once:
+                s.keys[i * threads + s.t] = T.uint64(0)
+        if s.t == 0:
+            s.count[0] = 0
+            if layout.cluster > 1:
+                s.united_count[0] = 0
+
+    return phase
+
+
+def load_row(layout: Layout) -> Callable[..., Any]:
+    """The thread's vectors. The phase is (s).
+
+    Reads: the logits, `row`, `start`, `mine`, `left`.
+    Writes: `raw`; scratch is `bits`.
+    Barriers: none.
+    After: what is not of the row and of this block's share is minus infinity.
+    """
+    vocab, width, per_word, vectors, threads = (
+        layout.vocab, layout.width, layout.per_word, layout.vectors, layout.threads)
+    bits, nothing, mask = 8 * layout.itemsize, NOTHING[layout.dtype], (1 << 8 * layout.itemsize) - 1
+
+    @T.inline
+    def put(s, e, value):
+        """Make `value`, bits at their place in a word, the element e."""
+        s.raw[e // per_word] = (
+            s.raw[e // per_word] & ~(T.uint32(mask) << T.Cast("uint32", e % per_word * bits))) | value
+
+    @T.inline
+    def mend(s, u, small):
+        """Of a row that does not begin with a vector, the elements of a vector that lies not all in it."""
+        if column_of(layout, s, u * width) + width > s.left[0]:
+            # Beyond the array's end nothing may be read.
+            for e in T.unroll(width):
+                if column_of(layout, s, u * width + e) < vocab:
+                    load_words(
+                        layout.itemsize, s.bits, 0, small,
+                        s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width + e)]))
+                    put(s, u * width + e, s.bits[0] << T.Cast("uint32", e % per_word * bits))
+        if column_of(layout, s, u * width) < 0 or column_of(layout, s, u * width) + width > vocab:
+            for e in T.unroll(width):
+                if column_of(layout, s, u * width + e) < 0 or column_of(layout, s, u * width + e) >= vocab:
+                    put(s, u * width + e, T.uint32(nothing) & (
+                        T.uint32(mask) << T.Cast("uint32", e % per_word * bits)))
+
+    @T.inline
+    def phase(s):
+        small = T.alloc_local([1], "uint16")
+        for u in T.unroll(vectors):
+            if u < layout.inner:
+                load_words(
+                    16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
+            else:
+                for w in T.unroll(4):
+                    s.raw[u * 4 + w] = T.uint32(nothing)
+                if u * threads + s.t < s.mine[0] and (
+                    layout.aligned or column_of(layout, s, u * width) + width <= s.left[0]
+                ):
+                    load_words(
+                        16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
+        if not layout.aligned:
+            for u in T.unroll(vectors):
+                if u * threads + s.t < s.mine[0]:
+                    mend(s, u, small)
+
+    return phase
+# fmt: on

@@ -1,0 +1,245 @@
+"""The space of `held_rows`, and the extents that follow from a point of it. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
+from ...device.pool import STATIC, asked
+
+THREADS = (128, 256, 384, 512, 640, 768, 1024)
+# Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
+CLUSTERS = powers(1, 16)
+# Into how many groups a block's threads are divided, by the k up to which they are. About 3/2 as many elements reach
+# the k-th best of their tops. With 128 groups up to k = 100 the gates are faster.
+GROUPS = {24: 32, 50: 64}
+MAX_K = max(GROUPS)
+# Registers of a multiprocessor. A thread needs about so many beside those that hold the row, of which it has so many at
+# most.
+REGISTERS = 65536
+WORKING = 32
+MAX_WORDS = 64
+# Threads of a multiprocessor; bytes of its shared memory, those that the system takes for each block, and the most that
+# a block may ask for.
+THREADS_MOST = 2048
+SHARED, RESERVED, MAX_SHARED = 228 * 1024, 1024, 200 * 1024
+# Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
+RANKERS = 8
+RANKED = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a row lies over the blocks of a cluster, their threads and registers. A vector is 16 bytes of the row.
+
+    Blocks have neighbouring shares of it, and of a share all threads take a vector, then the next one each.
+    """
+
+    vocab: int
+    k: int
+    ids: int  # given columns of a row
+    dtype: str
+    threads: int
+    cluster: int
+    overlap: bool
+
+    @classmethod
+    def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
+        return cls(
+            problem.vocab,
+            problem.k,
+            problem.ids,
+            problem.dtype,
+            decisions["threads"],
+            decisions["cluster"],
+            bool(decisions["overlap"]),
+        )
+
+    @cached_property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.threads // 32
+
+    # The row in registers.
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @cached_property
+    def width(self) -> int:
+        """Elements of a vector."""
+        return 16 // self.itemsize
+
+    @cached_property
+    def per_word(self) -> int:
+        """Elements of a 32-bit word."""
+        return 4 // self.itemsize
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every row begins with a vector. If not, its first and last vector are shared with other rows."""
+        return self.vocab % self.width == 0
+
+    @cached_property
+    def row_vectors(self) -> int:
+        """The most vectors that a row touches."""
+        return ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
+
+    @cached_property
+    def share(self) -> int:
+        """Vectors of a block, whole warps of them: of all blocks as many, but the last ones may have fewer."""
+        return ceildiv(ceildiv(self.row_vectors, self.cluster), 32) * 32
+
+    @cached_property
+    def vectors(self) -> int:
+        """Vectors of a thread."""
+        return ceildiv(self.share, self.threads)
+
+    @cached_property
+    def inner(self) -> int:
+        """Of these, those that every thread of every block has, of rows that begin with a vector."""
+        least = max(min(self.share, self.row_vectors - self.share * (self.cluster - 1)), 0)
+        return least // self.threads if self.aligned else 0
+
+    @cached_property
+    def words(self) -> int:
+        """32-bit words of a thread."""
+        return 4 * self.vectors
+
+    @cached_property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
+        by_registers = REGISTERS // (self.threads * (self.words + WORKING))
+        return max(min(by_registers, THREADS_MOST // self.threads, SHARED // (self.bytes + STATIC + RESERVED)), 1)
+
+    # Keys.
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of threads, of whose largest elements the k-th best is the bound."""
+        return next(groups for most, groups in GROUPS.items() if self.k <= most)
+
+    @cached_property
+    def room(self) -> int:
+        """Keys that a block may find: a few more than in most rows, and those of a row in order.
+
+        There k neighbouring lanes have the best groups, each with a vector of elements that reach the bound; and where
+        equals are among them twice as many.
+        """
+        return ceildiv(max(2 * self.k * self.width, 3 * self.groups), 32) * 32
+
+    @cached_property
+    def at_once(self) -> int:
+        """Keys of a row that are ranked in one step: seldom are there more."""
+        return 2 * self.groups
+
+    @cached_property
+    def rankers(self) -> int:
+        """Threads that then share the ranking of a key."""
+        return min(1 << ((self.threads // self.at_once).bit_length() - 1), RANKERS)
+
+    @cached_property
+    def entries(self) -> int:
+        """Sums of exponentials that the first block adds up: of all blocks, and of its own warps."""
+        return self.cluster + self.warps
+
+    # Dynamic shared memory; offsets are in keys.
+
+    @cached_property
+    def capacity(self) -> int:
+        """Keys of the row, wherever they come from."""
+        return max(self.cluster * self.room, self.at_once)
+
+    @cached_property
+    def kept(self) -> int:
+        """Keys that a selection keeps."""
+        return ceildiv(self.k, 32) * 32
+
+    @cached_property
+    def at_found(self) -> int:
+        """Where a block of a cluster puts the keys that it finds. A block alone finds those of the row."""
+        return self.capacity + self.kept if self.cluster > 1 else 0
+
+    @cached_property
+    def at_united(self) -> int:
+        """Where the first block gets those of all."""
+        return self.at_found + self.room
+
+    @cached_property
+    def bytes(self) -> int:
+        """All of it."""
+        return asked(8 * (self.at_united + self.capacity if self.cluster > 1 else self.capacity + self.kept))
+
+
+def space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    if not machine.has_clusters:
+        raise NotApplicable(f"{machine.arch} has no thread block clusters")
+    if problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: too much of a block's share would reach its bound")
+    if problem.bias:
+        raise NotApplicable("sums with a bias would not fit into the registers that hold the logits")
+    if not points(problem, machine):
+        rows = f"{problem.batch_extent} rows of {problem.vocab}"
+        raise NotApplicable(f"the registers of {machine.cores} multiprocessors do not hold {rows} at once")
+    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,)}
+
+
+def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
+    """All points of the space."""
+    every = [{"cluster": c, "threads": t, "overlap": 1} for c in CLUSTERS for t in THREADS]
+    return [point for point in every if allowed(problem, machine, point) is None]
+
+
+def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
+    """Why a point is left out; None if it is not."""
+    layout = Layout.of(problem, decisions)
+    most = min(REGISTERS // layout.threads - WORKING, MAX_WORDS)
+    if layout.words > most:
+        return f"{layout.words} words of a row in a thread's registers are more than {most}"
+    if layout.threads > layout.share and layout.threads > THREADS[0]:
+        return f"of {layout.threads} threads only {layout.share} have a vector"
+    if layout.share * (layout.cluster - 1) >= layout.row_vectors:
+        return f"of {layout.cluster} blocks the last would have nothing"
+    if layout.cluster * problem.batch_extent > layout.resident * machine.cores:
+        # Rows that wait are better streamed while those before are ranked, as the gates do.
+        return f"{layout.cluster * problem.batch_extent} blocks are more than run at once"
+    if layout.threads < layout.at_once:
+        return f"{layout.threads} threads are too few to rank {layout.at_once} keys at once"
+    if layout.bytes > MAX_SHARED:
+        return f"{layout.bytes} bytes of shared memory are more than {MAX_SHARED}"
+    return None
+
+
+def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
+    """The most blocks that each have a multiprocessor of their own, up to a portable cluster, of a middle size."""
+
+    def badness(point: Decisions) -> tuple[bool, int, int]:
+        cluster = point["cluster"]
+        crowded = cluster > 1 and cluster * problem.batch_extent > machine.cores or cluster > 8
+        return (crowded, cluster if crowded else -cluster, abs(point["threads"] - 512))
+
+    space(problem, machine)  # it may not apply
+    return min(points(problem, machine), key=badness)
+
+
+def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Features:
+    """What the time of a point depends on."""
+    layout = Layout.of(problem, decisions)
+    each = problem.batch * layout.cluster / machine.cores
+    resident = min(each, layout.resident)
+    return {
+        "blocks_each": each,
+        "waves": each / layout.resident,
+        "threads_each": resident * layout.threads,
+        "thread_vectors": layout.vectors,
+        "bytes_in_flight": resident * layout.threads * layout.words * 4,
+        "k_share": problem.k / problem.vocab,
+        "k_each": problem.k / layout.threads,
+    }

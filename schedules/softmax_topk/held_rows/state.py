@@ -1,0 +1,87 @@
+"""What the phases of a row share: the state of a block, and the columns of its elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...device.selection import RADIX_BINS
+from ...device.state import Buffers, local, pooled, shared
+from .space import Layout
+
+# The mbarriers of the first block: for the keys of all blocks, and for their sums.
+KEYS, SUMS = 0, 1
+
+
+def clustered(layout: Layout) -> bool:
+    return layout.cluster > 1
+
+
+@dataclass
+class State(Buffers):
+    """The state of one row in a block. Keys and orders are of `device.selection`.
+
+    A sum of exponentials is a word of 64 bits: the sum below, and above it the reference, the element that all others
+    are taken relative to.
+    """
+
+    io: Any  # the kernel's arguments (`interface.Arguments`)
+    t: Any  # the thread of the block
+    part: Any  # which block of the row's cluster this is; 0 in a block alone
+
+    # ---- dynamic shared memory: keys --------------------------------------------------------------------------------
+    keys: Any = pooled("uint64", lambda o: o.capacity, 0)  # of the row, in the first block; zeros behind them
+    kept: Any = pooled("uint64", lambda o: o.kept, lambda o: o.capacity)  # those that a selection keeps
+    found_keys: Any = pooled("uint64", lambda o: o.room, lambda o: o.at_found)  # of the block's share
+    united: Any = pooled("uint64", lambda o: o.capacity, lambda o: o.at_united, when=clustered)  # of all blocks
+
+    # ---- static shared memory ---------------------------------------------------------------------------------------
+    tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
+    firsts: Any = shared("int32", lambda o: o.groups)  # and the first columns of these, if they are asked for
+    kth: Any = shared("uint32")  # the k-th best of the tops
+    sums: Any = shared("uint64", lambda o: o.entries)  # of the cluster's blocks, then of the block's warps
+    count: Any = shared("int32")  # keys that were found, those that had no room included
+    histogram: Any = shared("int32", RADIX_BINS)  # of a radix pass
+    found: Any = shared("int32", 4)  # what a radix pass finds
+    united_tops: Any = shared("uint32", lambda o: o.groups, when=clustered)  # as `tops`, of the keys of all blocks
+    united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
+    united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
+    barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
+
+    # ---- a thread's own ---------------------------------------------------------------------------------------------
+    raw: Any = local("uint32", lambda o: o.words)  # the thread's vectors; minus infinity where it has none
+    vector: Any = local("uint32", 4)  # one of them
+    pair: Any = local("uint32")  # the threshold, as a word whose elements it is; also scratch
+    factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2
+    top: Any = local("float32")  # the thread's largest element, NaN if it has one
+    bits: Any = local("uint32")  # an order
+    plain: Any = local("float32")
+    power: Any = local("float32")
+    partial: Any = local("float32", 4)  # sums of exponentials side by side
+    sum: Any = local("float32")
+    reference: Any = local("float32")  # of the sum
+    inverse: Any = local("float32")  # 1 / sum
+    logarithm: Any = local("float32")  # ln(sum)
+    own: Any = local("uint32", lambda o: o.groups // 32)  # tops
+    bound: Any = local("uint32")  # the order that elements have to reach
+    until: Any = local("int32")  # the last column in which equals of the bound are wanted
+    threshold: Any = local("float32")  # the bound as a value
+    marks: Any = local("uint32")  # of a thread's vectors, those with elements that reach it
+    spot: Any = local("int32")  # one of them
+    column: Any = local("int32")
+    row: Any = local("int64")  # offsets into the logits pass 2^31
+    start: Any = local("int32")  # the column of the block's first vector; below 0 if that begins in the row before
+    mine: Any = local("int32")  # vectors of the block
+    left: Any = local("int32")  # elements from the row's begin to the array's end, or enough of them
+    key: Any = local("uint64")
+    pivot: Any = local("uint64")  # the least key that is wanted
+    mask: Any = local("uint64")
+    need: Any = local("int32")
+    slot: Any = local("int32")
+    size: Any = local("int32")  # keys of the block, then of the row
+    wanted: Any = local("int64")  # a given column
+
+
+def column_of(layout: Layout, s: Any, e: Any) -> Any:
+    """The column of the thread's element e."""
+    return s.start[0] + (e // layout.width * layout.threads + s.t) * layout.width + e % layout.width
