@@ -18,7 +18,7 @@ every element stays where it is until all that is asked of it has been answered,
 5.  **Sum** (`sums`). The exponentials are added up while the keys are on their way. The largest element of a warp, its
     reference, is known by then, so that no sum is rescaled. The block's sum follows the keys to an mbarrier of its own.
 6.  **Unite** (`cluster.unite_parts`). The first block finds a bound for all of the keys, as in 2, and those that reach
-    it.
+    it; with a column, as in 3, where many are equal.
 7.  **Rank** (`rank.finish_row`). Each key is counted against all others by a few threads, in one step, and written with
     its probability.
 

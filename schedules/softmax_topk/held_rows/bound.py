@@ -13,7 +13,6 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.loops import rolled
 from ...device.selection import FULL_WARP, order
 from ...device.words import value_in
 from .space import Layout
@@ -54,7 +53,7 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
     """The k-th best of the tops. The phase is (s, tops).
 
     Reads: `tops`.
-    Writes: `own`, `kth`, `bound`; scratch is `need`, `slot`.
+    Writes: `own`, `kth`, `equals`, `bound`; scratch is `need`, `slot`.
     Barriers: one, before the end.
     After: `bound` is the same in all threads, and above minus infinity.
     """
@@ -77,6 +76,7 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
                     "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] >= other[0])))
             if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
                 s.kth[0] = other[0]
+                s.equals[0] = s.slot[0] - s.need[0]
         T.cuda.cta_sync()
         s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
 
@@ -101,38 +101,45 @@ def find_firsts(layout: Layout) -> Callable[..., Any]:
             for e in T.unroll(layout.words * per_word):
                 if value_in(dtype, s.raw[e // per_word], e % per_word) == s.top[0]:
                     s.column[0] = T.min(s.column[0], column_of(layout, s, e))
-            T.evaluate(T.call_extern("int32", "atomicMin", s.firsts.ptr_to([s.t % groups]), s.column[0]))
+            offer_first(s, s.firsts, s.t % groups, s.column[0])
         T.cuda.cta_sync()
 
     return phase
 
 
+@T.inline
+def offer_first(s, firsts, group, column):
+    """Lower the first column of a group's top to this one."""
+    T.evaluate(T.call_extern("int32", "atomicMin", firsts.ptr_to([group]), column))
+
+
 def bound_equals(layout: Layout) -> Callable[..., Any]:
     """Up to which column equals of the bound are wanted: where that of the k-th best top is, of equals the first ones
-    being better. The phase is (s).
+    being better. The phase is (s, tops, firsts).
 
-    Reads: `tops`, `firsts`, `own`, `bound`.
-    Writes: `until`; scratch is `need`.
-    Barriers: none, but all lanes take part.
+    Reads: `tops`, `firsts`, `own`, which are the tops by lanes, `bound`; `last`, which comes as the number of columns.
+    Writes: `last`, `until`; scratch is `need`, `column`.
+    Barriers: one, before the end.
+    After: `until` is the number of columns if there is no such top, as of fewer than k above minus infinity, or of NaN.
     """
-    groups, k = layout.groups, layout.k
+    groups, warps, k = layout.groups, layout.warps, layout.k
 
     @T.inline
-    def phase(s):
+    def phase(s, tops, firsts):
         first = T.alloc_local([1], "int32")
-        s.until[0] = 0
-        for j in T.unroll(groups // 32):
-            first[0] = s.firsts[j * 32 + s.t % 32]
+        # Warps look at some groups each, as for the bound.
+        for i in T.unroll(ceildiv(groups, warps)):
+            s.column[0] = firsts[(i * warps + s.t // 32) % groups]
             s.need[0] = 0
-            for c in rolled(groups):
-                if s.tops[c] > s.own[j] or (s.tops[c] == s.own[j] and s.firsts[c] < first[0]):
-                    s.need[0] = s.need[0] + 1
-            if s.need[0] < k and s.own[j] == s.bound[0]:
-                s.until[0] = T.max(s.until[0], first[0])
-        s.until[0] = T.call_extern("int32", "__reduce_max_sync", T.uint32(FULL_WARP), s.until[0])
-        # Fewer than k groups have more than minus infinity, so that there is no such top.
-        if s.bound[0] == T.uint32(LEAST[layout.dtype]):
-            s.until[0] = layout.vocab
+            for j in T.unroll(groups // 32):
+                first[0] = firsts[j * 32 + s.t % 32]
+                s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP),
+                    s.own[j] > s.bound[0] or (s.own[j] == s.bound[0] and first[0] < s.column[0]))))
+            if s.t % 32 == 0 and s.need[0] == k - 1 and tops[(i * warps + s.t // 32) % groups] == s.bound[0]:
+                s.last[0] = s.column[0]
+        T.cuda.cta_sync()
+        s.until[0] = s.last[0]
 
     return phase
 # fmt: on

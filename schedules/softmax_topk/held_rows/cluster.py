@@ -16,9 +16,9 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import TURN, Deal, await_arrivals, expect_bytes, expect_bytes_there, send_word
 from ...device.loops import rolled
-from ...device.selection import FULL_WARP, below, key_bits
-from .bound import find_bound, offer
-from .keys import take_places
+from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index
+from .bound import bound_equals, find_bound, offer, offer_first
+from .keys import clear_behind, take_places
 from .space import Layout
 from .state import KEYS, SUMS
 from .sums import LOWEST_BITS, add_up, sum_of_warp, sum_word
@@ -109,16 +109,21 @@ def send_sum(layout: Layout) -> Callable[..., Any]:
 def unite_parts(layout: Layout) -> Callable[..., Any]:
     """From the blocks' keys and sums to the row's, in the first block. The phase is (s).
 
-    Reads: `united`, `united_sizes`, `sums`; `united_tops` and `united_count`, which come as 0.
-    Writes: `keys`, `size`, `bound`, `sum`, `reference`, and scratch as `find_bound` and `add_up`.
-    Barriers: three, the last at the end.
+    Reads: `united`, `united_sizes`, `sums`; `united_tops` and `united_count`, which come as 0, and `united_firsts`, as
+        the number of columns.
+    Writes: `keys`, `size`, `bound`, `until`, `sum`, `reference`, and scratch as `find_bound` and `add_up`.
+    Barriers: three, the last at the end; and three for many equals.
     After: these are the same in all threads. All that can be among the k best is in `keys`, and zeros behind it.
     """
     groups, room, deal = layout.groups, layout.room, Deal(layout.cluster, layout.warps)
-    bound, add = find_bound(layout), add_up(0, layout.entries)
+    bound, equals, add = find_bound(layout), bound_equals(layout), add_up(0, layout.entries)
     step = deal.groups * 32  # keys of a part that its warps take at a time
     chunks = ceildiv(3 * groups // 2, step)  # times that are expected: so many keys stay in registers
     held = chunks * deal.rounds
+
+    def group_of(s: Any, at: Any, r: Any) -> Any:
+        """Of a key, in groups that are made anew."""
+        return (at + deal.part(s.t, r) * TURN) % groups
 
     @T.inline
     def place(s, at, r):
@@ -127,7 +132,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def offer_keys(s, own, ends, at):
-        """The largest keys of groups, which are made anew."""
+        """The largest keys of groups."""
         for r in T.unroll(deal.rounds):
             place(s, at, r)
             ends[r] = 0
@@ -137,25 +142,51 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
                 own[r * chunks + c] = T.uint64(0)
                 if at[0] < ends[r]:
                     own[r * chunks + c] = s.united[at[0]]
-                    offer(
-                        s, s.united_tops, (at[0] + deal.part(s.t, r) * TURN) % groups, key_bits(own[r * chunks + c]))
+                    offer(s, s.united_tops, group_of(s, at[0], r), key_bits(own[r * chunks + c]))
                 at[0] = at[0] + step
             while at[0] < ends[r]:
-                offer(s, s.united_tops, (at[0] + deal.part(s.t, r) * TURN) % groups, key_bits(s.united[at[0]]))
+                offer(s, s.united_tops, group_of(s, at[0], r), key_bits(s.united[at[0]]))
                 at[0] = at[0] + step
 
     @T.inline
-    def keep_late(s, ends, at):
-        """Keys of parts that have more than is expected."""
+    def offer_firsts(s, ends, at):
+        """The first columns of these, as `find_firsts` has them of elements."""
         for r in T.unroll(deal.rounds):
             place(s, at, r)
-            at[0] = at[0] + chunks * step
+            while at[0] < ends[r]:
+                if key_bits(s.united[at[0]]) == s.united_tops[group_of(s, at[0], r)]:
+                    offer_first(
+                        s, s.united_firsts, group_of(s, at[0], r), T.Cast("int32", key_index(s.united[at[0]])))
+                at[0] = at[0] + step
+
+    @T.inline
+    def keep_from(s, ends, at, first):
+        """What is no less than `pivot`, of each part from its thread's `first` key on."""
+        for r in T.unroll(deal.rounds):
+            place(s, at, r)
+            at[0] = at[0] + first * step
             while at[0] < ends[r]:
                 s.key[0] = s.united[at[0]]
-                if key_bits(s.key[0]) >= s.bound[0]:
+                if s.key[0] >= s.pivot[0]:
                     take_places(s.slot, s.united_count, T.int32(1))
                     s.keys[s.slot[0]] = s.key[0]
                 at[0] = at[0] + step
+
+    @T.inline
+    def keep_first_equals(s, ends, at):
+        """As the blocks do where equals take too much room: of those of the bound the first ones alone."""
+        T.cuda.cta_sync()
+        if s.t == 0:
+            s.united_count[0] = 0
+            s.last[0] = layout.vocab
+        offer_firsts(s, ends, at)
+        T.cuda.cta_sync()
+        equals(s, s.united_tops, s.united_firsts)
+        s.pivot[0] = join_key(s.bound[0], s.until[0])
+        keep_from(s, ends, at, 0)
+        T.cuda.cta_sync()
+        s.size[0] = s.united_count[0]
+        clear_behind(layout, s)
 
     @T.inline
     def phase(s):
@@ -166,9 +197,10 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         offer_keys(s, own, ends, at)
         T.cuda.cta_sync()
         bound(s, s.united_tops)
+        s.pivot[0] = T.Cast("uint64", s.bound[0]) << T.uint64(32)
         s.need[0] = 0
         for c in T.unroll(held):
-            lanes[c] = T.cuda.ballot_sync(T.uint32(FULL_WARP), key_bits(own[c]) >= s.bound[0])
+            lanes[c] = T.cuda.ballot_sync(T.uint32(FULL_WARP), own[c] >= s.pivot[0])
             s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[c]))
         s.slot[0] = 0
         if s.t % 32 == 0 and s.need[0] > 0:
@@ -178,12 +210,14 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         add(s)
         s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32)
         for c in T.unroll(held):
-            if key_bits(own[c]) >= s.bound[0]:
+            if own[c] >= s.pivot[0]:
                 s.keys[s.slot[0] + below(s.t % 32, lanes[c])] = own[c]
             s.slot[0] = s.slot[0] + T.Cast("int32", T.popcount(lanes[c]))
-        keep_late(s, ends, at)
+        keep_from(s, ends, at, chunks)
         T.cuda.cta_sync()
         s.size[0] = s.united_count[0]
+        if s.size[0] > layout.at_once:
+            keep_first_equals(s, ends, at)
 
     return phase
 

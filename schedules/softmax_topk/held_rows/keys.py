@@ -31,7 +31,7 @@ def put_key(layout: Layout) -> Callable[..., Any]:
     """Append `key` to the block's. The phase is (s).
 
     Reads: `key`.
-    Writes: `count`, and `found_keys` if there is room; scratch is `slot`.
+    Writes: `count`, `slot`, and `found_keys` if there is room.
     Barriers: none.
     """
 
@@ -50,6 +50,7 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
     Reads: `raw`, `top`, `bound`, `until`.
     Writes: as `put_key`; scratch is `threshold`, `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`.
     Barriers: none.
+    After: if there is no room for all, `count` exceeds it, and which keys are there nobody knows.
     """
     put, dtype, vectors, width, per_word = (
         put_key(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
@@ -101,6 +102,10 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
                     s.key[0] = join_key(s.bits[0], s.column[0])
                     if s.key[0] >= s.pivot[0]:
                         put(s)
+                        # Without room for it the thread has looked for enough.
+                        if s.slot[0] >= layout.room:
+                            s.marks[0] = T.uint32(0)
+                            elements[0] = T.uint32(0)
 
     return phase
 
@@ -158,7 +163,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
 
     `meanwhile`: a phase (s) for the time until all warps have found theirs.
 
-    Reads: `raw`, `top`, `tops`; `firsts` and `count`, which come as the number of columns and 0.
+    Reads: `raw`, `top`, `tops`; `firsts`, `last` and `count`, which come as the number of columns and 0.
     Writes: `found_keys`, `size`, at most `Layout.room`; `until` and scratch.
     Barriers: several, the last at the end.
     """
@@ -172,7 +177,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
         if s.t == 0:
             s.count[0] = 0
         firsts(s)
-        equals(s)
+        equals(s, s.tops, s.firsts)
         put(s)
         T.cuda.cta_sync()
         if s.count[0] > layout.room:
@@ -186,12 +191,14 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
     def phase(s):
         bound(s, s.tops)
         s.until[0] = layout.vocab
-        put(s)
+        # Of few distinct values it is known beforehand that too many reach the bound.
+        if s.equals[0] <= layout.groups // 2:
+            put(s)
         if meanwhile is not None:
             meanwhile(s)
         T.cuda.cta_sync()
         s.size[0] = s.count[0]
-        if s.size[0] > layout.room:
+        if s.size[0] > layout.room or s.equals[0] > layout.groups // 2:
             put_anew(s)
 
     return phase

@@ -44,7 +44,7 @@ def locate_row(layout: Layout) -> Callable[..., Any]:
 def clear(layout: Layout) -> Callable[..., Any]:
     """Set shared memory to how it is before any element was read. The phase is (s).
 
-    Writes: `tops`, `firsts`, `united_tops`, `count`, `united_count`, the front of `keys`.
+    Writes: `tops`, `firsts`, `united_tops`, `united_firsts`, `last`, `count`, `united_count`, the front of `keys`.
     Barriers: none.
     """
     threads, groups, at_once = layout.threads, layout.groups, layout.at_once
@@ -56,11 +56,13 @@ def clear(layout: Layout) -> Callable[..., Any]:
             s.firsts[s.t] = layout.vocab
             if layout.cluster > 1:
                 s.united_tops[s.t] = T.uint32(0)
+                s.united_firsts[s.t] = layout.vocab
         for i in T.unroll(ceildiv(at_once, threads)):
             if i * threads + s.t < at_once:
                 s.keys[i * threads + s.t] = T.uint64(0)
         if s.t == 0:
             s.count[0] = 0
+            s.last[0] = layout.vocab
             if layout.cluster > 1:
                 s.united_count[0] = 0
 

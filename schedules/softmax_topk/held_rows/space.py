@@ -30,7 +30,7 @@ THREADS_MOST = 2048
 SHARED, RESERVED, MAX_SHARED = 228 * 1024, 1024, 200 * 1024
 # Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
 RANKERS = 8
-RANKED = 256
+RANKED = 512
 
 
 @dataclass(frozen=True)

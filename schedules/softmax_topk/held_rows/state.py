@@ -39,11 +39,14 @@ class State(Buffers):
     tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
     firsts: Any = shared("int32", lambda o: o.groups)  # and the first columns of these, if they are asked for
     kth: Any = shared("uint32")  # the k-th best of the tops
+    equals: Any = shared("int32")  # how many of the tops it is
+    last: Any = shared("int32")  # the last column in which equals of it are wanted
     sums: Any = shared("uint64", lambda o: o.entries)  # of the cluster's blocks, then of the block's warps
     count: Any = shared("int32")  # keys that were found, those that had no room included
     histogram: Any = shared("int32", RADIX_BINS)  # of a radix pass
     found: Any = shared("int32", 4)  # what a radix pass finds
     united_tops: Any = shared("uint32", lambda o: o.groups, when=clustered)  # as `tops`, of the keys of all blocks
+    united_firsts: Any = shared("int32", lambda o: o.groups, when=clustered)
     united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
     united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
