@@ -306,13 +306,14 @@ SEEN = {
         "third kernel goes on": ("merge: wait",),
         "ranked and written": ("merge: rank",),
     },
-    "cluster_gate": {
-        "first tile asked for": ("kernel: begin_pass",),
-        "there, and sampled": ("stream: offer_sample",),
-        "threshold": ("stream: take_threshold",),
-        "row read, survivors pushed": ("kernel: stream_row",),
-        "parts of the cluster shared": ("kernel: share_parts",),
-        "ranked and written": ("kernel: rank_survivors",),
+    "held_rows": {
+        "row asked for": ("kernel: load_row",),
+        "there, and its largest elements known": ("kernel: find_tops",),
+        "bound": ("keys: find_bound",),
+        "what reaches it found": ("kernel: find_keys",),
+        "exponentials added up": ("cluster: sum_of_warp",),
+        "keys of the cluster united": ("cluster: unite_parts",),
+        "ranked and written": ("kernel: finish_row",),
     },
 }
 
@@ -460,7 +461,7 @@ def head_decisions() -> str:
 PARTS["where-head"] = partial(where, HEAD)
 PARTS["where-specvocab"] = partial(where, SPECVOCAB)
 PARTS["where-after-product"] = partial(where, AFTER)
-PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "cluster_gate", ("batch",))
+PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "held_rows", ("batch",))
 PARTS["timeline-head"] = partial(timeline, TIMELINE, "head_tiles", ("batch", "vocab", "hidden"))
 PARTS["timeline-lsh"] = partial(timeline, TIMELINE, "fused_step", ("beam",))
 PARTS["where-table4"] = partial(where, TABLE4)
