@@ -2,7 +2,7 @@
 
 Both go by asynchronous stores, which tell an mbarrier of the first block that so many bytes have come. It waits for
 these mbarriers alone. A cluster barrier after plain stores would do as well, but is compiled with a fence of the whole
-GPU, and keeps nobody from waiting for sums who needs the keys.
+GPU; and who needs the keys would wait for the sums.
 """
 
 from __future__ import annotations

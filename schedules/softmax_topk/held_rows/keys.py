@@ -22,8 +22,11 @@ PICKED = 4
 # fmt: off
 @T.inline
 def take_places(slot, count, extent):
-    """Take `extent` places behind `count` others; `slot` is the first. Of `atomicAdd` the compiler makes code that adds
-    up first what the lanes of a warp take, which seldom are more than one."""
+    """Take `extent` places behind `count` others; `slot` is the first.
+
+    In the place of `atomicAdd`, for which the compiler adds up first what the lanes of a warp take: seldom are these more
+    than one.
+    """
     T.ptx.atom.shared.add.s32(slot[0], count.ptr_to([0]), extent)
 
 

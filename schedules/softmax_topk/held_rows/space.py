@@ -20,7 +20,7 @@ CLUSTERS = powers(1, 16)
 GROUPS = {24: 32, 50: 64}
 MAX_K = max(GROUPS)
 # Registers of a multiprocessor. A thread needs about so many beside those that hold the row, of which it has so many at
-# most.
+# most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
 REGISTERS = 65536
 WORKING = 32
 MAX_WORDS = 64
