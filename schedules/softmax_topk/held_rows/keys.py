@@ -24,8 +24,8 @@ PICKED = 4
 def take_places(slot, count, extent):
     """Take `extent` places behind `count` others; `slot` is the first.
 
-    In the place of `atomicAdd`, for which the compiler adds up first what the lanes of a warp take: seldom are these more
-    than one.
+    In the place of `atomicAdd`, for which the compiler adds up first what the lanes of a warp take: seldom is that more
+    than one lane's.
     """
     T.ptx.atom.shared.add.s32(slot[0], count.ptr_to([0]), extent)
 
