@@ -18,13 +18,6 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-# Told to an mbarrier: how many bytes to await, by an arrival in its own thread block or from another one. A word is
-# stored asynchronously to a peer, and its bytes are counted there.
-expect_bytes = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
-expect_bytes_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
-send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64
-try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
-
 # Blocks push few keys each. So that all lanes have some, a block's first key goes to the lane so far behind the one
 # that the block before begins with; an odd number, by which all lanes come to be the first.
 TURN = 11
@@ -81,15 +74,6 @@ def cluster_barrier():
     """All threads of all thread blocks arrive; what they wrote to shared memory before is visible after."""
     cluster_arrive()
     cluster_wait()
-
-
-@T.inline
-def await_arrivals(barrier):
-    """Wait until the first phase of an mbarrier is over, and see what was sent until then."""
-    done = T.alloc_local([1], "uint32")
-    done[0] = T.uint32(0)
-    while done[0] == T.uint32(0):
-        try_wait(done[0], barrier, T.uint32(0))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
+from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
 from ...device.powers import add_power, change_unit, power_unit
 from ...device.region import device_region
@@ -44,7 +45,7 @@ from .product import (
     write_parts,
     write_top,
 )
-from .ring import RingState, arrive_expecting, await_stage, begin_asking, bring_words, copy_tile, init_ring, next_stage
+from .ring import RingState, await_stage, begin_asking, bring_words, copy_tile, init_ring, next_stage
 from .space import Extents
 
 

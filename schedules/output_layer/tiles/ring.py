@@ -31,6 +31,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
+from ...device.mbarriers import arrive_expecting, try_wait
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.state import local, pooled, shared
@@ -56,8 +57,6 @@ from .words import find_word, load_name, named_word
 
 bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
 bulk_copy_hinted = bulk_copy.L2__cache_hint
-arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
-try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
 load_shared = T.ptx.ld.shared.v4.u32
 
 

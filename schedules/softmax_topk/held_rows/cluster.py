@@ -14,8 +14,9 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.cluster import TURN, Deal, await_arrivals, expect_bytes, expect_bytes_there, send_word
+from ...device.cluster import TURN, Deal
 from ...device.loops import rolled
+from ...device.mbarriers import arrive_expecting, arrive_expecting_there, await_arrivals, send_word
 from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index
 from .bound import bound_equals, find_bound, offer, offer_first
 from .keys import clear_behind, take_places
@@ -47,7 +48,7 @@ def prepare_exchange(layout: Layout) -> Callable[..., Any]:
             T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([KEYS]), T.uint32(layout.cluster))
             T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([SUMS]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
-            expect_bytes(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
+            arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
             # The first block's own sum stays in those of its warps.
             s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
 
@@ -70,7 +71,7 @@ def send_keys(layout: Layout) -> Callable[..., Any]:
         place_there(barrier, s.barriers.ptr_to([KEYS]))
         # Of the last warp, which seldom has a key.
         if s.t == threads - 32:
-            expect_bytes_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
+            arrive_expecting_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
             place_there(there, s.united_sizes.ptr_to([s.part]))
             send_word(there[0], T.Cast("uint64", s.size[0]), barrier[0])
         place_there(there, s.united.ptr_to([s.part * layout.room]))

@@ -10,7 +10,8 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from ...device.pool import STATIC, asked
+from ...device.pool import RESERVED, SHARED, STATIC, asked
+from ..share import Share
 
 THREADS = (128, 256, 384, 512, 640, 768, 1024)
 # Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
@@ -24,78 +25,39 @@ MAX_K = max(GROUPS)
 REGISTERS = 65536
 WORKING = 32
 MAX_WORDS = 64
-# Threads of a multiprocessor; bytes of its shared memory, those that the system takes for each block, and the most that
-# a block may ask for.
-THREADS_MOST = 2048
-SHARED, RESERVED, MAX_SHARED = 228 * 1024, 1024, 200 * 1024
+# Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
+THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
 # Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
 RANKERS = 8
 RANKED = 512
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Share):
     """How a row lies over the blocks of a cluster, their threads and registers. A vector is 16 bytes of the row.
 
     Blocks have neighbouring shares of it, and of a share all threads take a vector, then the next one each.
     """
 
-    vocab: int
     k: int
     ids: int  # given columns of a row
     dtype: str
-    threads: int
-    cluster: int
     overlap: bool
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
         return cls(
-            problem.vocab,
-            problem.k,
-            problem.ids,
-            problem.dtype,
-            decisions["threads"],
-            decisions["cluster"],
-            bool(decisions["overlap"]),
+            vocab=problem.vocab,
+            itemsize=numpy_dtype(problem.dtype).itemsize,
+            threads=decisions["threads"],
+            cluster=decisions["cluster"],
+            k=problem.k,
+            ids=problem.ids,
+            dtype=problem.dtype,
+            overlap=bool(decisions["overlap"]),
         )
 
-    @cached_property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.threads // 32
-
     # The row in registers.
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return numpy_dtype(self.dtype).itemsize
-
-    @cached_property
-    def width(self) -> int:
-        """Elements of a vector."""
-        return 16 // self.itemsize
-
-    @cached_property
-    def per_word(self) -> int:
-        """Elements of a 32-bit word."""
-        return 4 // self.itemsize
-
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether every row begins with a vector. If not, its first and last vector are shared with other rows."""
-        return self.vocab % self.width == 0
-
-    @cached_property
-    def row_vectors(self) -> int:
-        """The most vectors that a row touches."""
-        return ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
-
-    @cached_property
-    def share(self) -> int:
-        """Vectors of a block, whole warps of them: of all blocks as many, but the last ones may have fewer."""
-        return ceildiv(ceildiv(self.row_vectors, self.cluster), 32) * 32
 
     @cached_property
     def vectors(self) -> int:

@@ -14,8 +14,9 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, ceildiv
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from ...device.pool import STATIC, asked
+from ...device.pool import RESERVED, SHARED, STATIC, asked
 from ...device.thresholds import FIRST, Floor, Rank, first_threshold, floor_of_runs
+from ..share import Share
 
 # Up to this k the survivors are ranked by counting, every one against every other; above, in bins.
 COUNTED = 16
@@ -51,12 +52,10 @@ RESIDENT, RESIDENT_LARGE = 1024, 640
 LARGE = 8
 # Bytes of shared memory that leave room for a second block, and those of a block that is alone on a multiprocessor.
 MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
-# Bytes of shared memory of a Hopper multiprocessor, and what the system takes of them for each block.
-SHARED, RESERVED = 228 * 1024, 1024
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(Share):
     """How a row lies over the blocks of a cluster, over tiles, warps and lanes. A vector is 16 bytes of the row.
 
     A block's share of the row is cut into chunks of 32 vectors, which a warp loads at once. `tiles` neighbouring chunks
@@ -64,27 +63,8 @@ class Tiling:
     one is a sample of it. Slot u * warps + w is the u-th vector of warp w's lanes.
     """
 
-    vocab: int
-    itemsize: int  # bytes of an element
-    threads: int
     vectors: int
     stages: int
-    cluster: int
-
-    @cached_property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.threads // 32
-
-    @cached_property
-    def width(self) -> int:
-        """Elements of a vector."""
-        return 16 // self.itemsize
-
-    @cached_property
-    def per_word(self) -> int:
-        """Elements of a 32-bit word."""
-        return 4 // self.itemsize
 
     @cached_property
     def held(self) -> int:
@@ -107,24 +87,9 @@ class Tiling:
         return self.stages * self.tile * self.itemsize
 
     @cached_property
-    def aligned(self) -> bool:
-        """Whether every row begins with a vector. If not, its first and last vector are shared with other rows."""
-        return self.vocab % self.width == 0
-
-    @cached_property
     def lead(self) -> int:
         """Lanes at a row's begin that have no whole vector of it."""
         return 0 if self.aligned else 1
-
-    @cached_property
-    def row_vectors(self) -> int:
-        """The most vectors that a row touches."""
-        return ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
-
-    @cached_property
-    def share(self) -> int:
-        """Vectors of a block, whole chunks: of all blocks as many, but the last one with any may have fewer."""
-        return ceildiv(ceildiv(self.row_vectors, self.cluster), 32) * 32
 
     @cached_property
     def shares(self) -> set[int]:
@@ -387,12 +352,12 @@ class Layout:
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
         """The layout of a point of either template's space."""
         tiling = Tiling(
-            problem.vocab,
-            numpy_dtype(problem.dtype).itemsize,
-            decisions["threads"],
-            decisions["vectors"],
-            decisions["stages"],
-            decisions.get("cluster", 1),
+            vocab=problem.vocab,
+            itemsize=numpy_dtype(problem.dtype).itemsize,
+            threads=decisions["threads"],
+            cluster=decisions.get("cluster", 1),
+            vectors=decisions["vectors"],
+            stages=decisions["stages"],
         )
         return cls(
             problem.vocab,

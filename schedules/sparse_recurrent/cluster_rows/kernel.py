@@ -33,6 +33,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait
+from ...device.mbarriers import arrive_expecting
 from ...device.state import local, pooled
 from ...recurrent.exchange import element_bits
 from ...recurrent.sizes import WARP
@@ -53,7 +54,6 @@ from .space import BARRIER_BYTES, COPIES, ClusterExtents
 Phase = Callable[..., Any]
 store_shared = {4: T.ptx.st.shared.u32, 2: T.ptx.st.shared.u16}
 bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.shared__cta.mbarrier__complete_tx__bytes
-arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
 
 
