@@ -57,6 +57,30 @@ def rank_key(threads: int, rankers: int) -> Callable[..., Any]:
     return phase
 
 
+def rank_at_once(extent: int, rankers: int) -> Callable[..., Any]:
+    """As `rank_key`, of keys that are few enough for one step, with zeros behind them up to `extent`.
+
+    The phase is (s, t, keys); `rankers` times `extent` threads are there at least.
+
+    Reads: `keys`, all of them.
+    Writes: `need`, `pivot`, `slot`, as `rank_key` does. Positions from `extent` on repeat the last key.
+    Barriers: none, but all lanes take part.
+    """
+
+    @T.inline
+    def phase(s, t, keys):
+        s.need[0] = t // rankers
+        s.pivot[0] = keys[T.min(s.need[0], extent - 1)]
+        s.slot[0] = 0
+        for j in T.unroll(extent // rankers):
+            if keys[j * rankers + t % rankers] > s.pivot[0]:
+                s.slot[0] = s.slot[0] + 1
+        for b in T.unroll(rankers.bit_length() - 1):
+            s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
+
+    return phase
+
+
 def bin_of_key(bins: int) -> Callable[..., Any]:
     """The bin of a key, linear in the value from `largest` down. The phase is (s, key, slope, bin).
 

@@ -122,6 +122,16 @@ def find_digit(s, t):
             above[0] = above[0] + own[0]
 
 
+@T.inline
+def take_places(slot, counter, extent):
+    """Take `extent` places behind those that a counter in shared memory tells; `slot` is the first.
+
+    In the place of `atomicAdd`, for which the compiler adds up first what the lanes of a warp take: seldom is that more
+    than one lane's.
+    """
+    T.ptx.atom.shared.add.s32(slot[0], counter, extent)
+
+
 def radix_selection(
     threads: int, k: int, key_at: Callable[..., Any], loop: Loop = T.serial
 ) -> Callable[..., Any]:

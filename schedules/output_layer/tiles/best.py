@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
@@ -39,9 +38,20 @@ from tvm_sparse.core.template import ceildiv
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.powers import change_unit, over_largest, power_unit
+from ...device.ranking import rank_at_once
 from ...device.region import device_region
-from ...device.selection import FULL_WARP, bits_value, join_key, key_bits, key_index, key_value, order_bits
+from ...device.selection import (
+    FULL_WARP,
+    bits_value,
+    join_key,
+    key_bits,
+    key_index,
+    key_value,
+    order_bits,
+    take_places,
+)  # fmt: skip
 from ...device.state import Buffers, local, pooled, shared
+from ...device.tops import find_kth, offer
 from .space import Extents, SearchSizes
 from .words import count_words, find_word
 
@@ -83,10 +93,13 @@ class State(Buffers):
         Shared: keys of the words that reached it.
     pairs
         Shared: each warp's maximum and sum of exponentials, or of `whole_sums` the latter.
-    peaks
+    peak, own, need, slot, pivot
+        Registers, for `by_bits`: the largest ordered bits of a thread's tiles; `tops` by lanes; what `find_kth` and
+        `rank_at_once` count, and a key.
+    tops
         Shared, for `by_bits`: the largest ordered bits of each group of threads.
     largest
-        Shared, with `whole_sums`: ordered bits of the row's largest score.
+        Shared, with `whole_sums` where tiles are not found by bits: ordered bits of the row's largest score.
     keys, held
         Pool: keys that reached the bound, and ordered bits of all that is searched.
     """
@@ -103,6 +116,10 @@ class State(Buffers):
     best: Any = local("uint64")
     bits: Any = local("uint32", lambda e: e.loads)
     peak: Any = local("uint32", when=lambda e: e.by_bits)
+    own: Any = local("uint32", lambda e: e.tile_groups // 32, when=lambda e: e.by_bits)
+    need: Any = local("int32", when=lambda e: e.by_bits)
+    slot: Any = local("int32", when=lambda e: e.by_bits)
+    pivot: Any = local("uint64", when=lambda e: e.by_bits)
     value: Any = local("float32")
     pair: Any = local("float32", 2)
     place: Any = local("int32")
@@ -114,8 +131,8 @@ class State(Buffers):
     maxima: Any = shared("uint64", lambda e: e.groups)
     chosen: Any = shared("int32", lambda e: e.k)
     reached: Any = shared("uint64", lambda e: e.most_near, when=lambda e: not e.direct)
-    peaks: Any = shared("uint32", lambda e: e.groups, when=lambda e: e.by_bits)
-    largest: Any = shared("uint32", when=lambda e: e.whole_sums)
+    tops: Any = shared("uint32", lambda e: e.tile_groups, when=lambda e: e.by_bits)
+    largest: Any = shared("uint32", when=lambda e: e.tells_largest)
     pairs: Any = shared(lambda e: e.sum_dtype, 64)
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
@@ -131,17 +148,36 @@ def score_at(io: Any, s: State, position: Any) -> Any:
     return io.workspaces["scores"].ptr_to(io.place(s.index, s.row, position))
 
 
-def top_of(s: State) -> Any:
-    """The row's largest score; of `whole_sums`, whose search says it before they are joined."""
-    return T.max(bits_value(s.largest[0]), LOWEST)
-
-
 def rescaled(pairs: Any, at: int, top: Any, factor: Any) -> Any:
     """The sum of a maximum and its sum, a pair of `whole_sums`, in the unit of another maximum."""
     return change_unit(pairs[at + 1], power_unit(T.Cast("float32", pairs[at]), factor), power_unit(top, factor))
 
 
 # fmt: off
+def clear(e: Extents) -> Callable[..., Any]:
+    """Set shared memory to how it is before anything was found; the phase is (s).
+
+    Writes: `chosen`, `count`, `bound`; `tops`, and the front of `reached`, where they come as 0.
+    Barriers: one, at the end.
+    """
+
+    @T.inline
+    def phase(s):
+        for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
+            s.chosen[i * e.threads + s.t] = 0
+        if s.t < 2:
+            s.count[s.t] = 0
+            s.bound[s.t] = T.uint64(0)
+        if e.by_bits:
+            if s.t < e.tile_groups:
+                s.tops[s.t] = T.uint32(0)
+            if s.t < e.at_once:
+                s.reached[s.t] = T.uint64(0)
+        T.cuda.cta_sync()
+
+    return phase
+
+
 def load_pairs(e: Extents) -> Callable[..., Any]:
     """Load the pairs of the first kernel's blocks, as far as a thread has them.
 
@@ -193,12 +229,40 @@ def load_pairs(e: Extents) -> Callable[..., Any]:
     return load_joined if e.whole_sums else phase
 
 
-def join_lanes(e: Extents) -> Callable[..., Any]:
-    """Reads: `m` and `d`; or `whole`, and `largest`. Writes: `pairs`, a warp's. Barriers: none. The next one makes them
-    visible. The phase is (s, factor)."""
+def find_top(e: Extents) -> Callable[..., Any]:
+    """The row's largest score, which the search for tiles has told. The phase is (s).
+
+    Reads: `own`; or `largest`.
+    Writes: `top`.
+    Barriers: none, but all lanes take part.
+    """
 
     @T.inline
-    def phase(s, factor):
+    def of_groups(s):
+        s.peak[0] = s.own[0]
+        for j in T.unroll(e.tile_groups // 32 - 1):
+            s.peak[0] = T.max(s.peak[0], s.own[j + 1])
+        s.top[0] = T.max(
+            bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.peak[0])), LOWEST)
+
+    @T.inline
+    def told(s):
+        s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
+
+    return of_groups if e.by_bits else told
+
+
+def join_lanes(e: Extents) -> Callable[..., Any]:
+    """The sum of a warp's pairs; and its maximum, unless the row's is known. The phase is (s, factor).
+
+    Reads: `m` and `d`, or `whole`; what `find_top` reads.
+    Writes: `pairs`, the warp's; `top`, of the row if that is known.
+    Barriers: none. The next one makes them visible.
+    """
+    find = find_top(e)
+
+    @T.inline
+    def join(s, factor):
         if s.t < pair_warps(e) * 32:
             s.top[0] = s.m[0]
             for b in T.unroll(5):
@@ -211,42 +275,67 @@ def join_lanes(e: Extents) -> Callable[..., Any]:
                 s.pairs[s.t // 32 * 2 + 1] = s.d[0]
 
     @T.inline
-    def join_whole(s, factor):
+    def join_known(s, factor):
+        find(s)
         if s.t < pair_warps(e) * 32:
-            s.whole[1] = rescaled(s.whole, 0, top_of(s), factor)
+            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+            for b in T.unroll(5):
+                s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            if s.t % 32 == 0:
+                s.pairs[s.t // 32] = s.d[0]
+
+    @T.inline
+    def join_whole(s, factor):
+        find(s)
+        if s.t < pair_warps(e) * 32:
+            s.whole[1] = rescaled(s.whole, 0, s.top[0], factor)
             for b in T.unroll(5):
                 s.whole[1] = s.whole[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.whole[1], 1 << b, 32, 32)
             if s.t % 32 == 0:
                 s.pairs[s.t // 32] = s.whole[1]
 
-    return join_whole if e.whole_sums else phase
+    return join_whole if e.whole_sums else join_known if e.by_bits else join
 
 
 def join_pairs(e: Extents) -> Callable[..., Any]:
-    """Reads: `pairs`, `largest`. Writes: `top` and `d`, of the row, in every thread; the normaliser. Barriers: none."""
+    """The row's sum of exponentials, and its maximum. The phase is (io, s, factor).
+
+    Reads: `pairs`; `top`, if it is known.
+    Writes: `d` and `top`, in every thread; the normaliser.
+    Barriers: none.
+    """
 
     @T.inline
-    def phase(io, s, factor):
+    def write(io, s):
+        if s.t == 0:
+            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+
+    @T.inline
+    def join(io, s, factor):
         s.top[0] = LOWEST
         for w in T.unroll(pair_warps(e)):
             s.top[0] = T.max(s.top[0], s.pairs[w * 2])
         s.d[0] = T.float32(0)
         for w in T.unroll(pair_warps(e)):
             s.d[0] = s.d[0] + s.pairs[w * 2 + 1] * T.exp2((s.pairs[w * 2] - s.top[0]) * factor)
-        if s.t == 0:
-            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+        write(io, s)
+
+    @T.inline
+    def add_known(io, s, factor):
+        s.d[0] = s.pairs[0]
+        for w in T.unroll(pair_warps(e) - 1):
+            s.d[0] = s.d[0] + s.pairs[w + 1]
+        write(io, s)
 
     @T.inline
     def add_whole(io, s, factor):
-        s.top[0] = top_of(s)
         s.whole[0] = s.pairs[0]
         for w in T.unroll(pair_warps(e) - 1):
             s.whole[0] = s.whole[0] + s.pairs[w + 1]
         over_largest(s.d, s.rest, s.whole, s.top[0], factor)
-        if s.t == 0:
-            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+        write(io, s)
 
-    return add_whole if e.whole_sums else phase
+    return add_whole if e.whole_sums else add_known if e.by_bits else join
 
 
 @dataclass(frozen=True)
@@ -340,12 +429,12 @@ def add_up(e: SearchSizes) -> Callable[..., Any]:
 def write_largest(e: SearchSizes) -> Callable[..., Any]:
     """The row's largest score, by the group of threads that has it; the phase is (s, lanes, bits).
 
-    Reads: `rank`. Writes: of `whole_sums` `largest`. Barriers: none. The next one makes it visible.
+    Reads: `rank`. Writes: `largest`, if that is to be told. Barriers: none. The next one makes it visible.
     """
 
     @T.inline
     def phase(s, lanes, bits):
-        if e.whole_sums:
+        if e.tells_largest:
             if s.t % lanes == 0 and s.rank[0] == 0:
                 s.largest[0] = bits
 
@@ -415,57 +504,67 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def collect_bits(e: Extents) -> Callable[..., Any]:
-    """`collect` of tiles by scores alone, of which threads have all in registers: equal ones are all taken, and groups
-    are ranked by votes. The phase is (io, s, size, factor).
+def find_tops(e: Extents) -> Callable[..., Any]:
+    """The best of each thread's tiles, and of each group of threads. The phase is (s, size).
 
-    Reads: `bits`, from `begin_search`.
-    Writes: `peaks`, `bound`, `keys`, `count`; `largest`.
-    Barriers: three; ends with one.
+    Reads: `bits`, from `begin_search`; `tops`, which come as 0.
+    Writes: `tops`; `bits` of what is no tile as 0; scratch is `peak`.
+    Barriers: one, at the end.
     """
-    threads, lanes = e.threads, e.threads // e.groups  # of a group: 32 at most, as groups are no fewer
-    tell_largest = write_largest(e)
 
     @T.inline
-    def find_peak(s, size):
+    def phase(s, size):
         s.peak[0] = T.uint32(0)
         for j in T.unroll(e.loads):
-            if j * threads + s.t >= size:
+            if j * e.threads + s.t >= size:
                 s.bits[j] = T.uint32(0)
             s.peak[0] = T.max(s.peak[0], s.bits[j])
-        if lanes == 32:
-            s.peak[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.peak[0])
-        else:
-            for b in T.unroll(lanes.bit_length() - 1):
-                s.peak[0] = T.max(
-                    s.peak[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.peak[0], 1 << b, 32, 32))
+        offer(s, s.tops, s.t % e.tile_groups, s.peak[0])
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def bound_tiles(e: Extents) -> Callable[..., Any]:
+    """The k-th best of the groups' best tiles. The phase is (s).
+
+    Reads: `tops`.
+    Writes: `own`; `bound`, of fewer than k groups with a tile 0; scratch is `need`, `slot`.
+    Barriers: one, at the end.
+    """
 
     @T.inline
-    def rank_group(s):
-        """How many groups have a larger one; of equal ones those before this one count, too."""
-        group: T.int32 = s.t // lanes
-        mine: T.uint32 = T.uint32(0xFFFFFFFF >> (32 - lanes)) << T.Cast("uint32", s.t % 32 // lanes * lanes)
-        s.rank[0] = 0
-        for j in T.unroll(e.groups // lanes):
-            other: T.uint32 = s.peaks[j * lanes + s.t % lanes]
-            s.rank[0] = s.rank[0] + T.Cast("int32", T.popcount(mine & T.cuda.ballot_sync(
-                T.uint32(FULL_WARP),
-                tirx.any(other > s.peak[0], tirx.all(other == s.peak[0], j * lanes + s.t % lanes < group)))))
+    def tell(s, top):
+        s.bound[0] = T.Cast("uint64", top) << T.uint64(32)
+
+    find = find_kth(e.tile_groups, e.threads // 32, e.k, tell)
+
+    @T.inline
+    def phase(s):
+        find(s, s.tops)
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def collect_bits(e: Extents) -> Callable[..., Any]:
+    """`collect` of tiles by scores alone, of which threads have all in registers: equal ones are all taken. The phase
+    is (io, s, size, factor).
+
+    Reads: `bits`, from `begin_search`; `tops`, which come as 0.
+    Writes: `own`, `bound`, `keys`, `count`; scratch.
+    Barriers: three; ends with one.
+    """
+    tops, bound = find_tops(e), bound_tiles(e)
 
     @T.inline
     def phase(io, s, size, factor):
-        find_peak(s, size)
-        if s.t % lanes == 0:
-            s.peaks[s.t // lanes] = s.peak[0]
-        T.cuda.cta_sync()
-        rank_group(s)
-        if s.t % lanes == 0 and s.rank[0] == e.k - 1:
-            s.bound[0] = T.Cast("uint64", s.peak[0]) << T.uint64(32)
-        tell_largest(s, lanes, s.peak[0])
-        T.cuda.cta_sync()
+        tops(s, size)
+        bound(s)
         for j in T.unroll(e.loads):
             if s.bits[j] != T.uint32(0) and s.bits[j] >= key_bits(s.bound[0]):
-                s.keys[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = join_key(s.bits[j], j * threads + s.t)
+                take_places(s.slot, s.count.ptr_to([0]), T.int32(1))
+                s.keys[s.slot[0]] = join_key(s.bits[j], j * e.threads + s.t)
         T.cuda.cta_sync()
 
     return phase
@@ -499,6 +598,27 @@ def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., An
             if s.t % rankers == 0 and s.place[0] < s.count[at] and s.rank[0] < e.k:
                 search.place(io, s, s.rank[0], s.best[0], factor)
         T.cuda.cta_sync()
+
+    return phase
+
+
+def rank_few(e: Extents, search: Search) -> Callable[..., Any]:
+    """`rank` of the words that reach the tiles' bound, in one step if they are few. The phase is (io, s, factor).
+
+    Reads: `count`, `reached`, with zeros behind it.
+    Writes: what the search's `place` does.
+    Barriers: one, at the end, if they are many.
+    """
+    at_once, many = rank_at_once(e.at_once, e.rankers), rank(e, search, "reached")
+
+    @T.inline
+    def phase(io, s, factor):
+        if s.count[1] <= e.at_once:
+            at_once(s, s.t, s.reached)
+            if s.t % e.rankers == 0 and s.need[0] < s.count[1] and s.slot[0] < e.k:
+                search.place(io, s, s.slot[0], s.pivot[0], factor)
+        else:
+            many(io, s, factor)
 
     return phase
 
@@ -547,10 +667,17 @@ def collect_near(e: Extents) -> Callable[..., Any]:
     """
 
     @T.inline
+    def take(s):
+        if e.by_bits:
+            take_places(s.place, s.count.ptr_to([1]), T.int32(1))
+        else:
+            s.place[0] = T.cuda.atomic_add(s.count.ptr_to([1]), T.int32(1))
+
+    @T.inline
     def keep(s, i, j):
         s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
         if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
-            s.place[0] = T.cuda.atomic_add(s.count.ptr_to([1]), T.int32(1))
+            take(s)
             if s.place[0] < e.most_near:
                 s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
 
@@ -655,6 +782,7 @@ def best(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io)."""
     count, tiles_search, words_search = count_words(e), search_tiles(e), search_words(e)
     do = SimpleNamespace(
+        clear=clear(e),
         load_pairs=load_pairs(e),
         begin_tiles=begin_search(e, tiles_search),
         collect_tiles=collect_bits(e) if e.by_bits else collect(e, tiles_search),
@@ -662,7 +790,7 @@ def best(e: Extents) -> Callable[..., Any]:
         join_lanes=join_lanes(e),
         collect_near=collect_near(e),
         join_pairs=join_pairs(e),
-        rank_near=rank(e, words_search, "reached"),
+        rank_near=rank_few(e, words_search) if e.at_once else rank(e, words_search, "reached"),
         rank_tiles=rank(e, tiles_search),
         begin_words=begin_search(e, words_search),
         select_words=select(e, words_search),
@@ -678,12 +806,7 @@ def best(e: Extents) -> Callable[..., Any]:
             t = T.thread_id([e.threads])
             s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
-            for i in T.serial((e.k - t + (e.threads - 1)) // e.threads):
-                s.chosen[i * e.threads + t] = 0
-            if t < 2:
-                s.count[t] = 0
-                s.bound[t] = T.uint64(0)
-            T.cuda.cta_sync()
+            do.clear(s)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if e.dynamic > 0:

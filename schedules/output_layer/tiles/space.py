@@ -57,6 +57,8 @@ MAX_K = 256
 MAX_DIRECT = 8192
 # Maxima that the second kernel ranks at least.
 LEAST_GROUPS = 64
+# Up to such a k it bounds tiles by so many maxima, where it finds them by their scores alone.
+FEW, FEW_GROUPS = 24, 32
 # Words that it ranks at the most without a bound of their own, where k is small.
 LEAST_NEAR = 256
 # Words of a list from which on it has a default of its own.
@@ -358,6 +360,11 @@ class SearchSizes:
         return self.searched_words
 
     @property
+    def tells_largest(self) -> bool:
+        """Whether its search for tiles puts down the row's largest score."""
+        return self.whole_sums and not self.by_bits
+
+    @property
     def groups(self) -> int:
         """Groups of its threads whose maxima are ranked."""
         return max(LEAST_GROUPS, 1 << (2 * self.k - 1).bit_length())
@@ -464,6 +471,22 @@ class Extents(SearchSizes):
     @property
     def by_bits(self) -> bool:
         return not self.m and self.summed and self.list_tiles <= MAX_LOADS_EACH * self.threads
+
+    @property
+    def tile_groups(self) -> int:
+        """Groups of threads by whose best tiles a bound is found, `by_bits`. Of the least, half as many tiles more
+        reach it."""
+        return FEW_GROUPS if self.k <= FEW else self.groups
+
+    @property
+    def at_once(self) -> int:
+        """Words of the best tiles that are ranked in one step: most often there are no more. 0: in several."""
+        return 2 * FEW_GROUPS if self.by_bits and self.k <= FEW else 0
+
+    @property
+    def rankers(self) -> int:
+        """Threads that then rank a word."""
+        return min(8, self.threads // self.at_once)
 
     @property
     def product_threads(self) -> int:
@@ -619,7 +642,7 @@ class Extents(SearchSizes):
     @property
     def most_tiles(self) -> int:
         """Tiles that the second kernel looks through without ranking them."""
-        return 2 * self.k
+        return max(2 * self.k, self.at_once)
 
     @property
     def near_loads(self) -> int:

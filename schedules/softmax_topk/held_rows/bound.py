@@ -14,34 +14,35 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP, order
+from ...device.tops import find_kth, offer
 from ...device.words import value_in
+from .row import load_vector
 from .space import Layout
 from .state import column_of
 from .words import LEAST, largest
 
 
 # fmt: off
-@T.inline
-def offer(s, tops, group, ordered):
-    """Raise a group's top to an order."""
-    T.evaluate(T.call_extern("uint32", "atomicMax", tops.ptr_to([group]), ordered))
-
-
 def find_tops(layout: Layout) -> Callable[..., Any]:
     """The largest element of each thread, and of each group of threads. The phase is (s).
 
-    Reads: `raw`; `tops`, which come as 0.
+    Reads: `raw`, or, of a staged row, `top`; `tops`, which come as 0.
     Writes: `top`, `tops`; scratch is `pair`, `plain`, `bits`.
     Barriers: one, at the end.
     """
     dtype, words = layout.dtype, layout.words
 
     @T.inline
-    def phase(s):
+    def find_top(s):
         s.pair[0] = largest(dtype, [s.raw[w] for w in range(words)])
         s.top[0] = value_in(dtype, s.pair[0], 0)
         if layout.per_word == 2:
             T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
+
+    @T.inline
+    def phase(s):
+        if not layout.staged:
+            find_top(s)
         order(s.top[0], s.plain, s.bits)
         offer(s, s.tops, s.t % layout.groups, s.bits[0])
         T.cuda.cta_sync()
@@ -57,26 +58,17 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
     Barriers: one, before the end.
     After: `bound` is the same in all threads, and above minus infinity.
     """
-    groups, warps, k = layout.groups, layout.warps, layout.k
+
+    @T.inline
+    def tell(s, top):
+        s.kth[0] = top
+        s.equals[0] = s.slot[0] - s.need[0]
+
+    find = find_kth(layout.groups, layout.warps, layout.k, tell)
 
     @T.inline
     def phase(s, tops):
-        other = T.alloc_local([1], "uint32")
-        for j in T.unroll(groups // 32):
-            s.own[j] = tops[j * 32 + s.t % 32]
-        # Warps look at some tops each: is it the k-th best, or one of equals among which that is?
-        for i in T.unroll(ceildiv(groups, warps)):
-            other[0] = tops[(i * warps + s.t // 32) % groups]
-            s.need[0] = 0
-            s.slot[0] = 0
-            for j in T.unroll(groups // 32):
-                s.need[0] = s.need[0] + T.Cast(
-                    "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] > other[0])))
-                s.slot[0] = s.slot[0] + T.Cast(
-                    "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] >= other[0])))
-            if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
-                s.kth[0] = other[0]
-                s.equals[0] = s.slot[0] - s.need[0]
+        find(s, tops)
         T.cuda.cta_sync()
         s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
 
@@ -86,21 +78,24 @@ def find_bound(layout: Layout) -> Callable[..., Any]:
 def find_firsts(layout: Layout) -> Callable[..., Any]:
     """The first column of each group's top. The phase is (s).
 
-    Reads: `raw`, `top`, `tops`; `firsts`, which come as the number of columns.
-    Writes: `firsts`; scratch is `plain`, `bits`, `column`.
+    Reads: `raw` or `staged`; `top`, `tops`; `firsts`, which come as the number of columns.
+    Writes: `firsts`; scratch is `plain`, `bits`, `column`, `vector`.
     Barriers: one, at the end.
     After: a group whose top is NaN has the number of columns still.
     """
-    dtype, per_word, groups = layout.dtype, layout.per_word, layout.groups
+    dtype, per_word, width, groups = layout.dtype, layout.per_word, layout.width, layout.groups
+    load = load_vector(layout)
 
     @T.inline
     def phase(s):
         order(s.top[0], s.plain, s.bits)
         if s.bits[0] == s.tops[s.t % groups]:
             s.column[0] = layout.vocab
-            for e in T.unroll(layout.words * per_word):
-                if value_in(dtype, s.raw[e // per_word], e % per_word) == s.top[0]:
-                    s.column[0] = T.min(s.column[0], column_of(layout, s, e))
+            for u in T.unroll(layout.vectors):
+                load(s, u)
+                for e in T.unroll(width):
+                    if value_in(dtype, s.vector[e // per_word], e % per_word) == s.top[0]:
+                        s.column[0] = T.min(s.column[0], column_of(layout, s, u * width + e))
             offer_first(s, s.firsts, s.t % groups, s.column[0])
         T.cuda.cta_sync()
 

@@ -17,9 +17,10 @@ from tvm_sparse.core.template import ceildiv
 from ...device.cluster import TURN, Deal
 from ...device.loops import rolled
 from ...device.mbarriers import arrive_expecting, arrive_expecting_there, await_arrivals, send_word
-from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index
-from .bound import bound_equals, find_bound, offer, offer_first
-from .keys import clear_behind, take_places
+from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index, take_places
+from ...device.tops import offer
+from .bound import bound_equals, find_bound, offer_first
+from .keys import clear_behind
 from .space import Layout
 from .state import KEYS, SUMS
 from .sums import LOWEST_BITS, add_up, sum_of_warp, sum_word
@@ -169,7 +170,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
             while at[0] < ends[r]:
                 s.key[0] = s.united[at[0]]
                 if s.key[0] >= s.pivot[0]:
-                    take_places(s.slot, s.united_count, T.int32(1))
+                    take_places(s.slot, s.united_count.ptr_to([0]), T.int32(1))
                     s.keys[s.slot[0]] = s.key[0]
                 at[0] = at[0] + step
 
@@ -205,7 +206,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
             s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[c]))
         s.slot[0] = 0
         if s.t % 32 == 0 and s.need[0] > 0:
-            take_places(s.slot, s.united_count, s.need[0])
+            take_places(s.slot, s.united_count.ptr_to([0]), s.need[0])
         # While that is on its way.
         await_arrivals(s.barriers.ptr_to([SUMS]))
         add(s)

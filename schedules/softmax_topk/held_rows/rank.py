@@ -9,8 +9,8 @@ from tvm.script import tirx as T
 
 from ...device.arithmetic import LN_2
 from ...device.loops import rolled
-from ...device.ranking import rank_key
-from ...device.selection import FULL_WARP, keep_selected, key_index, key_value, radix_selection
+from ...device.ranking import rank_at_once, rank_key
+from ...device.selection import keep_selected, key_index, key_value, radix_selection
 from ..finishing import complete, write_given_columns
 from .space import RANKED, RANKERS, Layout
 from .sums import take_power
@@ -22,29 +22,6 @@ def exponent(s: Any, value: Any) -> Any:
 
 
 # fmt: off
-def rank_at_once(layout: Layout) -> Callable[..., Any]:
-    """As `ranking.rank_key`, of keys that are few enough for one step, with zeros behind them. The phase is (s).
-
-    Reads: `keys`.
-    Writes: `need`, `pivot`, `slot`.
-    Barriers: none, but all lanes take part.
-    """
-    at_once, rankers = layout.at_once, layout.rankers
-
-    @T.inline
-    def phase(s):
-        s.need[0] = s.t // rankers
-        s.pivot[0] = s.keys[T.min(s.need[0], at_once - 1)]
-        s.slot[0] = 0
-        for j in T.unroll(at_once // rankers):
-            if s.keys[j * rankers + s.t % rankers] > s.pivot[0]:
-                s.slot[0] = s.slot[0] + 1
-        for b in T.unroll(rankers.bit_length() - 1):
-            s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
-
-    return phase
-
-
 def write_ranked(k: int, rankers: int) -> Callable[..., Any]:
     """The value and the index of a key that has its rank, if that is one of the k best. The phase is (s).
 
@@ -95,7 +72,8 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
     Writes: the outputs, and scratch.
     Barriers: none if the keys are ranked at once, else several.
     """
-    at_once, every, write = rank_at_once(layout), rank_all(layout), write_ranked(layout.k, layout.rankers)
+    at_once, every = rank_at_once(layout.at_once, layout.rankers), rank_all(layout)
+    write = write_ranked(layout.k, layout.rankers)
     write_given = write_given_columns(layout.threads, layout.vocab, layout.ids, exponent, rolled)
 
     @T.inline
@@ -105,7 +83,7 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
         if s.io.log != 0:
             s.logarithm[0] = T.log(s.sum[0])
         if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
-            at_once(s)
+            at_once(s, s.t, s.keys)
             write(s)
         else:
             every(s)
