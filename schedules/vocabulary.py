@@ -54,7 +54,7 @@ DECISIONS: Mapping[str, str] = {
     "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
-    "staged": "1: the operand that all tiles share is kept in shared memory; 0: in registers.",
+    "staged": "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers.",
     # What is done ahead of its time.
     "overlap": (
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
@@ -119,6 +119,7 @@ ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
     {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0, "cached": 0},
 ) | {
     "fused_step": {"late_words": 0, "apart": 0},
+    "held_rows": {"staged": 0},
     **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
     **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
 }

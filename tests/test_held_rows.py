@@ -24,8 +24,8 @@ from tvm_sparse.schedules.softmax_topk.held_rows.words import LEAST, NOTHING
 TEMPLATE = spaces.find("held_rows", "softmax_topk")
 
 
-def point(cluster: int, threads: int) -> dict[str, int]:
-    return {"cluster": cluster, "threads": threads, "overlap": 1}
+def point(cluster: int, threads: int, staged: int = 0) -> dict[str, int]:
+    return {"cluster": cluster, "threads": threads, "staged": staged, "overlap": 1}
 
 
 def groups_of(layout: Layout, row: int) -> np.ndarray:
@@ -102,37 +102,46 @@ def awkward(layout: Layout, rng: np.random.Generator) -> np.ndarray:
 
 
 CASES = [
-    # vocab, k, dtype, cluster, threads, ids, and vectors of a thread
-    (8001, 20, "bfloat16", 4, 128, 9, 2),
-    (5003, 5, "float16", 1, 256, 0, 3),
-    (6401, 33, "float32", 1, 256, 3, 7),
-    (6400, 50, "float32", 2, 128, 0, 7),
-    (4096, 1, "bfloat16", 2, 128, 7, 2),
-    (8001, 50, "bfloat16", 8, 128, 0, 1),
-    (8000, 20, "float32", 8, 256, 2, 1),
-    (8001, 33, "float16", 1, 128, 0, 8),
-    (8192, 5, "bfloat16", 1, 256, 0, 4),
-    (5003, 1, "float32", 4, 128, 0, 3),
-    (8000, 50, "float16", 1, 640, 150, 2),
-    (8192, 20, "float16", 2, 128, 0, 4),
-    (8008, 33, "bfloat16", 1, 128, 5, 8),
+    # vocab, k, dtype, cluster, threads, ids, staged, and vectors of a thread
+    (8001, 20, "bfloat16", 4, 128, 9, 0, 2),
+    (5003, 5, "float16", 1, 256, 0, 0, 3),
+    (6401, 33, "float32", 1, 256, 3, 0, 7),
+    (6400, 50, "float32", 2, 128, 0, 0, 7),
+    (4096, 1, "bfloat16", 2, 128, 7, 0, 2),
+    (8001, 50, "bfloat16", 8, 128, 0, 0, 1),
+    (8000, 20, "float32", 8, 256, 2, 0, 1),
+    (8001, 33, "float16", 1, 128, 0, 0, 8),
+    (8192, 5, "bfloat16", 1, 256, 0, 0, 4),
+    (5003, 1, "float32", 4, 128, 0, 0, 3),
+    (8000, 50, "float16", 1, 640, 150, 0, 2),
+    (8192, 20, "float16", 2, 128, 0, 0, 4),
+    (8008, 33, "bfloat16", 1, 128, 5, 0, 8),
     # Of a block's warps several take the keys of a part, some none, or all several parts.
-    (4100, 20, "float32", 2, 512, 0, 2),
-    (12802, 24, "float32", 8, 384, 0, 2),
-    (12001, 40, "float16", 16, 128, 0, 1),
+    (4100, 20, "float32", 2, 512, 0, 0, 2),
+    (12802, 24, "float32", 8, 384, 0, 0, 2),
+    (12001, 40, "float16", 16, 128, 0, 0, 1),
     # Of 128 threads of the last block, or of all, only a few have a vector.
-    (1001, 50, "float32", 4, 128, 3, 1),
-    (301, 50, "float16", 1, 128, 0, 1),
-    (50, 50, "float32", 1, 128, 0, 1),
+    (1001, 50, "float32", 4, 128, 3, 0, 1),
+    (301, 50, "float16", 1, 128, 0, 0, 1),
+    (50, 50, "float32", 1, 128, 0, 0, 1),
+    # Of the last block some threads have fewer vectors, or none.
+    (6400, 50, "float32", 2, 128, 0, 1, 7),
+    (4096, 1, "bfloat16", 2, 128, 7, 1, 2),
+    (8000, 50, "float16", 1, 640, 150, 1, 2),
+    (8008, 33, "bfloat16", 1, 128, 5, 1, 8),
+    (8200, 20, "float16", 4, 128, 0, 1, 3),
+    (4100, 20, "float32", 2, 256, 3, 1, 3),
 ]
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "ids", "vectors"), CASES)
-def test_awkward_rows(vocab: int, k: int, dtype: str, cluster: int, threads: int, ids: int, vectors: int) -> None:
-    problem, decisions = SoftmaxTopk(ROWS, vocab, k, dtype, ids=ids), point(cluster, threads)
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "ids", "staged", "vectors"), CASES)
+def test_awkward_rows(
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, ids: int, staged: int, vectors: int
+) -> None:
+    problem, decisions = SoftmaxTopk(ROWS, vocab, k, dtype, ids=ids), point(cluster, threads, staged)
     layout = Layout.of(problem, decisions)
     assert layout.vectors == vectors
-    seed = CASES.index((vocab, k, dtype, cluster, threads, ids, vectors))
+    seed = CASES.index((vocab, k, dtype, cluster, threads, ids, staged, vectors))
     logits = awkward(layout, np.random.default_rng(vocab + k))
     # In every third case arrays hold garbage until the producer kernel is done.
     run(problem, decisions, logits, seed, (1.0, 0.625)[seed // 2 % 2], stale=None if seed % 3 else all_garbage(seed))
@@ -156,8 +165,9 @@ def test_least_finite_numbers(dtype: str, vocab: int, cluster: int) -> None:
     run(SoftmaxTopk(5, vocab, k, dtype), point(cluster, 128), x, seed=1, scale=-8 / least)
 
 
+@pytest.mark.parametrize("staged", [0, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str) -> None:
+def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, staged: int) -> None:
     """Masks that a warp has nothing but, and rows of nothing but such numbers."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((5, 4000))
@@ -166,7 +176,7 @@ def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str) -> Non
     logits[2] = -1e20
     logits[3] = np.where(rng.random(4000) < 0.5, 1e12, -1e12)
     logits[4] *= 1e30
-    run(SoftmaxTopk(5, 4000, 20, dtype), point(2, 128), logits)
+    run(SoftmaxTopk(5, 4000, 20, dtype), point(2, 128, staged), logits)
 
 
 def test_same_bits_in_any_order_of_threads() -> None:
@@ -194,16 +204,16 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 WAYS = [
-    # vocab, k, dtype, cluster, threads
-    (8001, 20, "bfloat16", 1, 128),
-    (8192, 33, "float32", 2, 256),
-    (8001, 5, "float32", 4, 128),
+    # vocab, k, dtype, cluster, threads, staged
+    (8001, 20, "bfloat16", 1, 128, 0),
+    (8192, 33, "float32", 2, 256, 1),
+    (8001, 5, "float32", 4, 128, 0),
 ]
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads"), WAYS)
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "staged"), WAYS)
 def test_random_rows_take_no_way_out(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = np.random.default_rng(vocab).standard_normal((12, vocab)) * 3
     # Minus infinity is as good as any other number, and so are a few strong outliers.
@@ -211,12 +221,12 @@ def test_random_rows_take_no_way_out(
     logits[2, : vocab // 2] -= 50
     logits[3, vocab // 3 : vocab // 3 + 5] += 100
     without(monkeypatch, "find_firsts", "select_keys", "rank_all")
-    run(SoftmaxTopk(12, vocab, k, dtype), point(cluster, threads), logits)
+    run(SoftmaxTopk(12, vocab, k, dtype), point(cluster, threads, staged), logits)
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads"), WAYS)
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "staged"), WAYS)
 def test_rows_in_order_never_fill_the_room(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = np.sort(np.random.default_rng(vocab).standard_normal((4, vocab)))
     # All different, as those of 16 bits are not.
@@ -227,12 +237,12 @@ def test_rows_in_order_never_fill_the_room(
         logits[:2] = np.sort(most.view(numpy_dtype(dtype)).astype("float32"))
         logits[2:] = logits[0, ::-1]
     without(monkeypatch, "find_firsts", "select_keys")
-    run(SoftmaxTopk(4, vocab, k, dtype), point(cluster, threads), logits)
+    run(SoftmaxTopk(4, vocab, k, dtype), point(cluster, threads, staged), logits)
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads"), WAYS)
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "staged"), WAYS)
 def test_equals_need_a_column_but_no_selection(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = np.round(np.random.default_rng(vocab).standard_normal((8, vocab)))
     logits[1] = 0
@@ -243,7 +253,7 @@ def test_equals_need_a_column_but_no_selection(
     logits[3] = logits[4, ::-1]
     logits[6].sort()
     logits[7] = np.sort(np.random.default_rng(k).standard_normal(vocab))
-    problem, decisions = SoftmaxTopk(8, vocab, k, dtype), point(cluster, threads)
+    problem, decisions = SoftmaxTopk(8, vocab, k, dtype), point(cluster, threads, staged)
     without(monkeypatch, "select_keys")
     run(problem, decisions, logits)
     without(monkeypatch, "find_firsts")
@@ -251,10 +261,12 @@ def test_equals_need_a_column_but_no_selection(
         run(problem, decisions, logits)
 
 
-@pytest.mark.parametrize("structure", ["crowded", "nan", "few"])
-def test_crowded_rows_need_the_selection(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, decisions = SoftmaxTopk(1, 8001, 20, "bfloat16"), point(2, 128)
-    logits = np.random.default_rng(3).standard_normal((1, 8001))
+@pytest.mark.parametrize(("structure", "vocab", "staged"), [("crowded", 8001, 0), ("nan", 8000, 1), ("few", 8001, 0)])
+def test_crowded_rows_need_the_selection(
+    structure: str, vocab: int, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, decisions = SoftmaxTopk(1, vocab, 20, "bfloat16"), point(2, 128, staged)
+    logits = np.random.default_rng(3).standard_normal((1, vocab))
     crowded = groups_of(Layout.of(problem, decisions), 0) < problem.k - 1
     if structure == "crowded":
         logits[0, crowded] += 9
@@ -305,6 +317,13 @@ def test_default_is_a_point(problem: SoftmaxTopk) -> None:
         (SoftmaxTopk(200, 100_000, 5, "bfloat16"), point(8, 256), "1600 blocks are more than run at once"),
         (SoftmaxTopk(1, 1000, 50), point(1, 64), "64 threads are too few to rank 128 keys at once"),
         (SoftmaxTopk(1, 98304, 50, "float16"), point(32, 256), "bytes of shared memory are more than 204800"),
+        (
+            SoftmaxTopk(1, 100_001, 5),
+            point(16, 512, 1),
+            "rows of 100001 elements of float32 do not begin with a vector",
+        ),
+        (SoftmaxTopk(1, 8000, 5), point(4, 512, 1), "1 vectors of a thread are not staged: from 2 to 16 are"),
+        (SoftmaxTopk(1, 80_000, 5), point(4, 256, 1), "20 vectors of a thread are not staged: from 2 to 16 are"),
     ],
 )
 def test_points_that_are_left_out(problem: SoftmaxTopk, decisions: dict[str, int], reason: str) -> None:

@@ -15,6 +15,7 @@ from .keys import find_keys
 from .rank import finish_row
 from .row import clear, load_row, locate_row
 from .space import Layout
+from .staged import stage_row, take_row
 from .state import State
 from .sums import add_up, sum_of_warp
 
@@ -23,7 +24,8 @@ from .sums import add_up, sum_of_warp
 def kernel(layout: Layout) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     threads, cluster = layout.threads, layout.cluster
-    locate, prepare, exchange, load = locate_row(layout), clear(layout), prepare_exchange(layout), load_row(layout)
+    locate, prepare, exchange = locate_row(layout), clear(layout), prepare_exchange(layout)
+    load, take = (stage_row if layout.staged else load_row)(layout), take_row(layout)
     tops, share, finish, add = find_tops(layout), share_parts(layout), finish_row(layout), add_up(1, layout.warps)
     # In a cluster sums are made while keys are on their way, in a block alone while other warps find theirs.
     find = find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)
@@ -53,6 +55,8 @@ def kernel(layout: Layout) -> Callable[..., Any]:
         if cluster > 1:
             cluster_wait()
         T.cuda.cta_sync()
+        if layout.staged:
+            take(s)
         # 2. and 3. The bound, and what reaches it.
         tops(s)
         find(s)

@@ -8,9 +8,10 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.loops import rolled
-from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection
+from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection, take_places
 from ...device.words import load_element, load_words, value_in
 from .bound import bound_equals, find_bound, find_firsts
+from .row import load_vector
 from .space import Layout
 from .state import column_of
 from .words import HALF, largest, picked, reach, twice
@@ -20,16 +21,6 @@ PICKED = 4
 
 
 # fmt: off
-@T.inline
-def take_places(slot, count, extent):
-    """Take `extent` places behind `count` others; `slot` is the first.
-
-    In the place of `atomicAdd`, for which the compiler adds up first what the lanes of a warp take: seldom is that more
-    than one lane's.
-    """
-    T.ptx.atom.shared.add.s32(slot[0], count.ptr_to([0]), extent)
-
-
 def put_key(layout: Layout) -> Callable[..., Any]:
     """Append `key` to the block's. The phase is (s).
 
@@ -40,7 +31,7 @@ def put_key(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        take_places(s.slot, s.count, T.int32(1))
+        take_places(s.slot, s.count.ptr_to([0]), T.int32(1))
         if s.slot[0] < layout.room:
             s.found_keys[s.slot[0]] = s.key[0]
 
@@ -50,18 +41,20 @@ def put_key(layout: Layout) -> Callable[..., Any]:
 def put_reached(layout: Layout) -> Callable[..., Any]:
     """Append the keys of what reaches the bound, and of its equals of those up to a column. The phase is (s).
 
-    Reads: `raw`, `top`, `bound`, `until`.
+    Reads: `raw` or `staged`; `top`, `bound`, `until`.
     Writes: as `put_key`; scratch is `threshold`, `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`.
     Barriers: none.
     After: if there is no room for all, `count` exceeds it, and which keys are there nobody knows.
     """
-    put, dtype, vectors, width, per_word = (
-        put_key(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
+    put, load, dtype, vectors, width, per_word = (
+        put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
 
     @T.inline
     def take_vector(s):
         """Vector number `spot`."""
-        if vectors <= PICKED:
+        if layout.staged:
+            load(s, s.spot[0])
+        elif vectors <= PICKED:
             for w in T.unroll(4):
                 s.vector[w] = picked(s.raw, s.spot[0], vectors, 4, w)
         elif layout.aligned:
@@ -86,8 +79,9 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             s.marks[0] = T.uint32(0)
             for u in T.unroll(vectors):
+                load(s, u)
                 s.marks[0] = s.marks[0] | reach(
-                    dtype, largest(dtype, [s.raw[u * 4 + w] for w in range(4)]), s.pair[0], u)
+                    dtype, largest(dtype, [s.vector[w] for w in range(4)]), s.pair[0], u)
             s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
             while s.marks[0] != T.uint32(0):
                 s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.marks[0]))

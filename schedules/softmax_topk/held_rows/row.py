@@ -15,6 +15,8 @@ from .space import Layout
 from .state import column_of
 from .words import NOTHING
 
+load_shared = T.ptx.ld.shared.v4.u32
+
 
 # fmt: off
 def locate_row(layout: Layout) -> Callable[..., Any]:
@@ -125,4 +127,24 @@ def load_row(layout: Layout) -> Callable[..., Any]:
                     mend(s, u, small)
 
     return phase
+
+
+def load_vector(layout: Layout) -> Callable[..., Any]:
+    """`vector` = the thread's vector number u, in registers a constant. The phase is (s, u).
+
+    Reads: `raw` or `staged`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def of_registers(s, u):
+        for w in T.unroll(4):
+            s.vector[w] = s.raw[u * 4 + w]
+
+    @T.inline
+    def of_shared(s, u):
+        load_shared(
+            s.vector[0], s.vector[1], s.vector[2], s.vector[3], s.staged.ptr_to([(u * layout.threads + s.t) * 4]))
+
+    return of_shared if layout.staged else of_registers
 # fmt: on

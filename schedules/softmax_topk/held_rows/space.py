@@ -24,6 +24,7 @@ MAX_K = max(GROUPS)
 # most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
 REGISTERS = 65536
 WORKING = 32
+STAGED_WORKING = 40
 MAX_WORDS = 64
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
@@ -42,6 +43,7 @@ class Layout(Share):
     k: int
     ids: int  # given columns of a row
     dtype: str
+    staged: bool  # whether shared memory holds the row, and not registers
     overlap: bool
 
     @classmethod
@@ -54,10 +56,11 @@ class Layout(Share):
             k=problem.k,
             ids=problem.ids,
             dtype=problem.dtype,
+            staged=bool(decisions["staged"]),
             overlap=bool(decisions["overlap"]),
         )
 
-    # The row in registers.
+    # The row in registers, or in shared memory.
 
     @cached_property
     def vectors(self) -> int:
@@ -72,13 +75,13 @@ class Layout(Share):
 
     @cached_property
     def words(self) -> int:
-        """32-bit words of a thread."""
-        return 4 * self.vectors
+        """32-bit words of a row in a thread's registers."""
+        return 0 if self.staged else 4 * self.vectors
 
     @cached_property
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
-        by_registers = REGISTERS // (self.threads * (self.words + WORKING))
+        by_registers = REGISTERS // (self.threads * (self.words + (STAGED_WORKING if self.staged else WORKING)))
         return max(min(by_registers, THREADS_MOST // self.threads, SHARED // (self.bytes + STATIC + RESERVED)), 1)
 
     # Keys.
@@ -135,9 +138,19 @@ class Layout(Share):
         return self.at_found + self.room
 
     @cached_property
+    def keys_bytes(self) -> int:
+        """Those of keys."""
+        return 8 * (self.at_united + self.capacity if self.cluster > 1 else self.capacity + self.kept)
+
+    @cached_property
+    def at_staged(self) -> int:
+        """Where a staged share is, in words: at a multiple of a vector."""
+        return ceildiv(self.keys_bytes, 16) * 4
+
+    @cached_property
     def bytes(self) -> int:
         """All of it."""
-        return asked(8 * (self.at_united + self.capacity if self.cluster > 1 else self.capacity + self.kept))
+        return asked(4 * self.at_staged + 16 * self.vectors * self.threads if self.staged else self.keys_bytes)
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
@@ -150,12 +163,12 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if not points(problem, machine):
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"the registers of {machine.cores} multiprocessors do not hold {rows} at once")
-    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,)}
+    return {"cluster": CLUSTERS, "threads": THREADS, "staged": (0, 1), "overlap": (1,)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """All points of the space."""
-    every = [{"cluster": c, "threads": t, "overlap": 1} for c in CLUSTERS for t in THREADS]
+    every = [{"cluster": c, "threads": t, "staged": s, "overlap": 1} for c in CLUSTERS for t in THREADS for s in (0, 1)]
     return [point for point in every if allowed(problem, machine, point) is None]
 
 
@@ -165,6 +178,10 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
     most = min(REGISTERS // layout.threads - WORKING, MAX_WORDS)
     if layout.words > most:
         return f"{layout.words} words of a row in a thread's registers are more than {most}"
+    if layout.staged and not layout.aligned:
+        return f"rows of {problem.vocab} elements of {problem.dtype} do not begin with a vector: they are not staged"
+    if layout.staged and not 1 < layout.vectors <= MAX_WORDS // 4:
+        return f"{layout.vectors} vectors of a thread are not staged: from 2 to {MAX_WORDS // 4} are"
     if layout.threads > layout.share and layout.threads > THREADS[0]:
         return f"of {layout.threads} threads only {layout.share} have a vector"
     if layout.share * (layout.cluster - 1) >= layout.row_vectors:
@@ -182,10 +199,10 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """The most blocks that each have a multiprocessor of their own, up to a portable cluster, of a middle size."""
 
-    def badness(point: Decisions) -> tuple[bool, int, int]:
+    def badness(point: Decisions) -> tuple[bool, int, int, int]:
         cluster = point["cluster"]
         crowded = cluster > 1 and cluster * problem.batch_extent > machine.cores or cluster > 8
-        return (crowded, cluster if crowded else -cluster, abs(point["threads"] - 512))
+        return (crowded, cluster if crowded else -cluster, point["staged"], abs(point["threads"] - 512))
 
     space(problem, machine)  # it may not apply
     return min(points(problem, machine), key=badness)
@@ -201,7 +218,7 @@ def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Fe
         "waves": each / layout.resident,
         "threads_each": resident * layout.threads,
         "thread_vectors": layout.vectors,
-        "bytes_in_flight": resident * layout.threads * layout.words * 4,
+        "bytes_in_flight": resident * layout.threads * layout.vectors * 16,
         "k_share": problem.k / problem.vocab,
         "k_each": problem.k / layout.threads,
     }

@@ -17,6 +17,10 @@ def clustered(layout: Layout) -> bool:
     return layout.cluster > 1
 
 
+def in_registers(layout: Layout) -> bool:
+    return not layout.staged
+
+
 @dataclass
 class State(Buffers):
     """The state of one row in a block. Keys and orders are of `device.selection`.
@@ -34,6 +38,10 @@ class State(Buffers):
     kept: Any = pooled("uint64", lambda o: o.kept, lambda o: o.capacity)  # those that a selection keeps
     found_keys: Any = pooled("uint64", lambda o: o.room, lambda o: o.at_found)  # of the block's share
     united: Any = pooled("uint64", lambda o: o.capacity, lambda o: o.at_united, when=clustered)  # of all blocks
+    # The first vectors of all threads, then their second ones, and so on; minus infinity where they have none.
+    staged: Any = pooled(
+        "uint32", lambda o: 4 * o.vectors * o.threads, lambda o: o.at_staged, when=lambda o: o.staged
+    )  # fmt: skip
 
     # ---- static shared memory ---------------------------------------------------------------------------------------
     tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
@@ -52,7 +60,7 @@ class State(Buffers):
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
-    raw: Any = local("uint32", lambda o: o.words)  # the thread's vectors; minus infinity where it has none
+    raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # likewise, if they are not staged
     vector: Any = local("uint32", 4)  # one of them
     pair: Any = local("uint32")  # the threshold, as a word whose elements it is; also scratch
     factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2

@@ -49,7 +49,7 @@ def take_power(s, power, value):
 def sum_of_warp(layout: Layout) -> Callable[..., Any]:
     """The sum of a warp's elements. The phase is (s).
 
-    Reads: `raw`, `top`, `factor`.
+    Reads: `raw`, `top`; or, of a staged row, each thread's `sum` and `reference`; `factor`.
     Writes: `sums` of the warp; `reference`, `sum`; scratch is `plain`, `bits`, `power`, `partial`.
     Barriers: none, but all lanes take part.
     After: a warp with NaN or plus infinity has NaN for its sum; one with nothing above minus infinity 0.
@@ -57,7 +57,7 @@ def sum_of_warp(layout: Layout) -> Callable[..., Any]:
     dtype, words, per_word = layout.dtype, layout.words, layout.per_word
 
     @T.inline
-    def phase(s):
+    def of_registers(s):
         order(s.top[0], s.plain, s.bits)
         s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
         s.reference[0] = LOWEST
@@ -69,6 +69,21 @@ def sum_of_warp(layout: Layout) -> Callable[..., Any]:
             take_power(s, s.power, value_in(dtype, s.raw[e // per_word], e % per_word))
             s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
         s.sum[0] = T.cuda.warp_sum((s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3]))
+
+    @T.inline
+    def of_threads(s):
+        s.plain[0] = s.reference[0]
+        order(s.reference[0], s.power, s.bits)
+        s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
+        take_power(s, s.power, s.plain[0])
+        s.sum[0] = T.cuda.warp_sum(s.sum[0] * s.power[0])
+
+    @T.inline
+    def phase(s):
+        if layout.staged:
+            of_threads(s)
+        else:
+            of_registers(s)
         if s.t % 32 == 0:
             s.sums[layout.cluster + s.t // 32] = sum_word(s.sum[0], s.reference[0])
 

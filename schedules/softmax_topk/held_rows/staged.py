@@ -1,0 +1,114 @@
+"""A share in shared memory: its vectors are looked at as they come, exponentials included, and again where needed.
+
+Loads into registers are waited for by scoreboards, of which there are six: most exponentials come when all is read. Of
+asynchronous copies each is a group, whose end a thread awaits before it looks at the vector. No other thread does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.words import value_in
+from .row import load_vector
+from .space import Layout
+from .state import column_of
+from .sums import LOWEST, PARTIAL, take_power
+from .words import NOTHING, larger, largest
+
+VECTOR = 16  # bytes
+
+
+# fmt: off
+def stage_row(layout: Layout) -> Callable[..., Any]:
+    """Have the thread's vectors copied. The phase is (s).
+
+    Reads: `row`, `start`, `mine`.
+    Writes: `staged`, asynchronously: minus infinity beyond this block's share.
+    Barriers: none; a thread reads only what it had copied itself.
+    After: a group of copies for each vector is on its way.
+    """
+    vectors, width, threads = layout.vectors, layout.width, layout.threads
+
+    @T.inline
+    def copy(s, u):
+        T.ptx.cp.async_.cg.shared.global_(
+            s.staged.ptr_to([(u * threads + s.t) * 4]),
+            s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
+
+    @T.inline
+    def phase(s):
+        for u in T.unroll(vectors):
+            if u < layout.inner:
+                copy(s, u)
+            else:
+                if u * threads + s.t < s.mine[0]:
+                    copy(s, u)
+                else:
+                    for w in T.unroll(4):
+                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+            T.ptx.cp.async_.commit_group()
+
+    return phase
+
+
+def weigh_vector(layout: Layout) -> Callable[..., Any]:
+    """Add the exponentials of a vector to the thread's sum (Milakov & Gimelshein 2018, Algorithm 3, lines 4 to 6, by
+    vectors). The phase is (s, peak), of which the second is a word that has the vector's largest element.
+
+    Reads: `vector`, `factor`.
+    Writes: `sum`, `reference`; scratch is `plain`, `power`, `partial`.
+    Barriers: none.
+    """
+    dtype, per_word = layout.dtype, layout.per_word
+
+    @T.inline
+    def phase(s, peak):
+        s.plain[0] = T.max(s.reference[0], value_in(dtype, peak[0], 0))
+        if per_word == 2:
+            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak[0], 1))
+        # What was added up so far, relative to the new reference.
+        T.ptx.ex2.approx.ftz.f32(s.power[0], (s.reference[0] - s.plain[0]) * s.factor[0])
+        s.sum[0] = s.sum[0] * s.power[0]
+        s.reference[0] = s.plain[0]
+        for e in T.unroll(layout.width):
+            take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
+            if e < PARTIAL:
+                s.partial[e] = s.power[0]
+            else:
+                s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
+        s.sum[0] = s.sum[0] + ((s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3]))
+
+    return phase
+
+
+def take_row(layout: Layout) -> Callable[..., Any]:
+    """Look at the thread's vectors as they come. The phase is (s).
+
+    Reads: `staged`, `factor`.
+    Writes: `top`, `sum`, `reference`; scratch is `vector`, `pair`, and as `weigh_vector`.
+    Barriers: none.
+    """
+    dtype, vectors = layout.dtype, layout.vectors
+    load, weigh = load_vector(layout), weigh_vector(layout)
+
+    @T.inline
+    def phase(s):
+        peak = T.alloc_local([1], "uint32")
+        s.pair[0] = T.uint32(NOTHING[dtype])
+        s.reference[0] = LOWEST
+        s.sum[0] = T.float32(0)
+        for u in T.unroll(vectors):
+            T.ptx.cp.async_.wait_group(vectors - 1 - u)
+            load(s, u)
+            peak[0] = largest(dtype, [s.vector[w] for w in range(4)])
+            s.pair[0] = larger(dtype, s.pair[0], peak[0])
+            weigh(s, peak)
+        s.top[0] = value_in(dtype, s.pair[0], 0)
+        if layout.per_word == 2:
+            T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
+
+    return phase
+# fmt: on
