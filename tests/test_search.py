@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -92,6 +93,50 @@ def test_a_budget_that_covers_the_space_covers_it_exactly_once(known: int, monke
     assert set(measured) | set(paid) == set(space(SMALL))
     assert len(measured) == rest
     assert search.propose() == []
+
+
+@pytest.fixture
+def few_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let spaces count as too large to go through."""
+    monkeypatch.setattr(spaces, "MOST_COMBINATIONS", 100)
+    monkeypatch.setattr(spaces, "DRAWN_POINTS", 80)
+
+
+def test_of_a_large_space_a_draw_is_listed(few_combinations: None) -> None:
+    names, every = spaces.drawn(tables(LARGE)), space(LARGE)
+    listed = list(spaces.searchable(LARGE, SM90, tables(LARGE), every[-1:]))
+    assert len(set(listed)) == len(listed) and set(listed) < set(every)
+    assert listed == list(spaces.searchable(LARGE, SM90, tables(LARGE), every[-1:]))
+    for name in tables(LARGE):
+        mine = {point for point in every if point.template == name}
+        if name not in names:
+            assert mine <= set(listed)
+            continue
+        assert len(mine & set(listed)) == min(80, len(mine))
+        start = spaces.find(name).default(LARGE, SM90)
+        starts = [start, every[-1].values] if every[-1].template == name else [start]
+        near = {one for one in mine if any(len(one.values.items() - other.items()) <= 1 for other in starts)}
+        assert near <= set(listed) and near < mine
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("strategy", ["evolutionary", "replay", "boosting", "random"])
+def test_a_search_of_a_draw(strategy: str, ahead: bool, few_combinations: None) -> None:
+    every, domain = space(LARGE), Domain.of(LARGE, SM90, tables(LARGE))
+    known = {every[-1]: 1e-5}
+    measured = run(start(LARGE, 60, strategy=strategy, known=known), 60, separable, known, ahead=ahead)
+    assert len(measured) == 60 and set(measured) < set(every)
+    # MetaSchedule makes points up, and is taught others; the other strategies choose among what is listed.
+    assert (set(measured) <= set(domain.points)) == (strategy in ("boosting", "random"))
+
+
+def test_what_is_not_allowed_is_no_point_of_a_draw(few_combinations: None) -> None:
+    domain, every = Domain.of(LARGE, SM90, tables(LARGE)), set(space(LARGE))
+    for name, table in tables(LARGE).items():
+        for values in itertools.islice(itertools.product(*table.values()), 0, None, 7):
+            found = domain.candidate(name, dict(zip(table, values, strict=True)))
+            wanted = spaces.find(name).candidate(dict(zip(table, values, strict=True)))
+            assert found == (wanted if wanted in every else None)
 
 
 def test_points_are_distinct_and_allowed() -> None:

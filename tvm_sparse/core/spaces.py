@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import random
 from collections.abc import Collection, Iterator, Mapping
 
 from . import registry
 from .candidate import Candidate
 from .machine import X86_INSTRUCTIONS, Machine
 from .problem import Problem, ProblemError
-from .template import NotApplicable, Table, Template
+from .template import Decisions, NotApplicable, Table, Template
+
+# Of tables with more combinations than this a search gets a draw: so many points, of so many combinations at most.
+MOST_COMBINATIONS = 1 << 20
+DRAWN_POINTS, DRAWS = 1 << 14, 1 << 19
 
 
 def templates(operator: str | None = None) -> tuple[Template, ...]:
@@ -103,6 +109,52 @@ def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> I
             decisions = dict(zip(table, values, strict=True))
             if template.allowed(problem, machine, decisions) is None:
                 yield template.candidate(decisions)
+
+
+def drawn(tables: Mapping[str, Table]) -> list[str]:
+    """The templates of which a search gets a draw, for they have too many combinations to go through."""
+    return [name for name, table in tables.items() if math.prod(map(len, table.values())) > MOST_COMBINATIONS]
+
+
+def searchable(
+    problem: Problem, machine: Machine, tables: Mapping[str, Table], around: Collection[Candidate] = ()
+) -> Iterator[Candidate]:
+    """The points that a search chooses from: all, or, of the templates that `drawn` names, some.
+
+    These are what differs from the default, or from one of `around`, in one decision at most, and points that are drawn
+    at random: always the same ones for a problem. They come in no order.
+    """
+    for name, table in tables.items():
+        if name not in drawn({name: table}):
+            yield from points(problem, machine, {name: table})
+            continue
+        template, found = find(name), set[Candidate]()
+        starts = [template.default(problem, machine), *(one.values for one in around if one.template == name)]
+        for decisions in itertools.chain(_neighbours(table, starts), _draws(table, problem.key)):
+            if template.allowed(problem, machine, decisions) is None:
+                candidate = template.candidate(decisions)
+                if candidate not in found:
+                    found.add(candidate)
+                    yield candidate
+            if len(found) == DRAWN_POINTS:
+                break
+
+
+def _neighbours(table: Table, starts: Collection[Decisions]) -> Iterator[Decisions]:
+    """What differs from one of some points in one decision at most."""
+    for start in starts:
+        for name, values in table.items():
+            for value in values:
+                decisions = {**start, name: value}
+                if all(decisions[other] in table[other] for other in table):
+                    yield decisions
+
+
+def _draws(table: Table, seed: str) -> Iterator[Decisions]:
+    """Combinations of a table, drawn at random."""
+    generator = random.Random(seed)
+    for _ in range(DRAWS):
+        yield {name: generator.choice(values) for name, values in table.items()}
 
 
 def fallback(problem: Problem, machine: Machine, cooperative: bool = True) -> Candidate:

@@ -1,7 +1,8 @@
-"""What a search chooses from: the points of several templates' spaces, all of them listed.
+"""What a search chooses from: the points of several templates' spaces, listed.
 
-Spaces have hundreds to tens of thousands of points, so a list is cheap, and a search needs no templates: it works on a
-recorded space as on a present one.
+Most spaces have hundreds to tens of thousands of points, so a list is cheap, and a search needs no templates: it works
+on a recorded space as on a present one. Of a space with millions some are listed (`spaces.searchable`); a search that
+makes points up may find others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,21 +36,43 @@ class Domain:
     tables
         The decisions of each template, each with the values it takes.
     points
-        The allowed points, in the tables' order. All of a template have its decisions in the same order.
+        The allowed points, in the tables' order, or some. All of a template have its decisions in the same order.
     prior
         Of each point what a model of other problems' trials (`records.predictor`) says of it, if there is one:
         ln(time / best time of the problem).
+    open
+        By the names of templates of which only some points are listed: from decisions to the point, None if they are
+        not allowed.
     """
 
     machine: Machine
     tables: Mapping[str, Table]
     points: tuple[Candidate, ...]
     prior: np.ndarray | None = None
+    open: Mapping[str, Callable[[Mapping[str, int]], Candidate | None]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, problem: Problem, machine: Machine, tables: Mapping[str, Table], trees: Trees | None = None) -> Domain:
-        """The allowed points of present templates; `trees` make the prior."""
-        made = cls(machine, tables, tuple(spaces.points(problem, machine, tables)))
+    def of(
+        cls,
+        problem: Problem,
+        machine: Machine,
+        tables: Mapping[str, Table],
+        trees: Trees | None = None,
+        around: Collection[Candidate] = (),
+    ) -> Domain:
+        """The allowed points of present templates; `trees` make the prior.
+
+        `around`: points whose neighbours are to be listed, too, where not all points are.
+        """
+        listed = tuple(spaces.searchable(problem, machine, tables, around))
+
+        def point(name: str, decisions: Mapping[str, int]) -> Candidate | None:
+            candidate = spaces.find(name).candidate(dict(decisions))
+            there = spaces.among(candidate, tables) and spaces.refusal(candidate, problem, machine) is None
+            return candidate if there else None
+
+        some = {name: functools.partial(point, name) for name in spaces.drawn(tables)}
+        made = cls(machine, tables, listed, open=some)
         return made if trees is None else made.with_prior(problem, trees)
 
     def with_prior(self, problem: Problem, trees: Trees) -> Domain:
@@ -71,6 +94,12 @@ class Domain:
         tables = {name: {d: tuple(sorted(v)) for d, v in table.items()} for name, table in values.items()}
         return cls(machine, tables, tuple(ordered))
 
+    def hoped(self) -> list[Candidate]:
+        """The points, those first of which the prior hopes most."""
+        if self.prior is None:
+            return list(self.points)
+        return [self.points[number] for number in self.prior.argsort(kind="stable")]
+
     @functools.cached_property
     def index(self) -> Mapping[Candidate, int]:
         """The place of each point in `points`."""
@@ -86,7 +115,10 @@ class Domain:
         table = self.tables.get(template, {})
         if decisions.keys() != table.keys():
             return None
-        return self._by_values.get((template, tuple(decisions[name] for name in table)))
+        found = self._by_values.get((template, tuple(decisions[name] for name in table)))
+        if found is None and template in self.open:
+            found = self.open[template]({name: decisions[name] for name in table})
+        return found
 
     @functools.cached_property
     def columns(self) -> Sequence[tuple[str, str | None]]:

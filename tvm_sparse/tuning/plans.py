@@ -14,7 +14,6 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
-from ..core.spaces import points
 from ..core.template import Table
 from ..records import Log, Trial
 from ..records.queries import predictor
@@ -41,7 +40,7 @@ class Plan:
 
     problem: Problem
     machine: Machine
-    templates: Mapping[str, int]  # points of each template's space
+    templates: Mapping[str, int]  # points of each template's space, of a very large one those that a search is given
     left_out: Mapping[str, str]  # templates that do not apply, and why
     trials: int  # to be measured now
     paid: int  # in the log already
@@ -118,7 +117,7 @@ def make_plan(
     fresh: bool = False,
     known: Mapping[str, Measured] | None = None,
 ) -> Plan:
-    """Count the space, of the named templates if there are any, and what of it is paid for.
+    """Count the points to search, of the named templates if there are any, and what of it is paid for.
 
     `known` is what `recorded` says of the log: plans of many problems read it once.
 
@@ -131,7 +130,7 @@ def make_plan(
         raise ProblemError(f"inputs: fresh ones are for GPUs, and {machine.arch} is a CPU; expected hot")
     tables, reasons = spaces.searched(problem, machine, named, fixed)
     sizes = dict.fromkeys(tables, 0)
-    for candidate in points(problem, machine, tables):
+    for candidate in spaces.searchable(problem, machine, tables):
         sizes[candidate.template] += 1
     # The fallback is measured in every run.
     fallback = spaces.fallback(problem, machine)
@@ -217,5 +216,5 @@ def covered(
     trials: int,
 ) -> bool:
     """Whether the trials suffice for all points that are left: then no search is asked."""
-    most = itertools.islice(points(problem, machine, tables), trials + len(known) + 1)
+    most = itertools.islice(spaces.searchable(problem, machine, tables), trials + len(known) + 1)
     return sum(candidate not in known for candidate in most) <= trials

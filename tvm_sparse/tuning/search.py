@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import sys
 import types
@@ -115,17 +116,31 @@ class Search:
         self._mapped: dict[Candidate, Any] = {}
         draws = REPLAY_DRAWS * trials if replay else trials + len(known)
         self._meta = _MetaSchedule(domain, draws, batch, seed, replay)
-        self._meta.teach({c: seconds for c, seconds in known.items() if c in domain.index})
+        # Where a space has millions of combinations MetaSchedule makes up few that are allowed. What is listed then
+        # fills the batches: what the prior hopes for, or else the neighbours of what is known first.
+        self._batch = batch
+        self._left = iter(domain.hoped() if domain.open else ())
+        self._listed: set[Candidate] = set()  # of these the ones that were proposed
+        self._meta.teach({c: s for c, s in known.items() if domain.candidate(c.template, c.values) == c})
 
     def propose(self) -> list[Candidate]:
         """As `Strategy.propose`; empty when the search has nothing left."""
+        proposed = self._made_up()
+        left = (one for one in self._left if one not in self._known and one not in self._mapped)
+        listed = list(itertools.islice(left, max(self._batch - len(proposed), 0)))
+        self._listed.update(listed)
+        return proposed + listed
+
+    def _made_up(self) -> list[Candidate]:
+        """What MetaSchedule proposes and is not known."""
         while True:
             proposals = self._meta.generate()
             if not proposals:
                 return []
-            fresh = {c: m for c, m in proposals.items() if c not in self._known and c not in self._mapped}
-            self._meta.pass_over([m for c, m in proposals.items() if c in self._mapped])
             stale = {c: m for c, m in proposals.items() if c in self._known}
+            new = {c: m for c, m in proposals.items() if c not in stale}
+            fresh = {c: m for c, m in new.items() if c not in self._mapped and c not in self._listed}
+            self._meta.pass_over([m for c, m in new.items() if c not in fresh])
             if stale:
                 self._meta.notify(stale, [self._known[c] for c in stale])
             if fresh:
@@ -138,6 +153,8 @@ class Search:
         self._known.update(results)
         asked = {c: self._mapped.pop(c) for c in results if c in self._mapped}
         self._meta.notify(asked, [results[c] for c in asked])
+        if listed := {c: seconds for c, seconds in results.items() if c in self._listed}:
+            self._meta.teach(listed)
 
 
 class _MetaSchedule:

@@ -30,6 +30,8 @@ from .domain import Domain
 SEARCH_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.searching")
 # Far beyond the seconds that a proposal takes, also where other processes take the cores.
 TIMEOUT = 600.0
+# Of the fastest points that are known the neighbours are listed where not all points are.
+AROUND = 8
 
 
 class SearchError(RuntimeError):
@@ -156,10 +158,12 @@ def handle(message: dict[str, Any]) -> Any:
         fixed = {name: tuple(values) for name, values in message["fixed"].items()}
         tables, _ = spaces.searched(problem, machine, message["named"], fixed)
         model = None if message["fresh"] else predictor((Path(message["root"]),), machine.arch, problem.operator)
+        known = _candidates(message["known"])
+        fastest = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)[:AROUND]
         _search = strategies.make(
             message["strategy"],
-            Domain.of(problem, machine, tables, trees=model.trees if model else None),
-            known=_candidates(message["known"]),
+            Domain.of(problem, machine, tables, trees=model.trees if model else None, around=fastest),
+            known=known,
             trials=message["trials"],
             batch=message["batch"],
             seed=message["seed"],
