@@ -25,7 +25,7 @@ TEMPLATE = spaces.find("held_rows", "softmax_topk")
 
 
 def point(cluster: int, threads: int, staged: int = 0) -> dict[str, int]:
-    return {"cluster": cluster, "threads": threads, "staged": staged, "overlap": 1}
+    return {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged}
 
 
 def groups_of(layout: Layout, row: int) -> np.ndarray:

@@ -3,17 +3,23 @@ that no default of a small problem is."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from cases import SM90, check_emulated, settings_of
+from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.problem import Mismatch
 from tvm_sparse.core.registry import parse
-from tvm_sparse.emulation import run_on_cpu
+from tvm_sparse.emulation import EmulationError, run_on_cpu
 from tvm_sparse.runtime import loading
+from tvm_sparse.schedules.output_layer.tiles import best
 from tvm_sparse.schedules.output_layer.tiles.product import stays_cached
 from tvm_sparse.schedules.output_layer.tiles.space import Extents
 from tvm_sparse.schedules.vocabulary import ADDED, renamed
@@ -68,6 +74,66 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
     point = template.default(problem, SM90) | decisions
     assert template.allowed(problem, SM90, point) is None
     check_emulated(problem, template, point)
+
+
+SEARCHED = {**SHARED, "reduce_warps": 2, "tile_n": 16, "depth": 1, "stages": 0, "blocks": 5, "threads": 256}
+
+
+def trapping(*_: Any) -> Callable[..., Any]:
+    """In the place of a factory of phases: one that traps."""
+
+    @T.inline
+    def phase(*_):
+        T.evaluate(T.call_extern("int32", "__trap"))
+
+    return phase
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "dynamic", "phase", "reached"),
+    [
+        # Few words reach the tiles' bound: they are ranked in one step, and of k beyond 24 in several.
+        (12, "random", 25, "rank", False),
+        (5, "ascending", 0, "rank", False),
+        (25, "random", 25, "select", False),
+        (70, "random", 0, "select", False),
+        # More than 64 do, but no more than 256; or as many as there are.
+        (5, "ten tiles", 0, "select", False),
+        (5, "ten tiles", 25, "rank", True),
+        (24, "equal", 25, "select", True),
+        (25, "equal", 0, "select", True),
+    ],
+)
+def test_how_many_words_reach_the_bound(
+    k: int, kind: str, dynamic: int, phase: str, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, template = parse(f"head_topk/batch=3,vocab=2405,hidden=136,k={k},dtype=float16"), spaces.find("head_tiles")
+    decisions = {**SEARCHED, **({"dynamic": 25, "depth": 0, "stages": 2} if dynamic else {})}
+    point = template.default(problem, SM90) | decisions
+    assert template.allowed(problem, SM90, point) is None and Extents.of(problem, point).by_bits
+    hidden, words, *others = problem.generate(k)
+    # A row's scores are a column of the embedding.
+    hidden[:] = np.eye(len(hidden), hidden.shape[1])
+    scores = np.random.default_rng(k).standard_normal((len(hidden), len(words)))
+    if kind == "ascending":
+        scores.sort()
+    elif kind == "ten tiles":
+        scores[:, 16 * 7 : 16 * 17] = 6
+    elif kind == "equal":
+        scores[:] = -2
+    words[:, : len(hidden)] = scores.T
+
+    def run() -> None:
+        inputs, outputs, program = [hidden, words, *others], problem.empty_outputs(), template.build(problem, point)
+        own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+        run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs, *own], pipeline=program.pipeline, seed=k)
+        problem.check(inputs, problem.reference(inputs), outputs)
+
+    if reached:
+        run()
+    monkeypatch.setattr(best, phase, trapping)
+    with pytest.raises(EmulationError, match="trap") if reached else contextlib.nullcontext():
+        run()
 
 
 def test_as_much_stays_cached_as_was_asked_for() -> None:

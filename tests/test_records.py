@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tvm_sparse import records
-from tvm_sparse.core import spaces
+from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
@@ -31,6 +31,7 @@ from tvm_sparse.records import Best, Contents, Log, Session, Trial, codec, datab
 from tvm_sparse.records import log as log_module
 from tvm_sparse.records.migrate import migrate
 from tvm_sparse.records.queries import best_records
+from tvm_sparse.runtime.paths import shipped_logs
 from tvm_sparse.schedules.vocabulary import renamed
 
 ARCH = "sm_90a"
@@ -604,3 +605,18 @@ def test_imports_neither_tvm_nor_numpy():
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(shipped_logs().glob("*/*/best.jsonl")), ids=lambda path: "-".join(path.parts[-3:-1])
+)
+def test_what_ships_is_a_point_of_its_space(path: Path) -> None:
+    """Look-up passes over a winner whose decisions the template no longer has, or has in another order."""
+    arch, operator = path.parts[-3:-1]
+    where = replace(machine.resolve(arch), instructions=machine.X86_INSTRUCTIONS.get(arch, ""))
+    winners = Log(shipped_logs(), arch, operator).best()
+    assert winners
+    for key, best in winners.items():
+        template = spaces.find(best.candidate.template, operator)
+        assert template.version == best.candidate.version, key
+        assert template.point(parse(key), where, best.candidate.values) is None, key

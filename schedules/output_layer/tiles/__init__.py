@@ -39,9 +39,9 @@ The words that reach it, few more than k, are ranked by counting. Where more til
 scores, the k best tiles are found by counting first, and then a bound for words of their own. Keys are unique (see
 `device.selection`), so that the result does not depend on who comes first, and no input makes the selection fail. Where
 each thread has the largest scores of all its tiles in registers, as of the exact head, tiles are found by these alone,
-without keys (`collect_bits`). With
-`direct` all scores of a short list are searched in this way, which saves a trip to memory, and the first kernel has
-nothing to tell but scores.
+without keys (`collect_bits`): the bound is the k-th best of the groups' tops (`device.tops`). With `direct` all scores
+of a short list are searched in this way, which saves a trip to memory, and the first kernel has nothing to tell but
+scores.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The second kernel of `tiles`: a block a row finds the best words, of the best tiles or of all.
 
+clear           shared memory
 begin_search    of tiles: what each thread looks at first is loaded
 load_pairs      maxima and sums of exponentials of the first kernel's blocks
 collect         the tiles that reach a bound, k at least; or, if threads have them all in registers,
-collect_bits    the same, sooner
+collect_bits    the same, sooner: `find_tops`, `bound_tiles`, and the tiles that reach the bound
 begin_near      the words of these tiles
 join_lanes      maxima and sums meanwhile, of a warp
 collect_near    the words that reach the same bound
 join_pairs      the row's maximum and sum of exponentials
-rank            these words in order, the k best to their places
+rank            these words in order, the k best to their places; `rank_few` in one step, if they are few
 write_absent    what stands where there are no words left
 write_asked     the probabilities of words that were asked for
 
@@ -748,7 +749,7 @@ def write_value(io, s, values, at, score, factor):
 
 
 def write_absent(e: SearchSizes) -> Callable[..., Any]:
-    """Reads: `words`. Writes: -1 and no probability by the ranks for which there is no word. Barriers: none."""
+    """Reads: `words`. Writes: -1 and no probability by the ranks for which a list has no word. Barriers: none."""
 
     @T.inline
     def phase(io, s):
@@ -829,7 +830,8 @@ def best(e: Extents) -> Callable[..., Any]:
                     s.count[1] = 0
                 do.begin_words(io, s)
                 do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
-            do.write_absent(io, s)
+            if e.m > 0:
+                do.write_absent(io, s)
             if e.ids > 0:
                 do.write_asked(io, s, factor)
 

@@ -1,10 +1,11 @@
-"""Softmax + top-k on a GPU for few rows: a cluster of thread blocks has a row, which their registers hold.
+"""Softmax + top-k on a GPU for few rows: a cluster of thread blocks has a row, which registers or shared memory hold.
 
 The gates (`threshold_gate`) stream a row through a threshold that they guess from a sample. Here a row is read at once,
 every element stays where it is until all that is asked of it has been answered, and nothing is guessed:
 
 1.  **Load** (`row.load_row`). A block has a share of the row, and each thread of it some vectors of 16 bytes, whose
-    loads are all on their way together. Meanwhile the blocks of the cluster hear of each other.
+    loads are all on their way together. Meanwhile the blocks of the cluster hear of each other. With `staged` they are
+    copied to shared memory (`staged.stage_row`), and looked at as they come (`staged.take_row`).
 2.  **Bound** (`bound`). A thread knows its largest element. Threads with the same number modulo `Layout.groups` are a
     group, so that neighbours, which a row in order would have alike, are in different ones; shared memory has the
     largest element of each group. The k-th best of these is a bound that at least k of the block's elements reach, and
@@ -16,7 +17,8 @@ every element stays where it is until all that is asked of it has been answered,
 4.  **Share** (`cluster.share_parts`). Each block sends its keys to the first one, by stores that tell an mbarrier there
     how many bytes have come: there is neither a fence nor a cluster barrier to wait for.
 5.  **Sum** (`sums`). The exponentials are added up while the keys are on their way. The largest element of a warp, its
-    reference, is known by then, so that no sum is rescaled. The block's sum follows the keys to an mbarrier of its own.
+    reference, is known by then, so that no sum is rescaled. With `staged` they were added up as they came, relative to
+    the largest one of a thread so far. The block's sum follows the keys to an mbarrier of its own.
 6.  **Unite** (`cluster.unite_parts`). The first block finds a bound for all of the keys, as in 2, and those that reach
     it; with a column, as in 3, where many are equal.
 7.  **Rank** (`rank.finish_row`). Each key is counted against all others by a few threads, in one step, and written with
@@ -29,6 +31,7 @@ file           holds
 ``state``      the buffers that phases share, each explained
 ``words``      elements as they are held in registers, two of a 16-bit dtype in a word
 ``row``        where a share lies, and its loads
+``staged``     the share in shared memory: its copies, and exponentials as they come
 ``bound``      the best element of each group, and the k-th best of these
 ``keys``       what reaches the bound, and the ways out if that is too much
 ``sums``       sums of exponentials, of warps and of blocks
@@ -61,7 +64,7 @@ held_rows = Template(
     version=1,
     operator="softmax_topk",
     kind="cuda",
-    summary="a cluster of blocks a row, which their registers hold; each finds its own k best and little more",
+    summary="a cluster of blocks a row, held in registers or shared memory; each finds its own k best and little more",
     space=space,
     default=default,
     program=build,

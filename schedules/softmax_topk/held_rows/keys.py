@@ -41,13 +41,17 @@ def put_key(layout: Layout) -> Callable[..., Any]:
 def put_reached(layout: Layout) -> Callable[..., Any]:
     """Append the keys of what reaches the bound, and of its equals of those up to a column. The phase is (s).
 
-    Reads: `raw` or `staged`; `top`, `bound`, `until`.
+    Reads: `raw`, or `staged` and `peaks`; `top`, `bound`, `until`.
     Writes: as `put_key`; scratch is `threshold`, `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`.
     Barriers: none.
     After: if there is no room for all, `count` exceeds it, and which keys are there nobody knows.
     """
     put, load, dtype, vectors, width, per_word = (
         put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
+
+    def peak_of(s: Any, u: Any) -> Any:
+        """A word that has the largest element of vector number u."""
+        return s.peaks[u] if layout.staged else largest(dtype, [s.raw[u * 4 + w] for w in range(4)])
 
     @T.inline
     def take_vector(s):
@@ -79,9 +83,7 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             s.marks[0] = T.uint32(0)
             for u in T.unroll(vectors):
-                load(s, u)
-                s.marks[0] = s.marks[0] | reach(
-                    dtype, largest(dtype, [s.vector[w] for w in range(4)]), s.pair[0], u)
+                s.marks[0] = s.marks[0] | reach(dtype, peak_of(s, u), s.pair[0], u)
             s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
             while s.marks[0] != T.uint32(0):
                 s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.marks[0]))

@@ -26,6 +26,8 @@ REGISTERS = 65536
 WORKING = 32
 STAGED_WORKING = 40
 MAX_WORDS = 64
+# Vectors of a share from which on it is staged by default.
+LARGE = 2048
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
 # Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
@@ -43,8 +45,8 @@ class Layout(Share):
     k: int
     ids: int  # given columns of a row
     dtype: str
-    staged: bool  # whether shared memory holds the row, and not registers
     overlap: bool
+    staged: bool  # whether shared memory holds the row, and not registers
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -56,8 +58,8 @@ class Layout(Share):
             k=problem.k,
             ids=problem.ids,
             dtype=problem.dtype,
-            staged=bool(decisions["staged"]),
             overlap=bool(decisions["overlap"]),
+            staged=bool(decisions["staged"]),
         )
 
     # The row in registers, or in shared memory.
@@ -162,13 +164,13 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         raise NotApplicable("sums with a bias would not fit into the registers that hold the logits")
     if not points(problem, machine):
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
-        raise NotApplicable(f"the registers of {machine.cores} multiprocessors do not hold {rows} at once")
-    return {"cluster": CLUSTERS, "threads": THREADS, "staged": (0, 1), "overlap": (1,)}
+        raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
+    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,), "staged": (0, 1)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """All points of the space."""
-    every = [{"cluster": c, "threads": t, "staged": s, "overlap": 1} for c in CLUSTERS for t in THREADS for s in (0, 1)]
+    every = [{"cluster": c, "threads": t, "overlap": 1, "staged": s} for c in CLUSTERS for t in THREADS for s in (0, 1)]
     return [point for point in every if allowed(problem, machine, point) is None]
 
 
@@ -197,12 +199,17 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
 
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
-    """The most blocks that each have a multiprocessor of their own, up to a portable cluster, of a middle size."""
+    """The most blocks that each have a multiprocessor of their own, up to a portable cluster, of a middle size.
 
-    def badness(point: Decisions) -> tuple[bool, int, int, int]:
+    A large share of 16-bit elements is staged: it has many exponentials for its bytes.
+    """
+
+    def badness(point: Decisions) -> tuple[bool, int, bool, int]:
         cluster = point["cluster"]
         crowded = cluster > 1 and cluster * problem.batch_extent > machine.cores or cluster > 8
-        return (crowded, cluster if crowded else -cluster, point["staged"], abs(point["threads"] - 512))
+        layout = Layout.of(problem, point)
+        large = layout.itemsize == 2 and layout.share >= LARGE
+        return (crowded, cluster if crowded else -cluster, point["staged"] != large, abs(point["threads"] - 512))
 
     space(problem, machine)  # it may not apply
     return min(points(problem, machine), key=badness)

@@ -66,9 +66,9 @@ def weigh_vector(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, peak):
-        s.plain[0] = T.max(s.reference[0], value_in(dtype, peak[0], 0))
+        s.plain[0] = T.max(s.reference[0], value_in(dtype, peak, 0))
         if per_word == 2:
-            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak[0], 1))
+            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
         # What was added up so far, relative to the new reference.
         T.ptx.ex2.approx.ftz.f32(s.power[0], (s.reference[0] - s.plain[0]) * s.factor[0])
         s.sum[0] = s.sum[0] * s.power[0]
@@ -88,7 +88,7 @@ def take_row(layout: Layout) -> Callable[..., Any]:
     """Look at the thread's vectors as they come. The phase is (s).
 
     Reads: `staged`, `factor`.
-    Writes: `top`, `sum`, `reference`; scratch is `vector`, `pair`, and as `weigh_vector`.
+    Writes: `peaks`, `top`, `sum`, `reference`; scratch is `vector`, `pair`, and as `weigh_vector`.
     Barriers: none.
     """
     dtype, vectors = layout.dtype, layout.vectors
@@ -96,16 +96,15 @@ def take_row(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        peak = T.alloc_local([1], "uint32")
         s.pair[0] = T.uint32(NOTHING[dtype])
         s.reference[0] = LOWEST
         s.sum[0] = T.float32(0)
         for u in T.unroll(vectors):
             T.ptx.cp.async_.wait_group(vectors - 1 - u)
             load(s, u)
-            peak[0] = largest(dtype, [s.vector[w] for w in range(4)])
-            s.pair[0] = larger(dtype, s.pair[0], peak[0])
-            weigh(s, peak)
+            s.peaks[u] = largest(dtype, [s.vector[w] for w in range(4)])
+            s.pair[0] = larger(dtype, s.pair[0], s.peaks[u])
+            weigh(s, s.peaks[u])
         s.top[0] = value_in(dtype, s.pair[0], 0)
         if layout.per_word == 2:
             T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))

@@ -61,6 +61,7 @@ class State(Buffers):
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
     raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # likewise, if they are not staged
+    peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged)  # of each vector the largest elements
     vector: Any = local("uint32", 4)  # one of them
     pair: Any = local("uint32")  # the threshold, as a word whose elements it is; also scratch
     factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2
