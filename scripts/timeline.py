@@ -66,8 +66,8 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "threshold_gate": GATES,
     "held_rows": {
         f"{HELD}.kernel": (
-            "locate_row", "clear", "prepare_exchange", "load_row", "find_tops", "find_keys", "share_parts",
-            "finish_row",
+            "locate_row", "clear", "prepare_exchange", "load_row", "stage_row", "take_row", "find_tops", "find_keys",
+            "share_parts", "finish_row",
         ),
         f"{HELD}.keys": ("find_bound", "put_reached"),
         f"{HELD}.cluster": ("send_keys", "sum_of_warp", "unite_parts"),
@@ -80,8 +80,8 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
             "hold_scores", "weigh_scores", "join_sums",
         ),
         f"{TILES}.best": (
-            "load_pairs", "begin_search", "collect", "collect_bits", "begin_near", "join_lanes", "collect_near",
-            "join_pairs", "rank", "write_absent",
+            "clear", "load_pairs", "begin_search", "collect", "find_tops", "bound_tiles", "collect_bits", "begin_near",
+            "join_lanes", "collect_near", "join_pairs", "rank", "rank_few", "write_absent",
         ),
     },
     "fused_step": {

@@ -294,7 +294,7 @@ SEEN = {
         "second kernel goes on": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),
         "their words that count found": ("best: collect_near",),
-        "ranked and written": ("best: write_absent",),
+        "ranked and written": ("best: rank_few", "best: rank"),
     },
     "fused_step": {
         "row hashed": ("look_up: find_places",),
@@ -307,7 +307,7 @@ SEEN = {
         "ranked and written": ("merge: rank",),
     },
     "held_rows": {
-        "row asked for": ("kernel: load_row",),
+        "row asked for": ("kernel: load_row", "kernel: stage_row"),
         "there, and its largest elements known": ("kernel: find_tops",),
         "bound": ("keys: find_bound",),
         "what reaches it found": ("kernel: find_keys",),
