@@ -8,16 +8,20 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from cases import SM90
 
+from tvm_sparse.cli.tune import plan_table
 from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
+from tvm_sparse.records import Log
 from tvm_sparse.tuning import strategies
 from tvm_sparse.tuning.domain import Domain
+from tvm_sparse.tuning.plans import make_plan
 from tvm_sparse.tuning.strategies import Strategy
 
 LARGE = parse("bsr_matmul/m=64,k=4096,n=4096,block=32,sparsity=0.9")
@@ -137,6 +141,15 @@ def test_what_is_not_allowed_is_no_point_of_a_draw(few_combinations: None) -> No
             found = domain.candidate(name, dict(zip(table, values, strict=True)))
             wanted = spaces.find(name).candidate(dict(zip(table, values, strict=True)))
             assert found == (wanted if wanted in every else None)
+
+
+def test_a_plan_says_what_is_drawn(tmp_path: Path) -> None:
+    """The head's space has tens of millions of combinations."""
+    head = parse("head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16")
+    plan = make_plan(head, SM90, 8, Log(tmp_path, SM90.arch, head.operator), 1)
+    assert plan.drawn == ("head_tiles",) and 1000 < plan.templates["head_tiles"] <= spaces.DRAWN_POINTS
+    sizes = list(plan_table([plan]).columns[2].cells)[0].split("\n")
+    assert [size.endswith(" drawn") for size in sizes] == [name == "head_tiles" for name in plan.templates]
 
 
 def test_points_are_distinct_and_allowed() -> None:

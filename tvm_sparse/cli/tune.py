@@ -463,7 +463,7 @@ def plan_table(plans: Sequence[Plan], devices: int = 1) -> Table:
         made.add_row(
             _named(plan, plans),
             "\n".join(plan.templates),
-            "\n".join(f"{size:,}" for size in plan.templates.values()),
+            "\n".join(f"{size:,}{' drawn' * (name in plan.drawn)}" for name, size in plan.templates.items()),
             str(plan.trials),
             str(plan.paid),
             duration(plan.seconds),

@@ -50,6 +50,7 @@ class Plan:
     fixed: Table = field(default_factory=dict)  # decisions whose values were given
     strategy: str = strategies.DEFAULT
     fresh: bool = False  # whether every timed call is behind a kernel that has just written the inputs of the batch
+    drawn: tuple[str, ...] = ()  # templates of which a search is given some points (`spaces.searchable`)
     limit: float | None = None  # seconds to check and to time a candidate; None: `workbench.MEASURE_TIMEOUT`
 
     @property
@@ -138,7 +139,21 @@ def make_plan(
     there = (recorded(log, fresh=fresh) if known is None else known).get(problem.key, {})
     paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in there)
     left = max(0, min(trials, size) - paid)
-    plan = Plan(problem, machine, sizes, reasons, left, paid, builders, 0.0, tuple(named), fixed or {}, strategy, fresh)
+    plan = Plan(
+        problem,
+        machine,
+        sizes,
+        reasons,
+        left,
+        paid,
+        builders,
+        0.0,
+        tuple(named),
+        fixed or {},
+        strategy,
+        fresh,
+        drawn=tuple(spaces.drawn(tables)),
+    )
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 

@@ -50,7 +50,7 @@ from ...device.selection import (
     key_value,
     order_bits,
     take_places,
-)  # fmt: skip
+)
 from ...device.state import Buffers, local, pooled, shared
 from ...device.tops import find_kth, offer
 from .space import Extents, SearchSizes
@@ -669,6 +669,7 @@ def collect_near(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def take(s):
+        # Not measured with lists, whose records are of the other.
         if e.by_bits:
             take_places(s.place, s.count.ptr_to([1]), T.int32(1))
         else:
