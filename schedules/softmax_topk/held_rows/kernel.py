@@ -50,7 +50,7 @@ def kernel(layout: Layout) -> Callable[..., Any]:
             cluster_arrive_relaxed()
         if layout.overlap:
             wait_then_start_consumer()
-        # 1. Load the row. Meanwhile all blocks come to be ready to receive.
+        # 1. Load the row, and look at what is staged as it comes. Meanwhile all blocks come to be ready to receive.
         load(s)
         if cluster > 1:
             cluster_wait()

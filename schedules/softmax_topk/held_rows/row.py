@@ -1,4 +1,4 @@
-"""Where a block's share of a row lies, and how it comes into registers."""
+"""Where a block's share of a row lies, how it comes into registers, and a thread's vectors wherever they are."""
 
 from __future__ import annotations
 

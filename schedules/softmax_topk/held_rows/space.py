@@ -20,8 +20,8 @@ CLUSTERS = powers(1, 16)
 # the k-th best of their tops. With 128 groups up to k = 100 the gates are faster.
 GROUPS = {24: 32, 50: 64}
 MAX_K = max(GROUPS)
-# Registers of a multiprocessor. A thread needs about so many beside those that hold the row, of which it has so many at
-# most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
+# Registers of a multiprocessor. A thread needs about so many beside those that hold the row, or where shared memory
+# does. Of the row it has so many words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
 REGISTERS = 65536
 WORKING = 32
 STAGED_WORKING = 40
