@@ -87,6 +87,9 @@ def table(logs: Path) -> Any:
     return trials(logs)
 
 
+TOPK = "softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"
+
+
 def call(*words: str | Path, code: int = 0) -> str:
     done = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "160"})
     assert done.exit_code == code, done.output
@@ -302,6 +305,16 @@ def test_spaces_on_the_command_line() -> None:
     shape = ("space", "bsr_matmul", "m=8", "k=64", "n=64", "block=16", "sparsity=0.5", "--arch", "cpu")
     tried = json.loads(call(*shape, "--compile", "1", "--builders", "1", "--json"))
     assert tried[0]["compiled"]["fits"] == 1 and tried[0]["compiled"]["interval"][1] == 1
+
+
+def test_who_goes_through_a_large_space_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ("softmax_topk", "batch=10", "vocab=25000", "k=5", "--arch", "sm_90a", "--template", "threshold_gate")
+    said = f"going through {space.parts(parse(TOPK), SM90, ['threshold_gate'])[0].product:,} combinations"
+    assert said not in call("space", *shape)
+    monkeypatch.setattr(spaces, "MOST_COMBINATIONS", 100)
+    assert said in call("space", *shape)
+    assert said in call("measure-space", *shape, "--dry-run")
+    assert said not in call("measure-space", *shape, "--dry-run", "--fix", "threads=256", "--fix", "vectors=2")
 
 
 # ------------------------------------------------------------------------------------------------ exchange formats

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -295,6 +296,18 @@ def echo_json(value: Any) -> None:
     import json
 
     typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def note_counting(
+    problem: Problem, where: Machine, names: Collection[str], fixed: dict[str, tuple[int, ...]] | None = None
+) -> None:
+    """Say of which templates all combinations are about to be gone through, if that takes a while."""
+    from ..core import spaces
+
+    tables = spaces.searched(problem, where, names, fixed)[0]
+    for name in spaces.drawn(tables):
+        combinations = math.prod(map(len, tables[name].values()))
+        typer.echo(f"note: going through {combinations:,} combinations of {name}", err=True)
 
 
 def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:

@@ -25,6 +25,7 @@ from .common import (
     console,
     echo_json,
     errors,
+    note_counting,
     problem_of,
     table,
 )
@@ -85,6 +86,8 @@ def space(
             _write_inputs(problem, where, templates or (), inputs)
             return
         points = [_candidate(text) for text in point or ()]
+        if not points:
+            note_counting(problem, where, templates or ())
         if diff is not None:
             _compare(problem, where, templates or (), points, diff, emit, as_json)
             return
