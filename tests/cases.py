@@ -10,7 +10,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,17 @@ def check_emulated(
         }
         run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=garbage)
         problem.check(inputs, problem.reference(inputs), outputs)
+
+
+def trapping(*_: Any, **how: Any) -> Callable[..., Any]:
+    """In the place of a factory of phases: one that traps."""
+    from tvm.script import tirx as T
+
+    @T.inline
+    def phase(*_):
+        T.evaluate(T.call_extern("int32", "__trap"))
+
+    return phase
 
 
 def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> Compiled:

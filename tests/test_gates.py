@@ -6,13 +6,11 @@ import importlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cases import SM90
+from cases import SM90, trapping
 from test_templates import emulated, verify
 
 from tvm_sparse.core import spaces
@@ -184,28 +182,12 @@ def test_rows_to_come_are_prefetched_where_they_come_from_memory() -> None:
         assert (table["overlap"], table["prefetch"]) == (overlap, prefetch)
 
 
-def trapping(parameters: int) -> Callable[..., Any]:
-    """A factory of phases that trap, in the place of one whose phases take so many parameters."""
-    from tvm.script import tirx as T
-
-    @T.inline
-    def of_two(s, t):
-        T.evaluate(T.call_extern("int32", "__trap"))
-
-    @T.inline
-    def of_four(s, t, source, size):
-        T.evaluate(T.call_extern("int32", "__trap"))
-
-    return lambda *extents, **how: {2: of_two, 4: of_four}[parameters]
-
-
 def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """Let phases trap: radix selection, ranking in bins, or the bitonic sort."""
     package = "tvm_sparse.schedules.softmax_topk.threshold_gate"
-    places = {"radix_selection": ("survivors", 4), "rank_in_bins": ("rank", 2), "sort_descending": ("rank", 2)}
+    places = {"radix_selection": "survivors", "rank_in_bins": "rank", "sort_descending": "rank"}
     for name in names:
-        module, parameters = places[name]
-        monkeypatch.setattr(importlib.import_module(f"{package}.{module}"), name, trapping(parameters))
+        monkeypatch.setattr(importlib.import_module(f"{package}.{places[name]}"), name, trapping)
 
 
 @pytest.mark.parametrize(

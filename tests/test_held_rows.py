@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import SM80, SM90
+from cases import SM80, SM90, trapping
 from test_templates import all_garbage, emulated
 
 from tvm_sparse.core import spaces
@@ -184,17 +183,6 @@ def test_same_bits_in_any_order_of_threads() -> None:
     logits = awkward(Layout.of(problem, decisions), np.random.default_rng(1))
     found = [[a.tobytes() for a in run(problem, decisions, logits, seed, log=0)[:2]] for seed in (2, 4, 6)]
     assert found[0] == found[1] == found[2]
-
-
-def trapping(layout: Layout) -> Callable[..., Any]:
-    """A phase that traps."""
-    from tvm.script import tirx as T
-
-    @T.inline
-    def phase(s):
-        T.evaluate(T.call_extern("int32", "__trap"))
-
-    return phase
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

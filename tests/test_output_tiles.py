@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from cases import SM90, check_emulated, settings_of
-from tvm.script import tirx as T
+from cases import SM90, check_emulated, settings_of, trapping
 
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import machine, spaces
@@ -77,16 +74,6 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
 
 
 SEARCHED = {**SHARED, "reduce_warps": 2, "tile_n": 16, "depth": 1, "stages": 0, "blocks": 5, "threads": 256}
-
-
-def trapping(*_: Any) -> Callable[..., Any]:
-    """In the place of a factory of phases: one that traps."""
-
-    @T.inline
-    def phase(*_):
-        T.evaluate(T.call_extern("int32", "__trap"))
-
-    return phase
 
 
 @pytest.mark.parametrize(

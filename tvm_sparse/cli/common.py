@@ -9,12 +9,11 @@ import contextlib
 import dataclasses
 import enum
 import importlib.util
-import math
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -298,16 +297,12 @@ def echo_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def note_counting(
-    problem: Problem, where: Machine, names: Collection[str], fixed: dict[str, tuple[int, ...]] | None = None
-) -> None:
+def note_counting(tables: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Say of which templates all combinations are about to be gone through, if that takes a while."""
     from ..core import spaces
 
-    tables = spaces.searched(problem, where, names, fixed)[0]
     for name in spaces.drawn(tables):
-        combinations = math.prod(map(len, tables[name].values()))
-        typer.echo(f"note: going through {combinations:,} combinations of {name}", err=True)
+        typer.echo(f"note: going through {spaces.combinations(tables[name]):,} combinations of {name}", err=True)
 
 
 def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:

@@ -65,7 +65,7 @@ def measure_space(
         applicable = spaces.applicable(problem, where)[0]
         fixed = fixed_values(fix, sorted({name for table in applicable.values() for name in table}))
         tables, left_out = spaces.searched(problem, where, templates or (), fixed)
-        note_counting(problem, where, templates or (), fixed)
+        note_counting(tables)
         sizes = Counter(point.template for point in spaces.points(problem, where, tables))
         for name, reason in left_out.items():
             typer.echo(f"left out: {name}: {reason}")

@@ -14,6 +14,7 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import make
+from ..core.spaces import searched
 from .common import (
     AsJson,
     Axes,
@@ -87,7 +88,7 @@ def space(
             return
         points = [_candidate(text) for text in point or ()]
         if not points:
-            note_counting(problem, where, templates or ())
+            note_counting(searched(problem, where, templates or ())[0])
         if diff is not None:
             _compare(problem, where, templates or (), points, diff, emit, as_json)
             return

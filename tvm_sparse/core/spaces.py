@@ -111,9 +111,14 @@ def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> I
                 yield template.candidate(decisions)
 
 
+def combinations(table: Table) -> int:
+    """How many points a table would have without restrictions."""
+    return math.prod(map(len, table.values()))
+
+
 def drawn(tables: Mapping[str, Table]) -> list[str]:
     """The templates of which a search gets a draw, for they have too many combinations to go through."""
-    return [name for name, table in tables.items() if math.prod(map(len, table.values())) > MOST_COMBINATIONS]
+    return [name for name, table in tables.items() if combinations(table) > MOST_COMBINATIONS]
 
 
 def searchable(
@@ -125,7 +130,7 @@ def searchable(
     at random: always the same ones for a problem. They come in no order.
     """
     for name, table in tables.items():
-        if name not in drawn({name: table}):
+        if combinations(table) <= MOST_COMBINATIONS:
             yield from points(problem, machine, {name: table})
             continue
         template, found = find(name), set[Candidate]()

@@ -57,7 +57,7 @@ class Part:
     @property
     def product(self) -> int:
         """How many points the table would have without restrictions."""
-        return math.prod(map(len, self.table.values())) if self.table else 0
+        return spaces.combinations(self.table) if self.table else 0
 
 
 def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> list[Part]:

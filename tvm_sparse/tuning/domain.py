@@ -18,7 +18,7 @@ from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
-from ..core.template import Table
+from ..core.template import Table, Template
 from ..records.predictor import Trees, features_of
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ class Domain:
         """
         listed = tuple(spaces.searchable(problem, machine, tables, around))
 
-        def point(name: str, decisions: Mapping[str, int]) -> Candidate | None:
-            candidate = spaces.find(name).candidate(dict(decisions))
-            there = spaces.among(candidate, tables) and spaces.refusal(candidate, problem, machine) is None
+        def point(template: Template, decisions: Mapping[str, int]) -> Candidate | None:
+            candidate = template.candidate(decisions)
+            there = spaces.among(candidate, tables) and template.allowed(problem, machine, decisions) is None
             return candidate if there else None
 
-        some = {name: functools.partial(point, name) for name in spaces.drawn(tables)}
+        some = {name: functools.partial(point, spaces.find(name)) for name in spaces.drawn(tables)}
         made = cls(machine, tables, listed, open=some)
         return made if trees is None else made.with_prior(problem, trees)
 

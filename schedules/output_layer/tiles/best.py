@@ -253,6 +253,13 @@ def find_top(e: Extents) -> Callable[..., Any]:
     return of_groups if e.by_bits else told
 
 
+@T.inline
+def sum_lanes(sums, at):
+    """`sums[at]` = its sum over the lanes of a warp."""
+    for b in T.unroll(5):
+        sums[at] = sums[at] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), sums[at], 1 << b, 32, 32)
+
+
 def join_lanes(e: Extents) -> Callable[..., Any]:
     """The sum of a warp's pairs; and its maximum, unless the row's is known. The phase is (s, factor).
 
@@ -269,8 +276,7 @@ def join_lanes(e: Extents) -> Callable[..., Any]:
             for b in T.unroll(5):
                 s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
             s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
-            for b in T.unroll(5):
-                s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            sum_lanes(s.d, 0)
             if s.t % 32 == 0:
                 s.pairs[s.t // 32 * 2] = s.top[0]
                 s.pairs[s.t // 32 * 2 + 1] = s.d[0]
@@ -280,8 +286,7 @@ def join_lanes(e: Extents) -> Callable[..., Any]:
         find(s)
         if s.t < pair_warps(e) * 32:
             s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
-            for b in T.unroll(5):
-                s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            sum_lanes(s.d, 0)
             if s.t % 32 == 0:
                 s.pairs[s.t // 32] = s.d[0]
 
@@ -290,8 +295,7 @@ def join_lanes(e: Extents) -> Callable[..., Any]:
         find(s)
         if s.t < pair_warps(e) * 32:
             s.whole[1] = rescaled(s.whole, 0, s.top[0], factor)
-            for b in T.unroll(5):
-                s.whole[1] = s.whole[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.whole[1], 1 << b, 32, 32)
+            sum_lanes(s.whole, 1)
             if s.t % 32 == 0:
                 s.pairs[s.t // 32] = s.whole[1]
 
@@ -322,17 +326,19 @@ def join_pairs(e: Extents) -> Callable[..., Any]:
         write(io, s)
 
     @T.inline
-    def add_known(io, s, factor):
-        s.d[0] = s.pairs[0]
+    def add(s, sums):
+        sums[0] = s.pairs[0]
         for w in T.unroll(pair_warps(e) - 1):
-            s.d[0] = s.d[0] + s.pairs[w + 1]
+            sums[0] = sums[0] + s.pairs[w + 1]
+
+    @T.inline
+    def add_known(io, s, factor):
+        add(s, s.d)
         write(io, s)
 
     @T.inline
     def add_whole(io, s, factor):
-        s.whole[0] = s.pairs[0]
-        for w in T.unroll(pair_warps(e) - 1):
-            s.whole[0] = s.whole[0] + s.pairs[w + 1]
+        add(s, s.whole)
         over_largest(s.d, s.rest, s.whole, s.top[0], factor)
         write(io, s)
 
@@ -402,8 +408,7 @@ def exponentials(e: SearchSizes) -> Callable[..., Any]:
         s.d[0] = T.float32(0)
         for i in T.serial((size - s.t + (e.threads - 1)) // e.threads):
             s.d[0] = s.d[0] + T.exp2((bits_value(s.held[i * e.threads + s.t]) - s.top[0]) * factor)
-        for b in T.unroll(5):
-            s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+        sum_lanes(s.d, 0)
         if s.t % 32 == 0:
             s.pairs[s.t // 32] = s.d[0]
 
@@ -418,8 +423,7 @@ def add_up(e: SearchSizes) -> Callable[..., Any]:
     def phase(io, s):
         if s.t < 32:
             s.d[0] = T.Select(s.t < e.threads // 32, s.pairs[s.t], T.float32(0))
-            for b in T.unroll(5):
-                s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+            sum_lanes(s.d, 0)
             if s.t == 0:
                 s.pairs[32] = s.d[0]
                 T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))

@@ -26,23 +26,23 @@ from .words import LEAST, largest
 def find_tops(layout: Layout) -> Callable[..., Any]:
     """The largest element of each thread, and of each group of threads. The phase is (s).
 
-    Reads: `raw`, or, of a staged row, `top`; `tops`, which come as 0.
+    Reads: `raw`, or, of a staged row, `pair`, the thread's largest elements; `tops`, which come as 0.
     Writes: `top`, `tops`; scratch is `pair`, `plain`, `bits`.
     Barriers: one, at the end.
     """
     dtype, words = layout.dtype, layout.words
 
     @T.inline
-    def find_top(s):
+    def find_pair(s):
         s.pair[0] = largest(dtype, [s.raw[w] for w in range(words)])
-        s.top[0] = value_in(dtype, s.pair[0], 0)
-        if layout.per_word == 2:
-            T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
 
     @T.inline
     def phase(s):
         if not layout.staged:
-            find_top(s)
+            find_pair(s)
+        s.top[0] = value_in(dtype, s.pair[0], 0)
+        if layout.per_word == 2:
+            T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
         order(s.top[0], s.plain, s.bits)
         offer(s, s.tops, s.t % layout.groups, s.bits[0])
         T.cuda.cta_sync()

@@ -66,13 +66,12 @@ def weigh_vector(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, peak):
-        s.plain[0] = T.max(s.reference[0], value_in(dtype, peak, 0))
-        if per_word == 2:
-            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
+        s.plain[0] = s.reference[0]
+        for part in T.unroll(per_word):
+            s.reference[0] = T.max(s.reference[0], value_in(dtype, peak, part))
         # What was added up so far, relative to the new reference.
-        T.ptx.ex2.approx.ftz.f32(s.power[0], (s.reference[0] - s.plain[0]) * s.factor[0])
+        take_power(s, s.power, s.plain[0])
         s.sum[0] = s.sum[0] * s.power[0]
-        s.reference[0] = s.plain[0]
         for e in T.unroll(layout.width):
             take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
             if e < PARTIAL:
@@ -88,7 +87,8 @@ def take_row(layout: Layout) -> Callable[..., Any]:
     """Look at the thread's vectors as they come. The phase is (s).
 
     Reads: `staged`, `factor`.
-    Writes: `peaks`, `top`, `sum`, `reference`; scratch is `vector`, `pair`, and as `weigh_vector`.
+    Writes: `peaks`, `pair`, the largest elements of all, `sum`, `reference`; scratch is `vector`, and as
+        `weigh_vector`.
     Barriers: none.
     """
     dtype, vectors = layout.dtype, layout.vectors
@@ -105,9 +105,6 @@ def take_row(layout: Layout) -> Callable[..., Any]:
             s.peaks[u] = largest(dtype, [s.vector[w] for w in range(4)])
             s.pair[0] = larger(dtype, s.pair[0], s.peaks[u])
             weigh(s, s.peaks[u])
-        s.top[0] = value_in(dtype, s.pair[0], 0)
-        if layout.per_word == 2:
-            T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
 
     return phase
 # fmt: on
