@@ -11,7 +11,7 @@ from ..output_layer.tiles import tiles
 
 candidate_products = rows("candidate_logits", "candidate_products", 4)
 candidate_tiles_product = tiles("candidate_logits", "candidate_tiles_product", 1)
-candidate_stream_products = streams("candidate_logits", "candidate_stream_products")
+candidate_stream_products = streams("candidate_logits", "candidate_stream_products", 1)
 candidate_dot_products = dots("candidate_logits", "candidate_dot_products", 1)
 
 TEMPLATES: tuple[Template, ...] = (

@@ -10,8 +10,8 @@ from ..output_layer.streams import streams
 from ..output_layer.tiles import tiles
 
 candidate_rows = rows("candidate_topk", "candidate_rows", 4)
-candidate_tiles = tiles("candidate_topk", "candidate_tiles", 2)
-candidate_streams = streams("candidate_topk", "candidate_streams")
+candidate_tiles = tiles("candidate_topk", "candidate_tiles", 3)
+candidate_streams = streams("candidate_topk", "candidate_streams", 2)
 candidate_dots = dots("candidate_topk", "candidate_dots", 1)
 
 TEMPLATES: tuple[Template, ...] = (candidate_rows, candidate_tiles, candidate_streams, candidate_dots)

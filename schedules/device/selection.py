@@ -122,14 +122,37 @@ def find_digit(s, t):
             above[0] = above[0] + own[0]
 
 
-@T.inline
-def take_places(slot, counter, extent):
-    """Take `extent` places behind those that a counter in shared memory tells; `slot` is the first.
+# A few lines of CUDA: TVM's `atomicAdd` takes no address that has been computed. What is added to the address is 0 in
+# every lane, which the compiler does not know.
+COUNTER = """
+__device__ __forceinline__ unsigned int counter_address(unsigned int counter) {
+  unsigned int lanes_before;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lanes_before));
+  return counter + (lanes_before >> 31);
+}
+"""
+TAKE = """
+__device__ __forceinline__ int take_places(unsigned int counter, int extent) {
+  int first;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(first) : "r"(counter), "r"(extent) : "memory");
+  return first;
+}
+"""
 
-    In the place of `atomicAdd`, for which the compiler adds up first what the lanes of a warp take: seldom is that more
-    than one lane's.
+
+def counter_address(counter: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The address of a counter in shared memory, which `take_places` asks for, of a pointer to it.
+
+    The compiler takes it for another one in each lane. Of an address that all lanes have it would add up first what
+    they take, which takes longer than the atomic where seldom more than one lane takes something.
     """
-    T.ptx.atom.shared.add.s32(slot[0], counter, extent)
+    place = T.cuda.cvta_generic_to_shared(counter)
+    return T.cuda.func_call("counter_address", place, source_code=COUNTER, return_type="uint32")
+
+
+def take_places(address: tirx.PrimExpr, extent: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Take `extent` places behind those that a counter tells: the first of them. For few lanes of a warp."""
+    return T.cuda.func_call("take_places", address, extent, source_code=TAKE, return_type="int32")
 
 
 def radix_selection(

@@ -28,11 +28,11 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, Extents.of(problem, decisions))
 
 
-def streams(operator: str, name: str) -> Template:
+def streams(operator: str, name: str, version: int) -> Template:
     """The template for one of the operators of the output layer that have lists."""
     return Template(
         name=name,
-        version=1,
+        version=version,
         operator=operator,
         kind="cuda",
         summary="lists of one row each: words streamed through registers; the best words of all",

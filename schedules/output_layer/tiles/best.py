@@ -44,6 +44,7 @@ from ...device.region import device_region
 from ...device.selection import (
     FULL_WARP,
     bits_value,
+    counter_address,
     join_key,
     key_bits,
     key_index,
@@ -62,6 +63,7 @@ load_pair = T.ptx.ld.global_.v2.f32
 load_whole_pair = T.ptx.ld.global_.v2.f64
 load_long = T.ptx.ld.global_.s64
 LOWEST = T.min_value("float32")
+COUNT = 4  # bytes of a counter
 
 
 @dataclass
@@ -84,8 +86,8 @@ class State(Buffers):
         Registers for what is loaded and counted.
     bound
         Shared: the least key that counts, of tiles and of words.
-    count
-        Shared: how many keys reached it.
+    count, counters
+        Shared: how many keys reached it; and a register with its address (see `selection.counter_address`).
     maxima
         Shared: the best key of each group of threads.
     chosen
@@ -129,6 +131,7 @@ class State(Buffers):
     wanted: Any = local("int64")
     bound: Any = shared("uint64", 2)
     count: Any = shared("int32", 2)
+    counters: Any = local("uint32")
     maxima: Any = shared("uint64", lambda e: e.groups)
     chosen: Any = shared("int32", lambda e: e.k)
     reached: Any = shared("uint64", lambda e: e.most_near, when=lambda e: not e.direct)
@@ -158,12 +161,13 @@ def rescaled(pairs: Any, at: int, top: Any, factor: Any) -> Any:
 def clear(e: Extents) -> Callable[..., Any]:
     """Set shared memory to how it is before anything was found; the phase is (s).
 
-    Writes: `chosen`, `count`, `bound`; `tops`, and the front of `reached`, where they come as 0.
+    Writes: `chosen`, `count`, `bound`; `tops`, and the front of `reached`, where they come as 0; and `counters`.
     Barriers: one, at the end.
     """
 
     @T.inline
     def phase(s):
+        s.counters[0] = counter_address(s.count.ptr_to([0]))
         for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
             s.chosen[i * e.threads + s.t] = 0
         if s.t < 2:
@@ -499,7 +503,7 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
         for i in T.serial((size - s.t + (threads - 1)) // threads):
             s.best[0] = join_key(s.held[i * threads + s.t], search.name(s, i * threads + s.t))
             if s.best[0] >= s.bound[at]:
-                s.keys[T.cuda.atomic_add(s.count.ptr_to([at]), T.int32(1))] = s.best[0]
+                s.keys[take_places(s.counters[0] + T.uint32(at * COUNT), T.int32(1))] = s.best[0]
         if e.direct > 0:
             total(io, s)
         T.cuda.cta_sync()
@@ -568,7 +572,7 @@ def collect_bits(e: Extents) -> Callable[..., Any]:
         bound(s)
         for j in T.unroll(e.loads):
             if s.bits[j] != T.uint32(0) and s.bits[j] >= key_bits(s.bound[0]):
-                take_places(s.slot, s.count.ptr_to([0]), T.int32(1))
+                s.slot[0] = take_places(s.counters[0], T.int32(1))
                 s.keys[s.slot[0]] = join_key(s.bits[j], j * e.threads + s.t)
         T.cuda.cta_sync()
 
@@ -672,18 +676,10 @@ def collect_near(e: Extents) -> Callable[..., Any]:
     """
 
     @T.inline
-    def take(s):
-        # Not measured with lists, whose records are of the other.
-        if e.by_bits:
-            take_places(s.place, s.count.ptr_to([1]), T.int32(1))
-        else:
-            s.place[0] = T.cuda.atomic_add(s.count.ptr_to([1]), T.int32(1))
-
-    @T.inline
     def keep(s, i, j):
         s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
         if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
-            take(s)
+            s.place[0] = take_places(s.counters[0] + T.uint32(COUNT), T.int32(1))
             if s.place[0] < e.most_near:
                 s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
 
@@ -807,6 +803,8 @@ def best(e: Extents) -> Callable[..., Any]:
     @T.inline
     def kernel(io):
         with device_region():
+            if e.by_bits:
+                T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})
             beam = T.meta_var(io.beam)
             flat = T.cta_id([io.rows])
             t = T.thread_id([e.threads])
@@ -861,6 +859,7 @@ def best_of_all(e: SearchSizes) -> Callable[..., Any]:
             t = T.thread_id([e.threads])
             s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
+            s.counters[0] = counter_address(s.count.ptr_to([0]))
             if t < 2:
                 s.count[t] = 0
                 s.bound[t] = T.uint64(0)

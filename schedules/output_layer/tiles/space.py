@@ -63,8 +63,11 @@ FEW, FEW_GROUPS = 24, 32
 LEAST_NEAR = 256
 # Words of a list from which on it has a default of its own.
 SHORTEST = 512
-# Loads of a thread of the second kernel in flight together; the most of one that has all that it searches in registers.
-LOADS, MAX_LOADS_EACH = 4, 8
+# Loads of a thread of the second kernel in flight together; the most of one that has all that it searches in registers,
+# words or tiles.
+LOADS, MAX_WORDS_EACH, MAX_TILES_EACH = 4, 8, 16
+# Threads that a multiprocessor holds.
+MOST_THREADS = 2048
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
@@ -377,8 +380,9 @@ class SearchSizes:
     @property
     def loads(self) -> int:
         """Loads of one of its threads that are in flight together."""
-        most = self.direct or self.by_bits
-        return max(LOADS, min(MAX_LOADS_EACH, ceildiv(self.searched, self.threads))) if most else LOADS
+        if self.by_bits:
+            return max(LOADS, ceildiv(self.searched, self.threads))
+        return max(LOADS, min(MAX_WORDS_EACH, ceildiv(self.searched, self.threads))) if self.direct else LOADS
 
     @property
     def pool_bytes(self) -> int:
@@ -470,7 +474,14 @@ class Extents(SearchSizes):
 
     @property
     def by_bits(self) -> bool:
-        return not self.m and self.summed and self.list_tiles <= MAX_LOADS_EACH * self.threads
+        return not self.m and self.summed and self.list_tiles <= MAX_TILES_EACH * self.threads
+
+    @property
+    def search_resident(self) -> int:
+        """Blocks of the second kernel that a multiprocessor is to hold by its registers, which bounds those of a thread
+        to 32. So a block most often finds room beside those of the first kernel, and is ready when these have ended: if
+        it has to be started then, a call takes 0.8 us more."""
+        return MOST_THREADS // self.threads
 
     @property
     def tile_groups(self) -> int:

@@ -61,7 +61,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 held_rows = Template(
     name="held_rows",
-    version=1,
+    version=2,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, held in registers or shared memory; each finds its own k best and little more",

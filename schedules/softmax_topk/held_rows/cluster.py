@@ -17,7 +17,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.cluster import TURN, Deal
 from ...device.loops import rolled
 from ...device.mbarriers import arrive_expecting, arrive_expecting_there, await_arrivals, send_word
-from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index, take_places
+from ...device.selection import FULL_WARP, below, counter_address, join_key, key_bits, key_index, take_places
 from ...device.tops import offer
 from .bound import bound_equals, find_bound, offer_first
 from .keys import clear_behind
@@ -170,7 +170,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
             while at[0] < ends[r]:
                 s.key[0] = s.united[at[0]]
                 if s.key[0] >= s.pivot[0]:
-                    take_places(s.slot, s.united_count.ptr_to([0]), T.int32(1))
+                    s.slot[0] = take_places(s.counter[0], T.int32(1))
                     s.keys[s.slot[0]] = s.key[0]
                 at[0] = at[0] + step
 
@@ -196,6 +196,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         ends = T.alloc_local([deal.rounds], "int32")
         own = T.alloc_local([held], "uint64")
         lanes = T.alloc_local([held], "uint32")
+        s.counter[0] = counter_address(s.united_count.ptr_to([0]))
         offer_keys(s, own, ends, at)
         T.cuda.cta_sync()
         bound(s, s.united_tops)
@@ -206,7 +207,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
             s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[c]))
         s.slot[0] = 0
         if s.t % 32 == 0 and s.need[0] > 0:
-            take_places(s.slot, s.united_count.ptr_to([0]), s.need[0])
+            s.slot[0] = take_places(s.counter[0], s.need[0])
         # While that is on its way.
         await_arrivals(s.barriers.ptr_to([SUMS]))
         add(s)

@@ -24,14 +24,14 @@ PICKED = 4
 def put_key(layout: Layout) -> Callable[..., Any]:
     """Append `key` to the block's. The phase is (s).
 
-    Reads: `key`.
+    Reads: `key`, `counter`.
     Writes: `count`, `slot`, and `found_keys` if there is room.
     Barriers: none.
     """
 
     @T.inline
     def phase(s):
-        take_places(s.slot, s.count.ptr_to([0]), T.int32(1))
+        s.slot[0] = take_places(s.counter[0], T.int32(1))
         if s.slot[0] < layout.room:
             s.found_keys[s.slot[0]] = s.key[0]
 

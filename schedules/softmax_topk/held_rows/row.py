@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
+from ...device.selection import counter_address
 from ...device.words import load_words
 from .space import Layout
 from .state import column_of
@@ -46,13 +47,15 @@ def locate_row(layout: Layout) -> Callable[..., Any]:
 def clear(layout: Layout) -> Callable[..., Any]:
     """Set shared memory to how it is before any element was read. The phase is (s).
 
-    Writes: `tops`, `firsts`, `united_tops`, `united_firsts`, `last`, `count`, `united_count`, the front of `keys`.
+    Writes: `tops`, `firsts`, `united_tops`, `united_firsts`, `last`, `count`, `united_count`, the front of `keys`; and
+        `counter`.
     Barriers: none.
     """
     threads, groups, at_once = layout.threads, layout.groups, layout.at_once
 
     @T.inline
     def phase(s):
+        s.counter[0] = counter_address(s.count.ptr_to([0]))
         if s.t < groups:
             s.tops[s.t] = T.uint32(0)
             s.firsts[s.t] = layout.vocab

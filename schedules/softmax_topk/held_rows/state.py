@@ -81,6 +81,7 @@ class State(Buffers):
     marks: Any = local("uint32")  # of a thread's vectors, those with elements that reach it
     spot: Any = local("int32")  # one of them
     column: Any = local("int32")
+    counter: Any = local("uint32")  # the address of `count`, or of `united_count` (see `selection.counter_address`)
     row: Any = local("int64")  # offsets into the logits pass 2^31
     start: Any = local("int32")  # the column of the block's first vector; below 0 if that begins in the row before
     mine: Any = local("int32")  # vectors of the block
