@@ -113,7 +113,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
     Reads: `united`, `united_sizes`, `sums`; `united_tops` and `united_count`, which come as 0, and `united_firsts`, as
         the number of columns.
-    Writes: `keys`, `size`, `bound`, `until`, `sum`, `reference`, and scratch as `find_bound` and `add_up`.
+    Writes: `keys`, `size`, `bound`, `until`, `sum`, `reference`, `counter`, and scratch as `find_bound` and `add_up`.
     Barriers: three, the last at the end; and three for many equals.
     After: these are the same in all threads. All that can be among the k best is in `keys`, and zeros behind it.
     """
