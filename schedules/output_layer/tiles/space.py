@@ -66,8 +66,8 @@ SHORTEST = 512
 # Loads of a thread of the second kernel in flight together; the most of one that has all that it searches in registers,
 # words or tiles.
 LOADS, MAX_WORDS_EACH, MAX_TILES_EACH = 4, 8, 10
-# Threads that a multiprocessor holds.
-MOST_THREADS = 2048
+# Registers of its threads, where it finds tiles by their scores alone.
+SEARCH_REGISTERS = 32
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
@@ -380,9 +380,8 @@ class SearchSizes:
     @property
     def loads(self) -> int:
         """Loads of one of its threads that are in flight together."""
-        if self.by_bits:
-            return max(LOADS, ceildiv(self.searched, self.threads))
-        return max(LOADS, min(MAX_WORDS_EACH, ceildiv(self.searched, self.threads))) if self.direct else LOADS
+        most = MAX_TILES_EACH if self.by_bits else MAX_WORDS_EACH if self.direct else LOADS
+        return max(LOADS, min(most, ceildiv(self.searched, self.threads)))
 
     @property
     def pool_bytes(self) -> int:
@@ -478,10 +477,10 @@ class Extents(SearchSizes):
 
     @property
     def search_resident(self) -> int:
-        """Blocks of the second kernel that a multiprocessor is to hold by its registers, which bounds those of a thread
-        to 32. So a block most often finds room beside those of the first kernel, and is ready when these have ended: if
-        it has to be started then, a call of 13 us takes 0.8 more."""
-        return MOST_THREADS // self.threads
+        """Blocks of the second kernel that a multiprocessor is to hold, which bounds the registers of a thread. So a
+        block most often finds room beside those of the first kernel, and is ready when these have ended: if it has to
+        be started then, a call of 13 us takes 0.8 more."""
+        return REGISTERS // (SEARCH_REGISTERS * self.threads)
 
     @property
     def tile_groups(self) -> int:
