@@ -31,6 +31,7 @@ from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
 from ...device.powers import add_power, change_unit, power_unit
 from ...device.region import device_region
+from ...device.selection import bits_value
 from ...device.state import local, shared
 from ...device.words import held_address
 from .product import (
@@ -183,7 +184,7 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
     use the time in which words come from shared memory. The phase is (io, s, p, tops, factor).
 
     Reads: `held`, `held_tile`.
-    Writes: each row's largest in `tops`; `m` and `d`.
+    Writes: each row's largest in `tops`; `m`, the row's, and `d`.
     Barriers: none, but all lanes of a warp take part.
     """
     pairs, write = e.tile_m * e.tile_n, write_top(e)
@@ -195,7 +196,8 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
                 if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
                     s.score[0] = s.held[i]
                     write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
-                    s.other[0] = T.max(s.m[i], s.score[0])
+                    # The row's, so that its lanes have sums of one unit.
+                    s.other[0] = T.max(s.m[i], bits_value(s.bits[0]))
                     s.sum[0] = change_unit(
                         s.d[i], power_unit(s.m[i], factor), power_unit(s.other[0], factor))
                     add_power(s.sum, s.rest, s.score[0], factor, power_unit(s.other[0], factor))
@@ -228,7 +230,7 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
     @T.inline
     def multiply(io, s, p, tops, factor):
         """The tile in hand, and meanwhile what the scores of the one before add."""
-        for i in T.unroll(e.a_fragments * e.b_fragments * 4):
+        for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
         for step in T.unroll(e.steps):
             do.bring_words(s, p, 0, step)

@@ -33,7 +33,6 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.powers import change_unit, power_unit
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
@@ -115,7 +114,7 @@ class State(Buffers):
         Shared: each warp's sums of a tile by row and word, of two tiles in turn.
     m, d
         Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials over that
-        one's; of `whole_sums` in units of its power of two (see `device.powers`).
+        one's; of `whole_sums` the largest of the row, and the sum in units of its power of two (see `device.powers`).
     pairs
         Shared: the same of each row, by the warps that have tiles of their own.
     score, added, other, bits
@@ -127,19 +126,19 @@ class State(Buffers):
     tile: Any = local("int32")
     end: Any = local("int32")
     words: Any = local("int32")
-    states: Any = local("uint32", lambda e: (1 if e.staged else e.steps) * e.b_fragments * 8)
-    hand: Any = local("uint32", lambda e: e.in_hand * e.a_fragments * 16)
+    states: Any = local("uint32", lambda e: (1 if e.staged else e.steps) * e.row_groups * 8)
+    hand: Any = local("uint32", lambda e: e.in_hand * e.word_groups * 8)
     base: Any = local("uint64")
-    at: Any = local("uint64", lambda e: e.a_fragments * 4)
-    ahead: Any = local("uint64", lambda e: e.a_fragments * 4)
-    word: Any = local("int32", lambda e: e.a_fragments * 4)
+    at: Any = local("uint64", lambda e: e.word_groups * 2)
+    ahead: Any = local("uint64", lambda e: e.word_groups * 2)
+    word: Any = local("int32", lambda e: e.word_groups * 2)
     passed: Any = local("uint32")
-    sums: Any = local("float32", lambda e: e.a_fragments * e.b_fragments * 4)
+    sums: Any = local("float32", lambda e: e.sums_each)
     m: Any = local("float32", lambda e: e.pairs_each)
     d: Any = local(lambda e: e.sum_dtype, lambda e: e.pairs_each)
     pairs: Any = shared("float32", lambda e: e.tiles * e.tile_m * 2, when=lambda e: e.reduce_warps == 1)
-    score: Any = local("float32", lambda e: e.a_fragments * 2)
-    added: Any = local("float32", lambda e: e.a_fragments * 2)
+    score: Any = local("float32", lambda e: e.word_groups)
+    added: Any = local("float32", lambda e: e.word_groups)
     other: Any = local("float32", 2)
     bits: Any = local("uint32", 2)
     parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch, when=lambda e: e.reduce_warps > 1)
@@ -195,11 +194,14 @@ class Place:
 
 
 def stays_cached(e: Extents, tile: Any) -> Any:
-    """Whether a tile stays in the L2 cache: of the rounds in which blocks take tiles some, as far apart as can be, so
+    """Whether a tile stays in the L2 cache: of the rounds in which tiles are dealt out some, as far apart as can be, so
     that what memory brings and what the cache has come at the same time. The first round's do not: `prefetch_tiles`
-    has memory bring them ahead."""
-    before = tile // e.stride * e.cached_share
-    return (before + e.cached_share) // 1000 > before // 1000
+    has memory bring them ahead. Nor do tiles that blocks take as they come to them: in the next call it may be a
+    multiprocessor at the other end of the cache that reads them, to which they are little nearer than memory is."""
+    turn, turns = tile // e.stride, max(e.dealt_turns - 1, 1)
+    share = turn * e.cached_turns
+    kept = share // turns > (share - e.cached_turns) // turns
+    return T.And(T.And(turn > 0, turn < e.dealt_turns), kept)
 
 
 # fmt: off
@@ -222,7 +224,7 @@ def prefetch_tiles(e: Extents) -> Callable[..., Any]:
         for i in T.serial(e.prefetched):
             tile = T.meta_var(first_tile(e, p, block) + i * e.stride)
             first = T.meta_var(tile * e.tile_n)
-            size = T.meta_var(T.uint32(e.tile_n * e.vectors * VECTOR))
+            size = T.meta_var(T.uint32(e.tile_bytes))
             if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
                 if e.cached > 0:
                     if not stays_cached(e, tile):
@@ -274,9 +276,9 @@ def load_states(e: Extents) -> Callable[..., Any]:
     @T.inline
     def of_warp(io, s, p):
         for step in T.unroll(e.steps):
-            for f in T.unroll(e.b_fragments):
+            for f in T.unroll(e.row_groups):
                 for h in T.unroll(2):
-                    i = (step * e.b_fragments + f) * 8 + h * 4
+                    i = (step * e.row_groups + f) * 8 + h * 4
                     vector = T.meta_var((p.warp * e.steps + step) * 8 + h * 4 + p.member)
                     if vector < e.vectors:
                         load_vector(
@@ -317,7 +319,7 @@ def bring_states(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, p, step):
-        for f in T.unroll(e.b_fragments):
+        for f in T.unroll(e.row_groups):
             for h in T.unroll(2):
                 i = f * 8 + h * 4
                 load_shared(
@@ -339,7 +341,7 @@ def find_words(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s, p, tile):
-        for i in T.unroll(e.a_fragments * 4):
+        for i in T.unroll(e.word_groups * 2):
             word = T.alloc_local([1], "int32")
             find(io, s.index, T.max(T.min(
                 tile * e.tile_n + i // 2 * 8 + p.group - p.odd + i % 2, s.words[0] - 1), 0), word)
@@ -353,7 +355,7 @@ def find_rows(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s, p, at):
-        for i in T.unroll(e.a_fragments * 4):
+        for i in T.unroll(e.word_groups * 2):
             at[i] = s.base[0] + (
                 T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
                 + T.Cast("uint64", (p.warp * (e.steps * 8) + p.odd * 4 + p.member) * VECTOR))
@@ -375,8 +377,8 @@ def load_step(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, p, at, step):
-        for n in T.unroll(e.a_fragments * 4):
-            i = (step % e.depth * (e.a_fragments * 4) + n) * 4
+        for n in T.unroll(e.word_groups * 2):
+            i = (step % e.depth * (e.word_groups * 2) + n) * 4
             if (p.warp * e.steps + step) * 8 + p.odd * 4 + p.member < e.vectors:
                 if e.evict_first > 0:
                     load_evict_first(s.hand.ptr_to([i]), at[n] + T.Cast("uint64", step * STEP))
@@ -401,9 +403,9 @@ def part_rows(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, p, step):
-        for n in T.unroll(e.a_fragments * 2):
+        for n in T.unroll(e.word_groups):
             for v in T.unroll(4):
-                i = (step % e.depth * (e.a_fragments * 2) + n) * 8 + v
+                i = (step % e.depth * e.word_groups + n) * 8 + v
                 s.passed[0] = T.tvm_warp_shuffle_xor(
                     T.uint32(FULL_WARP), T.Select(p.odd == 1, s.hand[i], s.hand[i + 4]), 4, 32, 32)
                 if p.odd == 1:
@@ -427,19 +429,32 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
     @T.inline
     def of_halves(s, step):
         for half in T.unroll(4):
-            for f in T.unroll(e.a_fragments):
-                for g in T.unroll(e.b_fragments):
-                    at = (f * e.b_fragments + g) * 4
+            for f in T.unroll(e.word_groups // 2):
+                for g in T.unroll(e.row_groups):
+                    at = (f * e.row_groups + g) * 4
                     # A fragment of words is two of 8 rows: its registers are of row `group`, of row `group + 8`, and so
                     # again for the other columns.
-                    a = (step % e.in_hand * e.a_fragments + f) * 16 + half * 2
-                    b = ((0 if e.staged > 0 else step) * e.b_fragments + g) * 8 + half * 2
+                    a = (step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2
+                    b = ((0 if e.staged > 0 else step) * e.row_groups + g) * 8 + half * 2
                     mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
                         s.hand[a], s.hand[a + 8], s.hand[a + 1], s.hand[a + 9],
                         s.states[b], s.states[b + 1],
                         s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
 
-    return of_halves if kind else multiply_floats(e)
+    @T.inline
+    def of_narrow(s, step):
+        """Of tiles of eight words, with operands in the other order."""
+        for half in T.unroll(4):
+            for g in T.unroll(e.row_groups // 2):
+                at = g * 4
+                a = ((0 if e.staged > 0 else step) * e.row_groups + g * 2) * 8 + half * 2
+                b = half * 2
+                mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                    s.states[a], s.states[a + 8], s.states[a + 1], s.states[a + 9],
+                    s.hand[b], s.hand[b + 1],
+                    s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+
+    return multiply_floats(e) if kind is None else of_narrow if e.narrow else of_halves
 
 
 @T.inline
@@ -467,21 +482,21 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
         a_high = T.alloc_local([4], "uint32")
         a_low = T.alloc_local([4], "uint32")
         a_finite = T.alloc_local([4], "uint32")
-        b_high = T.alloc_local([e.b_fragments * 2], "uint32")
-        b_low = T.alloc_local([e.b_fragments * 2], "uint32")
-        b_finite = T.alloc_local([e.b_fragments * 2], "uint32")
+        b_high = T.alloc_local([e.row_groups * 2], "uint32")
+        b_low = T.alloc_local([e.row_groups * 2], "uint32")
+        b_finite = T.alloc_local([e.row_groups * 2], "uint32")
         for half in T.unroll(4):
-            for g in T.unroll(e.b_fragments):
+            for g in T.unroll(e.row_groups):
                 for i in T.unroll(2):
-                    split(in_place(s.states[((0 if e.staged > 0 else step) * e.b_fragments + g) * 8 + half * 2 + i]),
+                    split(in_place(s.states[((0 if e.staged > 0 else step) * e.row_groups + g) * 8 + half * 2 + i]),
                           b_high, b_low, b_finite, g * 2 + i)
-            for f in T.unroll(e.a_fragments):
+            for f in T.unroll(e.word_groups // 2):
                 # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
                 for i in T.unroll(4):
-                    split(s.hand[(step % e.in_hand * e.a_fragments + f) * 16 + half * 2 + i // 2 + i % 2 * 8],
+                    split(s.hand[(step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2 + i // 2 + i % 2 * 8],
                           a_high, a_low, a_finite, i)
-                for g in T.unroll(e.b_fragments):
-                    at = (f * e.b_fragments + g) * 4
+                for g in T.unroll(e.row_groups):
+                    at = (f * e.row_groups + g) * 4
                     b = g * 2
                     mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
                         a_low[0], a_low[1], a_low[2], a_low[3], b_finite[b], b_finite[b + 1],
@@ -514,15 +529,23 @@ def write_parts(e: Extents) -> Callable[..., Any]:
     """
 
     @T.inline
-    def phase(s, p, half):
-        for f in T.unroll(e.a_fragments):
-            for g in T.unroll(e.b_fragments):
+    def words_first(s, p, half):
+        for f in T.unroll(e.word_groups // 2):
+            for g in T.unroll(e.row_groups):
                 for i in T.unroll(4):
                     s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + g * 8 + p.member * 2 + i % 2) * e.pitch
-                            + f * 16 + i // 2 * 8 + row_of_group(e, p.group)] = s.sums[(f * e.b_fragments + g) * 4 + i]
+                            + f * 16 + i // 2 * 8 + row_of_group(e, p.group)] = s.sums[(f * e.row_groups + g) * 4 + i]
         T.cuda.cta_sync()
 
-    return phase
+    @T.inline
+    def rows_first(s, p, half):
+        for g in T.unroll(e.row_groups // 2):
+            for i in T.unroll(4):
+                s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + g * 16 + i // 2 * 8 + p.group) * e.pitch
+                        + row_of_group(e, p.member * 2 + i % 2)] = s.sums[g * 4 + i]
+        T.cuda.cta_sync()
+
+    return rows_first if e.narrow else words_first
 
 
 def add_parts(e: Extents) -> Callable[..., Any]:
@@ -623,13 +646,8 @@ def join_sums(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def join_whole(s, i, factor):
-        s.score[0] = s.m[i]
-        for b in T.unroll(steps):
-            s.score[0] = T.max(s.score[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.score[0], 1 << b, 32, 32))
-        s.d[i] = change_unit(s.d[i], power_unit(s.m[i], factor), power_unit(s.score[0], factor))
         for b in T.unroll(steps):
             s.d[i] = s.d[i] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
-        s.m[i] = s.score[0]
 
     join = join_whole if e.whole_sums else join_rounded
 
@@ -655,7 +673,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     Barriers: none, but all lanes of a warp take part.
     """
     find = find_word(e)
-    words = e.a_fragments * 2  # of a lane
+    words = e.word_groups  # of a lane
 
     @T.inline
     def store_score(io, s, p, scores, row, n):
@@ -699,11 +717,11 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
                 word = T.alloc_local([1], "int32")
                 find(io, s.index, T.max(T.min(s.tile[0] * e.tile_n + n * 8 + p.group, s.words[0] - 1), 0), word)
                 s.added[n] = load_element("float32", io.bias.ptr_to([word[0]]))
-        for g in T.unroll(e.b_fragments):
+        for g in T.unroll(e.row_groups):
             for i in T.unroll(2):
                 row = T.meta_var(g * 8 + p.member * 2 + i)
                 for n in T.unroll(words):
-                    s.score[n] = s.sums[(n // 2 * e.b_fragments + g) * 4 + n % 2 * 2 + i]
+                    s.score[n] = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
                     store_score(io, s, p, scores, row, n)
                 if e.summed:
                     sum_up(io, s, p, tops, row, factor)
@@ -797,7 +815,7 @@ def product(e: Extents) -> Callable[..., Any]:
             while s.tile[0] < s.end[0]:
                 do.find_rows(io, s, p, s.ahead)
                 do.find_words(io, s, p, s.tile[0] + 2 * e.stride)
-                for i in T.unroll(e.a_fragments * e.b_fragments * 4):
+                for i in T.unroll(e.sums_each):
                     s.sums[i] = T.float32(0)
                 for step in T.unroll(e.steps):
                     if e.staged > 0:
@@ -809,7 +827,7 @@ def product(e: Extents) -> Callable[..., Any]:
                     else:
                         if s.tile[0] + e.stride < s.end[0]:
                             do.load_step(s, p, s.ahead, step + e.depth - e.steps)
-                for i in T.unroll(e.a_fragments * 4):
+                for i in T.unroll(e.word_groups * 2):
                     s.at[i] = s.ahead[i]
                 if e.reduce_warps > 1:
                     half: T.int32 = s.tile[0] // e.stride % 2

@@ -211,8 +211,8 @@ def copy_tile(e: Extents) -> Callable[..., Any]:
         size = T.meta_var(T.Cast("uint32", words * row))
         full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
         arrive_expecting(full, size)
-        to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_n * row // 4)]))
-        from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_n * row))
+        to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_bytes // 4)]))
+        from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_bytes))
         copy_words(e, s, s.asked[0], to, from_, size, full)
 
     return phase
@@ -269,7 +269,7 @@ def bring_words(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, p, part, step):
-        for n in T.unroll(e.a_fragments * 2):
+        for n in T.unroll(e.word_groups):
             for h in T.unroll(2):
                 i = n * 8 + h * 4
                 row = T.meta_var(stage_at(e, p, s.slot[0]) * e.tile_n + n * 8 + row_of_group(e, p.group))
@@ -342,7 +342,7 @@ def ring_product(e: Extents) -> Callable[..., Any]:
                     do.ask(io, s, p)
             do.load_states(io, s, p)
             while s.tile[0] < s.end[0]:
-                for i in T.unroll(e.a_fragments * e.b_fragments * 4):
+                for i in T.unroll(e.sums_each):
                     s.sums[i] = T.float32(0)
                 for part in loop(e.parts):
                     do.await_stage(s, p)

@@ -16,8 +16,9 @@ from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, mos
 MAX_SPLIT = 4
 # Rows of hidden states of a tile: fragments of operand B.
 TILE_M = powers(8, 64)
-# Words of a tile: one or two fragments of operand A. Half a warp or a warp finds a tile's largest score.
-TILE_N = (16, 32)
+# Words of a tile: one or two fragments of operand A; or one of operand B, in a ring of whole tiles. So many lanes of a
+# warp find a tile's largest score.
+TILE_N, NARROW = (16, 32), 8
 # Warps that share the columns of a word.
 REDUCE_WARPS = powers(1, 16)
 # Thread blocks of the first kernel for each multiprocessor, those of all lists together.
@@ -74,10 +75,10 @@ STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # second kernel of the call before runs.
 PREFETCHED = 12 * 2**20
 # MB of a vocabulary that stay in the L2 cache for the next call, as they are read as usual and all other words leave it
-# first (scripts/probes/cached_words.cu); and what an H200's keeps of any vocabulary.
-CACHED, OFTEN_CACHED = (0, 16, 24, 32), 24
+# first (scripts/probes/cached_words.cu), to whole rounds of all thread blocks.
+CACHED = (0, 16, 24, 32, 8)
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
-DYNAMIC = (0, 12, 25, 50)
+DYNAMIC = (0, 12, 25, 50, 6)
 # Bytes of a load, and of the part of a row that a warp multiplies in one step: a cache line.
 VECTOR, STEP = 16, 128
 # Floats between the rows of a tile's sums in shared memory beyond its words: keeps lanes off each other's banks.
@@ -109,7 +110,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     blocks = {min(most, max(1, machine.cores * n // lists)) for n in BLOCKS_EACH}
     table = {
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
-        "tile_n": TILE_N,
+        "tile_n": TILE_N + (NARROW,) * (not candidates_of(problem) and machine.has_clusters and size == 2 and rows > 8),
         "reduce_warps": REDUCE_WARPS,
         "tiles": TILES,
         "depth": DEPTH,
@@ -150,12 +151,14 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
             return f"{tiles} tiles are no power of two, as where words go to registers"
     if not depth and (not decisions["stages"] or reduce_warps == 1 or candidates_of(problem)):
         return "whole rows are read by warps that share a tile of neighbouring words, to a ring"
+    if decisions["tile_n"] == NARROW and (depth or decisions["tile_m"] == 8):
+        return "eight words are whole rows, and an operand beside 16 rows of hidden states"
     if decisions["dynamic"] and (depth or not decisions["stages"] or decisions["direct"]):
         return "tiles that are taken as thread blocks come to them are whole rows in a ring, and searched by tiles"
     if depth and decisions["stages"] > MOST_STAGES:
         return f"{decisions['stages']} stages of parts of rows exceed {MOST_STAGES}"
     e = Extents.of(problem, decisions)
-    if e.prefetch and e.prefetched * e.stride * e.tile_n * e.vectors * VECTOR > CACHE:
+    if e.prefetch and e.prefetched * e.stride * e.tile_bytes > CACHE:
         return "the first tiles of all warps exceed the L2 cache"
     if e.stages:
         return _ring_allowed(e, machine)
@@ -177,8 +180,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {DYNAMIC_SHARED}"
     if reason := search_allowed(e):
         return reason
-    if e.staged == 0 and e.dtype == "float32" and e.steps * e.b_fragments > MAX_SPLIT:
-        return f"{e.steps * e.b_fragments} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
+    if e.staged == 0 and e.dtype == "float32" and e.steps * e.row_groups > MAX_SPLIT:
+        return f"{e.steps * e.row_groups} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
     return None
 
 
@@ -188,7 +191,7 @@ def _ring_allowed(e: Extents, machine: Machine) -> str | None:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.depth and e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
         return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
-    if e.dtype == "float32" and (1 if e.staged else e.steps) * e.b_fragments > MAX_SPLIT:
+    if e.dtype == "float32" and (1 if e.staged else e.steps) * e.row_groups > MAX_SPLIT:
         return f"{e.steps} steps of {e.tile_m} hidden states, split for tf32, exceed {MAX_SPLIT} vectors in registers"
     if (e.held + BESIDES) * e.product_threads > REGISTERS or e.held > MAX_HELD:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
@@ -277,8 +280,8 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
     if not candidates_of(problem) and (rows > 16 or not large and (wide or word_bytes(problem) < MEDIUM)):
         return
     if not candidates_of(problem) and not wide:
-        # Rows that do not end where cache lines do.
-        if row % STEP == 0 or (size > 2 and not large):
+        # Registers are as fast where rows end as cache lines do, unless a part of a large vocabulary stays cached.
+        if (row % STEP == 0 or size > 2) if not large else (row % STEP == 0 and size > 2):
             return
         point = {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "stages": 2}
         point |= {"evict_first": max(table["evict_first"]), "threads": 1024 if large else 512}
@@ -293,8 +296,8 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             return
         steps = ceildiv(row // VECTOR, 64)
         whole = {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": 0, "stages": 2}
-        whole |= {"evict_first": 1, "threads": 1024, "dynamic": dynamic}
-        points = [whole] + [
+        whole |= {"evict_first": 1, "threads": 1024, "dynamic": dynamic, "prefetch": max(table["prefetch"])}
+        points = [whole, whole | {"tile_n": NARROW}] + [
             {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 0, "stages": stages}
             | {"evict_first": 0, "threads": 512}
             for depth, stages in ((steps, 2), (2, 3), (2, 2))
@@ -313,8 +316,7 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         ]
     for point in points:
         point = common | point
-        # Machines with rings have an L2 cache of 50 MB and more.
-        point["cached"] = OFTEN_CACHED if point["evict_first"] and OFTEN_CACHED in table["cached"] else 0
+        point["cached"] = likely_cached(problem) if point["evict_first"] else 0
         if not best_of(problem):
             point["threads"] = table["threads"][0]
         if (
@@ -322,6 +324,13 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             and allowed(problem, machine, point := {n: point[n] for n in table}) is None
         ):
             yield point
+
+
+def likely_cached(problem: OutputLayer) -> int:
+    """What the L2 cache of a machine with rings, of 50 MB and more, keeps of a large vocabulary: less of one that sends
+    more through it."""
+    times = word_bytes(problem) / CACHE
+    return 32 if times < 1.25 else 24 if times < 2 else 16
 
 
 class SearchSizes:
@@ -504,12 +513,24 @@ class Extents(SearchSizes):
         return 32 * self.reduce_warps * self.tiles
 
     @property
-    def a_fragments(self) -> int:
-        return self.tile_n // 16
+    def narrow(self) -> bool:
+        """Whether words are operand B of the product, and hidden states operand A; otherwise it is the other way."""
+        return self.tile_n == NARROW
 
     @property
-    def b_fragments(self) -> int:
+    def word_groups(self) -> int:
+        """Eights of words of a tile."""
+        return self.tile_n // 8
+
+    @property
+    def row_groups(self) -> int:
+        """Eights of its rows of hidden states."""
         return self.tile_m // 8
+
+    @property
+    def sums_each(self) -> int:
+        """Sums of a tile that a lane has."""
+        return self.tile_m * self.tile_n // 32
 
     @property
     def in_hand(self) -> int:
@@ -537,14 +558,23 @@ class Extents(SearchSizes):
         return self.steps // self.stage_steps
 
     @property
-    def prefetched(self) -> int:
-        """Tiles that a warp, or those that share one, have brought into the L2 cache ahead."""
-        return max(1, PREFETCHED // (self.stride * self.tile_n * self.vectors * VECTOR))
+    def tile_bytes(self) -> int:
+        return self.tile_n * self.vectors * VECTOR
 
     @property
-    def cached_share(self) -> int:
-        """Of 1,000 tiles those that stay in the L2 cache."""
-        return self.cached * 2**20 * 1000 // (self.list_tiles * self.tile_n * self.vectors * VECTOR)
+    def prefetched(self) -> int:
+        """Tiles that a warp, or those that share one, have brought into the L2 cache ahead."""
+        return max(1, PREFETCHED // (self.stride * self.tile_bytes))
+
+    @property
+    def dealt_turns(self) -> int:
+        """Tiles that each block or warp is given: all but the last of them, and those that are taken (`dynamic`)."""
+        return max(self.list_tiles * (100 - self.dynamic) // (100 * self.stride), 1)
+
+    @property
+    def cached_turns(self) -> int:
+        """How many of these stay in the L2 cache, of all blocks: as many as come nearest to `cached`."""
+        return min(round(self.cached * 2**20 / (self.stride * self.tile_bytes)), self.dealt_turns - 1)
 
     @property
     def early(self) -> bool:
@@ -556,10 +586,10 @@ class Extents(SearchSizes):
     @property
     def held(self) -> int:
         """Registers of a thread for words and hidden states in hand, and for sums."""
-        states = (1 if self.staged else self.steps) * self.b_fragments * 8
-        split = 6 * self.b_fragments + 12 if self.dtype == "float32" else 0
-        operands = self.in_hand * (self.tile_n // 8) * 8 + states + split
-        return operands + self.a_fragments * self.b_fragments * 4 + self.tile_n // 8 * 10 + 3 * self.pairs_each
+        states = (1 if self.staged else self.steps) * self.row_groups * 8
+        split = 6 * self.row_groups + 12 if self.dtype == "float32" else 0
+        operands = self.in_hand * self.tile_n + states + split
+        return operands + self.sums_each + self.word_groups * 10 + 3 * self.pairs_each
 
     @property
     def pairs_each(self) -> int:
