@@ -169,7 +169,10 @@ def test_steps_of_another_beam_have_decisions_of_their_own() -> None:
     assert step.distance(dataclasses.replace(step, bias=1)) == 0
     for other in ({"beam": 13}, {"dtype": "bfloat16"}, {"table": "cuckoo"}, {"vocab": 60_000}, {"frequent": 2000}):
         assert step.distance(dataclasses.replace(step, **other)) is None
-    # Tiles for up to eight rows have room for no more.
+
+
+def test_heads_of_few_rows_say_nothing_of_more() -> None:
+    """Tiles for up to eight rows have room for no more."""
     head = parse("head_topk/batch=10,vocab=151936,hidden=4096,k=20,dtype=bfloat16")
     assert head.distance(dataclasses.replace(head, batch=8)) is None
     assert 0 < head.distance(dataclasses.replace(head, batch=9)) < head.distance(dataclasses.replace(head, hidden=1024))
