@@ -24,9 +24,9 @@ are the other operand: `mma` then has 16 rows of hidden states and eight words. 
 are taken as thread blocks come to them, so that all blocks end together (see `tiles.dynamic`). The first tiles of a
 vocabulary may be on their way to the L2 cache before the producer kernel is done (`prefetch`): in a graph of calls,
 while the second kernel of the call before has little to read. And some of a vocabulary that is too large for the L2
-cache may stay there for the next call (`cached`), if all other words leave it first. An L2 cache has two halves, and
-what one has is little nearer to the multiprocessors at the other than memory is. So what stays are tiles that the same
-thread block reads in every call, never those that are taken.
+cache may stay there for the next call (`cached`), if all other words leave it first. A multiprocessor waits longer for
+what lies in the other half of that cache. So what stays are tiles that the same thread block reads in every call, never
+those that are taken.
 
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
 h h' + h l' + l h', which leaves out some 2^-22 of it.

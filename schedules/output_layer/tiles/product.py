@@ -197,7 +197,7 @@ def stays_cached(e: Extents, tile: Any) -> Any:
     """Whether a tile stays in the L2 cache: of the rounds in which tiles are dealt out some, as far apart as can be, so
     that what memory brings and what the cache has come at the same time. The first round's do not: `prefetch_tiles`
     has memory bring them ahead. Nor do tiles that blocks take as they come to them: in the next call it may be a
-    multiprocessor at the other end of the cache that reads them, to which they are little nearer than memory is."""
+    multiprocessor at the other half of the cache that reads them, which waits for them longer."""
     turn, turns = tile // e.stride, max(e.dealt_turns - 1, 1)
     share = turn * e.cached_turns
     kept = share // turns > (share - e.cached_turns) // turns
