@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.template import ceildiv
 
 WARP = 32  # lanes
 WIDEST = 16  # bytes of the widest load that a thread can issue
 LINE = 128  # bytes of a cache line
-# Registers of a multiprocessor, a quarter of them for each quarter of its warps, and those that a thread can address.
-FILE, QUARTERS, MOST_REGISTERS = 65536, 4, 255
+# Parts of a multiprocessor, each with as large a share of the registers and of the warps; and registers that a thread
+# can address.
+QUARTERS, MOST_REGISTERS = 4, 255
 # Dynamic shared memory of a thread block, by compute capability: all that there is, for one block a multiprocessor.
 SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
 
@@ -17,7 +18,7 @@ SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
 def register_limit(threads: int) -> int:
     """Registers that the file leaves each thread of a block, alone on its multiprocessor; they are given by eight."""
     warps = ceildiv(threads, QUARTERS * WARP)  # of a quarter
-    return min(FILE // QUARTERS // (warps * WARP) // 8 * 8, MOST_REGISTERS)
+    return min(REGISTER_FILE // QUARTERS // (warps * WARP) // 8 * 8, MOST_REGISTERS)
 
 
 def shared_limit(machine: Machine) -> int:

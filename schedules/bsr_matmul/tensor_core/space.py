@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
@@ -27,8 +27,8 @@ MAX_WARPS = 16
 MAX_AHEAD_M = 8
 # Registers for sums and operands of a thread; beyond, the compiler spills. Found by compiling the space.
 MAX_HELD = 176
-# Registers of a multiprocessor, and what a thread needs for addresses and counts.
-REGISTERS, BESIDES = 65536, 24
+# Registers that a thread needs for addresses and counts.
+BESIDES = 24
 # Bytes of static shared memory of a thread block.
 MAX_SHARED = 48 * 1024
 # Thread blocks along the second axis of a grid.
@@ -78,7 +78,7 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
     if decisions["overlap"] == 2 and tile_m > MAX_AHEAD_M:
         return f"with tiles of {tile_m} rows of x the launch matters too little to load the weight ahead"
     steps = ceildiv(problem.k, STEP)
-    if (held + BESIDES) * 32 * warps > REGISTERS:
+    if (held + BESIDES) * 32 * warps > REGISTER_FILE:
         return f"{held} accumulators and operands in each of {32 * warps} threads exceed the registers"
     if reduce_warps * depth > max(steps, 1):
         return f"a row has at most {steps} steps of {STEP} columns to share"

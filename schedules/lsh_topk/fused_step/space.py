@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
@@ -13,7 +13,7 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
 from ...output_layer.tiles.space import dynamic_shared
-from ...recurrent.sizes import FILE, MOST_REGISTERS, register_limit, shared_limit
+from ...recurrent.sizes import MOST_REGISTERS, register_limit, shared_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
@@ -210,7 +210,7 @@ class Extents:
     def left(self) -> int:
         """Registers that a thread of the second has beside one thread block of the first, or alone."""
         taken = self.hash_threads * register_limit(self.hash_resident * self.hash_threads) if self.beside else 0
-        return min(MOST_REGISTERS, (FILE - taken) // self.threads // 8 * 8)
+        return min(MOST_REGISTERS, (REGISTER_FILE - taken) // self.threads // 8 * 8)
 
     @property
     def resident(self) -> int:

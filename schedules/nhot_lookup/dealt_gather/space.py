@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
@@ -21,8 +21,8 @@ MOST_LOADS = 20
 MAX_THREADS = 1024  # of a thread block: the hardware's limit
 SECTOR = 32  # bytes: the least that L2 cache and memory read or write
 MAX_SHARED = 48 * 1024  # bytes of shared memory that any kernel may have
-# Registers of a multiprocessor, and those that a thread needs beside loads, values and sums (addresses, counts).
-REGISTERS, BESIDES = 65536, 24
+# Registers that a thread needs beside loads, values and sums (addresses, counts).
+BESIDES = 24
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
     if e.threads > MAX_THREADS:
         return f"{e.slots} vectors of {e.groups} threads each exceed {MAX_THREADS} threads a block"
     held = e.loads * (e.words + e.weighted) + e.vec
-    if (held + BESIDES) * e.threads > REGISTERS:
+    if (held + BESIDES) * e.threads > REGISTER_FILE:
         return f"{held} loads, values and sums in each of {e.threads} threads exceed the registers"
     if e.partial_sums * 4 > MAX_SHARED:
         return f"partial sums of {e.partial_sums * 4} bytes exceed shared memory of {MAX_SHARED}"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 
@@ -49,8 +49,8 @@ MAX_DEPTH = 4  # in registers
 # have so many tiles of whole rows.
 STAGES = (0, 2, 3, 4, 6)
 MOST_STAGES = 3
-# Registers of a thread for operands and sums, and for all else; of a multiprocessor.
-MAX_HELD, BESIDES, REGISTERS = 180, 40, 65536
+# Registers of a thread for operands and sums, and for all else.
+MAX_HELD, BESIDES = 180, 40
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
 MAX_K = 256
 # Words of a row that the second kernel searches without looking for the best tiles first: more keep its only
@@ -170,7 +170,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"{e.depth * (e.tile_n // 4)} loads in flight exceed {MAX_LOADS}"
     if e.held > MAX_HELD:
         return f"{e.held} operands and sums exceed {MAX_HELD} registers"
-    if (e.held + BESIDES) * e.product_threads > REGISTERS:
+    if (e.held + BESIDES) * e.product_threads > REGISTER_FILE:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
     if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
@@ -193,7 +193,7 @@ def _ring_allowed(e: Extents, machine: Machine) -> str | None:
         return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
     if e.dtype == "float32" and (1 if e.staged else e.steps) * e.row_groups > MAX_SPLIT:
         return f"{e.steps} steps of {e.tile_m} hidden states, split for tf32, exceed {MAX_SPLIT} vectors in registers"
-    if (e.held + BESIDES) * e.product_threads > REGISTERS or e.held > MAX_HELD:
+    if (e.held + BESIDES) * e.product_threads > REGISTER_FILE or e.held > MAX_HELD:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
     if e.parts_bytes > STATIC_SHARED:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
@@ -489,7 +489,7 @@ class Extents(SearchSizes):
         """Blocks of the second kernel that a multiprocessor is to hold, which bounds the registers of a thread. So a
         block most often finds room beside those of the first kernel, and is ready when these have ended: if it has to
         be started then, a call of 13 us takes 0.8 more."""
-        return REGISTERS // (SEARCH_REGISTERS * self.threads)
+        return REGISTER_FILE // (SEARCH_REGISTERS * self.threads)
 
     @property
     def tile_groups(self) -> int:

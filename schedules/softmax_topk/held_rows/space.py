@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
@@ -20,9 +20,8 @@ CLUSTERS = powers(1, 16)
 # the k-th best of their tops. With 128 groups up to k = 100 the gates are faster.
 GROUPS = {24: 32, 50: 64}
 MAX_K = max(GROUPS)
-# Registers of a multiprocessor. A thread needs about so many beside those that hold the row, or where shared memory
-# does. Of the row it has so many words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
-REGISTERS = 65536
+# Registers that a thread needs beside those that hold the row, or where shared memory does. Of the row it has so many
+# words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
 WORKING = 32
 STAGED_WORKING = 40
 MAX_WORDS = 64
@@ -83,7 +82,7 @@ class Layout(Share):
     @cached_property
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
-        by_registers = REGISTERS // (self.threads * (self.words + (STAGED_WORKING if self.staged else WORKING)))
+        by_registers = REGISTER_FILE // (self.threads * (self.words + (STAGED_WORKING if self.staged else WORKING)))
         return max(min(by_registers, THREADS_MOST // self.threads, SHARED // (self.bytes + STATIC + RESERVED)), 1)
 
     # Keys.
@@ -177,7 +176,7 @@ def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
 def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
     """Why a point is left out; None if it is not."""
     layout = Layout.of(problem, decisions)
-    most = min(REGISTERS // layout.threads - WORKING, MAX_WORDS)
+    most = min(REGISTER_FILE // layout.threads - WORKING, MAX_WORDS)
     if layout.words > most:
         return f"{layout.words} words of a row in a thread's registers are more than {most}"
     if layout.staged and not layout.aligned:
