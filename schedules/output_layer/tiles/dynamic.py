@@ -93,7 +93,7 @@ def begin_dealing(e: Extents) -> Callable[..., Any]:
         begin(io, s, p)
         s.many[0] = 0
         s.ticket[0] = 0
-        s.dealt[0] = T.max(s.end[0] * (100 - e.dynamic) // (100 * e.stride), 1)
+        s.dealt[0] = T.max(e.dealt(s.end[0]), 1)
         s.half[0] = 0
         s.held_tile[0] = -1
 

@@ -426,35 +426,32 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
     kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
 
+    def words_at(step: Any) -> Any:
+        return step % e.in_hand * e.word_groups
+
+    def states_at(step: Any) -> Any:
+        return (0 if e.staged > 0 else step) * e.row_groups
+
+    a_at, b_at = (states_at, words_at) if e.narrow else (words_at, states_at)
+
     @T.inline
     def of_halves(s, step):
+        first = T.meta_var(s.states if e.narrow else s.hand)
+        second = T.meta_var(s.hand if e.narrow else s.states)
         for half in T.unroll(4):
-            for f in T.unroll(e.word_groups // 2):
-                for g in T.unroll(e.row_groups):
-                    at = (f * e.row_groups + g) * 4
-                    # A fragment of words is two of 8 rows: its registers are of row `group`, of row `group + 8`, and so
-                    # again for the other columns.
-                    a = (step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2
-                    b = ((0 if e.staged > 0 else step) * e.row_groups + g) * 8 + half * 2
+            for f in T.unroll(e.a_groups // 2):
+                for g in T.unroll(e.b_groups):
+                    at = (f * e.b_groups + g) * 4
+                    # A fragment of operand A is two of 8 rows: its registers are of row `group`, of row `group + 8`,
+                    # and so again for the other columns.
+                    a = (a_at(step) + f * 2) * 8 + half * 2
+                    b = (b_at(step) + g) * 8 + half * 2
                     mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
-                        s.hand[a], s.hand[a + 8], s.hand[a + 1], s.hand[a + 9],
-                        s.states[b], s.states[b + 1],
+                        first[a], first[a + 8], first[a + 1], first[a + 9],
+                        second[b], second[b + 1],
                         s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
 
-    @T.inline
-    def of_narrow(s, step):
-        """Of tiles of eight words, with operands in the other order."""
-        for half in T.unroll(4):
-            for g in T.unroll(e.row_groups // 2):
-                at = g * 4
-                a = ((0 if e.staged > 0 else step) * e.row_groups + g * 2) * 8 + half * 2
-                b = half * 2
-                mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
-                    s.states[a], s.states[a + 8], s.states[a + 1], s.states[a + 9],
-                    s.hand[b], s.hand[b + 1],
-                    s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
-
-    return multiply_floats(e) if kind is None else of_narrow if e.narrow else of_halves
+    return of_halves if kind else multiply_floats(e)
 
 
 @T.inline
@@ -528,24 +525,24 @@ def write_parts(e: Extents) -> Callable[..., Any]:
         still read.
     """
 
+    def of_row(p: Place, f: Any, g: Any, i: Any) -> Any:
+        return f * 16 + i // 2 * 8 + p.group if e.narrow else g * 8 + p.member * 2 + i % 2
+
+    def of_word(p: Place, f: Any, g: Any, i: Any) -> Any:
+        if e.narrow:
+            return g * 8 + row_of_group(e, p.member * 2 + i % 2)
+        return f * 16 + i // 2 * 8 + row_of_group(e, p.group)
+
     @T.inline
-    def words_first(s, p, half):
-        for f in T.unroll(e.word_groups // 2):
-            for g in T.unroll(e.row_groups):
+    def phase(s, p, half):
+        for f in T.unroll(e.a_groups // 2):
+            for g in T.unroll(e.b_groups):
                 for i in T.unroll(4):
-                    s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + g * 8 + p.member * 2 + i % 2) * e.pitch
-                            + f * 16 + i // 2 * 8 + row_of_group(e, p.group)] = s.sums[(f * e.row_groups + g) * 4 + i]
+                    s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + of_row(p, f, g, i)) * e.pitch
+                            + of_word(p, f, g, i)] = s.sums[(f * e.b_groups + g) * 4 + i]
         T.cuda.cta_sync()
 
-    @T.inline
-    def rows_first(s, p, half):
-        for g in T.unroll(e.row_groups // 2):
-            for i in T.unroll(4):
-                s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + g * 16 + i // 2 * 8 + p.group) * e.pitch
-                        + row_of_group(e, p.member * 2 + i % 2)] = s.sums[g * 4 + i]
-        T.cuda.cta_sync()
-
-    return rows_first if e.narrow else words_first
+    return phase
 
 
 def add_parts(e: Extents) -> Callable[..., Any]:

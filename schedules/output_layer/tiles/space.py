@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -14,7 +15,7 @@ from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, mos
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
-# Rows of hidden states of a tile: fragments of operand B.
+# Rows of hidden states of a tile: fragments of operand B, or of A beside eight words.
 TILE_M = powers(8, 64)
 # Words of a tile: one or two fragments of operand A; or one of operand B, in a ring of whole tiles. So many lanes of a
 # warp find a tile's largest score.
@@ -281,7 +282,8 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         return
     if not candidates_of(problem) and not wide:
         # Registers are as fast where rows end as cache lines do, unless a part of a large vocabulary stays cached.
-        if (row % STEP == 0 or size > 2) if not large else (row % STEP == 0 and size > 2):
+        aligned, floats = row % STEP == 0, size > 2
+        if (aligned and floats) or (not large and (aligned or floats)):
             return
         point = {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "stages": 2}
         point |= {"evict_first": max(table["evict_first"]), "threads": 1024 if large else 512}
@@ -528,6 +530,16 @@ class Extents(SearchSizes):
         return self.tile_m // 8
 
     @property
+    def a_groups(self) -> int:
+        """Eights of operand A's rows: two are a fragment."""
+        return self.row_groups if self.narrow else self.word_groups
+
+    @property
+    def b_groups(self) -> int:
+        """Eights of operand B's: each is a fragment."""
+        return self.word_groups if self.narrow else self.row_groups
+
+    @property
     def sums_each(self) -> int:
         """Sums of a tile that a lane has."""
         return self.tile_m * self.tile_n // 32
@@ -569,7 +581,11 @@ class Extents(SearchSizes):
     @property
     def dealt_turns(self) -> int:
         """Tiles that each block or warp is given: all but the last of them, and those that are taken (`dynamic`)."""
-        return max(self.list_tiles * (100 - self.dynamic) // (100 * self.stride), 1)
+        return max(self.dealt(self.list_tiles), 1)
+
+    def dealt(self, tiles: Any) -> Any:
+        """Whole rounds of so many tiles that are dealt out."""
+        return tiles * (100 - self.dynamic) // (100 * self.stride)
 
     @property
     def cached_turns(self) -> int:
