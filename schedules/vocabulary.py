@@ -54,7 +54,10 @@ DECISIONS: Mapping[str, str] = {
     "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
-    "staged": "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers.",
+    "staged": (
+        "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers; 2: half"
+        " of it in each."
+    ),
     # What is done ahead of its time.
     "overlap": (
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"

@@ -7,10 +7,14 @@ The product alone is torch's. Behind it come `softmax_topk`, torch's softmax and
 logits (`floors`): what no kernel of its own can be below. A product streams the embedding through the L2 cache while it
 writes logits, and lets no other kernel start before it ends, so that logits of many rows have to come from memory and
 every kernel behind it has to start.
+
+What is added is the difference of two long times, and a product's own depends on where in memory its operands lie. So
+all are timed with operands in several places, and the table has the median of what was added, and the extremes.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +23,7 @@ import torch
 import typer
 from floors import fastest
 from heads import OURS as OURS_BOUND
-from heads import ROUNDED, Call, Check, Report, behind, draw, micro, ready, show, timed, top_check
+from heads import ROUNDED, Call, Check, Report, behind, draw, ready, show, timed, top_check
 from reproduction import provenance
 
 import tvm_sparse
@@ -28,7 +32,11 @@ from tvm_sparse.core.registry import make
 
 PRODUCT, OURS, TORCH, READ = "product", "softmax_topk", "torch softmax + topk", "read of the logits"
 ROUNDS = 60  # a product takes fifty times as long as what is added to it
-COLUMNS = ("batch", "vocab", "hidden", "k", "dtype", "behind_product", "microseconds", "added", "timed", "kernel")
+PLACES = 7
+# What lies between the operands of one time and of the next.
+APART = 37 * 2**20
+COLUMNS = ("batch", "vocab", "hidden", "k", "dtype", "behind_product", "microseconds", "added", "least", "most",
+           "timed", "kernel")  # fmt: skip
 
 
 def piece_of(numbers: int, size: int) -> int:
@@ -40,9 +48,9 @@ def piece_of(numbers: int, size: int) -> int:
 
 
 def contenders(
-    states: torch.Tensor, embedding: torch.Tensor, k: int, reader_of: Callable[..., Call | None]
+    states: torch.Tensor, embedding: torch.Tensor, k: int, reader_of: Callable[..., Call | None] | None
 ) -> tuple[dict[str, Call], dict[str, Check]]:
-    """Calls by name, each with the product, and how their results are checked."""
+    """Calls by name, each with the product, and how their results are checked; without `reader_of` no reader."""
     logits = states.new_empty((len(states), len(embedding)))
 
     def product() -> None:
@@ -54,8 +62,10 @@ def contenders(
         OURS: behind(product, lambda: tvm_sparse.softmax_topk(logits, k)),
         TORCH: behind(product, lambda: torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k)),
     }
-    if reader := reader_of(logits.view(-1, piece_of(logits.numel(), logits.element_size())), before=product):
-        calls[READ] = behind(product, reader)
+    if reader_of is not None:
+        pieces = logits.view(-1, piece_of(logits.numel(), logits.element_size()))
+        if reader := reader_of(pieces, before=product):
+            calls[READ] = behind(product, reader)
     check = top_check(states, embedding, k)(OURS_BOUND if states.dtype == torch.float32 else ROUNDED)
     return calls, {OURS: check, TORCH: check}
 
@@ -67,6 +77,7 @@ def main(
     hidden: Annotated[int, typer.Option(min=1, help="Columns.")] = 4096,
     k: Annotated[int, typer.Option(min=1, help="Best words of a row.")] = 20,
     dtype: Annotated[str, typer.Option(help="Of states, embedding and logits.")] = "bfloat16",
+    places: Annotated[int, typer.Option(min=1, help="Of the operands in memory.")] = PLACES,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     seed: Annotated[int, typer.Option(help="Of states and embedding.")] = 0,
 ) -> None:
@@ -78,21 +89,36 @@ def main(
         report, lines = Report(csv_path, provenance(where), COLUMNS), []
         with ready(tops.values(), where), fastest(where) as reader_of:
             for rows, problem in tops.items():
-                embedding, states = draw(vocab, hidden, rows, dtype, where.device, seed)
-                calls, checks = contenders(states, embedding, k, reader_of)
-                found = timed(calls, checks, where.device, ROUNDS)
-                alone, chosen = found[PRODUCT].seconds, tvm_sparse.explain(problem)
-                shown = []
-                for name, result in found.items():
-                    added = (result.seconds - alone) * 1e6 if alone and result.seconds and name != PRODUCT else None
-                    shown.append("-" if added is None else f"{added:.1f}")
+                microseconds: dict[str, list[float]] = {}
+                added: dict[str, list[float]] = {}
+                between = []
+                for place in range(places):
+                    embedding, states = draw(vocab, hidden, rows, dtype, where.device, seed)
+                    calls, checks = contenders(states, embedding, k, None if place else reader_of)
+                    found = timed(calls, checks, where.device, ROUNDS)
+                    alone = found[PRODUCT].seconds
+                    for name, result in found.items():
+                        if alone and result.seconds:
+                            microseconds.setdefault(name, []).append(result.seconds * 1e6)
+                            added.setdefault(name, []).append((result.seconds - alone) * 1e6)
+                    del embedding, states, calls, checks
+                    between.append(torch.empty(APART, dtype=torch.uint8, device=where.device))
+                    if where.kind == "cuda":
+                        torch.cuda.empty_cache()
+                chosen = tvm_sparse.explain(problem)
+                for name, times in microseconds.items():
+                    figures = (statistics.median(added[name]), min(added[name]), max(added[name]))
+                    shown = [f"{figure:.2f}" for figure in figures] if name != PRODUCT else [""] * 3
                     report.add(
                         batch=rows, vocab=vocab, hidden=hidden, k=k, dtype=dtype, behind_product=name,
-                        microseconds=micro(result), added="" if added is None else f"{added:.2f}", timed=result.how,
-                        kernel=f"{chosen.candidate} ({chosen.how})" if name == OURS else "",
+                        microseconds=f"{statistics.median(times):.3f}", added=shown[0], least=shown[1], most=shown[2],
+                        timed=found[PRODUCT].how, kernel=f"{chosen.candidate} ({chosen.how})" if name == OURS else "",
                     )  # fmt: skip
-                lines.append([str(rows), found[PRODUCT], *shown[1:]])
-                del embedding, states, calls, checks
+                cells = [f"{statistics.median(microseconds[PRODUCT]):.1f}"] if PRODUCT in microseconds else ["-"]
+                for name in (OURS, TORCH, READ):
+                    several = added.get(name)
+                    cells.append("-" if several is None else f"{statistics.median(several):.1f}")
+                lines.append([str(rows), *cells])
         title = f"microseconds of a product of {vocab} x {hidden}, {dtype}, and what is added to it"
         show(title, ("batch", PRODUCT, OURS, TORCH, READ), lines)
         report.close()

@@ -45,7 +45,9 @@ SHAPES = (
     "12,25000,1000,12,float16", "12,40000,1000,12,float16", "12,66000,1000,12,float16", "12,40000,1000,12,float32",
     "1,100352,1024,20,bfloat16", "10,100352,1024,20,bfloat16", "64,100352,1024,20,bfloat16",
     "10,151936,2560,20,bfloat16", "1,128256,4096,20,bfloat16", "10,128256,4096,20,bfloat16",
-    "64,128256,4096,20,bfloat16",
+    "64,128256,4096,20,bfloat16", "10,151936,4096,20,bfloat16", "1,201088,2880,20,bfloat16",
+    "10,201088,2880,20,bfloat16", "10,262144,3840,20,bfloat16", "10,151936,5120,20,bfloat16",
+    "10,129280,7168,20,bfloat16", "10,128256,8192,20,bfloat16",
 )  # fmt: skip
 HEAD, UNPROMISED, PRODUCT, CHAIN, TORCH, READ = (
     "head_topk", "head_topk, no promise", "product", "product + softmax_topk", "torch product + softmax + topk",

@@ -7,6 +7,7 @@ Everything lies on the device as torch tensors. Times are those of `tvm_sparse.b
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from tvm_sparse.runtime import arrays
 
 Call = Callable[[], Any]
 Check = Callable[[Any], None]
-# Of the largest probability: float32 sums in another order, and logits that were rounded to 16 bits on the way.
-OURS, ROUNDED = 2e-3, 0.1
+# What probabilities may be off, of the largest one: float32 sums in another order; and logits that were rounded to the
+# dtype of the states on the way, which follows from how large they are (see `top_check`).
+OURS, ROUNDED = 2e-3, None
 CPU_ROUNDS = 3
 LSH, LISTS, EXACT, CHAIN, TORCH, TORCH_GATHERED = (
     "LSH head", "LSH by lists", "exact head", "product + softmax_topk", "torch product + softmax + topk",
@@ -165,10 +167,10 @@ def torch_gathered(hidden: torch.Tensor, embedding: torch.Tensor, candidates: to
 
 def top_check(
     hidden: torch.Tensor, embedding: torch.Tensor, n: int, candidates: torch.Tensor | None = None
-) -> Callable[[float], Check]:
+) -> Callable[[float | None], Check]:
     """By tolerance, a function that raises `Mismatch` unless values and words are the n best of the softmax over all
     words, or over candidates `(m,)` or `(rows, m)`, in float64. Words of nearly equal probability may stand for each
-    other."""
+    other. `ROUNDED`: a logit and the normaliser are off by half of the last bit of the largest logit."""
     if candidates is None:
         scores = hidden.double() @ embedding.double().T
     else:
@@ -180,8 +182,10 @@ def top_check(
     probabilities = torch.softmax(scores, -1)
     best = torch.topk(probabilities, n).values
 
-    def within(tolerance: float) -> Check:
-        bound = tolerance * best[:, :1]
+    def within(tolerance: float | None) -> Check:
+        largest = float(abs(scores[scores.isfinite()]).max())
+        rounding = OURS + math.expm1(largest * torch.finfo(hidden.dtype).eps)
+        bound = (rounding if tolerance is ROUNDED else tolerance) * best[:, :1]
 
         def check(outputs: Any) -> None:
             values, indices = outputs[:2]
@@ -195,7 +199,7 @@ def top_check(
     return within
 
 
-def bounds(states: torch.Tensor, embedding: torch.Tensor, n: int) -> tuple[float, float]:
+def bounds(states: torch.Tensor, embedding: torch.Tensor, n: int) -> tuple[float | None, float | None]:
     """What probabilities may be off, of the exact head and of peers. With many rows, and where a record says that it is
     faster, the head goes through torch's product as well."""
     peers = OURS if states.dtype == torch.float32 else ROUNDED

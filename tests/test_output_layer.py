@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import tvm_sparse
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.problem import ProblemError, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.head_topk import call as head_call
 from tvm_sparse.operators.head_topk.call import KERNEL, PRODUCT
@@ -185,6 +186,19 @@ def test_a_call_takes_the_way_that_it_is_told(way: str, place: str, monkeypatch:
         with head_call.dispatcher.taking(plain, where, way):
             tvm_sparse.head_topk(host(states.float()), host(words.float()), 5)
         assert len(products) == (2 if way == PRODUCT else 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_kernel_is_the_likely_way_where_it_reads_words_once(arch: str, dtype: str) -> None:
+    where, template = machine.resolve(arch), spaces.find("head_tiles")
+    for kilobytes, batch in itertools.product((8, 12, 13, 16, 18), (8, 9, 16)):
+        axes = f"hidden={kilobytes * 1024 // numpy_dtype(dtype).itemsize},k=20,dtype={dtype}"
+        problem = parse(f"head_topk/batch={batch},vocab=128256,{axes}")
+        once = template.default(problem, where)["tile_m"] >= batch
+        assert head_call.likely_way(problem, where) == (KERNEL if once else PRODUCT), problem.key
+    assert head_call.likely_way(problem.with_batch(17), where) == PRODUCT
+    assert head_call.likely_way(problem.with_batch(17), machine.resolve("cpu")) == KERNEL
 
 
 STATES, WORDS = np.zeros((4, 16), np.float32), np.zeros((50, 16), np.float32)

@@ -32,6 +32,7 @@ PRODUCT = "candidate_logits/lists=2,beam=9,vocab=301,hidden=136,m=70,dtype=float
 ALONE = {"reduce_warps": 1, "staged": 1}
 SHARED = {"tiles": 1, "staged": 0}
 WHOLE = {**SHARED, "depth": 0}
+BOTH = {"tiles": 1, "staged": 2, "dynamic": 0}
 STAYS = {"evict_first": 1, "cached": 16}
 POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     (
@@ -56,6 +57,11 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     # fragment of them, and words that do not fill the last tile.
     (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "stages": 4, "blocks": 5, "dynamic": 25}),
     (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "staged": 1, "stages": 2, "blocks": 7}),
+    # Hidden states in registers and in shared memory; the last warp has a part of a row that ends in the former, or in
+    # the latter.
+    (WIDER, {**BOTH, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "depth": 1, "stages": 3, "blocks": 5}),
+    (WIDER, {**BOTH, "tile_m": 16, "tile_n": 16, "reduce_warps": 2, "depth": 2, "stages": 2, "blocks": 4}),
+    (ROWS, {**BOTH, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "depth": 1, "stages": 2, "blocks": 3}),
     (ROWS, {**WHOLE, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "stages": 3, "blocks": 4, "dynamic": 12}),
     # A part of the words stays in the L2 cache.
     (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "prefetch": 1}),
@@ -91,15 +97,17 @@ SEARCHED = {**SHARED, "reduce_warps": 2, "tile_n": 16, "depth": 1, "stages": 0, 
         (5, "ascending", 0, "rank", False),
         (25, "random", 25, "select", False),
         (70, "random", 0, "select", False),
-        # More than 64 do, but no more than 256; or as many as there are.
-        (5, "ten tiles", 0, "select", False),
-        (5, "ten tiles", 25, "rank", True),
-        (24, "equal", 25, "select", True),
-        (25, "equal", 0, "select", True),
+        # More than 64 do, but no more than 256; or more than these; or words of more tiles than are looked through.
+        (5, 10, 0, "select", False),
+        (5, 10, 25, "rank", True),
+        (5, 20, 0, "choose_tiles", False),
+        (5, 20, 25, "select", True),
+        (24, "equal", 25, "choose_tiles", True),
+        (25, "equal", 0, "choose_tiles", True),
     ],
 )
 def test_how_many_words_reach_the_bound(
-    k: int, kind: str, dynamic: int, phase: str, reached: bool, monkeypatch: pytest.MonkeyPatch
+    k: int, kind: str | int, dynamic: int, phase: str, reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, template = parse(f"head_topk/batch=3,vocab=2405,hidden=136,k={k},dtype=float16"), spaces.find("head_tiles")
     decisions = {**SEARCHED, **({"dynamic": 25, "depth": 0, "stages": 2} if dynamic else {})}
@@ -111,8 +119,8 @@ def test_how_many_words_reach_the_bound(
     scores = np.random.default_rng(k).standard_normal((len(hidden), len(words)))
     if kind == "ascending":
         scores.sort()
-    elif kind == "ten tiles":
-        scores[:, 16 * 7 : 16 * 17] = 6
+    elif isinstance(kind, int):  # the best words, all equal, fill so many tiles
+        scores[:, 16 * 7 : 16 * (7 + kind)] = 6
     elif kind == "equal":
         scores[:] = -2
     words[:, : len(hidden)] = scores.T

@@ -9,7 +9,7 @@ from ..output_layer.rows import rows
 from ..output_layer.tiles import tiles
 
 head_rows = rows("head_topk", "head_rows", 5)
-head_tiles = tiles("head_topk", "head_tiles", 7)
+head_tiles = tiles("head_topk", "head_tiles", 8)
 head_dots = dots("head_topk", "head_dots", 2)
 
 TEMPLATES: tuple[Template, ...] = (head_rows, head_tiles, head_dots)

@@ -20,13 +20,14 @@ a row of a tile (see `ring`). As many bytes are on their way as shared memory ho
 hidden states are in registers, warps that share a tile then read nothing but words. Or, with a `depth` of 0, the warps
 of a block have one ring for whole rows: neighbouring words are one run of memory, wherever their rows start, and one
 bulk copy brings a tile. Where two tiles of 16 words exceed shared memory, as of 4096 columns, a tile has eight, which
-are the other operand: `mma` then has 16 rows of hidden states and eight words. With `dynamic` the last of these tiles
-are taken as thread blocks come to them, so that all blocks end together (see `tiles.dynamic`). The first tiles of a
-vocabulary may be on their way to the L2 cache before the producer kernel is done (`prefetch`): in a graph of calls,
-while the second kernel of the call before has little to read. And some of a vocabulary that is too large for the L2
-cache may stay there for the next call (`cached`), if all other words leave it first. A multiprocessor waits longer for
-what lies in the other half of that cache. So what stays are tiles that the same thread block reads in every call, never
-those that are taken.
+are the other operand: `mma` then has 16 rows of hidden states and eight words. Where neither registers nor shared
+memory hold 16 hidden states, as of 8192 columns, each holds half of them (a `staged` of 2), beside rings of parts of
+rows. With `dynamic` the last of the tiles of whole rows are taken as thread blocks come to them, so that all blocks end
+together (see `tiles.dynamic`). The first tiles of a vocabulary may be on their way to the L2 cache before the producer
+kernel is done (`prefetch`): in a graph of calls, while the second kernel of the call before has little to read. And
+some of a vocabulary that is too large for the L2 cache may stay there for the next call (`cached`), if all other words
+leave it first. A multiprocessor waits longer for what lies in the other half of that cache. So what stays are tiles
+that the same thread block reads in every call, never those that are taken.
 
 float32 is multiplied by three products of tf32: with x = h + l, h the upper 11 bits of the fraction, x y is
 h h' + h l' + l h', which leaves out some 2^-22 of it.

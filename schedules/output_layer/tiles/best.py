@@ -16,7 +16,7 @@ write_asked     the probabilities of words that were asked for
 The bound is no more than the best word of the k-th best tile, so k words at least reach it, and no search among words
 is needed. Where too many tiles or words reach it, as of equal scores,
 
-rank            of tiles: the k best
+rank_tiles      the k best tiles
 select          of their words: the k best
 
 With `direct`, a list so short that its scores are all looked at, no tiles are searched and no pairs joined:
@@ -561,7 +561,7 @@ def collect_bits(e: Extents) -> Callable[..., Any]:
     is (io, s, size, factor).
 
     Reads: `bits`, from `begin_search`; `tops`, which come as 0.
-    Writes: `own`, `bound`, `keys`, `count`; scratch.
+    Writes: `own`, `bound`, `keys`, as far as there is room, `count`; scratch.
     Barriers: three; ends with one.
     """
     tops, bound = find_tops(e), bound_tiles(e)
@@ -573,7 +573,8 @@ def collect_bits(e: Extents) -> Callable[..., Any]:
         for j in T.unroll(e.loads):
             if s.bits[j] != T.uint32(0) and s.bits[j] >= key_bits(s.bound[0]):
                 s.slot[0] = take_places(s.counters[0], T.int32(1))
-                s.keys[s.slot[0]] = join_key(s.bits[j], j * e.threads + s.t)
+                if s.slot[0] < e.most_tiles:
+                    s.keys[s.slot[0]] = join_key(s.bits[j], j * e.threads + s.t)
         T.cuda.cta_sync()
 
     return phase
@@ -628,6 +629,67 @@ def rank_few(e: Extents, search: Search) -> Callable[..., Any]:
                 search.place(io, s, s.slot[0], s.pivot[0], factor)
         else:
             many(io, s, factor)
+
+    return phase
+
+
+def choose_tiles(e: Extents, search: Search) -> Callable[..., Any]:
+    """The k best of `size` tiles, one after another: for `collect_bits`, where equal ones are more than `keys` has room
+    for. The phase is (io, s, size, factor).
+
+    Reads: `tops` of the row.
+    Writes: what the search's `place` does; `bits`, `maxima`; scratch is `best`, `pivot`.
+    Barriers: two a tile.
+    """
+    load, warps = begin_search(e, search), e.threads // 32
+
+    @T.inline
+    def largest_of_lanes(s):
+        for b in T.unroll(5):
+            s.best[0] = T.max(s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+
+    @T.inline
+    def phase(io, s, size, factor):
+        load(io, s)
+        s.pivot[0] = T.max_value("uint64")
+        for i in T.serial(T.min(size, e.k)):
+            s.best[0] = T.uint64(0)
+            for j in T.unroll(e.loads):
+                if j * e.threads + s.t < size and join_key(s.bits[j], j * e.threads + s.t) < s.pivot[0]:
+                    s.best[0] = T.max(s.best[0], join_key(s.bits[j], j * e.threads + s.t))
+            largest_of_lanes(s)
+            if s.t % 32 == 0:
+                s.maxima[s.t // 32] = s.best[0]
+            T.cuda.cta_sync()
+            s.best[0] = s.maxima[s.t % warps]
+            largest_of_lanes(s)
+            s.pivot[0] = s.best[0]
+            if s.t == 0:
+                search.place(io, s, i, s.pivot[0], factor)
+            T.cuda.cta_sync()
+
+    return phase
+
+
+def rank_tiles(e: Extents, search: Search) -> Callable[..., Any]:
+    """The k best tiles, where more tiles or words reach the bound than are looked through. The phase is (io, s, size,
+    factor).
+
+    Reads: `count`; `keys`; or `tops` of the row.
+    Writes: what the search's `place` does.
+    Barriers: one at least, at the end.
+    """
+    put, choose = rank(e, search), choose_tiles(e, search)
+
+    @T.inline
+    def phase(io, s, size, factor):
+        if e.by_bits:
+            if s.count[0] > e.most_tiles:
+                choose(io, s, size, factor)
+            else:
+                put(io, s, factor)
+        else:
+            put(io, s, factor)
 
     return phase
 
@@ -793,7 +855,7 @@ def best(e: Extents) -> Callable[..., Any]:
         collect_near=collect_near(e),
         join_pairs=join_pairs(e),
         rank_near=rank_few(e, words_search) if e.at_once else rank(e, words_search, "reached"),
-        rank_tiles=rank(e, tiles_search),
+        rank_tiles=rank_tiles(e, tiles_search),
         begin_words=begin_search(e, words_search),
         select_words=select(e, words_search),
         write_absent=write_absent(e),
@@ -828,7 +890,7 @@ def best(e: Extents) -> Callable[..., Any]:
             if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
                 do.rank_near(io, s, factor)
             else:
-                do.rank_tiles(io, s, factor)
+                do.rank_tiles(io, s, tiles, factor)
                 if t == 0:
                     s.count[1] = 0
                 do.begin_words(io, s)

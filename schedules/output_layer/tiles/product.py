@@ -97,7 +97,8 @@ class State(Buffers):
         Of the list.
     states, kept
         Hidden states: in registers those in the warp's columns, of each step and each 8 rows the words of two vectors;
-        or in shared memory all rows of a tile, and in registers those of one step.
+        or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as the one,
+        and of the others as the other.
     hand
         Words of the steps in hand, likewise.
     base
@@ -126,7 +127,7 @@ class State(Buffers):
     tile: Any = local("int32")
     end: Any = local("int32")
     words: Any = local("int32")
-    states: Any = local("uint32", lambda e: (1 if e.staged else e.steps) * e.row_groups * 8)
+    states: Any = local("uint32", lambda e: e.held_steps * e.row_groups * 8)
     hand: Any = local("uint32", lambda e: e.in_hand * e.word_groups * 8)
     base: Any = local("uint64")
     at: Any = local("uint64", lambda e: e.word_groups * 2)
@@ -265,17 +266,24 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
 
 
 def load_states(e: Extents) -> Callable[..., Any]:
-    """Load the hidden states: into registers those in the warp's columns, or into shared memory all of the tile's.
+    """Load the hidden states: into registers those in the warp's columns, or into shared memory all of the tile's, or
+    a part of each.
 
     Reads: `hidden`, rows beyond the beam as its last one.
-    Writes: `states`, zeros beyond the last column; or `kept`.
-    Barriers: none; with `kept` of the thread block, at the end.
+    Writes: `states`, zeros beyond the last column; `kept`.
+    Barriers: none; with `kept` of the thread block, when that is written.
     """
     elements = e.hidden // e.vectors  # of a vector
 
+    def kept_vector(i: Any) -> Any:
+        """Which vector of its row the i-th one in shared memory is: of each warp those of the last steps."""
+        if not e.register_steps:
+            return i
+        return (i // (e.kept_steps * 8) * e.steps + e.register_steps) * 8 + i % (e.kept_steps * 8)
+
     @T.inline
     def of_warp(io, s, p):
-        for step in T.unroll(e.steps):
+        for step in T.unroll(e.register_steps):
             for f in T.unroll(e.row_groups):
                 for h in T.unroll(2):
                     i = (step * e.row_groups + f) * 8 + h * 4
@@ -291,27 +299,32 @@ def load_states(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def of_block(io, s, p):
-        for i in T.serial(ceildiv(e.kept_rows * e.padded_vectors, e.product_threads)):
+        for i in T.serial(ceildiv(e.kept_rows * e.kept_vectors, e.product_threads)):
             at = T.meta_var(i * e.product_threads + p.t)
-            if at < e.kept_rows * e.padded_vectors:
+            if at < e.kept_rows * e.kept_vectors:
                 for v in T.unroll(4):
                     s.states[v] = T.uint32(0)
-                if at % e.padded_vectors < e.vectors:
+                if kept_vector(at % e.kept_vectors) < e.vectors:
                     load_vector(
                         s.states[0], s.states[1], s.states[2], s.states[3],
                         io.hidden.ptr_to(io.place(
-                            s.index, T.min(s.top + at // e.padded_vectors, io.beam - 1),
-                            at % e.padded_vectors * elements)))
+                            s.index, T.min(s.top + at // e.kept_vectors, io.beam - 1),
+                            kept_vector(at % e.kept_vectors) * elements)))
                 store_shared(
-                    s.kept.ptr_to([(at // e.padded_vectors * e.kept_pitch + at % e.padded_vectors) * 4]),
+                    s.kept.ptr_to([(at // e.kept_vectors * e.kept_pitch + at % e.kept_vectors) * 4]),
                     s.states[0], s.states[1], s.states[2], s.states[3])
         T.cuda.cta_sync()
 
-    return of_block if e.staged else of_warp
+    @T.inline
+    def of_both(io, s, p):
+        of_block(io, s, p)
+        of_warp(io, s, p)
+
+    return of_both if e.kept_steps and e.register_steps else of_block if e.staged else of_warp
 
 
 def bring_states(e: Extents) -> Callable[..., Any]:
-    """Reads: `kept`. Writes: `states` of a step. Barriers: none. The phase is (s, p, step)."""
+    """Reads: `kept`. Writes: `states` of a step, behind those that stay. Barriers: none. The phase is (s, p, step)."""
 
     def kept_row(p: Place, f: Any) -> Any:
         row = f * 8 + p.group
@@ -321,11 +334,11 @@ def bring_states(e: Extents) -> Callable[..., Any]:
     def phase(s, p, step):
         for f in T.unroll(e.row_groups):
             for h in T.unroll(2):
-                i = f * 8 + h * 4
+                i = (e.register_steps * e.row_groups + f) * 8 + h * 4
+                vector = T.meta_var((p.warp * e.kept_steps + (step - e.register_steps)) * 8 + h * 4 + p.member)
                 load_shared(
                     s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
-                    s.kept.ptr_to([
-                        (kept_row(p, f) * e.kept_pitch + (p.warp * e.steps + step) * 8 + h * 4 + p.member) * 4]))
+                    s.kept.ptr_to([(kept_row(p, f) * e.kept_pitch + vector) * 4]))
 
     return phase
 
@@ -430,7 +443,7 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
         return step % e.in_hand * e.word_groups
 
     def states_at(step: Any) -> Any:
-        return (0 if e.staged > 0 else step) * e.row_groups
+        return (step if not e.staged else T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
 
     a_at, b_at = (states_at, words_at) if e.narrow else (words_at, states_at)
 

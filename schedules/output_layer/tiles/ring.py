@@ -318,7 +318,7 @@ def ring_product(e: Extents) -> Callable[..., Any]:
         join_warps=join_warps(e),
     )
     # Hidden states in registers are known by the number of the step.
-    loop = T.serial if e.staged else T.unroll
+    loop = T.unroll if e.register_steps else T.serial
 
     @T.inline
     def kernel(io, scores, tops, sums):
@@ -348,8 +348,9 @@ def ring_product(e: Extents) -> Callable[..., Any]:
                     do.await_stage(s, p)
                     for step in T.unroll(e.stage_steps):
                         do.bring_words(s, p, part, step)
-                        if e.staged > 0:
-                            do.bring_states(s, p, part * e.stage_steps + step)
+                        if e.kept_steps > 0:
+                            if part * e.stage_steps + step >= e.register_steps:
+                                do.bring_states(s, p, part * e.stage_steps + step)
                         do.multiply_step(s, part * e.stage_steps + step)
                     if not e.whole:
                         # All lanes have read the stage: the barrier in `ask`.

@@ -22,6 +22,8 @@ TILE_M = powers(8, 64)
 TILE_N, NARROW = (16, 32), 8
 # Warps that share the columns of a word.
 REDUCE_WARPS = powers(1, 16)
+# Hidden states in shared memory and in registers, half of a warp's columns in each: of rows too long for either.
+BOTH = 2
 # Thread blocks of the first kernel for each multiprocessor, those of all lists together.
 BLOCKS_EACH = (1, 2, 3, 4, 6)
 # Thread blocks along the second axis of a grid.
@@ -51,7 +53,7 @@ MAX_DEPTH = 4  # in registers
 STAGES = (0, 2, 3, 4, 6)
 MOST_STAGES = 3
 # Registers of a thread for operands and sums, and for all else.
-MAX_HELD, BESIDES = 180, 40
+MAX_HELD, BESIDES = 188, 40
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
 MAX_K = 256
 # Words of a row that the second kernel searches without looking for the best tiles first: more keep its only
@@ -67,9 +69,10 @@ LEAST_NEAR = 256
 SHORTEST = 512
 # Loads of a thread of the second kernel in flight together; the most of one that has all that it searches in registers,
 # words or tiles.
-LOADS, MAX_WORDS_EACH, MAX_TILES_EACH = 4, 8, 10
-# Registers of its threads, where it finds tiles by their scores alone.
-SEARCH_REGISTERS = 32
+LOADS, MAX_WORDS_EACH, MAX_TILES_EACH = 4, 8, 32
+# Registers of its threads, where it finds tiles by their scores alone: of up to so many tiles, and of more.
+FEW_TILES_EACH = 10
+SEARCH_REGISTERS = {FEW_TILES_EACH: 32, MAX_TILES_EACH: 64}
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
@@ -115,7 +118,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "reduce_warps": REDUCE_WARPS,
         "tiles": TILES,
         "depth": DEPTH,
-        "staged": (0, 1),
+        "staged": (0, 1) + (BOTH,) * (machine.has_clusters and size == 2 and rows > 8),
         "blocks": tuple(sorted(blocks)),
         "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
@@ -152,8 +155,12 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
             return f"{tiles} tiles are no power of two, as where words go to registers"
     if not depth and (not decisions["stages"] or reduce_warps == 1 or candidates_of(problem)):
         return "whole rows are read by warps that share a tile of neighbouring words, to a ring"
-    if decisions["tile_n"] == NARROW and (depth or decisions["tile_m"] == 8):
-        return "eight words are whole rows, and an operand beside 16 rows of hidden states"
+    if decisions["tile_n"] == NARROW and (
+        decisions["tile_m"] == 8 or reduce_warps == 1 or (depth and decisions["staged"] != BOTH)
+    ):
+        return "eight words, an operand beside 16 rows, are shared by warps, in whole rows or with states in two places"
+    if decisions["staged"] == BOTH and not (decisions["stages"] and depth):
+        return "hidden states are in two places beside a ring of parts of rows"
     if decisions["dynamic"] and (depth or not decisions["stages"] or decisions["direct"]):
         return "tiles that are taken as thread blocks come to them are whole rows in a ring, and searched by tiles"
     if depth and decisions["stages"] > MOST_STAGES:
@@ -305,6 +312,8 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             for depth, stages in ((steps, 2), (2, 3), (2, 2))
             if depth in table["depth"] and steps % depth == 0
         ]
+        parts = whole | {"staged": BOTH, "dynamic": 0}
+        points += [parts | {"tile_n": NARROW, "depth": 4}, parts | {"depth": 2}]
     elif rows > 1 or words < SHORTEST:
         return
     else:
@@ -391,8 +400,7 @@ class SearchSizes:
     @property
     def loads(self) -> int:
         """Loads of one of its threads that are in flight together."""
-        most = MAX_TILES_EACH if self.by_bits else MAX_WORDS_EACH if self.direct else LOADS
-        return max(LOADS, min(most, ceildiv(self.searched, self.threads)))
+        return max(LOADS, min(MAX_WORDS_EACH if self.direct else LOADS, ceildiv(self.searched, self.threads)))
 
     @property
     def pool_bytes(self) -> int:
@@ -483,15 +491,25 @@ class Extents(SearchSizes):
         return self.dynamic > 0
 
     @property
+    def tiles_each(self) -> int:
+        """Tiles of a thread of the second kernel."""
+        return ceildiv(self.list_tiles, self.threads)
+
+    @property
     def by_bits(self) -> bool:
-        return not self.m and self.summed and self.list_tiles <= MAX_TILES_EACH * self.threads
+        return not self.m and self.summed and self.tiles_each <= MAX_TILES_EACH
+
+    @property
+    def loads(self) -> int:
+        return max(LOADS, self.tiles_each) if self.by_bits else super().loads
 
     @property
     def search_resident(self) -> int:
         """Blocks of the second kernel that a multiprocessor is to hold, which bounds the registers of a thread. So a
-        block most often finds room beside those of the first kernel, and is ready when these have ended: if it has to
-        be started then, a call of 13 us takes 0.8 more."""
-        return REGISTER_FILE // (SEARCH_REGISTERS * self.threads)
+        block of few tiles most often finds room beside those of the first kernel, and is ready when these have ended:
+        if it has to be started then, a call of 13 us takes 0.8 more."""
+        registers = next(registers for most, registers in SEARCH_REGISTERS.items() if self.tiles_each <= most)
+        return REGISTER_FILE // (registers * self.threads)
 
     @property
     def tile_groups(self) -> int:
@@ -602,7 +620,7 @@ class Extents(SearchSizes):
     @property
     def held(self) -> int:
         """Registers of a thread for words and hidden states in hand, and for sums."""
-        states = (1 if self.staged else self.steps) * self.row_groups * 8
+        states = self.held_steps * self.row_groups * 8
         split = 6 * self.row_groups + 12 if self.dtype == "float32" else 0
         operands = self.in_hand * self.tile_n + states + split
         return operands + self.sums_each + self.word_groups * 10 + 3 * self.pairs_each
@@ -626,6 +644,26 @@ class Extents(SearchSizes):
         return 2 * self.reduce_warps * self.tile_m * self.pitch * 4
 
     @property
+    def register_steps(self) -> int:
+        """Steps of a warp whose hidden states stay in registers: the first ones."""
+        return ceildiv(self.steps, 2) if self.staged == BOTH else 0 if self.staged else self.steps
+
+    @property
+    def kept_steps(self) -> int:
+        """Those whose hidden states are in shared memory."""
+        return self.steps - self.register_steps
+
+    @property
+    def held_steps(self) -> int:
+        """Those whose hidden states are in registers at a time."""
+        return self.register_steps + (self.kept_steps > 0)
+
+    @property
+    def kept_vectors(self) -> int:
+        """Vectors of a hidden state in shared memory."""
+        return self.kept_steps * 8 * self.reduce_warps
+
+    @property
     def padded_vectors(self) -> int:
         """Vectors of a row up to the last warp's last step."""
         return self.steps * 8 * self.reduce_warps
@@ -639,7 +677,7 @@ class Extents(SearchSizes):
     def kept_pitch(self) -> int:
         """Vectors from one hidden state in shared memory to the next: 4 beyond a multiple of 8, so that the two rows
         that eight lanes read lie in different banks."""
-        return (self.padded_vectors + 3) // 8 * 8 + 4
+        return (self.kept_vectors + 3) // 8 * 8 + 4
 
     @property
     def kept_rows(self) -> int:
@@ -693,7 +731,9 @@ class Extents(SearchSizes):
 
     @property
     def searched(self) -> int:
-        return self.searched_words if self.direct else max(self.list_tiles, self.searched_words)
+        if self.direct:
+            return self.searched_words
+        return max(self.most_tiles if self.by_bits else self.list_tiles, self.searched_words)
 
     @property
     def most_tiles(self) -> int:

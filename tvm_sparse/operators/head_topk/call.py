@@ -6,6 +6,8 @@ import operator
 import sys
 from typing import Any
 
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -20,7 +22,7 @@ from tvm_sparse.runtime.calls import (
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
-from .problem import HeadTopk
+from .problem import EIGHT, HeadTopk
 
 WHERE = "the hidden states are"
 # The ways to the result: the kernel of this operator, or PyTorch's product and `softmax_topk`.
@@ -28,6 +30,10 @@ KERNEL, PRODUCT = "kernel", "product"
 # Rows up to which the kernel is the faster way on an H200, where no record says more: of 64 it takes twice as long as
 # of 16. Beyond, arithmetic and hidden states in shared memory keep it from the speed of memory.
 FUSED_ROWS = 16
+# Bytes of a hidden state up to which there is room for so many on a multiprocessor: in one place; or of 16 bits beside
+# rings in two. Of longer ones there is for eight, and more rows read all words twice: at (10, 128256, 8192) in bfloat16
+# 954 microseconds, beside a product of 495.
+FUSED_BYTES, DIVIDED_BYTES = 12 * 1024, 16 * 1024
 
 
 def head_topk(
@@ -90,7 +96,8 @@ def head_topk(
 
     Torch tensors go through torch's product, whose scores are rounded to the dtype of `hidden`, and `softmax_topk`
     where that is faster: by the record of the problem (`tvm-sparse bench --record`), and where that does not say, on a
-    GPU with more than 16 rows. `explain` speaks of the kernel, and says which way a record found faster.
+    GPU with more than 16 rows, or 8 of very long hidden states (above 8192 columns of 16 bits or 3072 of float32).
+    `explain` speaks of the kernel, and says which way a record found faster.
 
     When not to use it: where the logits are needed afterwards.
 
@@ -164,7 +171,7 @@ def head_topk(
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:
-    """Which way calls of torch tensors take: the faster one by record; where that does not say, by rows.
+    """Which way calls of torch tensors take: the faster one by record; where that does not say, the likely one.
 
     It is kept beside launchers: a problem takes the host longer to make than the rest of a call.
     """
@@ -172,9 +179,16 @@ def way(axes: tuple[Any, ...], known: Facts) -> str:
     found = launchers.get(asked)
     if found is None:
         problem, machine = HeadTopk(*axes), machine_of("hidden", known)
-        default = PRODUCT if machine.kind == "cuda" and problem.batch > FUSED_ROWS else KERNEL
-        found = launchers[asked] = dispatcher.way(problem, machine) or default
+        found = launchers[asked] = dispatcher.way(problem, machine) or likely_way(problem, machine)
     return found
+
+
+def likely_way(problem: HeadTopk, machine: Machine) -> str:
+    """The faster way where no record says, by rows and columns."""
+    size = numpy_dtype(problem.dtype).itemsize
+    most = DIVIDED_BYTES if machine.has_clusters and size == 2 else FUSED_BYTES
+    rows = FUSED_ROWS if problem.hidden * size <= most else EIGHT
+    return PRODUCT if machine.kind == "cuda" and problem.batch > rows else KERNEL
 
 
 def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
