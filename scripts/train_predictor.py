@@ -1,12 +1,12 @@
 """Trains the models by which look-up predicts decisions for problems that nobody tuned; needs no GPU.
 
-    python scripts/train_predictor.py                     # of every operator with enough problems; a minute
+    python scripts/train_predictor.py                     # of every operator that has a model; a minute
     python scripts/train_predictor.py --operator softmax_topk --logs records
 
 Reads <logs>/<arch>/<operator>/trials.jsonl, and writes predictor.json beside it, the same for the same trials. To be
 run again when problems were tuned, and when a template's version or what it says of its points (`Template.features`)
 has changed: with a template of another version look-up leaves the model aside. `scripts/study_prediction.py` tells how
-well it chooses. Needs xgboost, of the extra `tune`.
+well it chooses, and whether an operator gains by a model at all. Needs xgboost, of the extra `tune`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typer
 
 from tvm_sparse.cli.common import size
 from tvm_sparse.core import registry
-from tvm_sparse.records import Log
+from tvm_sparse.records import Log, predictor
 from tvm_sparse.tuning import training
 
 LOGS = Path(__file__).parent.parent / "tuning_logs"
@@ -26,11 +26,13 @@ LOGS = Path(__file__).parent.parent / "tuning_logs"
 
 def main(
     arch: Annotated[str, typer.Option(help="Architecture of the records.")] = "sm_90a",
-    operator: Annotated[list[str] | None, typer.Option(help="Only this operator; may be given again.")] = None,
+    operator: Annotated[
+        list[str] | None, typer.Option(help="Only this operator, with a model or none; may be given again.")
+    ] = None,
     logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS,
 ) -> None:
     """Train and write the predictors of an architecture."""
-    for name in operator or registry.operators():
+    for name in operator or [name for name in registry.operators() if (logs / arch / name / predictor.NAME).exists()]:
         found = training.train(Log(logs, arch, name))
         if found is not None:
             path = found.write(logs)

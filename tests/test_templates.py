@@ -769,7 +769,8 @@ def all_garbage(seed: int, first: int | None = None, but: Sequence[int] = ()) ->
 def test_overlapping_launches_use_nothing_that_the_producer_kernel_still_writes(
     template: Template, way: dict[str, int]
 ) -> None:
-    """All arrays hold garbage for threads that read before they await that kernel, and lose what these write."""
+    """All arrays hold garbage for threads that read before they await that kernel, and lose what these write: numbers
+    that might be right, then NaN. What is read so early no structure tells."""
     problems = [p for p in map(parse, OVERLAPPED[template.operator]) if template.name in spaces.applicable(p, SM90)[0]]
     for problem in problems:
         point = {**template.default(problem, SM90), **way}
@@ -781,7 +782,7 @@ def test_overlapping_launches_use_nothing_that_the_producer_kernel_still_writes(
     program = template.build(problem, point)
     names = [one.name for one in problem.kernel_inputs]
     kept = [names.index(name) for name in CONSTANT.get(template.name, ())]
-    for seed, structure in enumerate(problem.structures):
+    for seed, structure in enumerate(problem.structures[:2]):
         # They would else be told that nobody writes the structure, or the words.
         settings = {"bsr_matmul": UNKNOWN, "head_topk": {"constant": 0}}.get(problem.operator)
         verify(
@@ -982,9 +983,11 @@ def with_machine_code() -> list[tuple[Template, Problem]]:
 def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
-    compiled = [(SM90, candidate) for candidate in sampled(template, problem, SM90, 1)]
-    if template.name in spaces.applicable(problem, SM80)[0]:
-        compiled.append((SM80, template.candidate(template.default(problem, SM80))))
+    """The default, and another point; of templates that run on an older GPU, too, that GPU's default in its place."""
+    default, *others = sampled(template, problem, SM90, 1)
+    older = template.name in spaces.applicable(problem, SM80)[0]
+    other = [(SM80, template.candidate(template.default(problem, SM80)))] if older else [(SM90, c) for c in others]
+    compiled = [(SM90, default), *other]
     for number, (machine, candidate) in enumerate(compiled):
         library = tmp_path / f"{number}.so"
         resources = compile_candidate(problem, candidate, machine, library).resources

@@ -38,7 +38,7 @@ def sizes() -> list[SoftmaxTopk]:
     pairs = [(vocab, k) for vocab in vocabs for k in ks if k <= vocab]
     # A part of these: the others differ in nothing that has a branch of its own.
     usual = {(1000, 5), (1000, 50), (1000, 400)}
-    chosen = enumerate([pair for number, pair in enumerate(pairs) if number % 5 == 0 or pair in usual])
+    chosen = enumerate([pair for number, pair in enumerate(pairs) if number % 7 == 0 or pair in usual])
     return [SoftmaxTopk(1 + i % 5, *pair, DTYPES[i % 3], bias=i // 3 % 2, ids=i // 2 % 2 * 3) for i, pair in chosen]
 
 
@@ -122,7 +122,7 @@ def test_registers_hold_the_row_and_shared_memory_what_survives() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize(("vocab", "k"), [(1000, 5), (1000, 400), (2047, 400)])
+@pytest.mark.parametrize(("vocab", "k"), [(1000, 400), (2047, 5)])
 def test_machine_code_keeps_to_registers(vocab: int, k: int, tmp_path: Path) -> None:
     cases = [(SM90, 1, "float32"), (SM90, 4, "bfloat16"), (SM80, 4, "float16")]
     for number, (machine, rows, dtype) in enumerate(cases):

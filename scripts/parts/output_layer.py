@@ -279,8 +279,13 @@ def after_product() -> str:
     for row in results(AFTER).rows:
         found.setdefault(row["batch"], {})[row["behind_product"]] = row
     names = ("softmax_topk", "torch softmax + topk", "read of the logits")
+
+    def added(line: Row) -> str:
+        ends = [us(float(line[name])) for name in ("least", "most")]
+        return us(float(line["added"])) + (f" ({ends[0]} to {ends[1]})" if ends[0] != ends[1] else "")
+
     rows = [
-        [batch, us(float(lines["product"]["microseconds"])), *(us(float(lines[name]["added"])) for name in names)]
+        [batch, us(float(lines["product"]["microseconds"])), *(added(lines[name]) for name in names)]
         for batch, lines in found.items()
     ]
     return table(["batch", "product", "`softmax_topk` adds", "PyTorch's softmax and top-k", "read alone"], rows)
@@ -437,8 +442,10 @@ def head_decisions() -> str:
     """Whose decisions the runs of the output layer were made with, and which are still the defaults."""
     card = machine.Machine("cuda", "sm_90a", "sm_90a", cores=132)
     recorded: list[str] = []
+    heads = 0
     changed: dict[str, list[bool]] = {}
     for name, problem, decisions, origin in measured_decisions():
+        heads += problem.operator == "head_topk"
         if origin == "fallback":
             what = f"`{problem.operator}` in `{name}.csv`"
             changed.setdefault(what, []).append(str(spaces.fallback(problem, card)) != decisions)
@@ -452,7 +459,8 @@ def head_decisions() -> str:
     if have and lack:
         sentence += f"; none of {listed(lack)}, whose figures are those of the templates' defaults"
     if recorded:
-        sentence += f". Of `head_topk` the figures at {listed(recorded)} are of decisions that a record held"
+        which = "all figures" if len(recorded) == heads else f"the figures at {listed(recorded)}"
+        sentence += f". Of `head_topk` {which} are of decisions that a record held"
     if moved:
         sentence += f". The default has changed since for {listed(moved)}; these files do not have the present one"
     return f"{sentence}."
