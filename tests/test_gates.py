@@ -13,10 +13,11 @@ import pytest
 from cases import SM90, trapping
 from test_templates import emulated, verify
 
-from tvm_sparse.core import spaces
+from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.device import thresholds
+from tvm_sparse.schedules.device.pool import STATIC
 from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs, more_than
 from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
 from tvm_sparse.schedules.softmax_topk.threshold_gate.space import BOUNDED
@@ -301,3 +302,12 @@ def test_floor_takes_as_few_lanes_as_hold_k() -> None:
     assert floor_of_runs(400, 8, 32, 8) == Floor(2, 25)
     assert floor_of_runs(400, 4, 32, 3) is None
     assert floor_of_runs(2048, 4, 32, 32) is None
+
+
+@pytest.mark.parametrize(("name", "arch"), [("threshold_gate", "sm_86"), ("cluster_gate", "sm_120")])
+def test_what_a_block_has_no_shared_memory_for_is_no_point(name: str, arch: str) -> None:
+    where, problem = machine.resolve(arch), SoftmaxTopk(4, 100_000, 400)
+    table, most = spaces.applicable(problem, where)[0][name], 0
+    for point in itertools.islice(spaces.points(problem, where, {name: table}), 500):
+        most = max(most, Layout.of(problem, point.values).pool.bytes)
+    assert 0 < most <= where.block_shared_bytes - STATIC

@@ -12,10 +12,12 @@ from cases import SM80, SM90, trapping
 from test_templates import all_garbage, emulated
 
 from tvm_sparse.core import spaces
+from tvm_sparse.core.machine import resolve
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.emulation import EmulationError
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.schedules.device.pool import STATIC
 from tvm_sparse.schedules.softmax_topk.held_rows import Layout, keys, rank
 from tvm_sparse.schedules.softmax_topk.held_rows.space import MAX_K, allowed, default, points
 from tvm_sparse.schedules.softmax_topk.held_rows.words import LEAST, NOTHING
@@ -262,6 +264,15 @@ def test_crowded_rows_need_the_selection(
     without(monkeypatch, "select_keys")
     with pytest.raises(EmulationError, match="trap"):
         run(problem, decisions, logits)
+
+
+def test_a_smaller_machine_has_smaller_shares() -> None:
+    """Of which a thread block's shared memory holds less than half of what Hopper's does."""
+    small = resolve("sm_120")
+    problem = SoftmaxTopk(64, 128256, 20, "bfloat16")
+    found = [Layout.of(problem, one) for one in points(problem, small)]
+    assert found and max(layout.bytes for layout in found) + STATIC <= small.block_shared_bytes
+    assert max(Layout.of(problem, one).bytes for one in points(problem, SM90)) > small.block_shared_bytes
 
 
 @pytest.mark.parametrize(

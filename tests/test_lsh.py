@@ -520,7 +520,7 @@ def test_a_vocabulary_beyond_shared_memory_is_sliced_or_goes_another_way() -> No
     small = machine.Machine("cuda", "sm_80", "sm_80", cores=108)
     large = parse("lsh_lookup/lists=1,beam=1,vocab=1000000,bands=10")
     point = spaces.find("shared_counts").default(large, small)
-    assert point["cluster"] == 1 and point["slices"] * 96 * 1024 >= 2 * large.vocab
+    assert point["cluster"] == 1 and point["slices"] * small.block_shared_bytes >= 2 * large.vocab
     deep = parse("lsh_candidates/lists=1,beam=1,hidden=32000,vocab=1000,bands=10")
     assert "exceed shared memory" in spaces.applicable(deep, small)[1]["row_clusters"]
     assert spaces.fallback(deep, small).template == "plain_steps"

@@ -189,16 +189,19 @@ def test_a_call_takes_the_way_that_it_is_told(way: str, place: str, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
 def test_the_kernel_is_the_likely_way_where_it_reads_words_once(arch: str, dtype: str) -> None:
-    where, template = machine.resolve(arch), spaces.find("head_tiles")
-    for kilobytes, batch in itertools.product((8, 12, 13, 16, 18), (8, 9, 16)):
+    """Its tile has all rows, whose hidden states a thread block has room for."""
+    where = machine.resolve(arch)
+    for kilobytes, batch in itertools.product((6, 8, 9, 10, 12, 13, 16, 18), (8, 9, 16, 17)):
         axes = f"hidden={kilobytes * 1024 // numpy_dtype(dtype).itemsize},k=20,dtype={dtype}"
         problem = parse(f"head_topk/batch={batch},vocab=128256,{axes}")
-        once = template.default(problem, where)["tile_m"] >= batch
-        assert head_call.likely_way(problem, where) == (KERNEL if once else PRODUCT), problem.key
-    assert head_call.likely_way(problem.with_batch(17), where) == PRODUCT
-    assert head_call.likely_way(problem.with_batch(17), machine.resolve("cpu")) == KERNEL
+        chosen = spaces.fallback(problem, where)
+        if launch := spaces.find(chosen.template).launch:
+            assert launch(problem, chosen.values).dynamic_shared_bytes <= where.block_shared_bytes
+        once = batch <= 16 and chosen.values.get("tile_m", 0) >= batch
+        assert head_call.likely_way(problem, where) == (KERNEL if once or batch == 8 else PRODUCT), problem.key
+    assert head_call.likely_way(problem, machine.resolve("cpu")) == KERNEL
 
 
 STATES, WORDS = np.zeros((4, 16), np.float32), np.zeros((50, 16), np.float32)

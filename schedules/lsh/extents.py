@@ -19,9 +19,8 @@ CLUSTERS = (1, 2, 4, 8)  # of thread blocks; more than 8 are not portable
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUCKET_LANES = (4, 8, 16, 32)
 LOADS = (1, 2, 4, 8)
-# Dynamic shared memory of a thread block, by compute capability: any GPU has 48 KB, from 8.0 on 99, and those of data
-# centres with clusters (9.0 to 11.0) 227.
-SHARED = ((120, 96 * 1024), (90, 200 * 1024), (80, 96 * 1024), (0, 48 * 1024))
+# Dynamic shared memory of a thread block, at the most, and what is left to static buffers.
+MOST_SHARED, STATIC_SHARED = 200 * 1024, 3 * 1024
 WARP_SUMS = 80  # compute capability from which a warp adds integers in one instruction
 # Columns of a permutation that a thread holds at a time, and vectors of the row that it has in flight.
 MOST_COLUMNS, MOST_VECTORS = 16, 4
@@ -221,7 +220,7 @@ class CompactExtents:
 
 def shared_limit(machine: Machine) -> int:
     """Bytes of dynamic shared memory that a thread block may take."""
-    return next(size for capability, size in SHARED if machine.capability >= capability)
+    return min(MOST_SHARED, machine.block_shared_bytes - STATIC_SHARED)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tvm_sparse.core.machine import REGISTER_FILE, Machine
+from tvm_sparse.core.machine import REGISTER_FILE
 from tvm_sparse.core.template import ceildiv
 
 WARP = 32  # lanes
@@ -11,16 +11,9 @@ LINE = 128  # bytes of a cache line
 # Parts of a multiprocessor, each with as large a share of the registers and of the warps; and registers that a thread
 # can address.
 QUARTERS, MOST_REGISTERS = 4, 255
-# Dynamic shared memory of a thread block, by compute capability: all that there is, for one block a multiprocessor.
-SHARED_MEMORY = ((120, 99 * 1024), (90, 227 * 1024), (80, 99 * 1024))
 
 
 def register_limit(threads: int) -> int:
     """Registers that the file leaves each thread of a block, alone on its multiprocessor; they are given by eight."""
     warps = ceildiv(threads, QUARTERS * WARP)  # of a quarter
     return min(REGISTER_FILE // QUARTERS // (warps * WARP) // 8 * 8, MOST_REGISTERS)
-
-
-def shared_limit(machine: Machine) -> int:
-    """Bytes of dynamic shared memory that a thread block can have."""
-    return next((size for capability, size in SHARED_MEMORY if machine.capability >= capability), 48 * 1024)

@@ -88,6 +88,11 @@ class Machine:
         return next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
 
     @property
+    def block_shared_bytes(self) -> int:
+        """Shared memory, static and dynamic, that one thread block of a GPU may have, if it asks for it."""
+        return self._limits.shared_bytes - self._limits.reserved_bytes
+
+    @property
     def threads_at_once(self) -> int:
         """Threads that a GPU's multiprocessor runs at the same time, at most."""
         return self._limits.threads

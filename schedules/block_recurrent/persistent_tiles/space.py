@@ -12,7 +12,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, p
 from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, shared_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
 TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
@@ -300,7 +300,7 @@ def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
 
 def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> str | None:
     registers, shared = decisions["registers"], decisions["shared"]
-    rounds, limit = rounds_of(problem, decisions["threads"]), shared_limit(machine)
+    rounds, limit = rounds_of(problem, decisions["threads"]), machine.block_shared_bytes
     if registers and _smaller(REGISTERS, registers) >= rounds:
         return f"{registers} rounds in registers are more than the {rounds} of a warp"
     if shared and registers + _smaller(SHARED, shared) >= rounds:

@@ -8,15 +8,22 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
-from ...lsh.extents import BUCKET_LANES, LOADS, THREADS, CompactExtents, CountExtents, HashExtents, Room, shared_limit
+from ...lsh.extents import (
+    BUCKET_LANES,
+    LOADS,
+    STATIC_SHARED,
+    THREADS,
+    CompactExtents,
+    CountExtents,
+    HashExtents,
+    Room,
+)
 
 # Of thread blocks. More than 8 are not portable: compute capability 12.0 has none.
 CLUSTERS = (1, 2, 4, 8, 16)
 PORTABLE, ONLY_PORTABLE = 8, 120
 PACKS = (1, 2, 3, 4)  # rows that a thread block hashes together
 COPIES = (1, 8, 16)  # of a row in shared memory: all lanes share one, or four or two
-# Bytes of dynamic shared memory, beside which a little is static: 227 KB are what a thread block may have.
-MOST_SHARED = 224 * 1024
 USUAL_LANES = 16  # for buckets of some ten words
 # Columns of all units whose columns a thread holds together, if it holds those of several: 16 registers.
 MOST_AHEAD = 32
@@ -98,17 +105,13 @@ def _clusters(machine: Machine) -> tuple[int, ...]:
     return tuple(n for n in CLUSTERS if n <= PORTABLE or machine.capability < ONLY_PORTABLE)
 
 
-def _shared_limit(machine: Machine) -> int:
-    return MOST_SHARED if machine.capability < ONLY_PORTABLE else shared_limit(machine)
-
-
 def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> str | None:
     cluster, pack = decisions["cluster"], decisions["pack"]
     if cluster >= 2 * problem.beam:
         return f"of {cluster} thread blocks half and more have none of beam={problem.beam} rows"
     if pack > (most := ceildiv(problem.beam, cluster)):
         return f"{pack} rows together are more than the {most} that a thread block has of beam={problem.beam}"
-    if (room := Room.of(*extents(problem, decisions)).bytes) > (limit := _shared_limit(machine)):
+    if (room := Room.of(*extents(problem, decisions)).bytes) > (limit := machine.block_shared_bytes - STATIC_SHARED):
         return f"{room} bytes exceed shared memory of {limit}"
     return None
 

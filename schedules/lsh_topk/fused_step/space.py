@@ -13,7 +13,7 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
 from ...output_layer.tiles.space import dynamic_shared
-from ...recurrent.sizes import MOST_REGISTERS, register_limit, shared_limit
+from ...recurrent.sizes import MOST_REGISTERS, register_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
@@ -433,7 +433,7 @@ def fewer_blocks(problem: LshTopk, machine: Machine) -> list[int]:
 
 def has_room_apart(machine: Machine) -> bool:
     """Whether a thread block of the third kernel can have what keeps another one off its multiprocessor."""
-    return machine.capability >= OVERLAPS and MERGE_APART + MERGE <= shared_limit(machine) - SMALL
+    return machine.capability >= OVERLAPS and MERGE_APART + MERGE <= machine.block_shared_bytes - SMALL
 
 
 def space(problem: LshTopk, machine: Machine) -> Table:
@@ -513,7 +513,7 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
 
 def allowed(problem: LshTopk, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
-    limit = shared_limit(machine) - SMALL
+    limit = machine.block_shared_bytes - SMALL
     if e.beside and not e.overlap:
         return "a kernel that does not overlap with the next has none beside it"
     if not e.staged and e.halves == 2:

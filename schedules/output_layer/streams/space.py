@@ -66,7 +66,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         )
     if e.state_vectors * VECTOR > MOST_STATE:
         return f"a hidden state of {e.state_vectors * VECTOR} bytes exceeds shared memory"
-    return search_allowed(e)
+    return search_allowed(e, machine)
 
 
 def launch(problem: OutputLayer, decisions: Decisions) -> Launch:

@@ -682,16 +682,17 @@ def rank_tiles(e: Extents, search: Search) -> Callable[..., Any]:
     put, choose = rank(e, search), choose_tiles(e, search)
 
     @T.inline
-    def phase(io, s, size, factor):
-        if e.by_bits:
-            if s.count[0] > e.most_tiles:
-                choose(io, s, size, factor)
-            else:
-                put(io, s, factor)
+    def of_all(io, s, size, factor):
+        put(io, s, factor)
+
+    @T.inline
+    def of_few(io, s, size, factor):
+        if s.count[0] > e.most_tiles:
+            choose(io, s, size, factor)
         else:
             put(io, s, factor)
 
-    return phase
+    return of_few if e.by_bits else of_all
 
 
 def select(e: SearchSizes, search: Search) -> Callable[..., Any]:

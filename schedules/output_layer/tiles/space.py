@@ -184,9 +184,9 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.parts_bytes > STATIC_SHARED:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
-    if e.kept_bytes + e.parts_bytes > DYNAMIC_SHARED:
-        return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {DYNAMIC_SHARED}"
-    if reason := search_allowed(e):
+    if e.kept_bytes + e.parts_bytes > (limit := most_shared(machine)):
+        return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {limit}"
+    if reason := search_allowed(e, machine):
         return reason
     if e.staged == 0 and e.dtype == "float32" and e.steps * e.row_groups > MAX_SPLIT:
         return f"{e.steps * e.row_groups} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
@@ -207,14 +207,19 @@ def _ring_allowed(e: Extents, machine: Machine) -> str | None:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
     if not machine.blocks_at_once(e.product_threads, 1, e.shared_bytes):
         return f"hidden states, a ring and sums of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
-    return search_allowed(e)
+    return search_allowed(e, machine)
 
 
-def search_allowed(e: SearchSizes) -> str | None:
+def most_shared(machine: Machine) -> int:
+    """Bytes of shared memory that a thread block takes at the most."""
+    return min(DYNAMIC_SHARED, machine.block_shared_bytes)
+
+
+def search_allowed(e: SearchSizes, machine: Machine) -> str | None:
     """Why there is no such second kernel."""
     if e.k and e.groups > e.threads:
         return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
-    if e.k and e.pool_bytes > DYNAMIC_SHARED:
+    if e.k and e.pool_bytes + e.static_bytes > most_shared(machine):
         return f"{e.searched} scores or tiles that are searched take {e.pool_bytes} bytes of shared memory"
     return None
 
@@ -405,9 +410,14 @@ class SearchSizes:
     @property
     def pool_bytes(self) -> int:
         """Its dynamic shared memory: a key and an ordered score for all that is searched."""
+        return dynamic_shared(12 * self.searched + 8, self.static_bytes)
+
+    @property
+    def static_bytes(self) -> int:
+        """What it has beside that, or a little less."""
         near = 0 if self.direct else 8 * self.most_near
         more = 4 * self.groups * self.by_bits + 256 * self.whole_sums
-        return dynamic_shared(12 * self.searched + 8, self.groups * 8 + self.k * 12 + near + more + 512)
+        return self.groups * 8 + self.k * 12 + near + more + 512
 
 
 @dataclass(frozen=True)

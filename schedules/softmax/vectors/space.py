@@ -20,9 +20,8 @@ CLUSTERS = powers(1, 16)
 ROWS = powers(1, 16)
 # Vectors that a thread loads before it uses the first of them.
 VECTORS = (1, 2, 4, 8)
-# Kilobytes of shared memory that a block may have, less a reserve for the pairs of (m, d).
-SHARED = {"sm_80": 160, "sm_90": 222, "sm_90a": 222, "sm_100a": 222}
-SHARED_ELSEWHERE = 94
+# Bytes of shared memory that are left to the pairs of (m, d).
+PAIRS = 5 * 1024
 # Vectors of a row that a warp takes alone by default.
 WARP_ROW = 512
 
@@ -83,7 +82,7 @@ def staged_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) 
         return reason
     if ext.threads < 64 or not ext.fewest:
         return "one warp holds its rows in registers"
-    size, limit = ext.part * 16, SHARED.get(machine.arch, SHARED_ELSEWHERE) * 1024
+    size, limit = ext.part * 16, machine.block_shared_bytes - PAIRS
     return f"{size} bytes of shared memory exceed {limit}" if size > limit else None
 
 

@@ -192,8 +192,8 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
         return f"{layout.cluster * problem.batch_extent} blocks are more than run at once"
     if layout.threads < layout.at_once:
         return f"{layout.threads} threads are too few to rank {layout.at_once} keys at once"
-    if layout.bytes > MAX_SHARED:
-        return f"{layout.bytes} bytes of shared memory are more than {MAX_SHARED}"
+    if layout.bytes > (limit := min(MAX_SHARED, machine.block_shared_bytes - STATIC)):
+        return f"{layout.bytes} bytes of shared memory are more than {limit}"
     return None
 
 

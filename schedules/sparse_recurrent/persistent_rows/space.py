@@ -13,7 +13,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, shared_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
 WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
 # Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
@@ -448,7 +448,7 @@ def refusal(row: int, decisions: Decisions) -> str | None:
 
 def too_much(e: Extents, problem: SparseRecurrent, machine: Machine) -> str | None:
     """Why a point's kernel does not fit a multiprocessor, or leaves much of it unused, or None."""
-    limit = shared_limit(machine)
+    limit = machine.block_shared_bytes
     if e.column_bytes < 4 and e.packs_each > 1:
         return f"{e.pack} samples a gather leave half of a word unused"
     if e.most <= e.groups // 2 and e.threads > THREADS[0]:

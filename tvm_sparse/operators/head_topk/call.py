@@ -30,10 +30,11 @@ KERNEL, PRODUCT = "kernel", "product"
 # Rows up to which the kernel is the faster way on an H200, where no record says more: of 64 it takes twice as long as
 # of 16. Beyond, arithmetic and hidden states in shared memory keep it from the speed of memory.
 FUSED_ROWS = 16
-# Bytes of a hidden state up to which there is room for so many on a multiprocessor: in one place; or of 16 bits beside
-# rings in two. Of longer ones there is for eight, and more rows read all words twice: at (10, 128256, 8192) in bfloat16
-# 954 microseconds, beside a product of 495.
-FUSED_BYTES, DIVIDED_BYTES = 12 * 1024, 16 * 1024
+# Bytes of a hidden state up to which a multiprocessor has room for so many of 16 bits: in registers; and in registers
+# and shared memory, beside rings. Shared memory alone, of which a thread block takes so much at the most, has room for
+# either dtype's. Of longer ones there is room for eight, and more rows read all words twice: at (10, 128256, 8192) in
+# bfloat16 954 microseconds, beside a product of 495.
+REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 8 * 1024, 16 * 1024, 200 * 1024
 
 
 def head_topk(
@@ -96,7 +97,8 @@ def head_topk(
 
     Torch tensors go through torch's product, whose scores are rounded to the dtype of `hidden`, and `softmax_topk`
     where that is faster: by the record of the problem (`tvm-sparse bench --record`), and where that does not say, on a
-    GPU with more than 16 rows, or 8 of very long hidden states (above 8192 columns of 16 bits or 3072 of float32).
+    GPU with more than 16 rows, or 8 of very long hidden states (on an H200 above 8192 columns of 16 bits or 3200 of
+    float32).
     `explain` speaks of the kernel, and says which way a record found faster.
 
     When not to use it: where the logits are needed afterwards.
@@ -185,10 +187,14 @@ def way(axes: tuple[Any, ...], known: Facts) -> str:
 
 def likely_way(problem: HeadTopk, machine: Machine) -> str:
     """The faster way where no record says, by rows and columns."""
+    if machine.kind != "cuda":
+        return KERNEL
     size = numpy_dtype(problem.dtype).itemsize
-    most = DIVIDED_BYTES if machine.has_clusters and size == 2 else FUSED_BYTES
-    rows = FUSED_ROWS if problem.hidden * size <= most else EIGHT
-    return PRODUCT if machine.kind == "cuda" and problem.batch > rows else KERNEL
+    most = min(machine.block_shared_bytes, SHARED_BYTES) // FUSED_ROWS
+    if size == 2:
+        large = machine.has_clusters and machine.block_shared_bytes > SHARED_BYTES
+        most = max(most, DIVIDED_BYTES if large else REGISTER_BYTES)
+    return KERNEL if problem.batch <= (FUSED_ROWS if problem.hidden * size <= most else EIGHT) else PRODUCT
 
 
 def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
