@@ -517,7 +517,7 @@ def test_thread_blocks_are_kept_apart_where_there_is_shared_memory_for_it() -> N
 
 
 def test_a_vocabulary_beyond_shared_memory_is_sliced_or_goes_another_way() -> None:
-    small = machine.Machine("cuda", "sm_80", "sm_80", cores=108)
+    small = machine.Machine("cuda", "sm_86", "sm_86", cores=84)
     large = parse("lsh_lookup/lists=1,beam=1,vocab=1000000,bands=10")
     point = spaces.find("shared_counts").default(large, small)
     assert point["cluster"] == 1 and point["slices"] * small.block_shared_bytes >= 2 * large.vocab
