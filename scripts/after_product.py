@@ -14,6 +14,7 @@ all are timed with operands in several places, and the table has the median of w
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,34 @@ def contenders(
     return calls, {OURS: check, TORCH: check}
 
 
+def in_places(
+    draw_operands: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    k: int,
+    reader_of: Callable[..., Call | None],
+    places: int,
+    device: str,
+) -> tuple[dict[str, list[float]], dict[str, list[float]], str]:
+    """By name the microseconds of each contender and what it adds to the product, with operands in each place in which
+    both were timed; the reader has one. And how they were timed."""
+    microseconds: dict[str, list[float]] = {}
+    added: dict[str, list[float]] = {}
+    how, between = "", []
+    for place in range(places):
+        embedding, states = draw_operands()
+        calls, checks = contenders(states, embedding, k, None if place else reader_of)
+        found = timed(calls, checks, device, ROUNDS)
+        how, alone = found[PRODUCT].how, found[PRODUCT].seconds
+        for name, result in found.items():
+            if alone and result.seconds:
+                microseconds.setdefault(name, []).append(result.seconds * 1e6)
+                added.setdefault(name, []).append((result.seconds - alone) * 1e6)
+        del embedding, states, calls, checks
+        between.append(torch.empty(APART, dtype=torch.uint8, device=device))
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return microseconds, added, how
+
+
 def main(
     target: Target = "auto",
     batch: Annotated[list[int] | None, typer.Option(help="Rows; may be given again.  [default: 1 10 64]")] = None,
@@ -89,22 +118,8 @@ def main(
         report, lines = Report(csv_path, provenance(where), COLUMNS), []
         with ready(tops.values(), where), fastest(where) as reader_of:
             for rows, problem in tops.items():
-                microseconds: dict[str, list[float]] = {}
-                added: dict[str, list[float]] = {}
-                between = []
-                for place in range(places):
-                    embedding, states = draw(vocab, hidden, rows, dtype, where.device, seed)
-                    calls, checks = contenders(states, embedding, k, None if place else reader_of)
-                    found = timed(calls, checks, where.device, ROUNDS)
-                    alone = found[PRODUCT].seconds
-                    for name, result in found.items():
-                        if alone and result.seconds:
-                            microseconds.setdefault(name, []).append(result.seconds * 1e6)
-                            added.setdefault(name, []).append((result.seconds - alone) * 1e6)
-                    del embedding, states, calls, checks
-                    between.append(torch.empty(APART, dtype=torch.uint8, device=where.device))
-                    if where.kind == "cuda":
-                        torch.cuda.empty_cache()
+                operands = functools.partial(draw, vocab, hidden, rows, dtype, where.device, seed)
+                microseconds, added, how = in_places(operands, k, reader_of, places, where.device)
                 chosen = tvm_sparse.explain(problem)
                 for name, times in microseconds.items():
                     figures = (statistics.median(added[name]), min(added[name]), max(added[name]))
@@ -112,12 +127,10 @@ def main(
                     report.add(
                         batch=rows, vocab=vocab, hidden=hidden, k=k, dtype=dtype, behind_product=name,
                         microseconds=f"{statistics.median(times):.3f}", added=shown[0], least=shown[1], most=shown[2],
-                        timed=found[PRODUCT].how, kernel=f"{chosen.candidate} ({chosen.how})" if name == OURS else "",
+                        timed=how, kernel=f"{chosen.candidate} ({chosen.how})" if name == OURS else "",
                     )  # fmt: skip
-                cells = [f"{statistics.median(microseconds[PRODUCT]):.1f}"] if PRODUCT in microseconds else ["-"]
-                for name in (OURS, TORCH, READ):
-                    several = added.get(name)
-                    cells.append("-" if several is None else f"{statistics.median(several):.1f}")
+                figures_of = {PRODUCT: microseconds, OURS: added, TORCH: added, READ: added}
+                cells = [f"{statistics.median(of[name]):.1f}" if name in of else "-" for name, of in figures_of.items()]
                 lines.append([str(rows), *cells])
         title = f"microseconds of a product of {vocab} x {hidden}, {dtype}, and what is added to it"
         show(title, ("batch", PRODUCT, OURS, TORCH, READ), lines)
