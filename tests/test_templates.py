@@ -625,16 +625,26 @@ def with_threads() -> list[tuple[Template, Problem]]:
     return [(t, p) for t in templates for p in own_problems(t)[0 if t.explicit_threads else -2 :]]
 
 
+# Templates whose points, beside the default, are run by tests of their own.
+RUN_ELSEWHERE = {
+    *("threshold_gate", "cluster_gate", "held_rows", "warp_rows"),
+    *("head_tiles", "candidate_tiles", "candidate_tiles_product", "candidate_streams"),
+    *("row_clusters", "beam_blocks", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
+}
+
+
 @pytest.mark.parametrize(("template", "problem"), with_threads(), ids=case_id)
 def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
-    """The default, and at the last problem another point: what differs between problems the default shows.
+    """The default, and at the last problem another point, unless points have tests of their own: what differs between
+    problems the default shows.
 
     The default takes every second structure, of the next problem the others, and so does the other point; all of them
     where there is one problem.
     """
     problems, structures = own_problems(template), list(enumerate(problem.structures))
     number, step = problems.index(problem), min(len(problems), 2)
-    for shift, candidate in enumerate(sampled(template, problem, SM90, int(problem == problems[-1]))):
+    others = int(problem == problems[-1] and template.name not in RUN_ELSEWHERE)
+    for shift, candidate in enumerate(sampled(template, problem, SM90, others)):
         program = template.build(problem, candidate.values)
         # The seed draws the inputs and the order of the threads.
         for place, (seed, structure) in enumerate(structures[(number + shift) % step :: step]):
