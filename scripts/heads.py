@@ -182,9 +182,10 @@ def top_check(
     probabilities = torch.softmax(scores, -1)
     best = torch.topk(probabilities, n).values
 
+    largest = float(abs(scores[scores.isfinite()]).max())
+    rounding = OURS + math.expm1(largest * torch.finfo(hidden.dtype).eps)
+
     def within(tolerance: float | None) -> Check:
-        largest = float(abs(scores[scores.isfinite()]).max())
-        rounding = OURS + math.expm1(largest * torch.finfo(hidden.dtype).eps)
         bound = (rounding if tolerance is ROUNDED else tolerance) * best[:, :1]
 
         def check(outputs: Any) -> None:

@@ -994,10 +994,10 @@ def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
     """The default, and another point; of templates that run on an older GPU, too, that GPU's default in its place."""
-    default, *others = sampled(template, problem, SM90, 1)
     older = template.name in spaces.applicable(problem, SM80)[0]
-    other = [(SM80, template.candidate(template.default(problem, SM80)))] if older else [(SM90, c) for c in others]
-    compiled = [(SM90, default), *other]
+    compiled = [(SM90, candidate) for candidate in sampled(template, problem, SM90, int(not older))]
+    if older:
+        compiled.append((SM80, template.candidate(template.default(problem, SM80))))
     for number, (machine, candidate) in enumerate(compiled):
         library = tmp_path / f"{number}.so"
         resources = compile_candidate(problem, candidate, machine, library).resources

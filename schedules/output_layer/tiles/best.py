@@ -390,6 +390,18 @@ def begin_search(e: SearchSizes, search: Search) -> Callable[..., Any]:
     return phase
 
 
+def best_of_lanes(lanes: int) -> Callable[..., Any]:
+    """`best` = the best of so many neighbouring lanes, or of a warp. The phase is (s). Barriers: none, but all lanes
+    take part."""
+
+    @T.inline
+    def phase(s):
+        for b in T.unroll(min(lanes, 32).bit_length() - 1):
+            s.best[0] = T.max(s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+
+    return phase
+
+
 def exponentials(e: SearchSizes) -> Callable[..., Any]:
     """What a warp's scores add to the row's sum of exponentials; the phase is (s, size, factor).
 
@@ -398,15 +410,14 @@ def exponentials(e: SearchSizes) -> Callable[..., Any]:
     Barriers: none. The next one makes the sum visible.
     """
     lanes = e.threads // e.groups
+    join = best_of_lanes(lanes)
 
     @T.inline
     def phase(s, size, factor):
         s.best[0] = T.uint64(0)
         for j in T.serial(e.groups // lanes):
             s.best[0] = T.max(s.best[0], s.maxima[j * lanes + s.t % lanes])
-        for b in T.unroll(min(lanes, 32).bit_length() - 1):
-            s.best[0] = T.max(
-                s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+        join(s)
         # Not below the lowest number: the difference of two infinities would be NaN.
         s.top[0] = T.Select(s.best[0] == T.uint64(0), LOWEST, T.max(key_value(s.best[0]), LOWEST))
         s.d[0] = T.float32(0)
@@ -460,7 +471,7 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     """
     weigh, total, tell_largest = exponentials(e), add_up(e), write_largest(e)
     threads, lanes = e.threads, e.threads // e.groups
-    at = search.number
+    at, join = search.number, best_of_lanes(lanes)
 
     @T.inline
     def hold(s, i, j, size):
@@ -480,9 +491,7 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
                     search.load(io, s, ((i + 1) * e.loads + j) * threads + s.t, j)
             for j in T.unroll(e.loads):
                 hold(s, ((i + 1) * e.loads + j) * threads + s.t, j, size)
-        for b in T.unroll(min(lanes, 32).bit_length() - 1):
-            s.best[0] = T.max(
-                s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+        join(s)
         if s.t % lanes == 0:
             s.maxima[s.t // lanes] = s.best[0]
         T.cuda.cta_sync()
@@ -641,12 +650,7 @@ def choose_tiles(e: Extents, search: Search) -> Callable[..., Any]:
     Writes: what the search's `place` does; `bits`, `maxima`; scratch is `best`, `pivot`.
     Barriers: two a tile.
     """
-    load, warps = begin_search(e, search), e.threads // 32
-
-    @T.inline
-    def largest_of_lanes(s):
-        for b in T.unroll(5):
-            s.best[0] = T.max(s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
+    load, join, warps = begin_search(e, search), best_of_lanes(32), e.threads // 32
 
     @T.inline
     def phase(io, s, size, factor):
@@ -657,12 +661,12 @@ def choose_tiles(e: Extents, search: Search) -> Callable[..., Any]:
             for j in T.unroll(e.loads):
                 if j * e.threads + s.t < size and join_key(s.bits[j], j * e.threads + s.t) < s.pivot[0]:
                     s.best[0] = T.max(s.best[0], join_key(s.bits[j], j * e.threads + s.t))
-            largest_of_lanes(s)
+            join(s)
             if s.t % 32 == 0:
                 s.maxima[s.t // 32] = s.best[0]
             T.cuda.cta_sync()
             s.best[0] = s.maxima[s.t % warps]
-            largest_of_lanes(s)
+            join(s)
             s.pivot[0] = s.best[0]
             if s.t == 0:
                 search.place(io, s, i, s.pivot[0], factor)

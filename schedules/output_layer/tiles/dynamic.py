@@ -236,7 +236,7 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
             do.bring_words(s, p, 0, step)
             if step == 0:
                 do.weigh_scores(io, s, p, tops, factor)
-            if e.staged > 0:
+            if e.kept_steps > 0:
                 do.bring_states(s, p, step)
             do.multiply_step(s, step)
 

@@ -316,15 +316,25 @@ def load_states(e: Extents) -> Callable[..., Any]:
         T.cuda.cta_sync()
 
     @T.inline
-    def of_both(io, s, p):
-        of_block(io, s, p)
-        of_warp(io, s, p)
+    def phase(io, s, p):
+        if e.kept_steps > 0:
+            of_block(io, s, p)
+        if e.register_steps > 0:
+            of_warp(io, s, p)
 
-    return of_both if e.kept_steps and e.register_steps else of_block if e.staged else of_warp
+    return phase
+
+
+def states_at(e: Extents, step: Any) -> Any:
+    """Where the hidden states of a step are in `states`, in eights of rows: those that are brought for a step, behind
+    those that stay."""
+    if not e.kept_steps:
+        return step * e.row_groups
+    return (T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
 
 
 def bring_states(e: Extents) -> Callable[..., Any]:
-    """Reads: `kept`. Writes: `states` of a step, behind those that stay. Barriers: none. The phase is (s, p, step)."""
+    """Reads: `kept`. Writes: `states` of a step, unless they stay there. Barriers: none. The phase is (s, p, step)."""
 
     def kept_row(p: Place, f: Any) -> Any:
         row = f * 8 + p.group
@@ -332,13 +342,14 @@ def bring_states(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, p, step):
-        for f in T.unroll(e.row_groups):
-            for h in T.unroll(2):
-                i = (e.register_steps * e.row_groups + f) * 8 + h * 4
-                vector = T.meta_var((p.warp * e.kept_steps + (step - e.register_steps)) * 8 + h * 4 + p.member)
-                load_shared(
-                    s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
-                    s.kept.ptr_to([(kept_row(p, f) * e.kept_pitch + vector) * 4]))
+        if step >= e.register_steps:
+            for f in T.unroll(e.row_groups):
+                for h in T.unroll(2):
+                    i = (e.register_steps * e.row_groups + f) * 8 + h * 4
+                    vector = T.meta_var((p.warp * e.kept_steps + (step - e.register_steps)) * 8 + h * 4 + p.member)
+                    load_shared(
+                        s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
+                        s.kept.ptr_to([(kept_row(p, f) * e.kept_pitch + vector) * 4]))
 
     return phase
 
@@ -439,11 +450,8 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
     kind = {"float16": "f16", "bfloat16": "bf16"}.get(e.dtype)
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32 if kind else None
 
-    def words_at(step: Any) -> Any:
+    def words_at(e: Extents, step: Any) -> Any:
         return step % e.in_hand * e.word_groups
-
-    def states_at(step: Any) -> Any:
-        return (step if not e.staged else T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
 
     a_at, b_at = (states_at, words_at) if e.narrow else (words_at, states_at)
 
@@ -457,8 +465,8 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
                     at = (f * e.b_groups + g) * 4
                     # A fragment of operand A is two of 8 rows: its registers are of row `group`, of row `group + 8`,
                     # and so again for the other columns.
-                    a = (a_at(step) + f * 2) * 8 + half * 2
-                    b = (b_at(step) + g) * 8 + half * 2
+                    a = (a_at(e, step) + f * 2) * 8 + half * 2
+                    b = (b_at(e, step) + g) * 8 + half * 2
                     mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
                         first[a], first[a + 8], first[a + 1], first[a + 9],
                         second[b], second[b + 1],
@@ -498,7 +506,7 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
         for half in T.unroll(4):
             for g in T.unroll(e.row_groups):
                 for i in T.unroll(2):
-                    split(in_place(s.states[((0 if e.staged > 0 else step) * e.row_groups + g) * 8 + half * 2 + i]),
+                    split(in_place(s.states[(states_at(e, step) + g) * 8 + half * 2 + i]),
                           b_high, b_low, b_finite, g * 2 + i)
             for f in T.unroll(e.word_groups // 2):
                 # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
@@ -828,7 +836,7 @@ def product(e: Extents) -> Callable[..., Any]:
                 for i in T.unroll(e.sums_each):
                     s.sums[i] = T.float32(0)
                 for step in T.unroll(e.steps):
-                    if e.staged > 0:
+                    if e.kept_steps > 0:
                         do.bring_states(s, p, step)
                     do.part_rows(s, p, step)
                     do.multiply_step(s, step)

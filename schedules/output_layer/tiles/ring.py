@@ -349,8 +349,7 @@ def ring_product(e: Extents) -> Callable[..., Any]:
                     for step in T.unroll(e.stage_steps):
                         do.bring_words(s, p, part, step)
                         if e.kept_steps > 0:
-                            if part * e.stage_steps + step >= e.register_steps:
-                                do.bring_states(s, p, part * e.stage_steps + step)
+                            do.bring_states(s, p, part * e.stage_steps + step)
                         do.multiply_step(s, part * e.stage_steps + step)
                     if not e.whole:
                         # All lanes have read the stage: the barrier in `ask`.

@@ -70,9 +70,8 @@ SHORTEST = 512
 # Loads of a thread of the second kernel in flight together; the most of one that has all that it searches in registers,
 # words or tiles.
 LOADS, MAX_WORDS_EACH, MAX_TILES_EACH = 4, 8, 32
-# Registers of its threads, where it finds tiles by their scores alone: of up to so many tiles, and of more.
-FEW_TILES_EACH = 10
-SEARCH_REGISTERS = {FEW_TILES_EACH: 32, MAX_TILES_EACH: 64}
+# Registers of its threads, where it finds tiles by their scores alone, by the tiles up to which they do.
+SEARCH_REGISTERS = {10: 32, MAX_TILES_EACH: 64}
 # Bytes of shared memory of a thread block, static and dynamic, and of what the second kernel has beside its pool.
 STATIC_SHARED, DYNAMIC_SHARED = 48 * 1024, 200 * 1024
 # Bytes of words that all thread blocks together have brought into the L2 cache ahead: what memory brings while the

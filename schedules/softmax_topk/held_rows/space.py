@@ -10,7 +10,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from ...device.pool import RESERVED, SHARED, STATIC, asked
+from ...device.pool import RESERVED, SHARED, STATIC, asked, most_asked
 from ..share import Share
 
 THREADS = (128, 256, 384, 512, 640, 768, 1024)
@@ -192,7 +192,7 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
         return f"{layout.cluster * problem.batch_extent} blocks are more than run at once"
     if layout.threads < layout.at_once:
         return f"{layout.threads} threads are too few to rank {layout.at_once} keys at once"
-    if layout.bytes > (limit := min(MAX_SHARED, machine.block_shared_bytes - STATIC)):
+    if layout.bytes > (limit := most_asked(machine, MAX_SHARED)):
         return f"{layout.bytes} bytes of shared memory are more than {limit}"
     return None
 

@@ -10,7 +10,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from ...device.pool import STATIC
+from ...device.pool import most_asked
 from .layout import MAX_CLUSTER_SHARED, MAX_SHARED, Layout
 
 # Threads of a block. A row of 10,240 or 25,000 elements is cut evenly by 5 or 7 warps.
@@ -84,8 +84,7 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
         return "rows are prefetched in launches that overlap the producer kernel only"
     layout = Layout.of(problem, decisions)
     tiling, pool = layout.tiling, layout.pool
-    most = MAX_SHARED if tiling.cluster == 1 else MAX_CLUSTER_SHARED
-    if pool.bytes > min(most, machine.block_shared_bytes - STATIC):
+    if pool.bytes > most_asked(machine, MAX_SHARED if tiling.cluster == 1 else MAX_CLUSTER_SHARED):
         return f"{pool.bytes} bytes of shared memory are more than a block should take"
     if tiling.held > MAX_HELD:
         return f"{tiling.held} elements in registers are more than {MAX_HELD}"
