@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -36,6 +37,12 @@ MACHINES = {"llvm": cpu(), "cuda": SM90}
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
 # And the one for the largest cluster of the candidates that are sampled, where a tool cannot have larger ones.
 LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
+# The assembler parks a few values outside of the loops if that brings a kernel to the next step of occupancy (32, 40,
+# 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
+# that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
+PARKED_BYTES = 40
+HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
+needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
 
@@ -87,6 +94,12 @@ def sampled(template: Template, problem: Problem, machine: Machine, count: int) 
 def settings_of(problem: Problem, number: int) -> Settings:
     """The problem's settings in turn."""
     return problem.settings[number % len(problem.settings)]
+
+
+def thorough(*case: Any, id: str | None = None) -> Any:
+    """A case of `pytest.mark.parametrize` that only `pytest --thorough` runs: what it is alone to catch is a change of
+    a kernel's code, which golden fingerprints do not let pass unseen."""
+    return pytest.param(*case, marks=pytest.mark.thorough, id=id)
 
 
 def case_id(value: Any) -> str | None:
@@ -187,6 +200,6 @@ def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
 
 
 __all__ = [
-    "AWKWARD", "MACHINES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make", "sampled",
-    "settings_of", "use_dispatcher",
+    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make",
+    "needs_cuda", "sampled", "settings_of", "thorough", "use_dispatcher",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What all tests share: Ctrl-C works; GPU tests run one at a time, and where there is no GPU are skipped.
+"""What all tests share: Ctrl-C works; GPU tests run one at a time, and where there is no GPU are skipped; what another
+test is almost sure to catch too is run only by `pytest --thorough`.
 
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
@@ -30,8 +31,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run also what is marked as thorough")
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks for groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     absent = pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none")
     alone = pytest.mark.xdist_group("gpu") if machine.gpu() else absent
     for item in items:

@@ -125,6 +125,7 @@ def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
     assert "# device: CPU" in facts and [line.split(",")[0] for line in table.splitlines()[1:]] == list(rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("options", [("--master", "--method", "row_balanced")])
 def test_a_pruned_lstm_is_trained_and_run(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -179,6 +180,7 @@ for key in operator.shapes.AWKWARD:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_the_templates_of_the_operator_from_outside_are_right(tmp_path: Path) -> None:
     """On every structure of inputs: the CPU's as machine code, the GPU's thread by thread."""

@@ -1,23 +1,32 @@
-"""The emitted code of every template is what its fingerprints say, unless its version rose (see `golden`)."""
+"""The emitted code of every template is what its fingerprints say, unless its version rose (see `golden`); and what it
+takes of a GPU is there."""
 
 from __future__ import annotations
 
+import operator
+
 import pytest
-from golden import MACHINES, assembler, emitted, machine_fingerprint, read, source_fingerprint
+from cases import PARKED_BYTES, needs_cuda, thorough
+from golden import assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
+from golden.choose import LEAST, realistic
 
 from tvm_sparse.core import spaces
 from tvm_sparse.core.registry import parse
 
 
+@pytest.mark.parametrize("defaults", [False, thorough(True)], ids=["branches", "defaults"])
 @pytest.mark.parametrize("name", [template.name for template in spaces.templates()])
-def test_emitted_code_is_what_it_was(name: str) -> None:
+def test_emitted_code_is_what_it_was(name: str, defaults: bool) -> None:
+    """Of points that together reach every branch, and of the defaults that were added to them."""
     template, golden = spaces.find(name), read(name)
     if template.version > golden.version:
         pytest.fail(f"version {template.version}: take the fingerprints anew, python -m golden update {name}")
     assert len(golden.points) >= 3
-    for key, expected in golden.points.items():
-        point = golden.point(key)
-        assert spaces.refusal(point.candidate, parse(point.problem), MACHINES[template.kind]) is None, key
+    added = list(map(operator.attrgetter("key"), realistic(template)))
+    chosen = added if defaults else [key for key in golden.points if key not in added or len(golden.points) <= LEAST]
+    for key in chosen:
+        point, expected = golden.point(key), golden.points[key]
+        assert spaces.refusal(point.candidate, parse(point.problem), point.machine) is None, key
         if source_fingerprint(emitted(point)) == expected["source"]:
             continue
         # Other names, or another order of declarations, may still be the same machine code.
@@ -28,3 +37,24 @@ def test_emitted_code_is_what_it_was(name: str) -> None:
         assert machine_fingerprint(point) == expected["machine"], (
             f"{key}: the machine code changed, and the version is still {template.version}"
         )
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", [template.name for template in spaces.templates() if template.kind == "cuda"])
+def test_kernels_keep_to_registers_and_shared_memory(name: str) -> None:
+    """As was noted with the fingerprints; by another assembler, the defaults of realistic problems are compiled."""
+    template, golden = spaces.find(name), read(name)
+    if golden.assembler == assembler("cuda"):
+        taken = [(golden.point(key), known["resources"]) for key, known in golden.points.items()]
+    else:
+        taken = [(point, fingerprints(point)["resources"]) for point in realistic(template)]
+    assert {point.key for point in realistic(template)} <= {*golden.points}
+    for point, resources in taken:
+        where = f"{point.key}: {resources}"
+        assert resources["registers"] > 0
+        assert resources["local_bytes"] <= PARKED_BYTES, where
+        assert resources["shared_bytes"] <= point.machine.shared_bytes, where
+        # What tables of trials take for the threads of a block (`records.database`).
+        values = point.candidate.values
+        told = template.launch(parse(point.problem), values).threads if template.launch else values.get("threads")
+        assert told is None or told in resources["threads"], where

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import SM80, SM90, trapping
+from cases import SM80, SM90, thorough, trapping
 from test_templates import all_garbage, emulated
 
 from tvm_sparse.core import spaces
@@ -105,29 +105,29 @@ def awkward(layout: Layout, rng: np.random.Generator) -> np.ndarray:
 CASES = [
     # vocab, k, dtype, cluster, threads, ids, staged, and vectors of a thread
     (8001, 20, "bfloat16", 4, 128, 9, 0, 2),
-    (5003, 5, "float16", 1, 256, 0, 0, 3),
-    (6401, 33, "float32", 1, 256, 3, 0, 7),
-    (8001, 50, "bfloat16", 8, 128, 0, 0, 1),
+    thorough(5003, 5, "float16", 1, 256, 0, 0, 3),
+    thorough(6401, 33, "float32", 1, 256, 3, 0, 7),
+    thorough(8001, 50, "bfloat16", 8, 128, 0, 0, 1),
     (8000, 20, "float32", 8, 256, 2, 0, 1),
     (8001, 33, "float16", 1, 128, 0, 0, 8),
-    (8192, 5, "bfloat16", 1, 256, 0, 0, 4),
-    (5003, 1, "float32", 4, 128, 0, 0, 3),
-    (8192, 20, "float16", 2, 128, 0, 0, 4),
+    thorough(8192, 5, "bfloat16", 1, 256, 0, 0, 4),
+    thorough(5003, 1, "float32", 4, 128, 0, 0, 3),
+    thorough(8192, 20, "float16", 2, 128, 0, 0, 4),
     # Of a block's warps several take the keys of a part, some none, or all several parts.
     (4100, 20, "float32", 2, 512, 0, 0, 2),
-    (12802, 24, "float32", 8, 384, 0, 0, 2),
+    thorough(12802, 24, "float32", 8, 384, 0, 0, 2),
     (12001, 40, "float16", 16, 128, 0, 0, 1),
     # Of 128 threads of the last block, or of all, only a few have a vector.
     (1001, 50, "float32", 4, 128, 3, 0, 1),
-    (301, 50, "float16", 1, 128, 0, 0, 1),
+    thorough(301, 50, "float16", 1, 128, 0, 0, 1),
     (50, 50, "float32", 1, 128, 0, 0, 1),
     # Of the last block some threads have fewer vectors, or none.
     (6400, 50, "float32", 2, 128, 0, 1, 7),
-    (4096, 1, "bfloat16", 2, 128, 7, 1, 2),
+    thorough(4096, 1, "bfloat16", 2, 128, 7, 1, 2),
     (8000, 50, "float16", 1, 640, 150, 1, 2),
     (8008, 33, "bfloat16", 1, 128, 5, 1, 8),
-    (8200, 20, "float16", 4, 128, 0, 1, 3),
-    (4100, 20, "float32", 2, 256, 3, 1, 3),
+    thorough(8200, 20, "float16", 4, 128, 0, 1, 3),
+    thorough(4100, 20, "float32", 2, 256, 3, 1, 3),
 ]
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from cases import SM90, calls_run, settings_of
+from cases import SM90, calls_run, settings_of, thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -338,7 +338,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
             "lsh_candidates/lists=1,beam=2,hidden=50,vocab=52000,k=7,units=3,bands=12,capacity=90,dtype=float16",
             {"threads": 512, "cluster": 1, "exchange": 0, "finishers": 1, "slices": 2, "bucket_lanes": 4, "loads": 1},
         ),
-        (
+        thorough(
             "shared_counts",
             "lsh_lookup/lists=1,beam=2,vocab=104000,bands=10,bits=10",
             {"cluster": 2, "finishers": 2, "slices": 2},
@@ -366,7 +366,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         ("staged_hash", "wta_hash/batch=2,hidden=48,k=6,units=3,bands=5", {"threads": 64}),
         ("bitmap_scan", "compaction/lists=1,vocab=4000,capacity=7", {"threads": 128, "slices": 2}),
         ("plain_steps", "lsh_candidates/lists=1,beam=2,hidden=48,vocab=700,k=8,units=2,bands=12,capacity=90", {}),
-        (
+        thorough(
             "fused_step",
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
             {"threads": 128, "hash_threads": 256, "cluster": 1, "loads": 2, "depth": 8, "staged": 0},
@@ -376,7 +376,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
             "lsh_topk/lists=1,beam=9,hidden=264,vocab=700,frequent=40,n=5,k=8,units=2,bands=12,dtype=float16",
             {"threads": 128, "hash_threads": 256, "cluster": 4, "slices": 2, "loads": 2, "words": 16, "staged": 1},
         ),
-        (
+        thorough(
             "fused_step",
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
             {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2, "words": 16},
@@ -386,7 +386,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
             {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 1, "late_words": 4},
         ),
-        (
+        thorough(
             "fused_step",
             "lsh_topk/lists=1,beam=4,hidden=36,vocab=900,frequent=1,n=40,k=16,units=5,bands=12,table=cuckoo",
             {"threads": 384, "hash_threads": 256, "cluster": 2, "slices": 1, "overlap": 0, "beside": 0},

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import SM90, check_emulated, settings_of, trapping
+from cases import SM90, check_emulated, settings_of, thorough, trapping
 from tvm.sym import Analyzer
 
 from tvm_sparse.artifacts.compile import target_of
@@ -39,44 +39,46 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
         HALVES,
         {**ALONE, "tiles": 6, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3, "prefetch": 1, "evict_first": 1},
     ),
-    (HALVES, {**SHARED, "reduce_warps": 2, "depth": 1, "stages": 3, "blocks": 5, "prefetch": 1}),
     (HALVES, {**SHARED, "reduce_warps": 1, "depth": 1, "stages": 0, "blocks": 5, "prefetch": 1}),
-    (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
     # The last of four warps has one vector of a row, so that its second stage is empty.
     (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "staged": 1, "depth": 1, "stages": 3, "blocks": 3}),
-    # Whole rows, of which the last of four warps has one vector.
-    (WIDER, {**WHOLE, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "stages": 2, "blocks": 3}),
-    (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 6, "blocks": 5, "prefetch": 1, "evict_first": 1}),
     (FLOATS, {**WHOLE, "reduce_warps": 2, "staged": 1, "stages": 3, "blocks": 2}),
     # Tiles that are taken as thread blocks come to them; of one strip of rows, and of two, with thread blocks that get
     # none.
     (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "evict_first": 1}),
     (WIDER, {**WHOLE, "tile_m": 8, "reduce_warps": 4, "tile_n": 32, "stages": 2, "blocks": 12, "dynamic": 25}),
-    (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 5, "threads": 1024, "dynamic": 12}),
-    # Tiles of eight words, which are the other operand: hidden states in registers and in shared memory, more than one
-    # fragment of them, and words that do not fill the last tile.
-    (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "stages": 4, "blocks": 5, "dynamic": 25}),
+    # Tiles of eight words, which are the other operand, and words that do not fill the last tile.
     (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "staged": 1, "stages": 2, "blocks": 7}),
-    # Hidden states in registers and in shared memory; the last warp has a part of a row that ends in the former, or in
-    # the latter.
+    # Hidden states in registers and in shared memory; the last warp has a part of a row that ends in the former.
     (WIDER, {**BOTH, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "depth": 1, "stages": 3, "blocks": 5}),
-    (WIDER, {**BOTH, "tile_m": 16, "tile_n": 16, "reduce_warps": 2, "depth": 2, "stages": 2, "blocks": 4}),
-    (ROWS, {**BOTH, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "depth": 1, "stages": 2, "blocks": 3}),
-    (ROWS, {**WHOLE, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "stages": 3, "blocks": 4, "dynamic": 12}),
     # A part of the words stays in the L2 cache.
     (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "prefetch": 1}),
-    (HALVES, {**ALONE, **STAYS, "tiles": 6, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
-    (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 2, "blocks": 5, "prefetch": 1}),
-    (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "stages": 2, "depth": 1, "blocks": 3, "threads": 512}),
     (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "depth": 4, "stages": 2, "blocks": 3, "direct": 1}),
     (LISTS, {**ALONE, "tiles": 4, "depth": 2, "stages": 3, "direct": 1}),
-    (LISTS, {**ALONE, "tiles": 12, "depth": 4, "stages": 2}),
     (BLOCKS, {"direct": 1, "threads": 256}),
     (PRODUCT, {**ALONE, "tiles": 1, "tile_m": 16, "tile_n": 32, "depth": 4, "stages": 2}),
 )
+# Other ways through the same phases.
+OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
+    (HALVES, {**SHARED, "reduce_warps": 2, "depth": 1, "stages": 3, "blocks": 5, "prefetch": 1}),
+    (WIDER, {**SHARED, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
+    # Whole rows, of which the last of four warps has one vector.
+    (WIDER, {**WHOLE, "tile_m": 16, "reduce_warps": 4, "tile_n": 32, "stages": 2, "blocks": 3}),
+    (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 6, "blocks": 5, "prefetch": 1, "evict_first": 1}),
+    (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 5, "threads": 1024, "dynamic": 12}),
+    (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "stages": 4, "blocks": 5, "dynamic": 25}),
+    (ROWS, {**WHOLE, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "stages": 3, "blocks": 4, "dynamic": 12}),
+    # The last warp's part of a row ends in shared memory; more than one fragment of hidden states.
+    (WIDER, {**BOTH, "tile_m": 16, "tile_n": 16, "reduce_warps": 2, "depth": 2, "stages": 2, "blocks": 4}),
+    (ROWS, {**BOTH, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "depth": 1, "stages": 2, "blocks": 3}),
+    (HALVES, {**ALONE, **STAYS, "tiles": 6, "tile_n": 32, "depth": 2, "stages": 2, "blocks": 3}),
+    (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 2, "blocks": 5, "prefetch": 1}),
+    (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "stages": 2, "depth": 1, "blocks": 3, "threads": 512}),
+    (LISTS, {**ALONE, "tiles": 12, "depth": 4, "stages": 2}),
+)
 
 
-@pytest.mark.parametrize(("key", "decisions"), POINTS)
+@pytest.mark.parametrize(("key", "decisions"), [*POINTS, *(thorough(*other) for other in OTHERS)])
 def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None:
     """Whatever is read before the producer kernel is done is garbage."""
     problem = parse(key)
@@ -94,16 +96,16 @@ SEARCHED = {**SHARED, "reduce_warps": 2, "tile_n": 16, "depth": 1, "stages": 0, 
     [
         # Few words reach the tiles' bound: they are ranked in one step, and of k beyond 24 in several.
         (12, "random", 25, "rank", False),
-        (5, "ascending", 0, "rank", False),
-        (25, "random", 25, "select", False),
+        thorough(5, "ascending", 0, "rank", False),
+        thorough(25, "random", 25, "select", False),
         (70, "random", 0, "select", False),
         # More than 64 do, but no more than 256; or more than these; or words of more tiles than are looked through.
         (5, 10, 0, "select", False),
-        (5, 10, 25, "rank", True),
-        (5, 20, 0, "choose_tiles", False),
+        thorough(5, 10, 25, "rank", True),
+        thorough(5, 20, 0, "choose_tiles", False),
         (5, 20, 25, "select", True),
         (24, "equal", 25, "choose_tiles", True),
-        (25, "equal", 0, "choose_tiles", True),
+        thorough(25, "equal", 0, "choose_tiles", True),
     ],
 )
 def test_how_many_words_reach_the_bound(
@@ -166,7 +168,9 @@ def test_who_takes_which_tile_changes_no_bit() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("decisions", [{**SHARED, "reduce_warps": 2, "depth": 1}, {**ALONE, "tiles": 4, "depth": 3}])
+@pytest.mark.parametrize(
+    "decisions", [{**SHARED, "reduce_warps": 2, "depth": 1}, thorough({**ALONE, "tiles": 4, "depth": 3})]
+)
 def test_words_are_loaded_ahead_only_if_they_are_constant(decisions: dict[str, int]) -> None:
     """Where they go to registers. Of a vocabulary that is said to be constant, and is not, what was there before is
     multiplied."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
+from cases import thorough
 from foreign import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
@@ -185,7 +186,7 @@ def test_rows_of_one_warp_share_its_cycles() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "density"), [(576, 0.1), (896, 0.02), (896, 0.3), (300, 1.0)])
-@pytest.mark.parametrize("banks", [8, 16, 32])
+@pytest.mark.parametrize("banks", [8, thorough(16), 32])
 def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks: int) -> None:
     matrix = scipy.sparse.random_array((hidden, hidden), density=density, rng=np.random.default_rng(1))
     found = {order: recurrent_weights(matrix, order=order, banks=banks).conflicts(32, banks) for order in ORDERS}
@@ -195,7 +196,7 @@ def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks:
         assert found["banks"].penalty < 0.75 * found["greedy"].penalty < 0.75 * found["columns"].penalty
 
 
-@pytest.mark.parametrize(("gates", "lanes", "banks"), [(1, 8, 32), (1, 4, 8), (4, 16, 32), (4, 8, 16)])
+@pytest.mark.parametrize(("gates", "lanes", "banks"), [(1, 8, 32), thorough(1, 4, 8), (4, 16, 32), thorough(4, 8, 16)])
 def test_rows_of_a_warp_are_ordered_with_regard_to_each_other(gates: int, lanes: int, banks: int) -> None:
     matrix = scipy.sparse.random_array((gates * 1000, 1000), density=0.2, rng=np.random.default_rng(1))
     weights = {order: recurrent_weights(matrix, gates, order=order, banks=banks) for order in ORDERS}

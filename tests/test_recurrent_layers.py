@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import thorough
 
 import tvm_sparse
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
@@ -84,7 +85,7 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 # ---- one layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 33), (5, 16, 64), (3, 17, 20), (2, 40, 9)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), thorough((7, 3, 33)), thorough((5, 16, 64)), (3, 17, 20), (2, 40, 9)])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_layer_is_torch_s(cell: str, sizes: tuple[int, int, int]) -> None:
     steps, batch, hidden = sizes
@@ -165,9 +166,11 @@ PRUNED = ((16, 0.4), (8, 0.5), (1, 1.0))
 
 
 # Each way to prune with each dtype, and each cell with some: the weights' format alone tells the blocks apart.
+WAYS = [(CELLS[(3 * i + j) % 4], dtype, *pruned) for i, pruned in enumerate(PRUNED) for j, dtype in enumerate(FLOATS)]
+
+
 @pytest.mark.parametrize(
-    ("cell", "dtype", "block", "density"),
-    [(CELLS[(3 * i + j) % 4], dtype, *pruned) for i, pruned in enumerate(PRUNED) for j, dtype in enumerate(FLOATS)],
+    ("cell", "dtype", "block", "density"), [way if i % 2 == 0 else thorough(*way) for i, way in enumerate(WAYS)]
 )
 def test_a_layer_of_blocks_is_torch_s(cell: str, dtype: str, block: int, density: float) -> None:
     """With lengths and resets, in several launches."""
@@ -383,8 +386,10 @@ def test_there_is_no_backward_pass() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("suffix", "dtype"),
+    [(".npz", "bfloat16"), (".safetensors", "float16"), *(thorough(".npz", dtype) for dtype in ("float32", "float16"))],
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_layers_are_saved(cell: str, dtype: str, suffix: str, tmp_path: Path) -> None:
     if suffix == ".safetensors":
@@ -465,10 +470,17 @@ def test_layers_change_dtype_and_device() -> None:
 # ---- stacks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("layers", [1, 2])
+# Any two ways together.
+STACKED = {
+    *((1, True, True, True), (1, False, False, False), (1, False, False, True)),
+    *((2, True, False, True), (2, False, True, False), (2, True, True, False)),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "bidirectional", "batch_first", "bias"),
+    [way if way in STACKED else thorough(*way) for way in itertools.product((1, 2), *[(True, False)] * 3)],
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_stack_is_torch_s(cell: str, layers: int, bidirectional: bool, batch_first: bool, bias: bool) -> None:
     made = module(cell, 6, 20, density=0.4, num_layers=layers, bidirectional=bidirectional, batch_first=batch_first,
@@ -528,7 +540,7 @@ def test_sequences_side_by_side_are_those_one_after_the_other(cell: str) -> None
     close(stack(both, lengths=torch.tensor([4]))[0][:, :4], wanted[:, :4])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [thorough("float16"), "bfloat16"])
 def test_stacks_are_of_other_dtypes(dtype: str) -> None:
     kind = getattr(torch, dtype)
     made = module("gru", 6, 16, num_layers=2)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from cases import SM80, SM90
+from cases import SM80, SM90, thorough
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
@@ -132,7 +132,7 @@ def test_batches_cover_every_round_once() -> None:
 # ---- whole kernels -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("template", ["persistent_rows", "cluster_rows"])
 def test_a_state_that_looks_like_the_mark(template: str, dtype: str, seed: int) -> None:
@@ -148,8 +148,7 @@ def test_a_state_that_looks_like_the_mark(template: str, dtype: str, seed: int) 
     assert np.isnan(outputs[0].astype("float32")).any()
 
 
-@pytest.mark.parametrize("exchanged", [0, 1])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("exchanged", "stages"), [(0, 1), (1, 2), thorough(0, 2), thorough(1, 1)])
 def test_thread_blocks_that_run_in_any_order(exchanged: int, stages: int) -> None:
     """Blocks wait for each other whatever order they run in; packs of a batch follow each other."""
     problem = problem_of("steps=6,batch=5,hidden=23,nonzeros=6,cell=lstm")
@@ -244,10 +243,12 @@ def test_places_of_columns() -> None:
     ("key", "point"),
     [
         # Thread blocks of one unit more and less, chunks with places that nobody has; fewer warps than thread blocks.
-        ("steps=5,batch=3,hidden=37,nonzeros=5", {"cluster": 16, "pack": 1}),
+        thorough("steps=5,batch=3,hidden=37,nonzeros=5", {"cluster": 16, "pack": 1}),
         ("steps=4,batch=3,hidden=37,nonzeros=5,cell=lstm,dtype=float16,ragged=1,resets=1", {"cluster": 4, "pack": 1}),
-        ("steps=3,batch=5,hidden=41,nonzeros=5,cell=gru,dtype=bfloat16", {"cluster": 8, "pack": 4, "threads": 32}),
-        ("steps=2,batch=2,hidden=19,nonzeros=5,cell=relu", {"cluster": 2, "pack": 2, "registers": 0}),
+        thorough(
+            "steps=3,batch=5,hidden=41,nonzeros=5,cell=gru,dtype=bfloat16", {"cluster": 8, "pack": 4, "threads": 32}
+        ),
+        thorough("steps=2,batch=2,hidden=19,nonzeros=5,cell=relu", {"cluster": 2, "pack": 2, "registers": 0}),
         ("steps=1,batch=2,hidden=19,nonzeros=5", {"cluster": 2, "pack": 1}),
     ],
 )

@@ -81,6 +81,7 @@ def test_the_exact_head_beside_its_peers(scripts: Scripts, tmp_path: Path) -> No
     assert {line["implementation"] for line in lines} >= {"head_topk", "head_topk, no promise", "product"}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_lists_of_candidates_a_row(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "grid.csv"
@@ -100,6 +101,7 @@ def test_what_is_added_to_a_product(scripts: Scripts, tmp_path: Path) -> None:
     assert all(float(line["microseconds"]) > 0 for line in lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_steps_of_table_4(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "steps.csv"
@@ -121,6 +123,7 @@ def test_a_step_by_lsh_beside_its_peers(scripts: Scripts, tmp_path: Path) -> Non
     assert {line["path"] for line in lines if line["implementation"] == "LshHead, auto"} <= {"lsh", "exact"}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_beams_of_table_8(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "beams.csv"
@@ -130,6 +133,7 @@ def test_beams_of_table_8(scripts: Scripts, tmp_path: Path) -> None:
     assert int(lines[0]["candidates"]) < int(lines[-1]["candidates"])  # a larger beam has a longer list
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_parts_of_table_1(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "parts.csv"
@@ -260,6 +264,7 @@ def test_recurrent_layers_beside_their_peers(scripts: Scripts, tmp_path: Path) -
                           "dense step loop", "sparse step loop"}  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_sweeps_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
     scripts.run(
@@ -270,6 +275,7 @@ def test_sweeps_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
     assert {line["steps"] for line in lines} == {"2", "4", "8", "16"}  # the first two shrink to the same
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_layers_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "layers.csv"
@@ -346,6 +352,7 @@ def test_without_a_gpu():
 """
 
 
+@pytest.mark.thorough
 def test_sanitized_tests_run_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from sanitize import counts, device_tier, run

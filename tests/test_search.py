@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from cases import SM90
+from cases import SM90, thorough
 
 from tvm_sparse.cli.tune import plan_table
 from tvm_sparse.core import spaces
@@ -160,7 +160,7 @@ def test_points_are_distinct_and_allowed() -> None:
             assert spaces.find(candidate.template).point(problem, SM90, candidate.values) is None
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [thorough(False), True])
 @pytest.mark.parametrize("strategy", ["evolutionary", "replay"])
 @pytest.mark.parametrize(("trials", "batch"), [(17, 16), (5, 2)])
 def test_a_space_barely_larger_than_the_budget_does_not_run_dry(

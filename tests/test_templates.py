@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +17,10 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cases import AWKWARD, MACHINES, REALISTIC, SM80, SM90, case_id, cases, combinations, sampled, settings_of
+from cases import AWKWARD, MACHINES, REALISTIC, SM90, case_id, cases, combinations, sampled, settings_of, thorough
 from tvm import tirx
 from tvm.ir import Call
 
-from tvm_sparse.artifacts import cuda
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
 from tvm_sparse.bench import measure
 from tvm_sparse.core import registry, spaces
@@ -34,9 +32,6 @@ from tvm_sparse.core.spaces import points
 from tvm_sparse.core.template import Program, Template
 from tvm_sparse.emulation import EmulationError, run_on_cpu, serialise
 from tvm_sparse.runtime import loading
-
-HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
-needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
 
 ODD = "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5"
 WITH_EMPTY_ROWS = {
@@ -502,17 +497,25 @@ def own_problems(template: Template) -> list[Problem]:
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [(t, problem) for t in spaces.templates() if t.kind == "llvm" for problem in own_problems(t)],
-    ids=case_id,
-)
+def on_own_problems(kind: str) -> list[Any]:
+    """Every template on its own problems, beyond the least and that of the most choices only in a thorough run. Those
+    of CUDA that are checked as loops as well, which is faster, are run on no more than two."""
+    found: list[Any] = []
+    for template in (one for one in spaces.templates() if one.kind == kind):
+        own = own_problems(template)
+        found += [(template, problem) for problem in own[:2]]
+        if kind == "llvm" or template.explicit_threads:
+            found += [thorough(template, problem) for problem in own[2:]]
+    return found
+
+
+@pytest.mark.parametrize(("template", "problem"), on_own_problems("llvm"), ids=case_id)
 def test_cpu_candidates_for_every_structure_batch_and_alignment(
     template: Template, problem: Problem, tmp_path: Path
 ) -> None:
     machine = MACHINES["llvm"]
     # Another point at one problem: what differs between problems the default shows.
-    another = problem == own_problems(template)[-1]
+    another = problem == own_problems(template)[:2][-1]
     for number, candidate in enumerate(sampled(template, problem, machine, int(another))):
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources == ({AVX512_BF16: 1} if candidate.values.get("dots") else None)
@@ -619,12 +622,6 @@ def emulated(program: Program, seed: int, stale: Stale | None = None) -> Callabl
     return call
 
 
-def with_threads() -> list[tuple[Template, Problem]]:
-    """Every template on its own problems; of those that are checked as loops above, which is faster, on two."""
-    templates = [template for template in spaces.templates() if template.kind == "cuda"]
-    return [(t, p) for t in templates for p in own_problems(t)[0 if t.explicit_threads else -2 :]]
-
-
 # Templates whose points, beside the default, are run by tests of their own.
 RUN_ELSEWHERE = {
     *("threshold_gate", "cluster_gate", "held_rows", "warp_rows"),
@@ -633,9 +630,9 @@ RUN_ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize(("template", "problem"), with_threads(), ids=case_id)
+@pytest.mark.parametrize(("template", "problem"), on_own_problems("cuda"), ids=case_id)
 def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
-    """The default, and at the last problem another point, unless points have tests of their own: what differs between
+    """The default, and at the second problem another point, unless points have tests of their own: what differs between
     problems the default shows.
 
     The default takes every second structure, of the next problem the others, and so does the other point; all of them
@@ -643,7 +640,7 @@ def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -
     """
     problems, structures = own_problems(template), list(enumerate(problem.structures))
     number, step = problems.index(problem), min(len(problems), 2)
-    others = int(problem == problems[-1] and template.name not in RUN_ELSEWHERE)
+    others = int(problem == problems[:2][-1] and template.name not in RUN_ELSEWHERE)
     for shift, candidate in enumerate(sampled(template, problem, SM90, others)):
         program = template.build(problem, candidate.values)
         # The seed draws the inputs and the order of the threads.
@@ -742,19 +739,22 @@ OVERLAPPED = {
 CONSTANT = {"fused_step": ("permutations",)}
 
 
-def overlapping() -> list[tuple[Template, dict[str, int]]]:
-    """Templates, and the ways in which their launches overlap."""
+def overlapping() -> list[Any]:
+    """Templates, and the ways in which their launches overlap; ways that read less ahead only in a thorough run."""
     found = {}
     for template, problem in cases("cuda"):
         table = template.space(problem, SM90)
         found[template.name] = template, table.get("overlap", ()), table.get("prefetch", (0,))
-    return [
-        (template, {"overlap": overlap} | ({"prefetch": prefetch} if prefetch else {}))
-        for template, overlaps, prefetches in found.values()
-        for overlap in overlaps
-        for prefetch in prefetches
-        if overlap and (overlap == max(overlaps) or not prefetch)
-    ]
+    ways: list[Any] = []
+    for template, overlaps, prefetches in found.values():
+        for overlap in filter(None, overlaps):
+            if overlap == max(overlaps):
+                ways += [
+                    (template, {"overlap": overlap} | ({"prefetch": 1} if prefetch else {})) for prefetch in prefetches
+                ]
+            else:
+                ways.append(thorough(template, {"overlap": overlap}))
+    return ways
 
 
 def garbage(array: np.ndarray, seed: int) -> np.ndarray:
@@ -965,48 +965,3 @@ def test_thread_by_thread_catches_a_missing_barrier() -> None:
     with pytest.raises((EmulationError, Mismatch)):
         verify(problem, "random", 0, emulated(Program(broken, pipeline=program.pipeline), 0))
     assert barriers > 4
-
-
-# ---- machine code --------------------------------------------------------------------------------
-
-
-# The assembler parks a few values outside of the loops if that brings a kernel to the next step of occupancy (32, 40,
-# 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
-# that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
-PARKED_BYTES = 32
-
-
-def with_machine_code() -> list[tuple[Template, Problem]]:
-    """Every template with one problem: with one that it is compiled for on an older GPU as well, if there is any, and
-    best in bfloat16, which has fewer instructions there."""
-
-    def worth(pair: tuple[Template, Problem]) -> tuple[bool, bool]:
-        template, problem = pair
-        return template.name in spaces.applicable(problem, SM80)[0], problem.axes.get("dtype") == "bfloat16"
-
-    ranked = sorted(cases("cuda", REALISTIC), key=worth)
-    return list({template: (template, problem) for template, problem in ranked}.values())
-
-
-@needs_cuda
-@pytest.mark.parametrize(("template", "problem"), with_machine_code(), ids=case_id)
-def test_gpu_candidates_become_machine_code_that_keeps_to_registers(
-    template: Template, problem: Problem, tmp_path: Path
-) -> None:
-    """The default, and another point; of templates that run on an older GPU, too, that GPU's default in its place."""
-    older = template.name in spaces.applicable(problem, SM80)[0]
-    compiled = [(SM90, candidate) for candidate in sampled(template, problem, SM90, int(not older))]
-    if older:
-        compiled.append((SM80, template.candidate(template.default(problem, SM80))))
-    for number, (machine, candidate) in enumerate(compiled):
-        library = tmp_path / f"{number}.so"
-        resources = compile_candidate(problem, candidate, machine, library).resources
-        assert resources is not None and resources["registers"] > 0
-        assert resources["local_bytes"] <= PARKED_BYTES, f"{candidate} for {machine.arch}: {resources}"
-        assert resources["shared_bytes"] <= machine.shared_bytes, f"{candidate} for {machine.arch}: {resources}"
-        # What tables of trials take for the threads of a block (`records.database`).
-        told = (
-            template.launch(problem, candidate.values).threads if template.launch else candidate.values.get("threads")
-        )
-        launched = {u.max_threads for cubin in cuda.cubins(library) for u in cuda.resource_usage(cubin).values()}
-        assert told is None or told in launched, f"{candidate} for {machine.arch}: {told}, not {launched}"

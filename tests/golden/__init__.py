@@ -8,6 +8,9 @@ A *point* is a template's decisions for one problem. Its fingerprint has two par
     of what the assembler makes of that: the instructions and constants of every kernel in the cubin and its launch, or
     the assembly of the CPU code. Made only where `source` has changed.
 
+With them go, of a CUDA kernel, the ``resources`` that it takes: what tests hold against a GPU's limits without
+compiling anything.
+
 One file a template, ``<template>.json``, holds its version and the fingerprints of a few points that together reach
 every branch of the template's program. ``python -m golden`` (in ``tests/``) checks, updates and chooses them.
 """
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tvm_sparse.artifacts import cuda
-from tvm_sparse.artifacts.compile import compile_candidate, target_of
+from tvm_sparse.artifacts.compile import Compiled, compile_candidate, target_of
 from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
@@ -32,11 +35,12 @@ from tvm_sparse.core.template import Program
 from tvm_sparse.emulation import cuda_source, launches
 
 FOLDER = Path(__file__).parent
-# What code is emitted for, whatever machine this is.
+# What code is emitted for, whatever machine this is; and an older GPU, for points whose keys say so.
 MACHINES = {
     "cuda": Machine("cuda", "sm_90a", "sm_90a", cores=132),
     "llvm": Machine("llvm", "x86-64-v3", "x86-64-v3", cores=2),
 }
+OLDER = Machine("cuda", "sm_80", "sm_80", cores=108)
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,16 @@ class Point:
 
     problem: str
     candidate: Candidate
+    older: bool = False  # for OLDER
 
     @property
     def key(self) -> str:
         decisions = ",".join(f"{name}={value}" for name, value in self.candidate.decisions)
-        return f"{self.problem} ({decisions})"
+        return f"{self.problem} ({decisions})" + self.older * f" for {OLDER.arch}"
+
+    @property
+    def machine(self) -> Machine:
+        return OLDER if self.older else MACHINES[spaces.find(self.candidate.template).kind]
 
 
 @dataclass
@@ -59,7 +68,7 @@ class Golden:
     template: str
     version: int
     assembler: str  # what `machine` was made by
-    points: dict[str, dict[str, str]]
+    points: dict[str, dict[str, Any]]
 
     @property
     def path(self) -> Path:
@@ -71,9 +80,10 @@ class Golden:
 
     def point(self, key: str) -> Point:
         """The point of a key, at the version that the template has now."""
-        problem, _, decisions = key.rstrip(")").partition(" (")
+        problem, _, rest = key.partition(" (")
+        decisions, _, machine = rest.partition(")")
         version = spaces.find(self.template).version
-        return Point(problem, Candidate.parse(f"{self.template}@{version}({decisions})"))
+        return Point(problem, Candidate.parse(f"{self.template}@{version}({decisions})"), older=bool(machine))
 
 
 def read(template: str) -> Golden:
@@ -94,7 +104,7 @@ def emitted(point: Point) -> str:
     """The text that the code generator emits for a point: CUDA C++ with its launches, or the CPU's instructions."""
     template = spaces.find(point.candidate.template)
     program = template.build(parse(point.problem), point.candidate.values)
-    target = target_of(MACHINES[template.kind])
+    target = target_of(point.machine)
     if template.kind == "llvm":
         return _instructions(program, target)
     launched = launches(program.module, target, pipeline=program.pipeline)
@@ -119,19 +129,32 @@ def source_fingerprint(text: str) -> str:
 
 def machine_fingerprint(point: Point) -> str:
     """Of the machine code of a point: instructions, constants and launches, whatever things are called."""
-    problem, template = parse(point.problem), spaces.find(point.candidate.template)
-    machine = MACHINES[template.kind]
-    if template.kind == "llvm":
-        return _hashed(*emitted(point).split("\n"))
-    program = template.build(problem, point.candidate.values)
+    return fingerprints(point)["machine"]
+
+
+def fingerprints(point: Point) -> dict[str, Any]:
+    """What is kept of a point: both fingerprints, and the resources of a CUDA kernel."""
+    text = emitted(point)
+    source = source_fingerprint(text)
+    if point.machine.kind == "llvm":
+        return {"source": source, "machine": _hashed(*text.split("\n"))}
+    program = spaces.find(point.candidate.template).build(parse(point.problem), point.candidate.values)
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "kernel.so"
-        compile_candidate(problem, point.candidate, machine, library)
+        compiled = compile_candidate(parse(point.problem), point.candidate, point.machine, Path(folder) / "kernel.so")
         parts: list[Any] = []
-        for cubin in cuda.cubins(library):
+        for cubin in cuda.cubins(compiled.path):
             for name, content in sorted(cuda.code_sections(cubin).items()):
                 parts += [name, content]
-    return _hashed(*parts, *launches(program.module, target_of(machine), pipeline=program.pipeline))
+        parts += launches(program.module, target_of(point.machine), pipeline=program.pipeline)
+        return {"source": source, "machine": _hashed(*parts), "resources": _resources(compiled)}
+
+
+def _resources(compiled: Compiled) -> dict[str, Any]:
+    """The most that any kernel takes of each, and the threads of their blocks."""
+    launched = {u.max_threads for cubin in cuda.cubins(compiled.path) for u in cuda.resource_usage(cubin).values()}
+    names = ("registers", "local_bytes", "shared_bytes")
+    assert compiled.resources is not None
+    return {name: compiled.resources[name] for name in names} | {"threads": sorted(launched)}
 
 
 def assembler(kind: str) -> str:

@@ -23,12 +23,7 @@ from pathlib import Path
 
 from tvm_sparse.core import spaces
 
-from . import FOLDER, Golden, Point, assembler, emitted, machine_fingerprint, read, source_fingerprint
-
-
-def fingerprints(point: Point) -> dict[str, str]:
-    """Both fingerprints of a point."""
-    return {"source": source_fingerprint(emitted(point)), "machine": machine_fingerprint(point)}
+from . import FOLDER, Golden, assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
 
 
 def changed(name: str) -> list[tuple[str, bool]]:

@@ -17,11 +17,13 @@ from cases import AWKWARD, REALISTIC, drawn
 
 import tvm_sparse.operators
 import tvm_sparse.schedules
+from tvm_sparse.core import spaces
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable, Template
 
-from . import MACHINES, Point
+from . import MACHINES, OLDER, Point
 
 # Problems with branches that the generic tests' shapes do not reach: long rows shared by clusters, on tensor cores too.
 BESIDES = tuple(
@@ -80,8 +82,27 @@ def candidates(template: Template, problems: tuple[Problem, ...]) -> Iterator[Po
             yield Point(problem.key, candidate)
 
 
+def realistic(template: Template) -> list[Point]:
+    """The default of a CUDA template for a realistic problem; where an older GPU takes any, for one of those and on
+    both, best in bfloat16, which has fewer instructions there."""
+
+    def runs(problem: Problem, machine: Machine) -> bool:
+        return template.name in spaces.applicable(problem, machine)[0]
+
+    newer = MACHINES["cuda"]
+    problems = [p for p in REALISTIC if p.operator == template.operator and runs(p, newer)]
+    if template.kind != "cuda" or not problems:
+        return []
+    problem = max(problems, key=lambda p: (runs(p, OLDER), p.axes.get("dtype") == "bfloat16"))
+    return [
+        Point(problem.key, template.candidate(template.default(problem, machine)), machine is OLDER)
+        for machine in (newer, OLDER)
+        if runs(problem, machine)
+    ]
+
+
 def choose(template: Template) -> list[Point]:
-    """A few points that reach every line that any of the sampled ones reaches."""
+    """A few points that reach every line that any of the sampled ones reaches, and the realistic ones."""
     # A schedule is applied to a definition, which has branches of its own.
     roots = tuple(str(Path(package.__file__).parent) for package in (tvm_sparse.schedules, tvm_sparse.operators))
     reached: dict[Point, set[tuple[str, int]]] = {}
@@ -97,4 +118,4 @@ def choose(template: Template) -> list[Point]:
             break
         chosen.append(best)
         left -= reached[best]
-    return chosen
+    return list(dict.fromkeys([*chosen, *realistic(template)]))
