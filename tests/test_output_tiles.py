@@ -51,6 +51,9 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "staged": 1, "stages": 2, "blocks": 7}),
     # Hidden states in registers and in shared memory; the last warp has a part of a row that ends in the former.
     (WIDER, {**BOTH, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "depth": 1, "stages": 3, "blocks": 5}),
+    # For no more than eight rows: those of a fragment of words, and in registers and in shared memory.
+    (HALVES, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 25}),
+    (HALVES, {**BOTH, "tile_m": 8, "tile_n": 16, "reduce_warps": 2, "depth": 2, "stages": 2, "blocks": 4}),
     # A part of the words stays in the L2 cache.
     (HALVES, {**WHOLE, **STAYS, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "prefetch": 1}),
     (FLOATS, {**SHARED, "reduce_warps": 2, "staged": 1, "depth": 4, "stages": 2, "blocks": 3, "direct": 1}),

@@ -53,7 +53,7 @@ MAX_DEPTH = 4  # in registers
 STAGES = (0, 2, 3, 4, 6)
 MOST_STAGES = 3
 # Registers of a thread for operands and sums, and for all else.
-MAX_HELD, BESIDES = 188, 40
+MAX_HELD, BESIDES = 204, 40
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
 MAX_K = 256
 # Words of a row that the second kernel searches without looking for the best tiles first: more keep its only
@@ -111,13 +111,16 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         raise NotApplicable(f"{lists} lists of {rows} rows exceed an axis of the grid")
     most = ceildiv(most_words(problem), min(TILE_N))
     blocks = {min(most, max(1, machine.cores * n // lists)) for n in BLOCKS_EACH}
+    halves = machine.has_clusters and size == 2
+    # For no more than eight rows a fragment has twice as many, which leaves room for more of each word.
+    least = 16 if halves and is_large(problem) else 8
     table = {
-        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, 8)),
-        "tile_n": TILE_N + (NARROW,) * (not candidates_of(problem) and machine.has_clusters and size == 2 and rows > 8),
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, least)),
+        "tile_n": TILE_N + (NARROW,) * (halves and not candidates_of(problem) and max(rows, least) > 8),
         "reduce_warps": REDUCE_WARPS,
         "tiles": TILES,
         "depth": DEPTH,
-        "staged": (0, 1) + (BOTH,) * (machine.has_clusters and size == 2 and rows > 8),
+        "staged": (0, 1) + (BOTH,) * (halves and max(rows, least) > 8),
         "blocks": tuple(sorted(blocks)),
         "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
@@ -248,7 +251,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     lists, rows = lists_of(problem)
     short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
     yield from special_points(problem, machine, table)
-    for tile_m in sorted(table["tile_m"], reverse=True):
+    for tile_m in sorted((tile for tile in table["tile_m"] if tile < 2 * max(rows, 8)), reverse=True):
         teams = in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
             table["tile_n"][:: -1 if many or short else 1],
@@ -279,7 +282,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
 
 
 def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points with rings, that are the best; most of them are of 16 bits."""
+    """Points that are the best where they are allowed, most with rings; most of them are of 16 bits."""
     (lists, rows), words = lists_of(problem), most_words(problem)
     size = numpy_dtype(problem.dtype).itemsize
     row = problem.hidden * size
@@ -304,9 +307,8 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
     elif size > 2:
         return
     elif not candidates_of(problem):
-        # A large vocabulary of wide rows for more rows of hidden states than a fragment has: these are in registers.
-        if rows <= 8:
-            return
+        # A large vocabulary of wide rows. Hidden states are in registers, and whole rows in a ring, of which there is
+        # room for two tiles: of eight words, if need be, where a fragment has more rows than there are.
         steps = ceildiv(row // VECTOR, 64)
         whole = {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": 0, "stages": 2}
         whole |= {"evict_first": 1, "threads": 1024, "dynamic": dynamic, "prefetch": max(table["prefetch"])}
@@ -318,6 +320,16 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         ]
         parts = whole | {"staged": BOTH, "dynamic": 0}
         points += [parts | {"tile_n": NARROW, "depth": 4}, parts | {"depth": 2}]
+        if rows <= 8:
+            # Else parts of them, if these divide a row well, or large tiles by way of registers. Of the widest rows a
+            # part of the hidden states is in shared memory, and their tiles are more than are brought ahead.
+            points = [whole | {"tile_m": 8}, whole | {"tile_n": NARROW}]
+            eight = whole | {"tile_m": 8, "dynamic": 0}
+            points += [eight | {"depth": depth, "stages": 3} for depth in (4, 3)]
+            if max(table["stages"]):
+                points += [eight | {"tile_n": 32, "depth": 1, "stages": 0, "evict_first": 0, "prefetch": 0}]
+            both = eight | {"staged": BOTH, "depth": 2, "prefetch": 0}
+            points += [both | {"stages": 3}, both]
     elif rows > 1 or words < SHORTEST:
         return
     else:
