@@ -43,6 +43,7 @@ def cli(folder: Path, *words: str | Path) -> str:
     return spawn(folder, sys.executable, "-m", "tvm_sparse", "--plugin", PLUGIN, *words)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_shapes_are_tuned_exported_and_served(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -112,6 +112,7 @@ def test_steps_of_table_4(scripts: Scripts, tmp_path: Path) -> None:
     assert all(float(line["microseconds"]) > 0 for line in lines.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_a_step_by_lsh_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "lsh.csv"
@@ -251,6 +252,7 @@ def test_points_of_a_space_side_by_side(scripts: Scripts) -> None:
 # ---- recurrent layers ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_recurrent_layers_beside_their_peers(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "rnn.csv"

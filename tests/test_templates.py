@@ -498,13 +498,15 @@ def own_problems(template: Template) -> list[Problem]:
 
 
 def on_own_problems(kind: str) -> list[Any]:
-    """Every template on its own problems, beyond the least and that of the most choices only in a thorough run. Those
-    of CUDA that are checked as loops as well, which is faster, are run on no more than two."""
+    """Every template on its own problems, beyond the least and that of the most choices only in a thorough run; so are
+    those of CUDA that are checked as loops as well, which is faster, beyond the latter, and on no more than two."""
     found: list[Any] = []
     for template in (one for one in spaces.templates() if one.kind == kind):
         own = own_problems(template)
-        found += [(template, problem) for problem in own[:2]]
-        if kind == "llvm" or template.explicit_threads:
+        if kind == "cuda" and not template.explicit_threads:
+            found += [thorough(template, problem) for problem in own[:1]] + [(template, own[:2][-1])]
+        else:
+            found += [(template, problem) for problem in own[:2]]
             found += [thorough(template, problem) for problem in own[2:]]
     return found
 
@@ -630,24 +632,32 @@ RUN_ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize(("template", "problem"), on_own_problems("cuda"), ids=case_id)
-def test_gpu_candidates_thread_by_thread(template: Template, problem: Problem) -> None:
-    """The default, and at the second problem another point, unless points have tests of their own: what differs between
-    problems the default shows.
+def run_thread_by_thread(template: Template, problem: Problem, candidate: Candidate, first: int) -> None:
+    """On every second structure, from the `first` on; on all of them if the template has one problem alone."""
+    structures, step = list(enumerate(problem.structures)), min(len(own_problems(template)), 2)
+    program = template.build(problem, candidate.values)
+    # The seed draws the inputs and the order of the threads.
+    for place, (seed, structure) in enumerate(structures[first % step :: step]):
+        # One of them at another batch than the one that the kernel was built for.
+        case = problem.with_batch(problem.batch_extent + (place == 1))
+        verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
 
-    The default takes every second structure, of the next problem the others, and so does the other point; all of them
-    where there is one problem.
-    """
-    problems, structures = own_problems(template), list(enumerate(problem.structures))
-    number, step = problems.index(problem), min(len(problems), 2)
-    others = int(problem == problems[:2][-1] and template.name not in RUN_ELSEWHERE)
-    for shift, candidate in enumerate(sampled(template, problem, SM90, others)):
-        program = template.build(problem, candidate.values)
-        # The seed draws the inputs and the order of the threads.
-        for place, (seed, structure) in enumerate(structures[(number + shift) % step :: step]):
-            # One of them at another batch than the one that the kernel was built for.
-            case = problem.with_batch(problem.batch_extent + (place == 1))
-            verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
+
+@pytest.mark.parametrize(("template", "problem"), on_own_problems("cuda"), ids=case_id)
+def test_defaults_thread_by_thread(template: Template, problem: Problem) -> None:
+    """The default of one problem takes every second structure, that of the next one the others."""
+    default = template.candidate(template.default(problem, SM90))
+    run_thread_by_thread(template, problem, default, own_problems(template).index(problem))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "template", [t for t in spaces.templates() if t.kind == "cuda" and t.name not in RUN_ELSEWHERE], ids=case_id
+)
+def test_other_points_thread_by_thread(template: Template) -> None:
+    problem = own_problems(template)[:2][-1]
+    for candidate in sampled(template, problem, SM90, 1)[1:]:
+        run_thread_by_thread(template, problem, candidate, 0)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
