@@ -171,11 +171,12 @@ def test_steps_of_another_beam_have_decisions_of_their_own() -> None:
         assert step.distance(dataclasses.replace(step, **other)) is None
 
 
-def test_heads_of_few_rows_say_nothing_of_more() -> None:
-    """Tiles for up to eight rows have room for no more."""
+def test_heads_of_few_rows_say_nothing_of_more_nor_those_of_other_columns() -> None:
+    """Tiles for up to eight rows have room for no more, and other columns divide otherwise among warps."""
     head = parse("head_topk/batch=10,vocab=151936,hidden=4096,k=20,dtype=bfloat16")
     assert head.distance(dataclasses.replace(head, batch=8)) is None
-    assert 0 < head.distance(dataclasses.replace(head, batch=9)) < head.distance(dataclasses.replace(head, hidden=1024))
+    assert head.distance(dataclasses.replace(head, hidden=4608)) is None
+    assert 0 < head.distance(dataclasses.replace(head, batch=9)) < head.distance(dataclasses.replace(head, vocab=32000))
     assert dataclasses.replace(head, batch=8).distance(dataclasses.replace(head, batch=1)) > 0
 
 

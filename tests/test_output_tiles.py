@@ -205,6 +205,29 @@ def test_what_is_no_point_says_why(reason: str) -> None:
     assert reason in (template.allowed(problem, SM90, template.default(problem, SM90) | REFUSED[reason]) or "")
 
 
+@pytest.mark.parametrize(
+    ("hidden", "expected"),
+    [
+        # Two tiles of whole rows: of 16 words, or of eight. Parts of rows, and hidden states in two places.
+        (3456, {"tile_m": 8, "tile_n": 16, "depth": 0, "stages": 2, "staged": 0}),
+        (3584, {"tile_m": 16, "tile_n": 8, "depth": 0, "stages": 2, "staged": 0}),
+        (5632, {"tile_m": 16, "tile_n": 8, "depth": 0, "stages": 2, "staged": 0}),
+        (6144, {"tile_m": 8, "tile_n": 16, "depth": 4, "stages": 3, "staged": 0}),
+        (7168, {"tile_m": 8, "tile_n": 16, "depth": 3, "stages": 3, "staged": 0}),
+        (6656, {"tile_m": 8, "tile_n": 32, "depth": 1, "stages": 0, "staged": 0}),  # no part divides 13 cache lines
+        (16384, {"tile_m": 8, "tile_n": 16, "depth": 2, "stages": 2, "staged": 2}),
+    ],
+)
+def test_few_wide_rows_take_rings(hidden: int, expected: dict[str, int]) -> None:
+    template = spaces.find("head_tiles")
+    for batch in (1, 8):
+        problem = parse(f"head_topk/batch={batch},vocab=128256,hidden={hidden},k=20,dtype=bfloat16")
+        point = template.default(problem, SM90)
+        assert expected == {name: point[name] for name in expected}
+    if hidden < 8192:  # nothing wider fits without rings
+        assert template.default(problem, machine.resolve("sm_80"))["stages"] == 0
+
+
 def test_rings_are_for_machines_with_room() -> None:
     """The default of a machine with less shared memory has room, too; before Hopper there are no bulk copies."""
     template, problem = spaces.find("candidate_tiles"), parse(LISTS)
