@@ -4,7 +4,8 @@ check
     Which points' emitted code differs from its fingerprint, and whether its machine code does.
 update
     Take the fingerprints anew, and show how the source of each changed point differs from what HEAD emits. A template
-    whose machine code changed is refused unless its version rose.
+    whose machine code changed is refused unless its version rose. Defaults of realistic problems that are not among the
+    points are added.
 choose
     Choose points anew, for a new template or new branches, and take their fingerprints.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from tvm_sparse.core import spaces
 
 from . import FOLDER, Golden, assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
+from .choose import realistic
 
 
 def changed(name: str) -> list[tuple[str, bool]]:
@@ -90,9 +92,13 @@ def update(name: str, quiet: bool) -> bool:
         return False
     for key, _ in found:
         golden.points[key] = fingerprints(golden.point(key))
-    if found or version != golden.version:
+    # A default is the template's choice, and may be another point than it was.
+    defaults = [point for point in realistic(spaces.find(name)) if point.key not in golden.points]
+    golden.points |= {point.key: fingerprints(point) for point in defaults}
+    if found or defaults or version != golden.version:
         Golden(name, version, assembler(spaces.find(name).kind), golden.points).write()
-    print(f"{name}: {len(found)} of {len(golden.points)} points changed, {len(other)} of them in machine code")
+    print(f"{name}: {len(found)} of {len(golden.points)} points changed, {len(other)} of them in machine code", end="")
+    print(f", {len(defaults)} defaults added" if defaults else "")
     return True
 
 

@@ -52,8 +52,8 @@ MAX_DEPTH = 4  # in registers
 # have so many tiles of whole rows.
 STAGES = (0, 2, 3, 4, 6)
 MOST_STAGES = 3
-# Registers of a thread for operands and sums, and for all else.
-MAX_HELD, BESIDES = 204, 40
+# Registers of a thread for operands and sums, with a ring and without one, and for all else.
+MAX_RINGED, MAX_HELD, BESIDES = 204, 188, 40
 # Words that the second kernel finds for a row: it ranks as many maxima by counting.
 MAX_K = 256
 # Words of a row that the second kernel searches without looking for the best tiles first: more keep its only
@@ -203,7 +203,7 @@ def _ring_allowed(e: Extents, machine: Machine) -> str | None:
         return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
     if e.dtype == "float32" and (1 if e.staged else e.steps) * e.row_groups > MAX_SPLIT:
         return f"{e.steps} steps of {e.tile_m} hidden states, split for tf32, exceed {MAX_SPLIT} vectors in registers"
-    if (e.held + BESIDES) * e.product_threads > REGISTER_FILE or e.held > MAX_HELD:
+    if (e.held + BESIDES) * e.product_threads > REGISTER_FILE or e.held > MAX_RINGED:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
     if e.parts_bytes > STATIC_SHARED:
         return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"

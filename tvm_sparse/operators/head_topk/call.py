@@ -34,7 +34,7 @@ FUSED_ROWS = 16
 # registers and shared memory, beside rings. Shared memory alone, of which a thread block takes so much at the most, has
 # room for either dtype's. Where there is none for more than eight, sixteen read all words twice: at (10, 128256, 8192)
 # in bfloat16 954 microseconds, beside a product of 495.
-REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 144 * 1024, 256 * 1024, 200 * 1024
+REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
 # What a hidden state has whole ones of, and the most words that are found, where words go to tensor cores. Kernels
 # without these take 2.5 times as long as the product at (1, 50257, 1001) in bfloat16, and 4.6 times of eight rows.
 VECTOR_BYTES, FUSED_K = 16, 256
