@@ -41,8 +41,6 @@ LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 # 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
 # that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
 PARKED_BYTES = 40
-HAVE_CUDA = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("cuda") is not None
-needs_cuda = pytest.mark.skipif(not HAVE_CUDA, reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
 
@@ -100,6 +98,20 @@ def thorough(*case: Any, id: str | None = None) -> Any:
     """A case of `pytest.mark.parametrize` that only `pytest --thorough` runs: what it is alone to catch is a change of
     a kernel's code, which golden fingerprints do not let pass unseen."""
     return pytest.param(*case, marks=pytest.mark.thorough, id=id)
+
+
+def _have_cuda() -> bool:
+    try:
+        bindings = importlib.util.find_spec("cuda.bindings")
+    except ModuleNotFoundError:
+        return False
+    nvidia = importlib.util.find_spec("nvidia")
+    roots = [Path(p, "cu13") for p in (nvidia.submodule_search_locations or [])] if nvidia else []
+    roots.append(Path("/usr/local/cuda"))
+    return bindings is not None and any((r / "include" / "cccl").is_dir() for r in roots)
+
+
+needs_cuda = pytest.mark.skipif(not _have_cuda(), reason='the CUDA packages are absent: pip install "tvm_sparse[cuda]"')
 
 
 def case_id(value: Any) -> str | None:

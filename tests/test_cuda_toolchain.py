@@ -1,6 +1,5 @@
 """CUDA machine code from pip packages alone: built, found in the library, read."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -10,26 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from cases import needs_cuda
 
 from tvm_sparse.artifacts import cuda
 from tvm_sparse.artifacts.cuda import toolchain
-
-
-def _have_cuda() -> bool:
-    try:
-        bindings = importlib.util.find_spec("cuda.bindings")
-    except ModuleNotFoundError:
-        return False
-    nvidia = importlib.util.find_spec("nvidia")
-    roots = [Path(p, "cu13") for p in (nvidia.submodule_search_locations or [])] if nvidia else []
-    roots.append(Path("/usr/local/cuda"))
-    return bindings is not None and any((r / "include" / "cccl").is_dir() for r in roots)
-
-
-needs_cuda = pytest.mark.skipif(
-    not _have_cuda(),
-    reason='the CUDA pip packages are not installed: pip install "tvm_sparse[cuda]"',
-)
 
 BUILD = """
 import json, sys

@@ -388,7 +388,10 @@ def test_there_is_no_backward_pass() -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "dtype"),
-    [(".npz", "bfloat16"), (".safetensors", "float16"), *(thorough(".npz", dtype) for dtype in ("float32", "float16"))],
+    [
+        file if file in ((".npz", "bfloat16"), (".safetensors", "float16")) else thorough(*file)
+        for file in itertools.product((".npz", ".safetensors"), FLOATS)
+    ],
 )
 @pytest.mark.parametrize("cell", CELLS)
 def test_layers_are_saved(cell: str, dtype: str, suffix: str, tmp_path: Path) -> None:

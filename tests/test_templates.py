@@ -504,7 +504,7 @@ def on_own_problems(kind: str) -> list[Any]:
     for template in (one for one in spaces.templates() if one.kind == kind):
         own = own_problems(template)
         if kind == "cuda" and not template.explicit_threads:
-            found += [thorough(template, problem) for problem in own[:1]] + [(template, own[:2][-1])]
+            found += [*(thorough(template, problem) for problem in own[:2][:-1]), (template, own[:2][-1])]
         else:
             found += [(template, problem) for problem in own[:2]]
             found += [thorough(template, problem) for problem in own[2:]]
@@ -755,16 +755,14 @@ def overlapping() -> list[Any]:
     for template, problem in cases("cuda"):
         table = template.space(problem, SM90)
         found[template.name] = template, table.get("overlap", ()), table.get("prefetch", (0,))
-    ways: list[Any] = []
-    for template, overlaps, prefetches in found.values():
-        for overlap in filter(None, overlaps):
-            if overlap == max(overlaps):
-                ways += [
-                    (template, {"overlap": overlap} | ({"prefetch": 1} if prefetch else {})) for prefetch in prefetches
-                ]
-            else:
-                ways.append(thorough(template, {"overlap": overlap}))
-    return ways
+    return [
+        (template, way) if overlap == max(overlaps) else thorough(template, way)
+        for template, overlaps, prefetches in found.values()
+        for overlap in overlaps
+        for prefetch in prefetches
+        if overlap and (overlap == max(overlaps) or not prefetch)
+        for way in [{"overlap": overlap} | ({"prefetch": prefetch} if prefetch else {})]
+    ]
 
 
 def garbage(array: np.ndarray, seed: int) -> np.ndarray:

@@ -102,10 +102,16 @@ def _hashed(*parts: str | bytes) -> str:
 
 def emitted(point: Point) -> str:
     """The text that the code generator emits for a point: CUDA C++ with its launches, or the CPU's instructions."""
-    template = spaces.find(point.candidate.template)
-    program = template.build(parse(point.problem), point.candidate.values)
-    target = target_of(point.machine)
-    if template.kind == "llvm":
+    return _emitted(_built(point), point.machine)
+
+
+def _built(point: Point) -> Program:
+    return spaces.find(point.candidate.template).build(parse(point.problem), point.candidate.values)
+
+
+def _emitted(program: Program, machine: Machine) -> str:
+    target = target_of(machine)
+    if machine.kind == "llvm":
         return _instructions(program, target)
     launched = launches(program.module, target, pipeline=program.pipeline)
     source = cuda_source(program.module, target, pipeline=program.pipeline)
@@ -134,11 +140,11 @@ def machine_fingerprint(point: Point) -> str:
 
 def fingerprints(point: Point) -> dict[str, Any]:
     """What is kept of a point: both fingerprints, and the resources of a CUDA kernel."""
-    text = emitted(point)
+    program = _built(point)
+    text = _emitted(program, point.machine)
     source = source_fingerprint(text)
     if point.machine.kind == "llvm":
         return {"source": source, "machine": _hashed(*text.split("\n"))}
-    program = spaces.find(point.candidate.template).build(parse(point.problem), point.candidate.values)
     with tempfile.TemporaryDirectory() as folder:
         compiled = compile_candidate(parse(point.problem), point.candidate, point.machine, Path(folder) / "kernel.so")
         parts: list[Any] = []

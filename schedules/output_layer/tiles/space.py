@@ -113,14 +113,14 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     blocks = {min(most, max(1, machine.cores * n // lists)) for n in BLOCKS_EACH}
     halves = machine.has_clusters and size == 2
     # For no more than eight rows a fragment has twice as many, which leaves room for more of each word.
-    least = 16 if halves and is_large(problem) else 8
+    most_rows = max(rows, 16 if halves and is_large(problem) else 8)
     table = {
-        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(rows, least)),
-        "tile_n": TILE_N + (NARROW,) * (halves and not candidates_of(problem) and max(rows, least) > 8),
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * most_rows),
+        "tile_n": TILE_N + (NARROW,) * (halves and not candidates_of(problem) and most_rows > 8),
         "reduce_warps": REDUCE_WARPS,
         "tiles": TILES,
         "depth": DEPTH,
-        "staged": (0, 1) + (BOTH,) * (halves and max(rows, least) > 8),
+        "staged": (0, 1) + (BOTH,) * (halves and most_rows > 8),
         "blocks": tuple(sorted(blocks)),
         "threads": THREADS if best_of(problem) else THREADS[:1],
         "overlap": (0, 1) if machine.has_clusters else (0,),
@@ -309,18 +309,19 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
     elif not candidates_of(problem):
         # A large vocabulary of wide rows. Hidden states are in registers, and whole rows in a ring, of which there is
         # room for two tiles: of eight words, if need be, where a fragment has more rows than there are.
-        steps = ceildiv(row // VECTOR, 64)
         whole = {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "staged": 0, "stages": 2}
         whole |= {"evict_first": 1, "threads": 1024, "dynamic": dynamic, "prefetch": max(table["prefetch"])}
-        points = [whole, whole | {"tile_n": NARROW}] + [
-            {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 0, "stages": stages}
-            | {"evict_first": 0, "threads": 512}
-            for depth, stages in ((steps, 2), (2, 3), (2, 2))
-            if depth in table["depth"] and steps % depth == 0
-        ]
-        parts = whole | {"staged": BOTH, "dynamic": 0}
-        points += [parts | {"tile_n": NARROW, "depth": 4}, parts | {"depth": 2}]
-        if rows <= 8:
+        if rows > 8:
+            steps = ceildiv(row // VECTOR, 64)
+            points = [whole, whole | {"tile_n": NARROW}] + [
+                {"tile_m": 16, "reduce_warps": 8, "tiles": 1, "depth": depth, "staged": 0, "stages": stages}
+                | {"evict_first": 0, "threads": 512}
+                for depth, stages in ((steps, 2), (2, 3), (2, 2))
+                if depth in table["depth"] and steps % depth == 0
+            ]
+            parts = whole | {"staged": BOTH, "dynamic": 0}
+            points += [parts | {"tile_n": NARROW, "depth": 4}, parts | {"depth": 2}]
+        else:
             # Else parts of them, if these divide a row well, or large tiles by way of registers. Of the widest rows a
             # part of the hidden states is in shared memory, and their tiles are more than are brought ahead.
             points = [whole | {"tile_m": 8}, whole | {"tile_n": NARROW}]

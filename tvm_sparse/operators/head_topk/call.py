@@ -101,7 +101,7 @@ def head_topk(
     Torch tensors go through torch's product, whose scores are rounded to the dtype of `hidden`, and `softmax_topk`
     where that is faster: by the record of the problem (`tvm-sparse bench --record`), and where that does not say, on a
     GPU with more than 16 rows, or 8 of very long hidden states (on an H200 above 8192 columns of 16 bits or 3200 of
-    float32).
+    float32), or any of twice as long ones; with k above 256; and where a row is not of whole vectors of 16 bytes.
     `explain` speaks of the kernel, and says which way a record found faster.
 
     When not to use it: where the logits are needed afterwards.
