@@ -100,6 +100,50 @@ def thorough(*case: Any, id: str | None = None) -> Any:
     return pytest.param(*case, marks=pytest.mark.thorough, id=id)
 
 
+def each_with_some(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """All pairs; in a run that is not thorough each of `others` with some of `ones`, and each of these with at least
+    one."""
+    usual = {(i % len(ones), i % len(others)) for i in range(max(len(ones), len(others)))}
+    return [
+        (one, other) if (i, j) in usual else thorough(one, other)
+        for i, one in enumerate(ones)
+        for j, other in enumerate(others)
+    ]
+
+
+def choices(problem: Problem) -> set[tuple[str, Any]]:
+    """What selects code rather than its extents: dtypes, cells, activations, shapes of blocks, extras."""
+    extras = {field.name for field in dataclasses.fields(problem) if field.metadata.get("optional")}
+    told = {name: bool(axis) if isinstance(axis, int) else axis for name, axis in problem.axes.items()}
+    return {(name, axis) for name, axis in told.items() if name in extras or isinstance(axis, str)}
+
+
+def size(problem: Problem) -> int:
+    return math.prod(axis for axis in problem.axes.values() if isinstance(axis, int) and axis)
+
+
+def of_each_choice(problems: Iterable[Problem], more: Iterable[Problem] = ()) -> list[Problem]:
+    """The least, `more`, and as few others, two in all at least, as show each choice that any has."""
+    left = list(problems)
+    chosen = [min(left, key=size), *more]
+    while left := [problem for problem in left if problem not in chosen]:
+        shown = set().union(*map(choices, chosen))
+        best = max(left, key=lambda problem: (len(choices(problem) - shown), size(problem)))
+        if not choices(best) - shown and len(chosen) > 1:
+            break
+        chosen.append(best)
+    return chosen
+
+
+@functools.cache
+def of_each_operator() -> list[Any]:
+    """All awkward problems; those that show no choice of their operator's that others do not, in a thorough run."""
+    usual: set[Problem] = set()
+    for name in registry.operators():
+        usual.update(of_each_choice(problem for problem in AWKWARD if problem.operator == name))
+    return [problem if problem in usual else thorough(problem) for problem in AWKWARD]
+
+
 def _have_cuda() -> bool:
     try:
         bindings = importlib.util.find_spec("cuda.bindings")
@@ -135,17 +179,23 @@ def number_of_builds() -> int:
 
 
 def check_emulated(
-    problem: Problem, template: Template, point: Mapping[str, int], constant: Sequence[str] = ()
+    problem: Problem,
+    template: Template,
+    point: Mapping[str, int],
+    constant: Sequence[str] = (),
+    first: int = 0,
+    step: int = 1,
 ) -> None:
-    """That a CUDA program is right on every structure, with no GPU, and whatever its arrays hold before the producer
-    kernel is done; but for inputs that are `constant`, which it is told."""
+    """That a CUDA program is right on every structure, or on each `step`-th from the `first` on, with no GPU, and
+    whatever its arrays hold before the producer kernel is done; but for inputs that are `constant`, which it is
+    told."""
     import numpy as np
 
     from tvm_sparse.emulation import run_on_cpu
 
     program = template.build(problem, point)
     kept = [i for i, argument in enumerate(problem.kernel_inputs) if argument.name in constant]
-    for seed, structure in enumerate(problem.structures):
+    for seed, structure in list(enumerate(problem.structures))[first::step]:
         settings = dict(problem.settings[seed % len(problem.settings)])
         if "constant" in settings:
             settings["constant"] = int(bool(constant))
@@ -212,6 +262,7 @@ def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
 
 
 __all__ = [
-    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases", "make",
-    "needs_cuda", "sampled", "settings_of", "thorough", "use_dispatcher",
+    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases",
+    "each_with_some", "make", "needs_cuda", "of_each_choice", "of_each_operator", "sampled", "settings_of", "thorough",
+    "use_dispatcher",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import SM80, SM90
+from cases import SM80, SM90, each_with_some
 
 import tvm_sparse
 from tvm_sparse.core import registry, spaces
@@ -98,8 +98,7 @@ def test_other_weights_are_refused(arguments: tuple[Any, ...], error: type[Excep
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", GATES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cell", "dtype"), each_with_some(tuple(GATES), DTYPES))
 def test_a_call_is_torchs_layer(cell: str, dtype: str) -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)

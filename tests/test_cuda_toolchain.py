@@ -81,6 +81,7 @@ def compile_cuda(source: str, arch: str) -> bytes:
 
 @needs_cuda
 @pytest.mark.parametrize(("arch", "number", "late"), [("sm_90a", 90, False), ("sm_80", 80, True)])
+@pytest.mark.usefixtures("children_without_torch")
 def test_tvm_exports_machine_code(tmp_path: Path, arch: str, number: int, late: bool) -> None:
     cubin = build(tmp_path / "add.so", arch, late)
     if not late:
@@ -158,7 +159,7 @@ def test_cubins_of_anything_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is built on Linux only")
-def test_missing_compiler_is_named(tmp_path: Path) -> None:
+def test_missing_compiler_is_named(tmp_path: Path, children_without_torch: None) -> None:
     if (
         "libcuda.so.1"
         in subprocess.run([shutil.which("ldconfig") or "/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout

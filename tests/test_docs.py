@@ -104,6 +104,7 @@ def test_readme_is_one_page_and_its_links_lead_somewhere() -> None:
     assert f"install -q -e {tested}\n" in (ROOT / ".ci/run").read_text()
 
 
+@pytest.mark.thorough  # .ci/run does the same before the tests
 def test_generated_parts_are_as_generated() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=200

@@ -110,6 +110,7 @@ for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: t
     assert result["peer"]["name"] == "NumPy"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from cases import AWKWARD, case_id
+from cases import case_id, of_each_operator
 from faulty_build_worker import HUGE
 from faulty_kernels import (
     FAULTS,
@@ -158,7 +158,7 @@ def test_candidates_are_timed_with_the_same_arrays_unless_one_was_faulty(monkeyp
 # ---- what they are compared with -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+@pytest.mark.parametrize("problem", of_each_operator(), ids=case_id)
 def test_every_structure_and_every_setting_is_among_the_cases(problem: Problem) -> None:
     small, whole = verification.cases(problem, 0)
     names = [case.name for case in small]
@@ -184,7 +184,7 @@ def test_large_problems_have_each_structure_and_each_setting_once(operator: str)
         assert any(all(f", {name} {value:g}" in case for name, value in settings.items()) for case in several)
 
 
-@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+@pytest.mark.parametrize("problem", of_each_operator(), ids=case_id)
 def test_a_reference_in_parts_is_the_whole_one(problem: Problem) -> None:
     """As it is made of large batches."""
     problem = problem.with_batch(7)

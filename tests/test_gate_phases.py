@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cases import SM90
+from cases import SM90, thorough
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
@@ -345,7 +345,7 @@ def test_tiles_are_all_of_the_row_once(vocab: int, dtype: str, bias: int, decisi
         (9000, 5, {"deferred": 1}),
         (9001, 200, {"threads": 256, "vectors": 1}),
         (500, 5, {"threads": 32}),
-        (500, 20, {"threads": 32}),
+        thorough(500, 20, {"threads": 32}),
     ],
 )
 def test_first_threshold_is_of_the_rank_that_the_layout_says(vocab: int, k: int, decisions: dict[str, int]) -> None:
@@ -544,7 +544,7 @@ def test_survivors_are_what_passes_the_threshold(dtype: str, bias: int, attempt:
         np.testing.assert_array_equal(descending(got), descending(keys_of(row[passing], passing)))
 
 
-@pytest.mark.parametrize(("vocab", "stages", "tiles_of_row"), [(6000, 1, 1), (12000, 2, 2)])
+@pytest.mark.parametrize(("vocab", "stages", "tiles_of_row"), [thorough(6000, 1, 1), (12000, 2, 2)])
 def test_sum_does_not_depend_on_a_tile_that_comes_again(vocab: int, stages: int, tiles_of_row: int) -> None:
     """Of the sample exponentials are first of the warp's own reference; yet the sum is the same to the last bit."""
     layout = layout_of(vocab, 5, threads=256, vectors=6, stages=stages)
@@ -638,7 +638,7 @@ def test_compaction_keeps_the_best_and_raises_the_threshold() -> None:
         np.testing.assert_array_equal(descending(keys[case][(order > orders(thresholds[case])) | equal]), best)
 
 
-@pytest.mark.parametrize(("marking", "k"), [(0, 10), (0, 30), (1, 10)])
+@pytest.mark.parametrize(("marking", "k"), [thorough(0, 10), (0, 30), (1, 10)])
 def test_stream_finds_all_that_may_be_among_the_best(marking: int, k: int) -> None:
     """The whole pass, with compactions or with the search of marked tiles."""
     vocab = 6001
@@ -832,7 +832,7 @@ def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool, log: int) 
 
 @pytest.mark.parametrize(
     ("parts", "threads", "more", "k", "bound"),
-    [(4, 32, 5, 30, 0), (3, 96, 0, 30, 0), (4, 32, 5, 20, 1), (2, 192, 0, 24, 1), (3, 96, 0, 33, 1)],
+    [(4, 32, 5, 30, 0), thorough(3, 96, 0, 30, 0), (4, 32, 5, 20, 1), thorough(2, 192, 0, 24, 1), (3, 96, 0, 33, 1)],
 )
 def test_parts_of_a_row_are_united_in_the_first_block(parts: int, threads: int, more: int, k: int, bound: int) -> None:
     """`more`: by how many keys the last block has more than it may push, so that it pushes its best k. More than 32
@@ -1024,7 +1024,7 @@ def in_bins_or_finer_ones(layout: Layout, each: int = 2) -> Callable[..., Any]:
     return phase
 
 
-@pytest.mark.parametrize(("k", "size", "threads"), [(50, 90, 64), (300, 700, 128), (60, 290, 32)])
+@pytest.mark.parametrize(("k", "size", "threads"), [thorough(50, 90, 64), (300, 700, 128), (60, 290, 32)])
 def test_ranked_in_bins_unless_one_is_crowded(k: int, size: int, threads: int) -> None:
     layout = layout_of(20000, k, threads=threads)
     phase = in_bins_or_finer_ones(layout)

@@ -80,7 +80,7 @@ def test_rows_that_are_read_twice(name: str, decisions: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
-@pytest.mark.parametrize(("name", "decisions"), GATES)
+@pytest.mark.parametrize(("name", "decisions"), [thorough(*GATES[0]), *GATES[1:3], thorough(*GATES[3])])
 def test_masks_that_are_rounded_by_more_than_exponents_bear(name: str, decisions: dict[str, int], dtype: str) -> None:
     """All that a block of the cluster, or a warp, has of a row."""
     logits = np.random.default_rng(2).standard_normal((4, 6000))
@@ -91,8 +91,15 @@ def test_masks_that_are_rounded_by_more_than_exponents_bear(name: str, decisions
     run(name, SoftmaxTopk(4, 6000, 20, dtype), decisions, logits)
 
 
-@pytest.mark.parametrize("deferred", [0, 1])
-@pytest.mark.parametrize("structure", ["ties", thorough("constant"), "ascending", thorough("special")])
+@pytest.mark.parametrize(
+    ("structure", "deferred"),
+    [
+        ("ties", 0),
+        ("ascending", 1),
+        *(thorough(*other) for other in [("ties", 1), ("ascending", 0)]),
+        *(thorough(structure, deferred) for structure in ("constant", "special") for deferred in (0, 1)),
+    ],
+)
 def test_buffer_that_overflows_is_compacted(structure: str, deferred: int) -> None:
     problem = SoftmaxTopk(4, 10240, 5)
     decisions = {**BLOCK, "threads": 64, "vectors": 3, "stages": 2, "deferred": deferred}
@@ -101,7 +108,7 @@ def test_buffer_that_overflows_is_compacted(structure: str, deferred: int) -> No
     verify(problem, structure, 3, emulated(template.build(problem, decisions), 3))
 
 
-@pytest.mark.parametrize("deferred", [0, 1])
+@pytest.mark.parametrize("deferred", [thorough(0), 1])
 def test_equals_of_the_threshold_in_several_blocks(deferred: int) -> None:
     """The first of equals are wanted, wherever the others lie."""
     problem = SoftmaxTopk(3, 6000, 40)
@@ -111,7 +118,7 @@ def test_equals_of_the_threshold_in_several_blocks(deferred: int) -> None:
     run("cluster_gate", problem, {**CLUSTER, "deferred": deferred}, logits)
 
 
-@pytest.mark.parametrize("deferred", [0, 1])
+@pytest.mark.parametrize("deferred", [0, thorough(1)])
 def test_infinities_of_which_only_the_first_pass(deferred: int) -> None:
     """The sample's maximum, and so the threshold, is infinite; zeros tell nothing of how dense the infinities are."""
     problem = SoftmaxTopk(1, 6000, 40)
@@ -121,17 +128,17 @@ def test_infinities_of_which_only_the_first_pass(deferred: int) -> None:
 
 GATES_IN_ORDER = [
     # (template, vocab, k, dtype, decisions), and tiles
-    ("threshold_gate", 4096, 5, "float32", {**BLOCK, "vectors": 4}, 1),
+    thorough("threshold_gate", 4096, 5, "float32", {**BLOCK, "vectors": 4}, 1),
     thorough("threshold_gate", 3600, 1, "float16", {**BLOCK, "vectors": 2}, 1),
     ("threshold_gate", 3001, 33, "bfloat16", BLOCK, 2),
     thorough("threshold_gate", 8186, 128, "float32", {**BLOCK, "vectors": 2}, 4),
     ("threshold_gate", 8192, 129, "float32", BLOCK, 8),
-    ("threshold_gate", 8400, 400, "float32", {**BLOCK, "vectors": 3}, 3),
+    thorough("threshold_gate", 8400, 400, "float32", {**BLOCK, "vectors": 3}, 3),
     ("threshold_gate", 4091, 5, "bfloat16", {**BLOCK, "deferred": 1}, 3),
     thorough("threshold_gate", 8192, 129, "float32", {**BLOCK, "stages": 2, "deferred": 1}, 8),
     thorough("threshold_gate", 8404, 50, "float32", {**BLOCK, "vectors": 3, "deferred": 1}, 3),
     ("cluster_gate", 8002, 33, "float32", {**CLUSTER, "stages": 1, "deferred": 1}, 4),
-    ("cluster_gate", 7900, 50, "float32", {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, 1),
+    thorough("cluster_gate", 7900, 50, "float32", {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}, 1),
     thorough("cluster_gate", 8001, 5, "bfloat16", {**CLUSTER, "stages": 1}, 2),
     ("cluster_gate", 5200, 400, "float32", {**CLUSTER, "vectors": 3, "stages": 1}, 1),
 ]
@@ -164,7 +171,7 @@ def test_rows_in_order(name: str, vocab: int, k: int, dtype: str, decisions: dic
         thorough(4096, 5, "float32", {"vectors": 2, "stages": 2}),
         (6007, 5, "float32", {"threads": 128, "vectors": 6, "deferred": 1}),
         thorough(9001, 50, "bfloat16", {"threads": 64, "vectors": 4, "stages": 2}),
-        (7001, 400, "float16", {"threads": 128, "vectors": 4}),
+        thorough(7001, 400, "float16", {"threads": 128, "vectors": 4}),
     ],
 )
 def test_rows_to_come_are_prefetched(vocab: int, k: int, dtype: str, decisions: dict[str, int]) -> None:
@@ -230,7 +237,7 @@ def test_rows_in_order_never_fill_a_buffer(
         ("threshold_gate", 4096, 50, {**BLOCK, "vectors": 4}),
         ("threshold_gate", 8192, 400, {**BLOCK, "threads": 256}),
         thorough("threshold_gate", 8192, 5, {**BLOCK, "deferred": 1}),
-        ("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}),
+        thorough("threshold_gate", 8192, 50, {**BLOCK, "deferred": 1}),
         ("cluster_gate", 7684, 50, {**CLUSTER, "cluster": 4, "vectors": 2, "stages": 1}),
         thorough("cluster_gate", 12000, 400, {**CLUSTER, "vectors": 3, "stages": 1}),
     ],

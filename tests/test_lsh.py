@@ -325,12 +325,18 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
 @pytest.mark.parametrize(
     ("name", "key", "decisions"),
     [
-        (
+        mark(
             "row_clusters",
             "lsh_candidates/lists=1,beam=2,hidden=48,vocab=700,k=8,units=2,bands=12,capacity=90",
             {"threads": 128, "cluster": cluster, "exchange": exchange, "finishers": finishers, "loads": 4},
         )
-        for cluster, exchange, finishers in ((1, 0, 1), (4, 0, 4), (4, 1, 4), (4, 1, 1), (2, 0, 1))
+        for mark, cluster, exchange, finishers in (
+            (pytest.param, 1, 0, 1),
+            (pytest.param, 4, 0, 4),
+            (thorough, 4, 1, 4),
+            (pytest.param, 4, 1, 1),
+            (thorough, 2, 0, 1),
+        )
     ]
     + [
         (
@@ -416,8 +422,11 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
 
 @pytest.mark.parametrize(
     ("bands", "more"),
-    [(2, {"cluster": 1, "slices": 1}), (2, {"cluster": 2, "slices": 4}), (60, {"cluster": 5, "slices": 1})],
-    ids=["blocks", "clusters", "more hits than there is room for"],
+    [
+        pytest.param(2, {"cluster": 1, "slices": 1}, id="blocks"),
+        thorough(2, {"cluster": 2, "slices": 4}, id="clusters"),
+        pytest.param(60, {"cluster": 5, "slices": 1}, id="more hits than there is room for"),
+    ],
 )
 def test_a_step_of_a_head_leaves_no_word_out(bands: int, more: dict[str, int]) -> None:
     """More words with hits enough than a thread block multiplies at a time; whoever finds them first, results are the

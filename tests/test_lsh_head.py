@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import each_with_some, thorough
 
 import tvm_sparse
 from tvm_sparse.core import machine
@@ -85,8 +86,7 @@ def check_topk(values: Any, indices: Any, log_probs: np.ndarray, tolerance: floa
 # ---- candidates ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sentences", [1, 3, 6])
-@pytest.mark.parametrize("table", ["direct", "cuckoo"])
+@pytest.mark.parametrize(("table", "sentences"), each_with_some(("direct", "cuckoo"), (1, 3, 6)))
 def test_candidates_are_those_of_the_equations(table: str, sentences: int) -> None:
     embedding, hidden = drawn(6)
     ids = np.random.default_rng(next(numbers)).permutation(VOCAB)[:9]
@@ -251,9 +251,16 @@ def test_a_seed_draws_the_same_again() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("table", ["direct", "cuckoo"])
+@pytest.mark.parametrize(
+    ("suffix", "dtype", "table"),
+    [
+        # Each two of the three are together in a run that is not thorough.
+        thorough(suffix, dtype, table) if (i + j + k) % 2 else (suffix, dtype, table)
+        for i, suffix in enumerate(("npz", "safetensors"))
+        for j, dtype in enumerate(FLOATS)
+        for k, table in enumerate(("direct", "cuckoo"))
+    ],
+)
 def test_a_head_comes_back_as_it_was(suffix: str, dtype: str, table: str, tmp_path: Path) -> None:
     if suffix == "safetensors":
         pytest.importorskip("safetensors")
@@ -418,7 +425,7 @@ def samples(grouped: bool) -> tuple[np.ndarray, np.ndarray]:
     return embedding, hidden.reshape(16, 4, HIDDEN) if grouped else hidden
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("grouped", [thorough(False), True])
 def test_fit_reaches_the_recall_it_says(quick: list[str], grouped: bool) -> None:
     embedding, hidden = samples(grouped)
     order = np.random.default_rng(next(numbers)).permutation(VOCAB)

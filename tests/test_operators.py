@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import tvm
-from cases import AWKWARD, case_id, settings_of
+from cases import AWKWARD, case_id, of_each_operator, settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -446,7 +446,7 @@ def right(
     return inputs, expected, outputs
 
 
-@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+@pytest.mark.parametrize("problem", of_each_operator(), ids=case_id)
 def test_check_accepts_the_rounded_reference_and_rejects_poison(problem: Problem) -> None:
     for seed, (structure, settings) in enumerate(itertools.product(problem.structures, problem.settings)):
         inputs, expected, outputs = right(problem, structure, seed, settings)
@@ -510,7 +510,7 @@ def test_check_rejects_swapped_indices_missing_nan_and_wrong_infinities() -> Non
 # ---- definitions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", AWKWARD, ids=case_id)
+@pytest.mark.parametrize("problem", of_each_operator(), ids=case_id)
 def test_definition_agrees_with_the_reference(problem: Problem) -> None:
     function = tvm.compile(tvm.IRModule({"main": problem.definition()}), target="llvm")["main"]
     for seed, structure in enumerate(problem.structures):

@@ -81,14 +81,22 @@ OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("key", "decisions"), [*POINTS, *(thorough(*other) for other in OTHERS)])
-def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None:
-    """Whatever is read before the producer kernel is done is garbage."""
+@pytest.mark.parametrize(
+    ("key", "decisions", "first"),
+    [
+        *((*point, number % 2) for number, point in enumerate(POINTS)),
+        *(thorough(*point, 1 - number % 2) for number, point in enumerate(POINTS)),
+        *(thorough(*other, first) for other in OTHERS for first in (0, 1)),
+    ],
+)
+def test_points_equal_the_reference(key: str, decisions: dict[str, int], first: int) -> None:
+    """On every second structure, from the `first` on, the others in a thorough run only. Whatever is read before the
+    producer kernel is done is garbage."""
     problem = parse(key)
     template = next(t for t in spaces.templates() if t.operator == problem.operator and "tiles" in t.name)
     point = template.default(problem, SM90) | decisions
     assert template.allowed(problem, SM90, point) is None
-    check_emulated(problem, template, point)
+    check_emulated(problem, template, point, first=first, step=2)
 
 
 SEARCHED = {**SHARED, "reduce_warps": 2, "tile_n": 16, "depth": 1, "stages": 0, "blocks": 5, "threads": 256}

@@ -196,7 +196,9 @@ def test_the_order_by_banks_is_near_the_best(hidden: int, density: float, banks:
         assert found["banks"].penalty < 0.75 * found["greedy"].penalty < 0.75 * found["columns"].penalty
 
 
-@pytest.mark.parametrize(("gates", "lanes", "banks"), [(1, 8, 32), thorough(1, 4, 8), (4, 16, 32), thorough(4, 8, 16)])
+@pytest.mark.parametrize(
+    ("gates", "lanes", "banks"), [thorough(1, 8, 32), thorough(1, 4, 8), (4, 16, 32), thorough(4, 8, 16)]
+)
 def test_rows_of_a_warp_are_ordered_with_regard_to_each_other(gates: int, lanes: int, banks: int) -> None:
     matrix = scipy.sparse.random_array((gates * 1000, 1000), density=0.2, rng=np.random.default_rng(1))
     weights = {order: recurrent_weights(matrix, gates, order=order, banks=banks) for order in ORDERS}

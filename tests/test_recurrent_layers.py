@@ -85,7 +85,9 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 # ---- one layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), thorough((7, 3, 33)), thorough((5, 16, 64)), (3, 17, 20), (2, 40, 9)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), thorough((7, 3, 33)), thorough((5, 16, 64)), (3, 17, 20), thorough((2, 40, 9))]
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_layer_is_torch_s(cell: str, sizes: tuple[int, int, int]) -> None:
     steps, batch, hidden = sizes

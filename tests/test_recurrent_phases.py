@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from cases import SM80, SM90, thorough
+from cases import SM80, SM90, each_with_some, thorough
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
@@ -133,8 +133,10 @@ def test_batches_cover_every_round_once() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("template", ["persistent_rows", "cluster_rows"])
+@pytest.mark.parametrize(
+    ("template", "dtype"),
+    each_with_some(("persistent_rows", "cluster_rows"), ("float32", "float16", "bfloat16")),
+)
 def test_a_state_that_looks_like_the_mark(template: str, dtype: str, seed: int) -> None:
     """NaNs all of whose bits are ones, in the first states and in what a step adds: nobody waits for them for ever."""
     problem = problem_of(f"steps=4,batch=3,hidden=11,nonzeros=4,cell=relu,dtype={dtype}")

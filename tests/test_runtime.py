@@ -668,7 +668,7 @@ def call(tmp_path: Path, folder: str = "-", go: str = "-") -> subprocess.Popen[s
     return process
 
 
-def test_processes_at_once_compile_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
+def test_processes_at_once_compile_once_and_later_ones_not_at_all(tmp_path: Path, children_without_torch: None) -> None:
     """By the whole of the real way: a call, the user's cache, the process that compiles. None imports the compiler."""
     both = [call(tmp_path, go=str(tmp_path / "go")) for _ in range(2)]
     for process in both:
@@ -682,7 +682,9 @@ def test_processes_at_once_compile_once_and_later_ones_not_at_all(tmp_path: Path
     assert len(libraries) == len(manifest.read(libraries[0].parent)) == 1
 
 
-def test_an_exported_kernel_is_called_without_the_compiler(tmp_path: Path, builds: list[Any]) -> None:
+def test_an_exported_kernel_is_called_without_the_compiler(
+    tmp_path: Path, builds: list[Any], children_without_torch: None
+) -> None:
     export_by_hand(tmp_path / "folder", TOPK.format(batch=4), point(64))
     assert output(call(tmp_path, folder=str(tmp_path / "folder"))) == [[], True, False]
     assert not (tmp_path / "cache").exists()

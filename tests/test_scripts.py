@@ -158,6 +158,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_speed_against_recall(scripts: Scripts, states: Path, tmp_path: Path) -> None:
     out = tmp_path / "points.csv"

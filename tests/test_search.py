@@ -87,7 +87,7 @@ def start(
     return strategies.make(strategy, domain, known=known, trials=trials, batch=batch, seed=seed)
 
 
-@pytest.mark.parametrize("known", [0, 1, 7])
+@pytest.mark.parametrize("known", [0, thorough(1), 7])
 def test_a_budget_that_covers_the_space_covers_it_exactly_once(known: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tvm_sparse.tuning.search._MetaSchedule", None)  # not needed, so never made
     paid = dict.fromkeys(space(SMALL)[:known], 1e-5)
@@ -124,7 +124,7 @@ def test_of_a_large_space_a_draw_is_listed(few_combinations: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ahead"), [("evolutionary", True), ("replay", False), ("boosting", False), ("random", False)]
+    ("strategy", "ahead"), [("evolutionary", True), thorough("replay", False), ("boosting", False), ("random", False)]
 )
 def test_a_search_of_a_draw(strategy: str, ahead: bool, few_combinations: None) -> None:
     every, domain = space(LARGE), Domain.of(LARGE, SM90, tables(LARGE))
@@ -162,7 +162,7 @@ def test_points_are_distinct_and_allowed() -> None:
 
 @pytest.mark.parametrize("ahead", [thorough(False), True])
 @pytest.mark.parametrize("strategy", ["evolutionary", "replay"])
-@pytest.mark.parametrize(("trials", "batch"), [(17, 16), (5, 2)])
+@pytest.mark.parametrize(("trials", "batch"), [(17, 16), thorough(5, 2)])
 def test_a_space_barely_larger_than_the_budget_does_not_run_dry(
     trials: int, batch: int, strategy: str, ahead: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,20 +38,25 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts).removesuffix(".__init__"), path
 
 
+@functools.cache
+def import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Also those inside of functions; kept, because several tests look at each file."""
+    found = ast.walk(ast.parse(path.read_text()))
+    return tuple(node for node in found if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports(name: str, path: Path) -> Iterator[str]:
     """What a module imports of this package, also inside of functions, by absolute name."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
             found = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
         yield from (one for one in found if one.split(".")[0] == "tvm_sparse")
 
 
@@ -91,7 +97,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_private_names_stay_in_their_file(name: str) -> None:
-    for node in ast.walk(ast.parse(KNOWN[name].read_text())):
+    for node in import_statements(KNOWN[name]):
         if isinstance(node, ast.ImportFrom) and node.module != "__future__":
             private = [alias.name for alias in node.names if alias.name.startswith("_")]
             assert not private or not (node.level or (node.module or "").startswith("tvm_sparse")), private

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,19 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cases import AWKWARD, MACHINES, REALISTIC, SM90, case_id, cases, combinations, sampled, settings_of, thorough
+from cases import (
+    AWKWARD,
+    MACHINES,
+    REALISTIC,
+    SM90,
+    case_id,
+    cases,
+    combinations,
+    of_each_choice,
+    sampled,
+    settings_of,
+    thorough,
+)
 from tvm import tirx
 from tvm.ir import Call
 
@@ -365,7 +376,7 @@ def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: 
         template = spaces.find(name)
         assert template.point(problem, machine, template.default(problem, machine)) is None
         assert all(values and len(set(values)) == len(values) for values in table.values())
-        for decisions in itertools.islice(combinations(table, f"{name} {problem}"), 2000):
+        for decisions in itertools.islice(combinations(table, f"{name} {problem}"), 500):
             reason = template.allowed(problem, machine, decisions)
             reasons[f"{name}{decisions}"] = "a point that is allowed" if reason is None else reason
     for where, reason in reasons.items():
@@ -469,56 +480,43 @@ BESIDES = {
 }
 
 
-def choices(problem: Problem) -> set[tuple[str, Any]]:
-    """What selects code rather than its extents: dtypes, cells, activations, shapes of blocks, extras."""
-    extras = {field.name for field in dataclasses.fields(problem) if field.metadata.get("optional")}
-    told = {name: bool(axis) if isinstance(axis, int) else axis for name, axis in problem.axes.items()}
-    return {(name, axis) for name, axis in told.items() if name in extras or isinstance(axis, str)}
-
-
-def size(problem: Problem) -> int:
-    return math.prod(axis for axis in problem.axes.values() if isinstance(axis, int) and axis)
-
-
 @functools.cache
 def own_problems(template: Template) -> list[Problem]:
     """The problems that a template is run on without a GPU: the least, and as few others, two in all at least, as show
     each choice that any has. Sizes at which one branches are for its own tests; on a GPU it runs on all problems."""
-    left = [problem for _, problem in cases(template.kind, name=template.name)]
-    chosen = [min(left, key=size)]
-    if template.name in BESIDES:
-        chosen.append(parse(BESIDES[template.name]))
-    while left := [problem for problem in left if problem not in chosen]:
-        shown = set().union(*map(choices, chosen))
-        best = max(left, key=lambda problem: (len(choices(problem) - shown), size(problem)))
-        if not choices(best) - shown and len(chosen) > 1:
-            break
-        chosen.append(best)
-    return chosen
+    more = [parse(BESIDES[template.name])] if template.name in BESIDES else []
+    return of_each_choice((problem for _, problem in cases(template.kind, name=template.name)), more)
 
 
-def on_own_problems(kind: str) -> list[Any]:
-    """Every template on its own problems, beyond the least and that of the most choices only in a thorough run; so are
-    those of CUDA that are checked as loops as well, which is faster, beyond the latter, and on no more than two."""
+def on_own_problems(kind: str, *rest: Any) -> list[Any]:
+    """Every template on its own problems, and the `rest`; beyond the least and that of the most choices only in a
+    thorough run; so are those of CUDA that are checked as loops as well, which is faster, beyond the latter, and on no
+    more than two."""
     found: list[Any] = []
     for template in (one for one in spaces.templates() if one.kind == kind):
         own = own_problems(template)
         if kind == "cuda" and not template.explicit_threads:
-            found += [*(thorough(template, problem) for problem in own[:2][:-1]), (template, own[:2][-1])]
+            found += [*(thorough(template, problem, *rest) for problem in own[:2][:-1]), (template, own[:2][-1], *rest)]
         else:
-            found += [(template, problem) for problem in own[:2]]
-            found += [thorough(template, problem) for problem in own[2:]]
+            found += [(template, problem, *rest) for problem in own[:2]]
+            found += [thorough(template, problem, *rest) for problem in own[2:]]
     return found
 
 
-@pytest.mark.parametrize(("template", "problem"), on_own_problems("llvm"), ids=case_id)
+def cpu_points() -> list[Any]:
+    """The default of each template on its own problems; at one of them, another point in a thorough run: what differs
+    between problems the default shows."""
+    others = [thorough(t, own_problems(t)[:2][-1], True) for t in spaces.templates() if t.kind == "llvm"]
+    return [*on_own_problems("llvm", False), *others]
+
+
+@pytest.mark.parametrize(("template", "problem", "others"), cpu_points(), ids=case_id)
 def test_cpu_candidates_for_every_structure_batch_and_alignment(
-    template: Template, problem: Problem, tmp_path: Path
+    template: Template, problem: Problem, others: bool, tmp_path: Path
 ) -> None:
     machine = MACHINES["llvm"]
-    # Another point at one problem: what differs between problems the default shows.
-    another = problem == own_problems(template)[:2][-1]
-    for number, candidate in enumerate(sampled(template, problem, machine, int(another))):
+    chosen = sampled(template, problem, machine, int(others))
+    for number, candidate in enumerate(chosen[1:] if others else chosen):
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
         assert compiled.resources == ({AVX512_BF16: 1} if candidate.values.get("dots") else None)
         if candidate == spaces.fallback(problem, machine):  # so it is looked at before it is timed, with guards around
@@ -570,9 +568,17 @@ def on_loops(module: tvm.IRModule) -> Callable[[Sequence[Any]], None]:
     return call
 
 
-@pytest.mark.parametrize(("template", "problem"), cases("cuda", explicit_threads=False), ids=case_id)
-def test_schedules_with_threads_as_loops(template: Template, problem: Problem) -> None:
-    for candidate in sampled(template, problem, SM90, 1):
+def as_loops() -> list[Any]:
+    """Problems that show no choice of a template's that others do not only in a thorough run."""
+    found = cases("cuda", explicit_threads=False)
+    return [one if one[1] in own_problems(one[0]) else thorough(*one) for one in found]
+
+
+@pytest.mark.parametrize("others", [False, thorough(True)], ids=["default", "another"])
+@pytest.mark.parametrize(("template", "problem"), as_loops(), ids=case_id)
+def test_schedules_with_threads_as_loops(template: Template, problem: Problem, others: bool) -> None:
+    chosen = sampled(template, problem, SM90, int(others))
+    for candidate in chosen[1:] if others else chosen:
         program = template.build(problem, candidate.values)
         call = on_loops(program.module)
         for seed, structure in enumerate(problem.structures):

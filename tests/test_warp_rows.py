@@ -58,7 +58,7 @@ def test_every_size(problem: SoftmaxTopk) -> None:
     ("k", "dtype"),
     [
         (5, "float32"),
-        (5, "bfloat16"),
+        thorough(5, "bfloat16"),
         (COUNTED, "float16"),
         thorough(COUNTED + 1, "bfloat16"),
         thorough(50, "float32"),
@@ -124,7 +124,8 @@ def test_registers_hold_the_row_and_shared_memory_what_survives() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize(("vocab", "k"), [(1000, 400), thorough(2047, 5)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("vocab", "k"), [(1000, 400), (2047, 5)])
 def test_machine_code_keeps_to_registers(vocab: int, k: int, tmp_path: Path) -> None:
     cases = [(SM90, 1, "float32"), (SM90, 4, "bfloat16"), (SM80, 4, "float16")]
     for number, (machine, rows, dtype) in enumerate(cases):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import SM90
+from cases import SM90, thorough
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
@@ -111,7 +111,7 @@ def rows_of(vocab: int, k: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("k", [1, 5, 16])
+@pytest.mark.parametrize("k", [1, thorough(5), 16])
 def test_lane_maxima_give_a_threshold(k: int) -> None:
     layout, x, seen = layout_of(VOCAB, k), rows_of(VOCAB, k), np.zeros((len(KINDS), 2), np.int64)
     run(layout, x, [row.bound_by_lanes(layout)], see_bounds, seen)
@@ -120,7 +120,7 @@ def test_lane_maxima_give_a_threshold(k: int) -> None:
     assert seen[:, 1].tolist() == order_bits(lanes[:, k - 1]).tolist()
 
 
-@pytest.mark.parametrize("k", [17, 40, 100])
+@pytest.mark.parametrize("k", [17, thorough(40), 100])
 def test_group_maxima_give_a_bound(k: int) -> None:
     # Without NaN: what a group of nothing else gives is left to the bisection.
     layout, x, seen = layout_of(VOCAB, k), rows_of(VOCAB, k)[[0, 1, 3, 4]], np.zeros((4, 2), np.int64)
@@ -225,7 +225,7 @@ def test_few_values_are_placed_one_after_another(vocab: int, k: int) -> None:
             assert columns(np.array(keys)).tolist() == first_of(elements)[:k].tolist()
 
 
-@pytest.mark.parametrize("k", [3, 16, 30])
+@pytest.mark.parametrize("k", [3, thorough(16), 30])
 def test_bisection_selects_the_k_largest(k: int) -> None:
     """From the widest interval: at least k elements are no less than its lower end."""
     layout, x = layout_of(256, k), rows_of(256, k)
@@ -265,7 +265,7 @@ def test_bisection_selects_the_k_largest(k: int) -> None:
     assert [bool(equals) for equals in seen[2:, 1]] == [True, k > 10, True]
 
 
-@pytest.mark.parametrize("size", [64, 61, 1])
+@pytest.mark.parametrize("size", [thorough(64), 61, 1])
 def test_sort_puts_keys_in_order(size: int) -> None:
     layout, x = layout_of(256, 50), rows_of(256, 50)[:1]
     seen = np.random.default_rng(size).integers(1, 2**62, size=(1, layout.sorted_keys))
