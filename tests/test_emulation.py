@@ -345,6 +345,69 @@ def test_tensor_cores(dtype):
         np.testing.assert_allclose(d[way], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_products_of_a_warpgroup(dtype):
+    """A (64, 32) in registers times B (32, 24) in shared memory, plus C, and then A times B without it."""
+    name = str(np.dtype(dtype))
+    kind = {"float16": "f16", "bfloat16": "bf16"}[name]
+    wgmma = T.ptx.wgmma
+    mma = getattr(getattr(wgmma.mma_async.sync.aligned.m64n24k16.f32, kind), kind)
+
+    def multiply(c, a, b, added):
+        return mma(*(c[i] for i in range(12)), *(a[i] for i in range(4)), b, added, 1, 1, 0)
+
+    @T.prim_func
+    def func(
+        A: T.Buffer((64, 32), name), B: T.Buffer((24, 32), name), C: T.Buffer((64, 24), "float32"),
+        D: T.Buffer((2, 64, 24), "float32"),
+    ):  # fmt: skip
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([128])
+        pool = T.alloc_buffer([1024], name, scope="shared.dyn")
+        a = T.alloc_local([4], "uint32")
+        c = T.alloc_local([12], "float32")
+        start = T.alloc_local([1], "uint64")
+        # Eight columns of B by 8 of its k are a matrix; those of the next columns follow it, and those of the next k
+        # are 24 * 8 elements further on.
+        for i in T.serial(6):
+            pool[(i * 128 + t) // 192 * 192 + (i * 128 + t) % 192] = B[
+                (i * 128 + t) % 192 // 8, (i * 128 + t) // 192 * 8 + (i * 128 + t) % 8
+            ]
+        start[0] = (
+            T.Cast("uint64", T.cuda.cvta_generic_to_shared(pool.ptr_to([0])) & T.uint32(0x3FFFF)) // T.uint64(16)
+            + T.uint64(24 << 16)
+            + T.uint64(8 << 32)
+        )
+        T.ptx.fence.proxy.async_.shared__cta()
+        T.cuda.cta_sync()
+        for way in T.serial(2):
+            for i in T.serial(12):
+                c[i] = C[t // 32 * 16 + t % 32 // 4 + i // 2 % 2 * 8, i // 4 * 8 + t % 4 * 2 + i % 2]
+            wgmma.fence.sync.aligned()
+            for step in T.serial(2):
+                for i in T.serial(4):
+                    row = T.meta_var(t // 32 * 16 + t % 32 // 4 + i % 2 * 8)
+                    k = T.meta_var(step * 16 + i // 2 * 8 + t % 4 * 2)
+                    a[i] = T.Cast("uint32", T.reinterpret("uint16", A[row, k])) | (
+                        T.Cast("uint32", T.reinterpret("uint16", A[row, k + 1])) << T.uint32(16)
+                    )
+                multiply(c, a, start[0] + T.Cast("uint64", step * 48), T.Or(way == 0, step > 0))
+            wgmma.commit_group.sync.aligned()
+            wgmma.wait_group.sync.aligned(0)
+            for i in T.serial(12):
+                D[way, t // 32 * 16 + t % 32 // 4 + i // 2 % 2 * 8, i // 4 * 8 + t % 4 * 2 + i % 2] = c[i]
+
+    a, b = (RNG.standard_normal(shape).astype(dtype) for shape in ((64, 32), (24, 32)))
+    c, d = RNG.standard_normal((64, 24)).astype("float32"), np.full((2, 64, 24), np.nan, "float32")
+    a[3, 5], b[9, 2] = np.inf, np.nan
+    run_tirx(func, [a, b, c, d])
+    with np.errstate(invalid="ignore"):
+        expected = a.astype("float64") @ b.astype("float64").T
+    for way in range(2):
+        np.testing.assert_allclose(d[way], expected + c * (way == 0), rtol=1e-5, atol=1e-5)
+
+
 def test_dynamic_shared_memory_and_scalar_argument():
     @T.prim_func
     def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32"), shift: T.int32):

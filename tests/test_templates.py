@@ -736,7 +736,10 @@ OVERLAPPED = {
         "bsr_matmul/m=5,k=528,n=48,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",
     ),
     "nhot_lookup": ("nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",),
-    "head_topk": ("head_topk/batch=3,vocab=301,hidden=40,k=5,dtype=float16,bias=1,ids=2",),
+    "head_topk": (
+        "head_topk/batch=3,vocab=301,hidden=40,k=5,dtype=float16,bias=1,ids=2",
+        "head_topk/batch=19,vocab=173,hidden=136,k=5,dtype=bfloat16,bias=1",
+    ),
     "candidate_topk": (
         "candidate_topk/lists=2,beam=3,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",
         "candidate_topk/lists=2,beam=1,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",

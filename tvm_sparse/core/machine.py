@@ -66,6 +66,11 @@ class Machine:
         """Thread block clusters and programmatic dependent launch: from compute capability 9.0 on."""
         return self.capability >= 90
 
+    @property
+    def has_warpgroups(self) -> bool:
+        """Products of warpgroups, which read an operand from shared memory (wgmma): of compute capability 9.0 alone."""
+        return self.arch == "sm_90a"
+
     def blocks_at_once(self, threads: int, registers: int, shared_bytes: int) -> int:
         """Thread blocks of a kernel that a GPU runs at the same time while it runs nothing else.
 

@@ -2147,6 +2147,36 @@ inline void mma_tf32(const uint32_t* a, const uint32_t* b, float* c, int line) {
   }
 }
 
+// wgmma with A in registers: of the 64 rows each of four warps has 16, as of mma.m16n8k16, and likewise of D, whose N
+// columns lie one eight behind the other. B is in dynamic shared memory, where `matrix` describes it: matrices of eight
+// columns by 16 bytes of k, a column behind the other. Each warp goes through it when it comes to it.
+template <int N, class F>
+COC_DEVICE void wgmma(F value, const uint32_t* a, uint64_t matrix, bool added, float* d, int line) {
+  Thread& t = self();
+  uint64_t of_a[2][32];
+  for (int high = 0; high < 2; high++) {
+    exchange("wgmma", line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
+    memcpy(of_a[high], t.lanes, sizeof t.lanes);
+  }
+  if (matrix >> 49) fail("wgmma at kernel.cu:%d: layout %d of a matrix is not emulated", line, int(matrix >> 62));
+  uint32_t start = (matrix & 0x3FFF) * 16, along_k = (matrix >> 16 & 0x3FFF) * 16, along_n = (matrix >> 32 & 0x3FFF) * 16;
+  int g = t.lane / 4, first = t.lane % 4 * 2;
+  for (int j = 0; j < N / 8; j++)
+    for (int c = 0; c < 2; c++) {
+      double sum[2] = {added ? d[j * 4 + c] : 0, added ? d[j * 4 + 2 + c] : 0};
+      for (int k = 0; k < 16; k++) {
+        uint32_t offset = start + k / 8 * along_k + j * along_n + (first + c) * 16 + k % 8 * 2;
+        const uint16_t* b = (const uint16_t*)generic(kDynamicShared + offset);
+        check_address(b, sizeof *b);
+        for (int high = 0; high < 2; high++) {
+          uint64_t both = of_a[high][4 * g + k % 8 / 2];
+          sum[high] += double(value(uint16_t(both >> (k / 8 * 32 + k % 2 * 16)))) * double(value(*b));
+        }
+      }
+      d[j * 4 + c] = float(sum[0]), d[j * 4 + 2 + c] = float(sum[1]);
+    }
+}
+
 // ldmatrix: lane 8j+r has the address of row r of matrix j, eight 16-bit elements; lane 4g+t gets of
 // each matrix elements 2t and 2t+1 of row g, or transposed of column g.
 template <class A>

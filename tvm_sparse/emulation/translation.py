@@ -150,6 +150,7 @@ BITS = {
 NO_EFFECT = re.compile(
     r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*"
     r"|fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async\.shared::cta"
+    r"|wgmma\.(fence|commit_group|wait_group)\.sync\.aligned"
 )
 MBARRIER = re.compile(
     r"mbarrier\.(init|arrive\.expect_tx|try_wait\.parity)(\.(acquire|release|relaxed)\.(cta|cluster))?"
@@ -289,6 +290,16 @@ def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         code = f"uint32_t of_a[4] = {a}, of_b[2] = {b}; float of_c[4] = {c}; " \
                f"cuda_on_cpu::ptx::mma_tf32(of_a, of_b, of_c, __builtin_LINE());"  # fmt: skip
         return "{ " + code + " ".join(_set(lane, f"of_c[{i}]") for i, lane in enumerate(_lanes(d))) + " }"
+    if of_group := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2", opcode):
+        d, a, b, added, *signs = ops
+        sums = _lanes(d)
+        if not a.startswith("{") or signs != ["1", "1", "0"]:
+            return None
+        value = {"f16": "half_value", "bf16": "bfloat16_value"}[of_group.group(2)]
+        code = f"uint32_t of_a[4] = {{{', '.join(_lanes(a))}}}; float of_d[{len(sums)}] = {{{', '.join(sums)}}}; " \
+               f"cuda_on_cpu::ptx::wgmma<{of_group.group(1)}>(cuda_on_cpu::{value}, of_a, {b}, {added}, of_d, " \
+               f"__builtin_LINE());"  # fmt: skip
+        return "{ " + code + " ".join(_set(one, f"of_d[{i}]") for i, one in enumerate(sums)) + " }"
     if load := re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode):
         count, trans = int(load.group(1)), str(bool(load.group(2))).lower()
         call = f"cuda_on_cpu::ptx::load_matrices({_address(ops[1])}, {count}, {trans}, got, __builtin_LINE());"
@@ -327,9 +338,10 @@ def _barrier(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     """Asynchronous copies and stores, and hints of what will be read."""
     if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global") or re.fullmatch(
-        r"cp\.async\.c[ag]\.shared\.global\.L2::\d+B", opcode
+        r"cp\.async\.c[ag]\.shared\.global\.L2::(\d+B|cache_hint)", opcode
     ):
-        filled = ops[3] if len(ops) > 3 else ops[2]
+        sizes = ops[2:-1] if opcode.endswith("cache_hint") else ops[2:]
+        filled = sizes[-1]
         return (f"cuda_on_cpu::ptx::copy_async({_address(ops[0])}, (const void*)"
                 f"{_address(ops[1])}, {ops[2]}, {filled});")  # fmt: skip
     if opcode == "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes":

@@ -1,4 +1,4 @@
-"""The second kernel of `tiles`: a block a row finds the best words, of the best tiles or of all.
+"""The second kernel of `tiles` and `warpgroups`: a block a row finds the best words, of the best tiles or of all.
 
 clear           shared memory
 begin_search    of tiles: what each thread looks at first is loaded
@@ -54,7 +54,7 @@ from ...device.selection import (
 )
 from ...device.state import Buffers, local, pooled, shared
 from ...device.tops import find_kth, offer
-from .space import Extents, SearchSizes
+from .space import SearchSizes, TileSearchSizes
 from .words import count_words, find_word
 
 load_uint = T.ptx.ld.global_.u32
@@ -142,7 +142,7 @@ class State(Buffers):
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
 
 
-def pair_warps(e: Extents) -> int:
+def pair_warps(e: TileSearchSizes) -> int:
     """Warps that have a pair of the first kernel's blocks."""
     return ceildiv(min(e.blocks, e.threads), 32)
 
@@ -158,7 +158,7 @@ def rescaled(pairs: Any, at: int, top: Any, factor: Any) -> Any:
 
 
 # fmt: off
-def clear(e: Extents) -> Callable[..., Any]:
+def clear(e: TileSearchSizes) -> Callable[..., Any]:
     """Set shared memory to how it is before anything was found; the phase is (s).
 
     Writes: `chosen`, `count`, `bound`; `tops`, and the front of `reached`, where they come as 0; and `counters`.
@@ -183,7 +183,7 @@ def clear(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def load_pairs(e: Extents) -> Callable[..., Any]:
+def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     """Load the pairs of the first kernel's blocks, as far as a thread has them.
 
     Reads: `sums` of the row.
@@ -234,7 +234,7 @@ def load_pairs(e: Extents) -> Callable[..., Any]:
     return load_joined if e.whole_sums else phase
 
 
-def find_top(e: Extents) -> Callable[..., Any]:
+def find_top(e: TileSearchSizes) -> Callable[..., Any]:
     """The row's largest score, which the search for tiles has told. The phase is (s).
 
     Reads: `own`; or `largest`.
@@ -264,7 +264,7 @@ def sum_lanes(sums, at):
         sums[at] = sums[at] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), sums[at], 1 << b, 32, 32)
 
 
-def join_lanes(e: Extents) -> Callable[..., Any]:
+def join_lanes(e: TileSearchSizes) -> Callable[..., Any]:
     """The sum of a warp's pairs; and its maximum, unless the row's is known. The phase is (s, factor).
 
     Reads: `m` and `d`, or `whole`; what `find_top` reads.
@@ -306,7 +306,7 @@ def join_lanes(e: Extents) -> Callable[..., Any]:
     return join_whole if e.whole_sums else join_known if e.by_bits else join
 
 
-def join_pairs(e: Extents) -> Callable[..., Any]:
+def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     """The row's sum of exponentials, and its maximum. The phase is (io, s, factor).
 
     Reads: `pairs`; `top`, if it is known.
@@ -522,7 +522,7 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def find_tops(e: Extents) -> Callable[..., Any]:
+def find_tops(e: TileSearchSizes) -> Callable[..., Any]:
     """The best of each thread's tiles, and of each group of threads. The phase is (s, size).
 
     Reads: `bits`, from `begin_search`; `tops`, which come as 0.
@@ -543,7 +543,7 @@ def find_tops(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def bound_tiles(e: Extents) -> Callable[..., Any]:
+def bound_tiles(e: TileSearchSizes) -> Callable[..., Any]:
     """The k-th best of the groups' best tiles. The phase is (s).
 
     Reads: `tops`.
@@ -565,7 +565,7 @@ def bound_tiles(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def collect_bits(e: Extents) -> Callable[..., Any]:
+def collect_bits(e: TileSearchSizes) -> Callable[..., Any]:
     """`collect` of tiles by scores alone, of which threads have all in registers: equal ones are all taken. The phase
     is (io, s, size, factor).
 
@@ -621,7 +621,7 @@ def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., An
     return phase
 
 
-def rank_few(e: Extents, search: Search) -> Callable[..., Any]:
+def rank_few(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
     """`rank` of the words that reach the tiles' bound, in one step if they are few. The phase is (io, s, factor).
 
     Reads: `count`, `reached`, with zeros behind it.
@@ -642,7 +642,7 @@ def rank_few(e: Extents, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def choose_tiles(e: Extents, search: Search) -> Callable[..., Any]:
+def choose_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
     """The k best of `size` tiles, one after another: for `collect_bits`, where equal ones are more than `keys` has room
     for. The phase is (io, s, size, factor).
 
@@ -675,7 +675,7 @@ def choose_tiles(e: Extents, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def rank_tiles(e: Extents, search: Search) -> Callable[..., Any]:
+def rank_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
     """The k best tiles, where more tiles or words reach the bound than are looked through. The phase is (io, s, size,
     factor).
 
@@ -711,12 +711,12 @@ def select(e: SearchSizes, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def near_position(e: Extents, s: Any, i: Any) -> Any:
+def near_position(e: TileSearchSizes, s: Any, i: Any) -> Any:
     """The i-th word of the tiles that were collected."""
     return T.Cast("int32", key_index(s.keys[i // e.tile_n])) * e.tile_n + i % e.tile_n
 
 
-def begin_near(e: Extents) -> Callable[..., Any]:
+def begin_near(e: TileSearchSizes) -> Callable[..., Any]:
     """Load the words of the tiles that were collected, those that a thread looks at first; the phase is (io, s).
 
     Reads: `keys` and `count`, of tiles.
@@ -734,7 +734,7 @@ def begin_near(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def collect_near(e: Extents) -> Callable[..., Any]:
+def collect_near(e: TileSearchSizes) -> Callable[..., Any]:
     """Collect the words that reach the tiles' bound; the phase is (io, s).
 
     Reads: `near` and `bits`, from `begin_near`; `keys` and `bound`, of tiles.
@@ -764,7 +764,7 @@ def collect_near(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def search_tiles(e: Extents) -> Search:
+def search_tiles(e: TileSearchSizes) -> Search:
     """Reads: `tops`. Writes: `chosen`, the tiles with the best words, as many as there are up to k."""
 
     @T.inline
@@ -847,7 +847,7 @@ def write_asked(e: SearchSizes) -> Callable[..., Any]:
     return phase
 
 
-def best(e: Extents) -> Callable[..., Any]:
+def best(e: TileSearchSizes) -> Callable[..., Any]:
     """The kernel, called with (io)."""
     count, tiles_search, words_search = count_words(e), search_tiles(e), search_words(e)
     do = SimpleNamespace(

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -146,6 +146,17 @@ class State(Buffers):
     kept: Any = pooled(
         "uint32", lambda e: e.ring_at // 4 if e.stages else e.kept_bytes // 4, 0, when=lambda e: e.staged
     )
+
+
+class BlockOfWarps(Protocol):
+    """What `join_warps` asks of a template's sizes."""
+
+    @property
+    def tiles(self) -> int: ...
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def product_threads(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -747,7 +758,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def join_warps(e: Extents) -> Callable[..., Any]:
+def join_warps(e: BlockOfWarps) -> Callable[..., Any]:
     """Join what the warps of a block know.
 
     Reads: `pairs`.

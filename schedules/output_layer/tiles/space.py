@@ -432,8 +432,88 @@ class SearchSizes:
         return self.groups * 8 + self.k * 12 + near + more + 512
 
 
+class TileSearchSizes(SearchSizes):
+    """What that kernel asks of a template's sizes where the first one tells the largest scores of tiles."""
+
+    list_tiles: int
+    blocks: int  # thread blocks of the first kernel, each of which tells a sum of exponentials of a row
+    dynamic: int  # whether its tiles are taken as thread blocks come to them
+
+    @property
+    def whole_sums(self) -> bool:
+        """Which thread block adds up what differs from run to run if tiles are taken as they come; results do not."""
+        return self.dynamic > 0
+
+    @property
+    def tiles_each(self) -> int:
+        """Tiles of a thread of the second kernel."""
+        return ceildiv(self.list_tiles, self.threads)
+
+    @property
+    def by_bits(self) -> bool:
+        return not self.m and self.summed and self.tiles_each <= MAX_TILES_EACH
+
+    @property
+    def loads(self) -> int:
+        return max(LOADS, self.tiles_each) if self.by_bits else super().loads
+
+    @property
+    def search_resident(self) -> int:
+        """Blocks of the second kernel that a multiprocessor is to hold, which bounds the registers of a thread. So a
+        block of few tiles most often finds room beside those of the first kernel, and is ready when these have ended:
+        if it has to be started then, a call of 13 us takes 0.8 more."""
+        registers = next(registers for most, registers in SEARCH_REGISTERS.items() if self.tiles_each <= most)
+        return REGISTER_FILE // (registers * self.threads)
+
+    @property
+    def tile_groups(self) -> int:
+        """Groups of threads by whose best tiles a bound is found, `by_bits`. Of the least, half as many tiles more
+        reach it."""
+        return FEW_GROUPS if self.k <= FEW else self.groups
+
+    @property
+    def at_once(self) -> int:
+        """Words of the best tiles that are ranked in one step: most often there are no more. 0: in several."""
+        return 2 * FEW_GROUPS if self.by_bits and self.k <= FEW else 0
+
+    @property
+    def rankers(self) -> int:
+        """Threads that then rank a word."""
+        return min(8, self.threads // self.at_once)
+
+    @property
+    def row_pitch(self) -> int:
+        """Scores of a row in the workspace."""
+        return self.list_tiles * self.tile_n
+
+    @property
+    def summed(self) -> bool:
+        """Whether the first kernel tells the largest scores of tiles, and sums of exponentials."""
+        return self.k > 0 and not self.direct
+
+    @property
+    def searched_words(self) -> int:
+        return self.row_pitch if self.direct else min(self.k, self.list_tiles) * self.tile_n
+
+    @property
+    def searched(self) -> int:
+        if self.direct:
+            return self.searched_words
+        return max(self.most_tiles if self.by_bits else self.list_tiles, self.searched_words)
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles that the second kernel looks through without ranking them."""
+        return max(2 * self.k, self.at_once)
+
+    @property
+    def near_loads(self) -> int:
+        """Loads of a thread for these words that are in flight together."""
+        return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))
+
+
 @dataclass(frozen=True)
-class Extents(SearchSizes):
+class Extents(TileSearchSizes):
     """What the kernels know before they run.
 
     Attributes
@@ -506,48 +586,6 @@ class Extents(SearchSizes):
     def stride(self) -> int:
         """Tiles that all blocks have in hand together: from one tile of a warp or block to its next."""
         return self.blocks * self.tiles
-
-    @property
-    def whole_sums(self) -> bool:
-        """Which thread block adds up what differs from run to run if tiles are taken as they come; results do not."""
-        return self.dynamic > 0
-
-    @property
-    def tiles_each(self) -> int:
-        """Tiles of a thread of the second kernel."""
-        return ceildiv(self.list_tiles, self.threads)
-
-    @property
-    def by_bits(self) -> bool:
-        return not self.m and self.summed and self.tiles_each <= MAX_TILES_EACH
-
-    @property
-    def loads(self) -> int:
-        return max(LOADS, self.tiles_each) if self.by_bits else super().loads
-
-    @property
-    def search_resident(self) -> int:
-        """Blocks of the second kernel that a multiprocessor is to hold, which bounds the registers of a thread. So a
-        block of few tiles most often finds room beside those of the first kernel, and is ready when these have ended:
-        if it has to be started then, a call of 13 us takes 0.8 more."""
-        registers = next(registers for most, registers in SEARCH_REGISTERS.items() if self.tiles_each <= most)
-        return REGISTER_FILE // (registers * self.threads)
-
-    @property
-    def tile_groups(self) -> int:
-        """Groups of threads by whose best tiles a bound is found, `by_bits`. Of the least, half as many tiles more
-        reach it."""
-        return FEW_GROUPS if self.k <= FEW else self.groups
-
-    @property
-    def at_once(self) -> int:
-        """Words of the best tiles that are ranked in one step: most often there are no more. 0: in several."""
-        return 2 * FEW_GROUPS if self.by_bits and self.k <= FEW else 0
-
-    @property
-    def rankers(self) -> int:
-        """Threads that then rank a word."""
-        return min(8, self.threads // self.at_once)
 
     @property
     def product_threads(self) -> int:
@@ -736,36 +774,6 @@ class Extents(SearchSizes):
     def shared_bytes(self) -> int:
         """Shared memory of the first kernel with a ring."""
         return self.kept_bytes + self.parts_bytes + (12 if self.dynamic else 8) * self.stages * self.rings
-
-    @property
-    def row_pitch(self) -> int:
-        """Scores of a row in the workspace."""
-        return self.list_tiles * self.tile_n
-
-    @property
-    def summed(self) -> bool:
-        """Whether the first kernel tells the largest scores of tiles, and sums of exponentials."""
-        return self.k > 0 and not self.direct
-
-    @property
-    def searched_words(self) -> int:
-        return self.row_pitch if self.direct else min(self.k, self.list_tiles) * self.tile_n
-
-    @property
-    def searched(self) -> int:
-        if self.direct:
-            return self.searched_words
-        return max(self.most_tiles if self.by_bits else self.list_tiles, self.searched_words)
-
-    @property
-    def most_tiles(self) -> int:
-        """Tiles that the second kernel looks through without ranking them."""
-        return max(2 * self.k, self.at_once)
-
-    @property
-    def near_loads(self) -> int:
-        """Loads of a thread for these words that are in flight together."""
-        return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))
 
 
 def _steps(vectors: int, decisions: Decisions) -> int:

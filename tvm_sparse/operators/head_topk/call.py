@@ -22,14 +22,17 @@ from tvm_sparse.runtime.calls import (
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
-from .problem import EIGHT, HeadTopk
+from .problem import EIGHT, SIXTEEN, HeadTopk
 
 WHERE = "the hidden states are"
 # The ways to the result: the kernel of this operator, or PyTorch's product and `softmax_topk`.
 KERNEL, PRODUCT = "kernel", "product"
-# Rows up to which the kernel is the faster way on an H200, where no record says more: of 64 it takes twice as long as
-# of 16. Beyond, arithmetic and hidden states in shared memory keep it from the speed of memory.
-FUSED_ROWS = 16
+# Rows up to which the kernel is the faster way on an H200, where no record says more. Beyond, hidden states in
+# registers or shared memory keep it from the speed of memory.
+FUSED_ROWS = SIXTEEN
+# Rows up to which it still is with products of warpgroups, in 16 bits: of 32 rows it takes 0.95 to 0.99 times as long
+# as product and softmax_topk, of 48 up to 1.04 times.
+GROUPED_ROWS = 32
 # Bytes of hidden states, of eight or sixteen rows, that a multiprocessor has room for: of 16 bits in registers; and in
 # registers and shared memory, beside rings. Shared memory alone, of which a thread block takes so much at the most, has
 # room for either dtype's. Where there is none for more than eight, sixteen read all words twice: at (10, 128256, 8192)
@@ -195,6 +198,8 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
     size = numpy_dtype(problem.dtype).itemsize
     if problem.hidden * size % VECTOR_BYTES or problem.k > FUSED_K:
         return PRODUCT
+    if machine.has_warpgroups and size == 2 and FUSED_ROWS < problem.batch <= GROUPED_ROWS:
+        return KERNEL
     most = min(machine.block_shared_bytes, SHARED_BYTES)
     if size == 2:
         large = machine.has_clusters and machine.block_shared_bytes > SHARED_BYTES

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-# Rows of the smallest tile of the kernels' product.
-EIGHT = 8
+# Rows of the smallest tile of the kernels' product, and of one fragment, up to which words are read by bulk copies.
+EIGHT, SIXTEEN = 8, 16
 # Words of the vocabulary on which kernels are verified: a program reads how many there are when it runs.
 FEW_WORDS = 3001
 
@@ -91,15 +91,18 @@ class HeadTopk(Problem):
         require_extras(self)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; None for a problem of other columns, and for one of up to `EIGHT` rows if this one has
-        more.
+        """Octaves of all sizes; None for a problem of other columns, and for one of up to `EIGHT` or `SIXTEEN` rows if
+        this one has more.
 
         Columns tell how a word divides among warps, and a template's default counts that anew: on an H200 at (1,
         256000, 4608) it takes 512 microseconds, with the decisions of 2560 columns 818. Tiles for up to eight rows
         have eight, so that all words would be read twice: at (10, 151936, 4096) with the decisions of one row 565
-        microseconds, with its own 299.
+        microseconds, with its own 299. More than sixteen rows have kernels of their own where there are products of
+        warpgroups: at (32, 128256, 4096) 254 microseconds, with the decisions of ten rows 487.
         """
-        if not isinstance(other, HeadTopk) or other.hidden != self.hidden or other.batch <= EIGHT < self.batch:
+        if not isinstance(other, HeadTopk) or other.hidden != self.hidden:
+            return None
+        if any(other.batch <= rows < self.batch for rows in (EIGHT, SIXTEEN)):
             return None
         return super().distance(other)
 

@@ -1,0 +1,56 @@
+"""The exact output layer for tens of rows on compute capability 9.0: words streamed through products of warpgroups.
+
+Beside so many rows of hidden states neither registers nor shared memory have room for all of their columns, and a
+product of one warp (`mma`, as in `tiles`) reads more of them from shared memory than of words. Here tensor cores read
+the hidden states from shared memory themselves (`wgmma`), once for the words of four warps.
+
+**The kernel ahead** puts the hidden states in order: as matrices of eight rows by 16 bytes, which lie one behind the
+other, part by part of the columns.
+
+**First kernel: the product.** A tile is `tile_n` words by `tile_m` rows. `tiles` warps of a thread block have one each,
+and go through the columns together, a part of `depth` cache lines after the other. A producer warp brings the hidden
+states of a part by one bulk copy; shared memory has those of three parts, and mbarriers hand them over and back. All
+thread blocks read them again for each round of tiles, from the L2 cache. Words come by `cp.async` to a ring of `stages`
+parts, a warp's own, and go to registers by `ldmatrix`: they are operand A, the hidden states operand B. The ring asks
+for the next part as soon as all words of one are in registers.
+
+A warp passes its scores through shared memory, so that a lane has a row's: nobody has to find their largest and to sum
+their exponentials up across lanes, and memory gets whole sectors. Sums of exponentials relative to a maximum (Milakov
+& Gimelshein 2018, Algorithm 3) stay in registers until a thread block ends.
+
+**Second kernel: the best**, as that of `tiles`.
+
+Tried on an H200 without gain: hidden states that a cluster's thread blocks bring for each other (multicast), which
+halves what they read of them; warps of their own for what comes after the product; products of a part that are awaited
+in the next one, which the assembler then awaits one by one; bulk copies of words, one a row.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+
+from ..words import OutputLayer
+from .space import Extents, allowed, default, launch, space
+
+
+def build(problem: OutputLayer, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, Extents.of(problem, decisions))
+
+
+def warpgroups(operator: str, name: str, version: int) -> Template:
+    """The template for the operator of the output layer that reads a vocabulary."""
+    return Template(
+        name=name,
+        version=version,
+        operator=operator,
+        kind="cuda",
+        summary="words streamed through products of warpgroups, for tens of rows; the best words of the best tiles",
+        space=space,
+        default=default,
+        program=build,
+        allowed=allowed,
+        launch=launch,
+        explicit_threads=True,
+    )

@@ -1,0 +1,74 @@
+"""The program of `warpgroups`: its workspaces and kernels, each a list of phases.
+
+arrange     the hidden states as operand B, part by part of the columns
+product     the scores of tiles of words  (`product`)
+best        the best words of the rows    (`tiles.best`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Workspace
+
+from ...device.overlap import wait_then_start_consumer
+from ...device.region import device_region
+from ..interface import gpu_program, rows_shape
+from ..tiles.best import best
+from ..words import OutputLayer
+from .product import product
+from .space import VECTOR, Extents
+
+load_vector = T.ptx.ld.global_.v4.u32
+store_vector = T.ptx.st.global_.v4.u32
+
+
+# fmt: off
+def arrange(e: Extents) -> Callable[..., Any]:
+    """The kernel, called with (io, matrices): of each strip of `tile_m` rows a vector of all rows after the other."""
+    elements = e.hidden // e.vectors  # of a vector
+
+    @T.inline
+    def kernel(io, matrices):
+        with device_region():
+            vector, y = T.cta_id([e.parts * e.part_vectors, (io.beam + (e.tile_m - 1)) // e.tile_m])
+            t = T.thread_id([e.tile_m])
+            words = T.alloc_local([4], "uint32")
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            top: T.int32 = y * e.tile_m
+            rows: T.int32 = T.min(io.beam - top, e.tile_m)
+            if t < rows:
+                for v in T.unroll(4):
+                    words[v] = T.uint32(0)
+                if vector < e.vectors:
+                    load_vector(
+                        words[0], words[1], words[2], words[3], io.hidden.ptr_to([top + t, vector * elements]))
+                store_vector(
+                    matrices.ptr_to([top, (vector * rows + t) * 4]), words[0], words[1], words[2], words[3])
+
+    return kernel
+# fmt: on
+
+
+def program(problem: OutputLayer, e: Extents) -> Program:
+    """The program of one point of the space."""
+    own = (
+        Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),
+        Workspace("tops", rows_shape(problem, e.list_tiles), "uint32"),
+        Workspace("sums", rows_shape(problem, e.blocks, 2), "float32"),
+        Workspace("matrices", rows_shape(problem, e.parts * e.part_vectors * (VECTOR // 4)), "uint32"),
+    )
+    put_in_order, multiply, find = arrange(e), product(e), best(e)
+
+    # fmt: off
+    @T.inline
+    def body(io):
+        put_in_order(io, io.workspaces["matrices"])
+        multiply(io)
+        find(io)
+    # fmt: on
+    return gpu_program(problem, body, own, overlapped=e.overlap > 0)

@@ -1,0 +1,510 @@
+"""The first kernel of `warpgroups`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
+
+    begin           mbarriers, and where the first part is
+The producer warp, the last of a thread block,
+
+    produce         brings the hidden states, a part after the other, for all rounds of tiles
+
+and the other warps, each with a tile of words of its own,
+
+    ask_part        have a part of a tile's words brought
+    bring_words     a step of them to registers
+    multiply_step   its products
+    finish_tile     scores, the tile's largest ones, sums of exponentials
+
+All together in the end,
+
+    tell_sums       what each warp knows of its rows
+    join_warps      a block's sums of exponentials (of `tiles`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...device.mbarriers import arrive_expecting, try_wait
+from ...device.overlap import wait_then_start_consumer
+from ...device.region import device_region
+from ...device.selection import bits_value, order_bits
+from ...device.state import Buffers, local, pooled, shared
+from ...device.words import held_address, load_element
+from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
+from .space import HELD_PARTS, STEP, VECTOR, Extents
+
+bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
+copy_vector = T.ptx.cp.async_.cg.shared.global_
+load_matrices = T.ptx.ldmatrix.sync.aligned.m8n8.x4.shared.b16
+load_floats = T.ptx.ld.shared.v4.f32
+store_floats = T.ptx.st.global_.v4.f32
+wgmma = T.ptx.wgmma
+
+# Of a matrix descriptor: addresses and distances in units of 16 bytes, the distance between matrices of the same rows,
+# and that between those of the same columns, which follow each other.
+UNIT, ALONG_COLUMNS_BIT, ALONG_ROWS_BIT, MATRIX_BYTES = 16, 16, 32, 128
+SHARED_ADDRESS = 0x3FFFF
+
+
+@dataclass
+class State(Buffers):
+    """What the phases share.
+
+    Attributes
+    ----------
+    index, top
+        The list, of which there is one, and the first row of this block's strip.
+    rows
+        Of the strip.
+    tile, end, first
+        The warp's tile in hand, the one behind the last, and that of the block's first warp, which decides whether
+        there is one more round.
+    sums
+        Of the tile in hand, as `wgmma` has them.
+    hand
+        Words of the steps in hand: operand A.
+    base, policy
+        The address of the embedding; of the L2 cache, for words that leave it first.
+    asked, part, asked_slot, slot
+        The tile that is asked for next, which part of its rows, and the stage that it goes to; and the stage in use.
+    ring_start, from_, to
+        Addresses: of the warp's ring, of what a lane copies first, and to where.
+    place, turn
+        Of the part of hidden states in hand among those that shared memory has; the parity of its mbarriers' phase.
+    descriptor
+        Of the first of these, as an operand.
+    done
+        Whether a phase is over.
+    m, d
+        Of the lane's rows: the largest score so far, and the sum of exponentials over that one's.
+    own, added, bits, other
+        A row's scores in a tile, biases of the lane's words, ordered bits, and values on their way.
+    full, empty
+        Shared: mbarriers of parts of hidden states that have come, and that all warps have multiplied.
+    kept, ring
+        Shared: the parts of hidden states; the stages of all warps.
+    passed, pairs
+        Shared: each warp's scores of 32 rows; in their place in the end what it knows of each row.
+    """
+
+    index: Any
+    top: Any
+    rows: Any = local("int32")
+    tile: Any = local("int32")
+    end: Any = local("int32")
+    first: Any = local("int32")
+    sums: Any = local("float32", lambda e: e.sums_each)
+    hand: Any = local("uint32", lambda e: e.in_hand * e.tile_n)
+    base: Any = local("uint64")
+    policy: Any = local("uint64")
+    asked: Any = local("int32")
+    part: Any = local("int32")
+    asked_slot: Any = local("int32")
+    slot: Any = local("int32")
+    ring_start: Any = local("uint32")
+    from_: Any = local("uint64")
+    to: Any = local("uint32")
+    place: Any = local("int32")
+    turn: Any = local("uint32")
+    descriptor: Any = local("uint64")
+    done: Any = local("uint32")
+    m: Any = local("float32", lambda e: e.turns)
+    d: Any = local("float32", lambda e: e.turns)
+    own: Any = local("float32", lambda e: e.tile_n)
+    added: Any = local("float32", lambda e: e.word_groups)
+    bits: Any = local("uint32")
+    other: Any = local("float32", 2)
+    full: Any = shared("uint64", HELD_PARTS)
+    empty: Any = shared("uint64", HELD_PARTS)
+    kept: Any = pooled("uint32", lambda e: e.ring_at // 4, 0)
+    ring: Any = pooled("uint32", lambda e: (e.passed_at - e.ring_at) // 4, lambda e: e.ring_at // 4)
+    passed: Any = pooled("float32", lambda e: e.passed_bytes // 4, lambda e: e.passed_at // 4)
+    pairs: Any = pooled("float32", lambda e: e.tiles * e.tile_m * 2, lambda e: e.passed_at // 4)
+
+
+def place_of(e: Extents, row: Any, vector: Any) -> Any:
+    """Bytes from a stage's begin to a vector of a row's part. The same vectors of eight rows, which `ldmatrix` reads
+    together, lie in different banks of shared memory."""
+    return (row * e.part_vectors + (vector ^ (row % 8))) * VECTOR
+
+
+def hand_at(e: Extents, step: Any, half: Any, f: Any) -> Any:
+    """Where operand A of 16 columns of a step is in `hand`, of the f-th 16 words."""
+    return ((step % e.in_hand * 4 + half) * (e.word_groups // 2) + f) * 4
+
+
+# fmt: off
+def begin(e: Extents) -> Callable[..., Any]:
+    """Reads: nothing. Writes: `rows`, `full`, `empty`, `descriptor`, `policy`, `place`, `turn`. Barriers: of the thread
+    block, at the end. The phase is (io, s, p)."""
+
+    @T.inline
+    def phase(io, s, p):
+        if p.t == 0:
+            for i in T.unroll(HELD_PARTS):
+                T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(e.tiles))
+            T.ptx.fence.mbarrier_init.release.cluster()
+        start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.kept.ptr_to([0]))))
+        s.rows[0] = T.min(io.beam - s.top, e.tile_m)
+        s.descriptor[0] = (
+            T.Cast("uint64", (start & T.uint32(SHARED_ADDRESS)) // T.uint32(UNIT))
+            + (T.Cast("uint64", s.rows[0]) << T.uint64(ALONG_COLUMNS_BIT))
+            + T.uint64(MATRIX_BYTES // UNIT << ALONG_ROWS_BIT))
+        if e.evict_first > 0:
+            T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
+        s.place[0] = 0
+        s.turn[0] = T.uint32(0)
+        T.cuda.cta_sync()
+
+    return phase
+
+
+@T.inline
+def await_phase(s, barrier, parity):
+    """Reads: an mbarrier. Barriers: none. After: its phase of this parity is over."""
+    s.done[0] = T.uint32(0)
+    while s.done[0] == T.uint32(0):
+        try_wait(s.done[0], barrier, parity)
+
+
+@T.inline
+def next_place(s):
+    """Reads and writes: `place`, `turn`. Barriers: none."""
+    s.place[0] = s.place[0] + 1
+    if s.place[0] == HELD_PARTS:
+        s.place[0] = 0
+        s.turn[0] = s.turn[0] ^ T.uint32(1)
+
+
+def produce(e: Extents) -> Callable[..., Any]:
+    """The producer warp's work; the phase is (io, s, block, matrices), for one thread.
+
+    Reads: `matrices`.
+    Writes: `kept`, part after part, for each round of tiles; scratch is `place`, `turn`, `first`.
+    Barriers: none; awaits `empty`, and has copies arrive at `full`.
+    """
+
+    @T.inline
+    def phase(io, s, block, matrices):
+        words: T.int32 = s.rows[0] * (e.part_vectors * (VECTOR // 4))  # of a part
+        s.first[0] = block
+        while s.first[0] * e.tile_n < io.vocab:
+            for part in T.serial(e.parts):
+                # Of a phase that has not begun, the one before is over: the first parts find room.
+                await_phase(s, s.empty.ptr_to([s.place[0]]), s.turn[0] ^ T.uint32(1))
+                full = T.meta_var(s.full.ptr_to([s.place[0]]))
+                arrive_expecting(full, T.Cast("uint32", words * 4))
+                bulk_copy(
+                    s.kept.ptr_to([s.place[0] * (e.held_part_bytes // 4)]),
+                    matrices.ptr_to([s.top, part * words]), T.Cast("uint32", words * 4), full)
+                next_place(s)
+            s.first[0] = s.first[0] + e.stride
+
+    return phase
+
+
+def ask_part(e: Extents) -> Callable[..., Any]:
+    """Ask for the next part of a tile's words, or for nothing, as a group of copies; the phase is (io, s, p).
+
+    Reads: `asked`, `part`, `asked_slot`.
+    Writes: those, moved on; `ring`, by and by: zeros beyond the last column and the last word.
+    Barriers: none. One of the warp has to come before: nothing may still be read of the stage that is overwritten.
+    """
+    vectors, row_bytes = e.part_vectors, e.vectors * VECTOR
+    rows = 32 // vectors  # of a copy
+
+    def size(io: Any, s: Any, p: Place, i: Any) -> tirx.PrimExpr:
+        """Bytes that there are: all, or none."""
+        inside = s.asked[0] * e.tile_n + (i * rows + p.lane // vectors) < io.vocab
+        if e.uneven:
+            inside = T.And(inside, s.part[0] * vectors + p.lane % vectors < e.vectors)
+        return T.Select(inside, T.uint32(VECTOR), T.uint32(0))
+
+    def copy(s: Any, to: Any, from_: Any, size: Any) -> tirx.PrimExpr:
+        if e.evict_first:
+            return copy_vector.L2__cache_hint(to, from_, VECTOR, size, s.policy[0])
+        return copy_vector(to, from_, VECTOR, size)
+
+    @T.inline
+    def copy_rows(io, s, p, whole):
+        for i in T.unroll(e.tile_n // rows):
+            copy(
+                s, s.to[0] + T.Cast("uint32", place_of(e, i * rows + p.lane // vectors, p.lane % vectors)),
+                T.ptx.addr(s.from_[0], i * (rows * row_bytes)), T.uint32(VECTOR) if whole else size(io, s, p, i))
+
+    @T.inline
+    def phase(io, s, p):
+        if s.asked[0] < s.end[0]:
+            s.from_[0] = (
+                s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_n * row_bytes) + T.Cast(
+                    "uint64",
+                    p.lane // vectors * row_bytes + p.lane % vectors * VECTOR + s.part[0] * (vectors * VECTOR)))
+            s.to[0] = s.ring_start[0] + T.Cast("uint32", s.asked_slot[0] * e.stage_bytes)
+            if e.uneven:
+                copy_rows(io, s, p, False)
+            else:
+                if (s.asked[0] + 1) * e.tile_n <= io.vocab:
+                    copy_rows(io, s, p, True)
+                else:
+                    copy_rows(io, s, p, False)
+            s.part[0] = s.part[0] + 1
+            if s.part[0] == e.parts:
+                s.part[0] = 0
+                s.asked[0] = s.asked[0] + e.stride
+        s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
+        T.ptx.cp.async_.commit_group()
+
+    return phase
+
+
+def bring_words(e: Extents) -> Callable[..., Any]:
+    """A step of a stage; the phase is (s, p, step).
+
+    Reads: `ring`.
+    Writes: `hand`, in the half that is this step's.
+    Barriers: none, but all lanes of a warp take part.
+    """
+
+    @T.inline
+    def phase(s, p, step):
+        for half in T.unroll(4):
+            for f in T.unroll(e.word_groups // 2):
+                i = T.meta_var(hand_at(e, step, half, f))
+                # Eight lanes have a matrix: of the first eight words or the others, and of the first eight columns or
+                # the others.
+                row = T.meta_var(f * 16 + p.lane % 16)
+                load_matrices(
+                    s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
+                    s.ring_start[0] + T.Cast("uint32", s.slot[0] * e.stage_bytes + step * STEP)
+                    + T.Cast("uint32", place_of(e, row, half * 2 + p.lane // 16)))
+
+    return phase
+
+
+def multiply_step(e: Extents) -> Callable[..., Any]:
+    """Multiply a step of a part; the phase is (s, step).
+
+    Reads: `hand`, until the products are awaited; `kept`, of the part in hand.
+    Writes: adds the products to `sums`, by and by.
+    Barriers: none, but all warps of a warpgroup take part.
+    """
+    kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
+    mma = getattr(getattr(getattr(wgmma.mma_async.sync.aligned, f"m64n{e.tile_m}k16").f32, kind), kind)
+
+    def of_sixteen(s: Any, step: Any, half: Any, f: Any) -> tirx.PrimExpr:
+        """16 columns of 16 words each of four warps."""
+        first, a = f * (4 * e.row_groups), hand_at(e, step, half, f)
+        matrix = s.place[0] * (e.part_vectors * e.tile_m) + (step * 8 + half * 2) * s.rows[0]
+        return mma(
+            *(s.sums[first + i] for i in range(4 * e.row_groups)),
+            s.hand[a], s.hand[a + 1], s.hand[a + 2], s.hand[a + 3],
+            s.descriptor[0] + T.Cast("uint64", matrix), T.bool(True), 1, 1, 0)
+
+    @T.inline
+    def phase(s, step):
+        wgmma.fence.sync.aligned()
+        for half in T.unroll(4):
+            for f in T.unroll(e.word_groups // 2):
+                of_sixteen(s, step, half, f)
+        wgmma.commit_group.sync.aligned()
+
+    return phase
+
+
+def finish_tile(e: Extents) -> Callable[..., Any]:
+    """What is to be done with a warp's scores of a tile, 32 rows after the other; the phase is (io, s, p, factor).
+
+    Reads: `sums`; the bias.
+    Writes: `scores`, -inf beyond the last word; each row's largest in `tops`; `m` and `d` of the lane's rows.
+    Barriers: of the warp.
+    """
+    words, quads = e.word_groups, e.tile_n // 4
+
+    def score(io: Any, s: Any, p: Place, g: Any, i: Any, n: Any) -> tirx.PrimExpr:
+        """Of the lane's words the n-th, `n * 8 + group`: of two eights the fragment of 16 has one."""
+        found = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
+        if io.bias is not None:
+            found = found + s.added[n]
+        return T.Select(s.tile[0] * e.tile_n + n * 8 + p.group < io.vocab, found, MINUS_INFINITY)
+
+    @T.inline
+    def pass_on(io, s, p, turn):
+        """Those of the turn's rows to `passed`."""
+        for g in T.unroll(4):
+            for i in T.unroll(2):
+                for n in T.unroll(words):
+                    if turn * 4 + g < e.row_groups:
+                        row = T.meta_var(p.team * 32 + g * 8 + p.member * 2 + i)
+                        s.passed[row * e.pitch + n * 8 + p.group] = score(io, s, p, turn * 4 + g, i, n)
+
+    @T.inline
+    def weigh(io, s, p, turn, factor):
+        """What they add to the lane's row."""
+        for v in T.unroll(quads):
+            load_floats(
+                s.own[v * 4], s.own[v * 4 + 1], s.own[v * 4 + 2], s.own[v * 4 + 3],
+                s.passed.ptr_to([(p.team * 32 + p.lane) * e.pitch + v * 4]))
+        s.bits[0] = T.uint32(0)
+        for n in T.unroll(e.tile_n):
+            s.bits[0] = T.max(s.bits[0], order_bits(s.own[n]))
+        T.buffer_store(io.workspaces["tops"], s.bits[0], [s.top + turn * 32 + p.lane, s.tile[0]])
+        # Not below the lowest number: the difference of two infinities would be NaN.
+        s.other[0] = T.max(bits_value(s.bits[0]), s.m[turn])
+        s.d[turn] = s.d[turn] * T.exp2((s.m[turn] - s.other[0]) * factor)
+        for n in T.unroll(e.tile_n):
+            s.d[turn] = s.d[turn] + T.exp2((s.own[n] - s.other[0]) * factor)
+        s.m[turn] = s.other[0]
+
+    @T.inline
+    def store(io, s, p, turn):
+        """From there to memory, whole sectors of a few rows at a time."""
+        for j in T.unroll(quads):
+            row = T.meta_var(j * (32 // quads) + p.lane // quads)
+            load_floats(
+                s.own[j * 4], s.own[j * 4 + 1], s.own[j * 4 + 2], s.own[j * 4 + 3],
+                s.passed.ptr_to([(p.team * 32 + row) * e.pitch + p.lane % quads * 4]))
+        for j in T.unroll(quads):
+            row = T.meta_var(turn * 32 + j * (32 // quads) + p.lane // quads)
+            if row < s.rows[0]:
+                store_floats(
+                    io.workspaces["scores"].ptr_to([s.top + row, s.tile[0] * e.tile_n + p.lane % quads * 4]),
+                    s.own[j * 4], s.own[j * 4 + 1], s.own[j * 4 + 2], s.own[j * 4 + 3])
+
+    @T.inline
+    def phase(io, s, p, factor):
+        if io.bias is not None:
+            for n in T.unroll(words):
+                s.added[n] = load_element("float32", io.bias.ptr_to([T.min(
+                    s.tile[0] * e.tile_n + n * 8 + p.group, io.vocab - 1)]))
+        for turn in T.unroll(e.turns):
+            pass_on(io, s, p, turn)
+            T.cuda.warp_sync()
+            if turn * 32 + p.lane < s.rows[0]:
+                weigh(io, s, p, turn, factor)
+            store(io, s, p, turn)
+            T.cuda.warp_sync()
+
+    return phase
+
+
+def consume(e: Extents) -> Callable[..., Any]:
+    """The multiplying warps' work; the phase is (io, s, p, block, factor).
+
+    Reads: words; `kept`; the bias.
+    Writes: what `finish_tile` does.
+    Barriers: of the warp; awaits `full`, and arrives at `empty`.
+    """
+    ask, bring, multiply, finish = ask_part(e), bring_words(e), multiply_step(e), finish_tile(e)
+
+    @T.inline
+    def begin_asking(io, s, p, block):
+        s.tile[0] = p.team * e.blocks + block
+        s.end[0] = (io.vocab + (e.tile_n - 1)) // e.tile_n
+        for i in T.unroll(e.turns):
+            s.m[i] = LOWEST
+            s.d[i] = T.float32(0)
+        s.asked[0] = s.tile[0]
+        s.part[0] = 0
+        s.slot[0] = 0
+        s.asked_slot[0] = 0
+        s.ring_start[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
+            s.ring.ptr_to([p.team * (e.stages * e.stage_bytes // 4)])))
+        for _ in T.serial(e.stages):
+            ask(io, s, p)
+
+    @T.inline
+    def multiply_part(io, s, p):
+        """The products of one step are on their way while the next one's words come to registers."""
+        for step in T.unroll(e.depth):
+            if step > 1:
+                # Words come in the place of those before the last ones.
+                wgmma.wait_group.sync.aligned(1)
+            bring(s, p, step)
+            if step == e.depth - 1:
+                # All lanes have the stage's words.
+                T.cuda.warp_sync()
+                ask(io, s, p)
+            if step == 0:
+                await_phase(s, s.full.ptr_to([s.place[0]]), s.turn[0])
+            multiply(s, step)
+        wgmma.wait_group.sync.aligned(0)
+        # What `wgmma` has read of a part, all warps have read when they all say so.
+        T.cuda.warp_sync()
+        if p.lane == 0:
+            arrive_expecting(s.empty.ptr_to([s.place[0]]), T.uint32(0))
+
+    @T.inline
+    def phase(io, s, p, block, factor):
+        begin_asking(io, s, p, block)
+        s.first[0] = block
+        while s.first[0] < s.end[0]:
+            for i in T.unroll(e.sums_each):
+                s.sums[i] = T.float32(0)
+            # A warp without a tile goes along, with words that nobody asked for: its warpgroup multiplies together.
+            for _ in T.serial(e.parts):
+                T.ptx.cp.async_.wait_group(e.stages - 1)
+                T.cuda.warp_sync()
+                multiply_part(io, s, p)
+                next_place(s)
+                s.slot[0] = T.Select(s.slot[0] == e.stages - 1, 0, s.slot[0] + 1)
+            if s.tile[0] < s.end[0]:
+                finish(io, s, p, factor)
+            s.tile[0] = s.tile[0] + e.stride
+            s.first[0] = s.first[0] + e.stride
+
+    return phase
+
+
+def tell_sums(e: Extents) -> Callable[..., Any]:
+    """Reads: `m`, `d`. Writes: `pairs`, the warp's. Barriers: of the thread block, at the begin: all scores have been
+    passed on. The phase is (s, p)."""
+
+    @T.inline
+    def phase(s, p):
+        T.cuda.cta_sync()
+        for turn in T.unroll(e.turns):
+            if p.team < e.tiles and turn * 32 + p.lane < e.tile_m:
+                at = T.meta_var((p.team * e.tile_m + turn * 32 + p.lane) * 2)
+                s.pairs[at] = s.m[turn]
+                s.pairs[at + 1] = s.d[turn]
+
+    return phase
+
+
+def product(e: Extents) -> Callable[..., Any]:
+    """The kernel, called with (io)."""
+    do = SimpleNamespace(
+        begin=begin(e),
+        produce=produce(e),
+        consume=consume(e),
+        tell_sums=tell_sums(e),
+        join_warps=join_warps(e),
+    )
+
+    @T.inline
+    def kernel(io):
+        with device_region():
+            block, y = T.cta_id([e.blocks, (io.beam + (e.tile_m - 1)) // e.tile_m])
+            t = T.thread_id([e.block_threads])
+            p = T.meta_var(Place(t, 1))
+            s = T.meta_var(State.alloc(e, e.pool_of_product, index=0, top=y * e.tile_m))
+            factor: T.float32 = io.scale * T.float32(LOG2_E)
+            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+            do.begin(io, s, p)
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            if p.team < e.tiles:
+                do.consume(io, s, p, block, factor)
+            elif p.lane == 0:
+                do.produce(io, s, block, io.workspaces["matrices"])
+            do.tell_sums(s, p)
+            do.join_warps(io, s, p, block, io.workspaces["sums"], factor)
+
+    return kernel
+# fmt: on

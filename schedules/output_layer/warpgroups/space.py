@@ -1,0 +1,257 @@
+"""The space of the template made by `warpgroups`, and the extents its kernels are built from. Loads no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
+
+from ..tiles.space import (
+    MAX_BLOCKS_Y,
+    MAX_K,
+    STEP,
+    THREADS,
+    VECTOR,
+    TileSearchSizes,
+    dynamic_shared,
+    is_large,
+    search_allowed,
+)
+from ..words import OutputLayer, best_of, lists_of, most_words
+
+# Rows of a tile: columns of operand B.
+TILE_M = (24, 32, 48, 64, 96, 128)
+# Words of a tile: one or two fragments of operand A.
+TILE_N = (16, 32)
+# Warps of a block that multiply: whole warpgroups of four.
+TILES = (4, 8, 12)
+# Cache lines of a part of a row, of which a copy of 32 vectors asks for whole rows or whole parts; and a warp's stages.
+DEPTH, STAGES = (2, 1, 4), (2, 3, 4, 6)
+# Parts of the hidden states that shared memory has.
+HELD_PARTS = 3
+# Thread blocks of the first kernel for each multiprocessor.
+BLOCKS_EACH = (1, 2)
+# Registers of a thread beside operands and sums.
+BESIDES = 52
+
+
+def space(problem: OutputLayer, machine: Machine) -> Table:
+    if not isinstance(problem, HeadTopk):
+        raise NotApplicable("words of candidates do not follow each other")
+    if not machine.has_warpgroups:
+        raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
+    if (size := numpy_dtype(problem.dtype).itemsize) != 2:
+        raise NotApplicable(f"{problem.dtype} is not of 16 bits")
+    if problem.hidden * size % VECTOR:
+        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
+    if problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}, the most that are ranked by counting")
+    if problem.batch <= SIXTEEN:
+        raise NotApplicable(f"a fragment of hidden states has all {problem.batch} rows")
+    if ceildiv(problem.batch, max(TILE_M)) > MAX_BLOCKS_Y:
+        raise NotApplicable(f"{problem.batch} rows exceed an axis of the grid")
+    most = ceildiv(most_words(problem), min(TILE_N))
+    return {
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.batch),
+        "tile_n": TILE_N,
+        "tiles": TILES,
+        "depth": DEPTH,
+        "stages": STAGES,
+        "blocks": tuple(dict.fromkeys(min(most, machine.cores * n) for n in BLOCKS_EACH)),
+        "threads": THREADS,
+        "overlap": (0, 1),
+        "evict_first": (0, 1) if is_large(problem) else (0,),
+    }
+
+
+def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    if e.depth >= 2 * ceildiv(e.vectors, 8):
+        return f"a part of {e.depth} cache lines is twice a row of {e.vectors} vectors, or more"
+    if not machine.blocks_at_once(e.block_threads, e.held + BESIDES, 0):
+        return f"{e.held} operands and sums in each of {e.block_threads} threads exceed the registers"
+    if not machine.blocks_at_once(e.block_threads, 1, e.shared_bytes):
+        return f"hidden states, rings and scores of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
+    return search_allowed(e, machine)
+
+
+def launch(problem: OutputLayer, decisions: Decisions) -> Launch:
+    """Of the first kernel."""
+    e = Extents.of(problem, decisions)
+    return Launch(e.block_threads, e.pool_of_product)
+
+
+def default(problem: OutputLayer, machine: Machine) -> Decisions:
+    return next(likely_points(problem, machine, space(problem, machine)))
+
+
+def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
+    """Points of a table, the best first: all rows in a tile, and as many words as registers have room for."""
+    rows = lists_of(problem)[1]
+    enough = [tile for tile in table["tile_m"] if tile >= rows] or [max(table["tile_m"])]
+    shapes = [(32, 2, 2), (16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words, depth and stages
+    for tile_m, (tile_n, depth, stages), threads in itertools.product(enough, shapes, table["threads"][::-1]):
+        point = {"tile_m": tile_m, "tile_n": tile_n, "tiles": 8, "depth": depth, "stages": stages}
+        point |= {
+            "blocks": table["blocks"][0],
+            "threads": threads,
+            "overlap": 1,
+            "evict_first": max(table["evict_first"]),
+        }
+        if allowed(problem, machine, point) is None:
+            yield point
+
+
+@dataclass(frozen=True)
+class Extents(TileSearchSizes):
+    """What the kernels know before they run.
+
+    Attributes
+    ----------
+    dtype, hidden
+        Of hidden states and words.
+    k, ids
+        Words to be found in a row, and words that were asked for.
+    tile_m, tile_n, tiles, depth, stages, blocks, threads, overlap, evict_first
+        The decisions of these names.
+    vectors
+        16-byte vectors of a row.
+    list_tiles
+        Tiles of the vocabulary.
+    """
+
+    dtype: str
+    hidden: int
+    k: int
+    ids: int
+    tile_m: int
+    tile_n: int
+    tiles: int
+    depth: int
+    stages: int
+    blocks: int
+    threads: int
+    overlap: int
+    evict_first: int
+    vectors: int
+    list_tiles: int
+
+    # Words are those of the vocabulary, each a candidate, and their tiles are dealt out.
+    m, block, direct, dynamic = 0, 1, 0, 0
+
+    @classmethod
+    def of(cls, problem: OutputLayer, decisions: Decisions) -> Extents:
+        return cls(
+            problem.dtype,
+            problem.hidden,
+            best_of(problem),
+            problem.axes.get("ids", 0),
+            **decisions,
+            vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
+            list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
+        )
+
+    @property
+    def stride(self) -> int:
+        """Tiles that all warps have in hand together."""
+        return self.blocks * self.tiles
+
+    @property
+    def product_threads(self) -> int:
+        """Threads of a block of the first kernel that multiply."""
+        return 32 * self.tiles
+
+    @property
+    def block_threads(self) -> int:
+        """All its threads: with those of the producer warp."""
+        return self.product_threads + 32
+
+    @property
+    def word_groups(self) -> int:
+        """Eights of words of a tile."""
+        return self.tile_n // 8
+
+    @property
+    def row_groups(self) -> int:
+        """Eights of its rows of hidden states."""
+        return self.tile_m // 8
+
+    @property
+    def sums_each(self) -> int:
+        """Sums of a tile that a lane has."""
+        return self.tile_m * self.tile_n // 32
+
+    @property
+    def turns(self) -> int:
+        """Turns in which the lanes of a warp have a row each."""
+        return ceildiv(self.tile_m, 32)
+
+    @property
+    def in_hand(self) -> int:
+        """Steps of words, a cache line each, in registers."""
+        return min(self.depth, 2)
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread for words in hand, and for sums."""
+        return self.in_hand * self.tile_n + self.sums_each
+
+    @property
+    def part_vectors(self) -> int:
+        """16-byte vectors of a row's part."""
+        return self.depth * STEP // VECTOR
+
+    @property
+    def parts(self) -> int:
+        """Parts of a row."""
+        return ceildiv(self.vectors, self.part_vectors)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the last part is beyond a row's end."""
+        return self.parts * self.part_vectors != self.vectors
+
+    @property
+    def held_part_bytes(self) -> int:
+        """Bytes of a part of all hidden states."""
+        return self.tile_m * self.depth * STEP
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of a warp's ring: a part of its words."""
+        return self.tile_n * self.depth * STEP
+
+    @property
+    def ring_at(self) -> int:
+        """Bytes of hidden states, behind which rings are."""
+        return HELD_PARTS * self.held_part_bytes
+
+    @property
+    def passed_at(self) -> int:
+        """Bytes of these and of rings, behind which scores are passed on."""
+        return self.ring_at + self.tiles * self.stages * self.stage_bytes
+
+    @property
+    def pitch(self) -> int:
+        """Floats from one row of these to the next: keeps lanes off each other's banks."""
+        return self.tile_n + 4
+
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes of the scores of 32 rows, of each warp."""
+        return self.tiles * 32 * self.pitch * 4
+
+    @property
+    def pool_of_product(self) -> int:
+        """Dynamic shared memory of the first kernel."""
+        return dynamic_shared(self.passed_at + self.passed_bytes, 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the first kernel: with that of two mbarriers a part."""
+        return self.pool_of_product + 16 * HELD_PARTS
