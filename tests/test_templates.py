@@ -366,9 +366,10 @@ def test_fallback_is_the_first_that_fits(key: str, machine: Machine, expected: s
     assert spaces.fallback(parse(f"bsr_matmul/{key}"), machine).template == expected
 
 
+@pytest.mark.parametrize("count", [500, thorough(2_000)])
 @pytest.mark.parametrize("problem", AWKWARD + REALISTIC, ids=case_id)
 @pytest.mark.parametrize("kind", MACHINES)
-def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: Problem) -> None:
+def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: Problem, count: int) -> None:
     machine = MACHINES[kind]
     tables, reasons = spaces.applicable(problem, machine)
     assert registry.find(problem.operator).fallbacks[kind][-1].name in tables
@@ -376,7 +377,7 @@ def test_defaults_are_points_and_restrictions_are_sentences(kind: str, problem: 
         template = spaces.find(name)
         assert template.point(problem, machine, template.default(problem, machine)) is None
         assert all(values and len(set(values)) == len(values) for values in table.values())
-        for decisions in itertools.islice(combinations(table, f"{name} {problem}"), 500):
+        for decisions in itertools.islice(combinations(table, f"{name} {problem}"), count):
             reason = template.allowed(problem, machine, decisions)
             reasons[f"{name}{decisions}"] = "a point that is allowed" if reason is None else reason
     for where, reason in reasons.items():
