@@ -22,9 +22,9 @@ in a child process (`child`), which turns crashes, hangs and misbehaviour into a
 
 What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
 barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
-not looked at; products of warpgroups are done at once) and caches that are behind memory, contraction of a * b + c to fma, flushed denormals,
-approximate intrinsics (`__expf` is exact here), the order and the rounding in which tensor cores add,
-and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show
+not looked at; products of warpgroups are done at once) and caches that are behind memory, contraction
+of a * b + c to fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and
+the rounding in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show
 only as different results under different seeds.
 """
 
