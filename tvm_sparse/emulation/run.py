@@ -24,8 +24,8 @@ What it cannot see: performance, the weak memory model between blocks (a relaxed
 barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
 not looked at; products of warpgroups are done at once) and caches that are behind memory, contraction
 of a * b + c to fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and
-the rounding in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through global memory between blocks show
-only as different results under different seeds.
+the rounding in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through global
+memory between blocks show only as different results under different seeds.
 """
 
 from __future__ import annotations
