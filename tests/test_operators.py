@@ -172,12 +172,15 @@ def test_steps_of_another_beam_have_decisions_of_their_own() -> None:
 
 
 def test_heads_of_few_rows_say_nothing_of_more_nor_those_of_other_columns() -> None:
-    """Tiles for up to eight rows have room for no more, and other columns divide otherwise among warps."""
+    """Smaller tiles read all words again, and other columns divide otherwise among warps."""
     head = parse("head_topk/batch=10,vocab=151936,hidden=4096,k=20,dtype=bfloat16")
     assert head.distance(dataclasses.replace(head, batch=8)) is None
     assert head.distance(dataclasses.replace(head, hidden=4608)) is None
     assert 0 < head.distance(dataclasses.replace(head, batch=9)) < head.distance(dataclasses.replace(head, vocab=32000))
     assert dataclasses.replace(head, batch=8).distance(dataclasses.replace(head, batch=1)) > 0
+    more = dataclasses.replace(head, batch=32)
+    assert more.distance(dataclasses.replace(head, batch=16)) is None
+    assert 0 < more.distance(dataclasses.replace(head, batch=33)) < more.distance(dataclasses.replace(head, batch=17))
 
 
 def test_typical_rows_are_counted_roughly() -> None:

@@ -328,6 +328,22 @@ def test_a_kernel_built_for_other_data_runs_only_where_nothing_compiles() -> Non
     assert found.compiled_for == layer(200) and found.candidate == candidates[200]
 
 
+def test_a_kernel_built_for_fewer_rows_than_a_tile_has_runs_only_where_nothing_compiles() -> None:
+    """A head of ten rows would read all words twice with the tiles of one of eight; one of nine has the same."""
+
+    def head(batch: int) -> Problem:
+        return make("head_topk", {"batch": batch, "vocab": 32000, "hidden": 1024, "k": 20, "dtype": "bfloat16"})
+
+    def chosen(batch: int, *of: int, **how: Any) -> lookup.Choice:
+        built = [lookup.Built(head(n).key, spaces.fallback(head(n), SM90), "fallback", {}) for n in of]
+        return lookup.choose(head(batch), SM90, lookup.Evidence(built=built, **how))
+
+    assert chosen(10, 8).compiled_for == head(10)
+    assert chosen(10, 8, compiles=False).compiled_for == head(8)
+    assert chosen(10, 8, 9).compiled_for == head(9)
+    assert chosen(32, 16, 17).compiled_for == head(17)
+
+
 def test_later_logs_win(tmp_path: Path, logs: Path) -> None:
     record(tmp_path / "mine", TOPK.format(batch=4), point(256))
     assert dispatcher(tmp_path, logs, tmp_path / "mine").explain(topk(4), CPU).candidate == str(point(256))

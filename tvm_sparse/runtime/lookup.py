@@ -231,8 +231,8 @@ def _by_library(
 ) -> Choice | None:
     """The best kernel that was built for this problem at another batch.
 
-    With `anything`, where nothing compiles, also at one of less than half, and for other data: the program is right for
-    any, but its decisions were made for those.
+    With `anything`, where nothing compiles, also at one of less than half, at one that says nothing of this one
+    (`Problem.distance`), and for other data: the program is right for any, but its decisions were made for those.
     """
 
     def rank(one: tuple[Problem, Built]) -> tuple[int, int, float, bool, int]:
@@ -248,7 +248,7 @@ def _by_library(
         if (other := _parsed(library.problem, problem)) is not None
         and (anything or all(other.axes[name] == problem.axes[name] for name in problem.data_axes))
         and _one_program(other, problem)
-        and (anything or 2 * other.batch_extent >= problem.batch_extent)
+        and (anything or (2 * other.batch_extent >= problem.batch_extent and problem.distance(other) is not None))
     ]
     if not same:
         return None

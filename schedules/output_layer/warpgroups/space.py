@@ -25,7 +25,7 @@ from ..tiles.space import (
 from ..words import OutputLayer, best_of, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
-TILE_M = (24, 32, 48, 64, 96, 128)
+TILE_M = (32, 64, 128)
 # Words of a tile: one or two fragments of operand A.
 TILE_N = (16, 32)
 # Warps of a block that multiply: whole warpgroups of four.

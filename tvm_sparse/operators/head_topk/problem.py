@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-# Rows of the smallest tile of the kernels' product, and of one fragment, up to which words are read by bulk copies.
+# Rows of the smallest tile of the kernels' product, and of one fragment; and of all tiles that have as many as need be.
 EIGHT, SIXTEEN = 8, 16
+TILES = (EIGHT, SIXTEEN, 32, 64)
 # Words of the vocabulary on which kernels are verified: a program reads how many there are when it runs.
 FEW_WORDS = 3001
 
@@ -91,18 +92,16 @@ class HeadTopk(Problem):
         require_extras(self)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; None for a problem of other columns, and for one of up to `EIGHT` or `SIXTEEN` rows if
-        this one has more.
+        """Octaves of all sizes; None for a problem of other columns, and for one whose rows need a smaller tile.
 
         Columns tell how a word divides among warps, and a template's default counts that anew: on an H200 at (1,
-        256000, 4608) it takes 512 microseconds, with the decisions of 2560 columns 818. Tiles for up to eight rows
-        have eight, so that all words would be read twice: at (10, 151936, 4096) with the decisions of one row 565
-        microseconds, with its own 299. More than sixteen rows have kernels of their own where there are products of
-        warpgroups: at (32, 128256, 4096) 254 microseconds, with the decisions of ten rows 487.
+        256000, 4608) it takes 512 microseconds, with the decisions of 2560 columns 818. In smaller tiles all words
+        would be read twice: at (10, 151936, 4096) with the decisions of one row 565 microseconds, with its own 299; at
+        (32, 128256, 4096) with those of ten rows 487, with its own 254.
         """
         if not isinstance(other, HeadTopk) or other.hidden != self.hidden:
             return None
-        if any(other.batch <= rows < self.batch for rows in (EIGHT, SIXTEEN)):
+        if any(other.batch <= rows < self.batch for rows in TILES):
             return None
         return super().distance(other)
 
