@@ -10,12 +10,21 @@ arrive_expecting_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared_
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
 # A word to another thread block of the cluster, whose bytes an mbarrier there counts.
 send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64
+# A copy from global memory, whose bytes an mbarrier of the thread block counts.
+bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
+
+
+@T.inline
+def await_phase(done, barrier, parity):
+    """Wait until the phase of an mbarrier that has this parity is over, and see what was sent until then. `done`: a
+    register."""
+    done[0] = T.uint32(0)
+    while done[0] == T.uint32(0):
+        try_wait(done[0], barrier, parity)
 
 
 @T.inline
 def await_arrivals(barrier):
-    """Wait until the first phase of an mbarrier is over, and see what was sent until then."""
+    """The same, of the first phase."""
     done = T.alloc_local([1], "uint32")
-    done[0] = T.uint32(0)
-    while done[0] == T.uint32(0):
-        try_wait(done[0], barrier, T.uint32(0))
+    await_phase(done, barrier, T.uint32(0))

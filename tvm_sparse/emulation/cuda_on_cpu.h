@@ -2096,6 +2096,14 @@ COC_DEVICE uint32_t shuffle(const char* mode, uint32_t a, uint32_t b, uint32_t c
   return inside ? uint32_t(t.lanes[from]) : a;
 }
 
+// Operand A of a product, of all lanes: rows g, then rows g+8.
+inline void gather_a(const char* op, const uint32_t* a, uint64_t (&of_a)[2][32], int line) {
+  for (int high = 0; high < 2; high++) {
+    Thread& t = exchange(op, line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
+    memcpy(of_a[high], t.lanes, sizeof t.lanes);
+  }
+}
+
 // mma.m16n8k16 with 16-bit operands. Lane 4g+t holds of A rows g and g+8, of B column g, in both the
 // k of 2t, 2t+1 and of 2t+8, 2t+9, two to a register; of C and D rows g and g+8, columns 2t, 2t+1.
 // The sixteen products are added exactly; hardware rounds in between, in an order it does not tell.
@@ -2103,10 +2111,7 @@ template <class F>
 COC_DEVICE void mma(F value, const uint32_t* a, const uint32_t* b, float* c, int line) {
   Thread& t = self();
   uint64_t of_a[2][32], of_b[32];
-  for (int high = 0; high < 2; high++) {  // rows g, then rows g+8
-    exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
-    memcpy(of_a[high], t.lanes, sizeof t.lanes);
-  }
+  gather_a("mma.sync", a, of_a, line);
   exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(b[1]) << 32 | b[0]);
   memcpy(of_b, t.lanes, sizeof t.lanes);
   int g = t.lane / 4, first = t.lane % 4 * 2;
@@ -2126,10 +2131,7 @@ COC_DEVICE void mma(F value, const uint32_t* a, const uint32_t* b, float* c, int
 inline void mma_tf32(const uint32_t* a, const uint32_t* b, float* c, int line) {
   Thread& t = self();
   uint64_t of_a[2][32], of_b[32];
-  for (int high = 0; high < 2; high++) {  // rows g, then rows g+8
-    exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
-    memcpy(of_a[high], t.lanes, sizeof t.lanes);
-  }
+  gather_a("mma.sync", a, of_a, line);
   exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(b[1]) << 32 | b[0]);
   memcpy(of_b, t.lanes, sizeof t.lanes);
   auto value = [](uint64_t both, int k) {
@@ -2154,10 +2156,7 @@ template <int N, class F>
 COC_DEVICE void wgmma(F value, const uint32_t* a, uint64_t matrix, bool added, float* d, int line) {
   Thread& t = self();
   uint64_t of_a[2][32];
-  for (int high = 0; high < 2; high++) {
-    exchange("wgmma", line, 0xFFFFFFFFu, uint64_t(a[high + 2]) << 32 | a[high]);
-    memcpy(of_a[high], t.lanes, sizeof t.lanes);
-  }
+  gather_a("wgmma", a, of_a, line);
   if (matrix >> 49) fail("wgmma at kernel.cu:%d: layout %d of a matrix is not emulated", line, int(matrix >> 62));
   uint32_t start = (matrix & 0x3FFF) * 16, along_k = (matrix >> 16 & 0x3FFF) * 16, along_n = (matrix >> 32 & 0x3FFF) * 16;
   int g = t.lane / 4, first = t.lane % 4 * 2;

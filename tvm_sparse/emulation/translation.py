@@ -277,29 +277,32 @@ def _warp(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     return None
 
 
+VALUES = {"f16": "cuda_on_cpu::half_value", "bf16": "cuda_on_cpu::bfloat16_value"}
+
+
+def _product(call: str, results: list[str], sums: list[str], **operands: list[str]) -> str:
+    """A product that adds to `sums`, of operands in registers."""
+    code = "".join(f"uint32_t {name}[] = {{{', '.join(words)}}}; " for name, words in operands.items())
+    code += f"float sums[] = {{{', '.join(sums)}}}; cuda_on_cpu::ptx::{call}; "
+    return "{ " + code + " ".join(_set(lane, f"sums[{i}]") for i, lane in enumerate(results)) + " }"
+
+
 def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     """Tensor cores, and what brings matrices to them."""
     if matrix := re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32", opcode):
-        d, a, b, c = ("{" + ", ".join(_lanes(o)) + "}" for o in ops)
-        value = {"f16": "half_value", "bf16": "bfloat16_value"}[matrix.group(1)]
-        code = f"uint32_t of_a[4] = {a}, of_b[2] = {b}; float of_c[4] = {c}; " \
-               f"cuda_on_cpu::ptx::mma(cuda_on_cpu::{value}, of_a, of_b, of_c, __builtin_LINE());"  # fmt: skip
-        return "{ " + code + " ".join(_set(lane, f"of_c[{i}]") for i, lane in enumerate(_lanes(d))) + " }"
+        d, a, b, c = map(_lanes, ops)
+        call = f"mma({VALUES[matrix.group(1)]}, of_a, of_b, sums, __builtin_LINE())"
+        return _product(call, d, c, of_a=a, of_b=b)
     if opcode == "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32":
-        d, a, b, c = ("{" + ", ".join(_lanes(o)) + "}" for o in ops)
-        code = f"uint32_t of_a[4] = {a}, of_b[2] = {b}; float of_c[4] = {c}; " \
-               f"cuda_on_cpu::ptx::mma_tf32(of_a, of_b, of_c, __builtin_LINE());"  # fmt: skip
-        return "{ " + code + " ".join(_set(lane, f"of_c[{i}]") for i, lane in enumerate(_lanes(d))) + " }"
-    if of_group := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2", opcode):
-        d, a, b, added, *signs = ops
-        sums = _lanes(d)
-        if not a.startswith("{") or signs != ["1", "1", "0"]:
+        d, a, b, c = map(_lanes, ops)
+        return _product("mma_tf32(of_a, of_b, sums, __builtin_LINE())", d, c, of_a=a, of_b=b)
+    if matrix := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2", opcode):
+        if not ops[1].startswith("{") or ops[4:] != ["1", "1", "0"]:
             return None
-        value = {"f16": "half_value", "bf16": "bfloat16_value"}[of_group.group(2)]
-        code = f"uint32_t of_a[4] = {{{', '.join(_lanes(a))}}}; float of_d[{len(sums)}] = {{{', '.join(sums)}}}; " \
-               f"cuda_on_cpu::ptx::wgmma<{of_group.group(1)}>(cuda_on_cpu::{value}, of_a, {b}, {added}, of_d, " \
-               f"__builtin_LINE());"  # fmt: skip
-        return "{ " + code + " ".join(_set(one, f"of_d[{i}]") for i, one in enumerate(sums)) + " }"
+        d, (descriptor, added) = _lanes(ops[0]), ops[2:4]
+        value = VALUES[matrix.group(2)]
+        call = f"wgmma<{matrix.group(1)}>({value}, of_a, {descriptor}, {added}, sums, __builtin_LINE())"
+        return _product(call, d, d, of_a=_lanes(ops[1]))
     if load := re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode):
         count, trans = int(load.group(1)), str(bool(load.group(2))).lower()
         call = f"cuda_on_cpu::ptx::load_matrices({_address(ops[1])}, {count}, {trans}, got, __builtin_LINE());"

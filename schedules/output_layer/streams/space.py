@@ -10,7 +10,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 
-from ..tiles.space import MAX_K, THREADS, VECTOR, SearchSizes, search_allowed
+from ..tiles.space import THREADS, VECTOR, SearchSizes, require_ranks, require_whole_vectors, search_allowed
 from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
 WARP = 32
@@ -35,12 +35,10 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     row = problem.hidden * numpy_dtype(problem.dtype).itemsize
     if not candidates_of(problem) or rows > 1:
         raise NotApplicable("words are read for one row of hidden states: lists of one row each")
-    if row % VECTOR:
-        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
+    require_whole_vectors(problem)
     if row > MOST_STATE // 2:
         raise NotApplicable(f"a hidden state of {row} bytes exceeds shared memory")
-    if best_of(problem) > MAX_K:
-        raise NotApplicable(f"k={best_of(problem)} exceeds {MAX_K}, the most that are ranked by counting")
+    require_ranks(problem)
     if most_words(problem) > MOST_WORDS:
         raise NotApplicable(f"lists of {most_words(problem)} words exceed {MOST_WORDS}")
     table = {

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -37,7 +37,7 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import held_address, load_element
-from .space import STEP, VECTOR, Extents
+from .space import STEP, VECTOR, Extents, TileSizes
 from .words import count_words, find_word
 
 # What one warp alone reads, once, need not push hidden states out of the L1 cache.
@@ -146,17 +146,6 @@ class State(Buffers):
     kept: Any = pooled(
         "uint32", lambda e: e.ring_at // 4 if e.stages else e.kept_bytes // 4, 0, when=lambda e: e.staged
     )
-
-
-class BlockOfWarps(Protocol):
-    """What `join_warps` asks of a template's sizes."""
-
-    @property
-    def tiles(self) -> int: ...
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def product_threads(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -758,7 +747,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def join_warps(e: BlockOfWarps) -> Callable[..., Any]:
+def join_warps(e: TileSizes) -> Callable[..., Any]:
     """Join what the warps of a block know.
 
     Reads: `pairs`.

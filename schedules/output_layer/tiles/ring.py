@@ -31,7 +31,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
-from ...device.mbarriers import arrive_expecting, try_wait
+from ...device.mbarriers import arrive_expecting, await_phase, bulk_copy
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.state import local, pooled, shared
@@ -55,7 +55,6 @@ from .product import (
 from .space import STEP, VECTOR, Extents
 from .words import find_word, load_name, named_word
 
-bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
 bulk_copy_hinted = bulk_copy.L2__cache_hint
 load_shared = T.ptx.ld.shared.v4.u32
 
@@ -242,9 +241,7 @@ def await_stage(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, p):
-        s.done[0] = T.uint32(0)
-        while s.done[0] == T.uint32(0):
-            try_wait(s.done[0], s.full.ptr_to([stage_at(e, p, s.slot[0])]), s.turn[0])
+        await_phase(s.done, s.full.ptr_to([stage_at(e, p, s.slot[0])]), s.turn[0])
 
     return phase
 

@@ -98,14 +98,24 @@ def is_large(problem: OutputLayer) -> bool:
     return not candidates_of(problem) and word_bytes(problem) > LARGE
 
 
+def require_whole_vectors(problem: OutputLayer) -> None:
+    """NotApplicable unless rows start where loads of 16 bytes may."""
+    if problem.hidden * numpy_dtype(problem.dtype).itemsize % VECTOR:
+        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
+
+
+def require_ranks(problem: OutputLayer) -> None:
+    """NotApplicable unless the second kernel finds as many words."""
+    if best_of(problem) > MAX_K:
+        raise NotApplicable(f"k={best_of(problem)} exceeds {MAX_K}, the most that are ranked by counting")
+
+
 def space(problem: OutputLayer, machine: Machine) -> Table:
     if machine.capability < 80:
         raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16 and tf32")
     size = numpy_dtype(problem.dtype).itemsize
-    if problem.hidden * size % VECTOR:
-        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
-    if best_of(problem) > MAX_K:
-        raise NotApplicable(f"k={best_of(problem)} exceeds {MAX_K}, the most that are ranked by counting")
+    require_whole_vectors(problem)
+    require_ranks(problem)
     lists, rows = lists_of(problem)
     if lists * ceildiv(rows, min(TILE_M)) > MAX_BLOCKS_Y:
         raise NotApplicable(f"{lists} lists of {rows} rows exceed an axis of the grid")
@@ -512,8 +522,45 @@ class TileSearchSizes(SearchSizes):
         return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))
 
 
+class TileSizes(TileSearchSizes):
+    """What the first kernels of `tiles` and `warpgroups` know of their tiles: `tile_n` words by `tile_m` rows."""
+
+    tile_m: int
+    tiles: int  # of a thread block at a time
+
+    @property
+    def product_threads(self) -> int:
+        """Threads of a block that multiply."""
+        raise NotImplementedError
+
+    @property
+    def stride(self) -> int:
+        """Tiles that all blocks have in hand together: from one tile of a warp or block to its next."""
+        return self.blocks * self.tiles
+
+    @property
+    def word_groups(self) -> int:
+        """Eights of words of a tile."""
+        return self.tile_n // 8
+
+    @property
+    def row_groups(self) -> int:
+        """Eights of its rows of hidden states."""
+        return self.tile_m // 8
+
+    @property
+    def sums_each(self) -> int:
+        """Sums of a tile that a lane has."""
+        return self.tile_m * self.tile_n // 32
+
+    @property
+    def pitch(self) -> int:
+        """Floats from one row of a tile's sums to the next."""
+        return self.tile_n + PAD
+
+
 @dataclass(frozen=True)
-class Extents(TileSearchSizes):
+class Extents(TileSizes):
     """What the kernels know before they run.
 
     Attributes
@@ -583,11 +630,6 @@ class Extents(TileSearchSizes):
         )
 
     @property
-    def stride(self) -> int:
-        """Tiles that all blocks have in hand together: from one tile of a warp or block to its next."""
-        return self.blocks * self.tiles
-
-    @property
     def product_threads(self) -> int:
         """Threads of a block of the first kernel."""
         return 32 * self.reduce_warps * self.tiles
@@ -598,16 +640,6 @@ class Extents(TileSearchSizes):
         return self.tile_n == NARROW
 
     @property
-    def word_groups(self) -> int:
-        """Eights of words of a tile."""
-        return self.tile_n // 8
-
-    @property
-    def row_groups(self) -> int:
-        """Eights of its rows of hidden states."""
-        return self.tile_m // 8
-
-    @property
     def a_groups(self) -> int:
         """Eights of operand A's rows: two are a fragment."""
         return self.row_groups if self.narrow else self.word_groups
@@ -616,11 +648,6 @@ class Extents(TileSearchSizes):
     def b_groups(self) -> int:
         """Eights of operand B's: each is a fragment."""
         return self.word_groups if self.narrow else self.row_groups
-
-    @property
-    def sums_each(self) -> int:
-        """Sums of a tile that a lane has."""
-        return self.tile_m * self.tile_n // 32
 
     @property
     def in_hand(self) -> int:
@@ -689,11 +716,6 @@ class Extents(TileSearchSizes):
     def pairs_each(self) -> int:
         """Scores of a tile that a thread of the first kernel finishes."""
         return ceildiv(self.tile_m * self.tile_n, self.product_threads) if self.reduce_warps > 1 else 1
-
-    @property
-    def pitch(self) -> int:
-        """Floats from one row of a tile's sums to the next."""
-        return self.tile_n + PAD
 
     @property
     def parts_bytes(self) -> int:

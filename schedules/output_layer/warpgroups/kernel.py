@@ -18,11 +18,11 @@ from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ..interface import gpu_program, rows_shape
 from ..tiles.best import best
+from ..tiles.product import load_vector
 from ..words import OutputLayer
 from .product import product
 from .space import VECTOR, Extents
 
-load_vector = T.ptx.ld.global_.v4.u32
 store_vector = T.ptx.st.global_.v4.u32
 
 

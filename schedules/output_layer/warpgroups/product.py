@@ -29,7 +29,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...device.arithmetic import LOG2_E
-from ...device.mbarriers import arrive_expecting, try_wait
+from ...device.mbarriers import arrive_expecting, await_phase, bulk_copy
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import bits_value, order_bits
@@ -38,7 +38,6 @@ from ...device.words import held_address, load_element
 from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
 from .space import HELD_PARTS, STEP, VECTOR, Extents
 
-bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.global_.mbarrier__complete_tx__bytes
 copy_vector = T.ptx.cp.async_.cg.shared.global_
 load_matrices = T.ptx.ldmatrix.sync.aligned.m8n8.x4.shared.b16
 load_floats = T.ptx.ld.shared.v4.f32
@@ -140,8 +139,8 @@ def hand_at(e: Extents, step: Any, half: Any, f: Any) -> Any:
 
 # fmt: off
 def begin(e: Extents) -> Callable[..., Any]:
-    """Reads: nothing. Writes: `rows`, `full`, `empty`, `descriptor`, `policy`, `place`, `turn`. Barriers: of the thread
-    block, at the end. The phase is (io, s, p)."""
+    """Reads: the beam. Writes: `rows`, `full`, `empty`, `descriptor`, `policy`, `place`, `turn`. Barriers: of the
+    thread block, at the end. The phase is (io, s, p)."""
 
     @T.inline
     def phase(io, s, p):
@@ -163,14 +162,6 @@ def begin(e: Extents) -> Callable[..., Any]:
         T.cuda.cta_sync()
 
     return phase
-
-
-@T.inline
-def await_phase(s, barrier, parity):
-    """Reads: an mbarrier. Barriers: none. After: its phase of this parity is over."""
-    s.done[0] = T.uint32(0)
-    while s.done[0] == T.uint32(0):
-        try_wait(s.done[0], barrier, parity)
 
 
 @T.inline
@@ -197,7 +188,7 @@ def produce(e: Extents) -> Callable[..., Any]:
         while s.first[0] * e.tile_n < io.vocab:
             for part in T.serial(e.parts):
                 # Of a phase that has not begun, the one before is over: the first parts find room.
-                await_phase(s, s.empty.ptr_to([s.place[0]]), s.turn[0] ^ T.uint32(1))
+                await_phase(s.done, s.empty.ptr_to([s.place[0]]), s.turn[0] ^ T.uint32(1))
                 full = T.meta_var(s.full.ptr_to([s.place[0]]))
                 arrive_expecting(full, T.Cast("uint32", words * 4))
                 bulk_copy(
@@ -431,7 +422,7 @@ def consume(e: Extents) -> Callable[..., Any]:
                 T.cuda.warp_sync()
                 ask(io, s, p)
             if step == 0:
-                await_phase(s, s.full.ptr_to([s.place[0]]), s.turn[0])
+                await_phase(s.done, s.full.ptr_to([s.place[0]]), s.turn[0])
             multiply(s, step)
         wgmma.wait_group.sync.aligned(0)
         # What `wgmma` has read of a part, all warps have read when they all say so.

@@ -13,13 +13,14 @@ from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
 
 from ..tiles.space import (
     MAX_BLOCKS_Y,
-    MAX_K,
     STEP,
     THREADS,
     VECTOR,
-    TileSearchSizes,
+    TileSizes,
     dynamic_shared,
     is_large,
+    require_ranks,
+    require_whole_vectors,
     search_allowed,
 )
 from ..words import OutputLayer, best_of, lists_of, most_words
@@ -45,12 +46,10 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         raise NotApplicable("words of candidates do not follow each other")
     if not machine.has_warpgroups:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
-    if (size := numpy_dtype(problem.dtype).itemsize) != 2:
+    if numpy_dtype(problem.dtype).itemsize != 2:
         raise NotApplicable(f"{problem.dtype} is not of 16 bits")
-    if problem.hidden * size % VECTOR:
-        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
-    if problem.k > MAX_K:
-        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}, the most that are ranked by counting")
+    require_whole_vectors(problem)
+    require_ranks(problem)
     if problem.batch <= SIXTEEN:
         raise NotApplicable(f"a fragment of hidden states has all {problem.batch} rows")
     if ceildiv(problem.batch, max(TILE_M)) > MAX_BLOCKS_Y:
@@ -108,7 +107,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
 
 
 @dataclass(frozen=True)
-class Extents(TileSearchSizes):
+class Extents(TileSizes):
     """What the kernels know before they run.
 
     Attributes
@@ -157,11 +156,6 @@ class Extents(TileSearchSizes):
         )
 
     @property
-    def stride(self) -> int:
-        """Tiles that all warps have in hand together."""
-        return self.blocks * self.tiles
-
-    @property
     def product_threads(self) -> int:
         """Threads of a block of the first kernel that multiply."""
         return 32 * self.tiles
@@ -170,21 +164,6 @@ class Extents(TileSearchSizes):
     def block_threads(self) -> int:
         """All its threads: with those of the producer warp."""
         return self.product_threads + 32
-
-    @property
-    def word_groups(self) -> int:
-        """Eights of words of a tile."""
-        return self.tile_n // 8
-
-    @property
-    def row_groups(self) -> int:
-        """Eights of its rows of hidden states."""
-        return self.tile_m // 8
-
-    @property
-    def sums_each(self) -> int:
-        """Sums of a tile that a lane has."""
-        return self.tile_m * self.tile_n // 32
 
     @property
     def turns(self) -> int:
@@ -235,11 +214,6 @@ class Extents(TileSearchSizes):
     def passed_at(self) -> int:
         """Bytes of these and of rings, behind which scores are passed on."""
         return self.ring_at + self.tiles * self.stages * self.stage_bytes
-
-    @property
-    def pitch(self) -> int:
-        """Floats from one row of these to the next: keeps lanes off each other's banks."""
-        return self.tile_n + 4
 
     @property
     def passed_bytes(self) -> int:
