@@ -78,6 +78,7 @@ DECISIONS: Mapping[str, str] = {
         "1: of what the thread blocks of a cluster have found, a bound is found first that little more than the k best"
         " reach; 0: the highest of their own thresholds is the bound."
     ),
+    "gated": "1: of tiles but the first, only scores of rows in which they reach a bound are written; 0: all are.",
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
     "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",

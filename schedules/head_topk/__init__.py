@@ -11,7 +11,7 @@ from ..output_layer.warpgroups import warpgroups
 
 head_rows = rows("head_topk", "head_rows", 5)
 head_tiles = tiles("head_topk", "head_tiles", 8)
-head_warpgroups = warpgroups("head_topk", "head_warpgroups", 1)
+head_warpgroups = warpgroups("head_topk", "head_warpgroups", 2)
 head_dots = dots("head_topk", "head_dots", 2)
 
 TEMPLATES: tuple[Template, ...] = (head_rows, head_tiles, head_warpgroups, head_dots)

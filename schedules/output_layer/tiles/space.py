@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -468,12 +468,17 @@ class TileSearchSizes(SearchSizes):
         return max(LOADS, self.tiles_each) if self.by_bits else super().loads
 
     @property
+    def search_registers(self) -> Mapping[int, int]:
+        """Registers of a thread of the second kernel, by the most tiles of a thread for which they are enough."""
+        return SEARCH_REGISTERS
+
+    @property
     def search_resident(self) -> int:
         """Blocks of the second kernel that a multiprocessor is to hold, which bounds the registers of a thread. So a
         block of few tiles most often finds room beside those of the first kernel, and is ready when these have ended:
         if it has to be started then, a call of 13 us takes 0.8 more."""
-        registers = next(registers for most, registers in SEARCH_REGISTERS.items() if self.tiles_each <= most)
-        return REGISTER_FILE // (registers * self.threads)
+        registers = next(registers for most, registers in self.search_registers.items() if self.tiles_each <= most)
+        return max(1, REGISTER_FILE // (registers * self.threads))
 
     @property
     def tile_groups(self) -> int:

@@ -1,11 +1,12 @@
-"""The exact output layer for tens of rows on compute capability 9.0: words streamed through products of warpgroups.
+"""The exact output layer on compute capability 9.0 for tens of rows, or the longest: products of warpgroups.
 
-Beside so many rows of hidden states neither registers nor shared memory have room for all of their columns, and a
-product of one warp (`mma`, as in `tiles`) reads more of them from shared memory than of words. Here tensor cores read
-the hidden states from shared memory themselves (`wgmma`), once for the words of four warps.
+Beside such hidden states neither registers nor shared memory have room for all of their columns, and a product of one
+warp (`mma`, as in `tiles`) reads more of them from shared memory than of words. Here tensor cores read the hidden
+states from shared memory themselves (`wgmma`), once for the words of four warps.
 
 **The kernel ahead** puts the hidden states in order: as matrices of eight rows by 16 bytes, which lie one behind the
-other, part by part of the columns.
+other, part by part of the columns. With `overlap` 2 it lets the product start at once, and words of a `constant`
+embedding are on their way before it has ended.
 
 **First kernel: the product.** A tile is `tile_n` words by `tile_m` rows. `tiles` warps of a thread block have one each,
 and go through the columns together, a part of `depth` cache lines after the other. A producer warp brings the hidden
@@ -18,11 +19,14 @@ A warp passes its scores through shared memory, so that a lane has a row's: nobo
 their exponentials up across lanes, and memory gets whole sectors. Sums of exponentials relative to a maximum (Milakov
 & Gimelshein 2018, Algorithm 3) stay in registers until a thread block ends.
 
+With `gated` only such scores are written as may be among a row's best (`gate`).
+
 **Second kernel: the best**, as that of `tiles`.
 
 Tried on an H200 without gain: hidden states that a cluster's thread blocks bring for each other (multicast), which
 halves what they read of them; warps of their own for what comes after the product; products of a part that are awaited
-in the next one, which the assembler then awaits one by one; bulk copies of words, one a row.
+in the next one, which the assembler then awaits one by one; bulk copies of words, one a row; warpgroups that begin with
+other parts, so that they end their tiles in turn.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ def warpgroups(operator: str, name: str, version: int) -> Template:
         version=version,
         operator=operator,
         kind="cuda",
-        summary="words streamed through products of warpgroups, for tens of rows; the best words of the best tiles",
+        summary="words streamed through products of warpgroups, of tens of rows or long ones; the best of their tiles",
         space=space,
         default=default,
         program=build,

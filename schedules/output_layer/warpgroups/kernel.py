@@ -1,6 +1,6 @@
 """The program of `warpgroups`: its workspaces and kernels, each a list of phases.
 
-arrange     the hidden states as operand B, part by part of the columns
+arrange     the hidden states as operand B, part by part of the columns; with `gated` no bounds, and no tiles yet
 product     the scores of tiles of words  (`product`)
 best        the best words of the rows    (`tiles.best`)
 """
@@ -14,12 +14,13 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
 
-from ...device.overlap import wait_then_start_consumer
+from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.region import device_region
 from ..interface import gpu_program, rows_shape
 from ..tiles.best import best
 from ..tiles.product import load_vector
 from ..words import OutputLayer
+from .gate import clear_tops
 from .product import product
 from .space import VECTOR, Extents
 
@@ -30,14 +31,20 @@ store_vector = T.ptx.st.global_.v4.u32
 def arrange(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io, matrices): of each strip of `tile_m` rows a vector of all rows after the other."""
     elements = e.hidden // e.vectors  # of a vector
+    vectors = e.parts * e.part_vectors
+    clear = clear_tops(e, vectors * e.tile_m)
 
     @T.inline
     def kernel(io, matrices):
         with device_region():
-            vector, y = T.cta_id([e.parts * e.part_vectors, (io.beam + (e.tile_m - 1)) // e.tile_m])
+            vector, y = T.cta_id([vectors, (io.beam + (e.tile_m - 1)) // e.tile_m])
             t = T.thread_id([e.tile_m])
             words = T.alloc_local([4], "uint32")
-            if e.overlap > 0:
+            if e.overlap == 2:
+                # Until it waits for this kernel to end, it reads no more than a constant embedding.
+                start_consumer()
+                wait_for_producer()
+            elif e.overlap == 1:
                 wait_then_start_consumer()
             top: T.int32 = y * e.tile_m
             rows: T.int32 = T.min(io.beam - top, e.tile_m)
@@ -49,6 +56,8 @@ def arrange(e: Extents) -> Callable[..., Any]:
                         words[0], words[1], words[2], words[3], io.hidden.ptr_to([top + t, vector * elements]))
                 store_vector(
                     matrices.ptr_to([top, (vector * rows + t) * 4]), words[0], words[1], words[2], words[3])
+            if e.gated > 0:
+                clear(io, top, rows, vector * e.tile_m + t)
 
     return kernel
 # fmt: on
@@ -58,7 +67,7 @@ def program(problem: OutputLayer, e: Extents) -> Program:
     """The program of one point of the space."""
     own = (
         Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),
-        Workspace("tops", rows_shape(problem, e.list_tiles), "uint32"),
+        Workspace("tops", rows_shape(problem, e.tops_pitch), "uint32"),
         Workspace("sums", rows_shape(problem, e.blocks, 2), "float32"),
         Workspace("matrices", rows_shape(problem, e.parts * e.part_vectors * (VECTOR // 4)), "uint32"),
     )

@@ -1,12 +1,18 @@
 """The first kernel of `warpgroups`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
 
     begin           mbarriers, and where the first part is
-The producer warp, the last of a thread block,
+The producer warp, behind the others of a thread block,
 
     produce         brings the hidden states, a part after the other, for all rounds of tiles
 
+with `gated` one more warp,
+
+    find_bounds     bounds that scores have to reach to be written  (`gate`)
+
 and the other warps, each with a tile of words of its own,
 
+    begin_tiles     which tile that is
+    fill_ring       have its first parts brought; of a constant embedding while the producer kernel runs
     ask_part        have a part of a tile's words brought
     bring_words     a step of them to registers
     multiply_step   its products
@@ -28,20 +34,25 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.template import ceildiv
+
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting, await_phase, bulk_copy
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
-from ...device.selection import bits_value, order_bits
+from ...device.selection import FULL_WARP, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import held_address, load_element
 from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
+from .gate import FIRST_TOLD, OVER, find_bounds, look_up, say
 from .space import HELD_PARTS, STEP, VECTOR, Extents
 
 copy_vector = T.ptx.cp.async_.cg.shared.global_
 load_matrices = T.ptx.ldmatrix.sync.aligned.m8n8.x4.shared.b16
 load_floats = T.ptx.ld.shared.v4.f32
 store_floats = T.ptx.st.global_.v4.f32
+largest = T.ptx.max.NaN.f32
+raise_two = T.ptx.ex2.approx.ftz.f32
 wgmma = T.ptx.wgmma
 
 # Of a matrix descriptor: addresses and distances in units of 16 bytes, the distance between matrices of the same rows,
@@ -83,12 +94,22 @@ class State(Buffers):
         Of the lane's rows: the largest score so far, and the sum of exponentials over that one's.
     own, added, bits, other
         A row's scores in a tile, biases of the lane's words, ordered bits, and values on their way.
+    wanted
+        Rows of a turn whose scores are written: a bit each.
+    bound
+        With `gated`, of the lane's rows: ordered bits that a tile's largest score has to reach, once they are found.
+    seen, largest, reached, heard
+        Of the warp that finds them: ordered bits of the first tiles, and the largest of groups of them; how many reach
+        a bound; and what the thread block says of itself.
     full, empty
         Shared: mbarriers of parts of hidden states that have come, and that all warps have multiplied.
     kept, ring
         Shared: the parts of hidden states; the stages of all warps.
     passed, pairs
         Shared: each warp's scores of 32 rows; in their place in the end what it knows of each row.
+    said
+        Shared: what the thread block says of itself, with `gated` (`gate`). It is in the pool so that this begins at a
+        multiple of 128 bytes: 64 behind one, products take so much longer that a call of 60 us takes 10 more.
     """
 
     index: Any
@@ -118,12 +139,19 @@ class State(Buffers):
     added: Any = local("float32", lambda e: e.word_groups)
     bits: Any = local("uint32")
     other: Any = local("float32", 2)
+    wanted: Any = local("uint32")
+    bound: Any = local("uint32", lambda e: e.turns, when=lambda e: e.gated)
+    seen: Any = local("uint32", lambda e: ceildiv(e.first_tiles, 32), when=lambda e: e.gated)
+    largest: Any = local("uint32", lambda e: e.groups_each, when=lambda e: e.gated)
+    reached: Any = local("uint32", when=lambda e: e.gated)
+    heard: Any = local("uint32", when=lambda e: e.gated)
     full: Any = shared("uint64", HELD_PARTS)
     empty: Any = shared("uint64", HELD_PARTS)
     kept: Any = pooled("uint32", lambda e: e.ring_at // 4, 0)
     ring: Any = pooled("uint32", lambda e: (e.passed_at - e.ring_at) // 4, lambda e: e.ring_at // 4)
     passed: Any = pooled("float32", lambda e: e.passed_bytes // 4, lambda e: e.passed_at // 4)
     pairs: Any = pooled("float32", lambda e: e.tiles * e.tile_m * 2, lambda e: e.passed_at // 4)
+    said: Any = pooled("uint32", 1, lambda e: e.said_at // 4, when=lambda e: e.gated)
 
 
 def place_of(e: Extents, row: Any, vector: Any) -> Any:
@@ -139,8 +167,8 @@ def hand_at(e: Extents, step: Any, half: Any, f: Any) -> Any:
 
 # fmt: off
 def begin(e: Extents) -> Callable[..., Any]:
-    """Reads: the beam. Writes: `rows`, `full`, `empty`, `descriptor`, `policy`, `place`, `turn`. Barriers: of the
-    thread block, at the end. The phase is (io, s, p)."""
+    """Reads: the beam. Writes: `rows`, `full`, `empty`, `said`, `descriptor`, `policy`, `place`, `turn`. Barriers: of
+    the thread block, at the end. The phase is (io, s, p)."""
 
     @T.inline
     def phase(io, s, p):
@@ -148,6 +176,8 @@ def begin(e: Extents) -> Callable[..., Any]:
             for i in T.unroll(HELD_PARTS):
                 T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
                 T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(e.tiles))
+            if e.gated > 0:
+                s.said[0] = T.uint32(0)
             T.ptx.fence.mbarrier_init.release.cluster()
         start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.kept.ptr_to([0]))))
         s.rows[0] = T.min(io.beam - s.top, e.tile_m)
@@ -311,60 +341,77 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
 def finish_tile(e: Extents) -> Callable[..., Any]:
     """What is to be done with a warp's scores of a tile, 32 rows after the other; the phase is (io, s, p, factor).
 
-    Reads: `sums`; the bias.
-    Writes: `scores`, -inf beyond the last word; each row's largest in `tops`; `m` and `d` of the lane's rows.
+    Reads: `sums`; the bias; with `gated` bounds.
+    Writes: `scores`, -inf beyond the last word; each row's largest in `tops`; `m` and `d` of the lane's rows. With
+        `gated`, of the rows whose largest is below their bound no scores, and no largest.
     Barriers: of the warp.
     """
-    words, quads = e.word_groups, e.tile_n // 4
+    words, quads, bounds = e.word_groups, e.tile_n // 4, look_up(e)
 
-    def score(io: Any, s: Any, p: Place, g: Any, i: Any, n: Any) -> tirx.PrimExpr:
+    def score(io: Any, s: Any, p: Place, g: Any, i: Any, n: Any, whole: bool) -> tirx.PrimExpr:
         """Of the lane's words the n-th, `n * 8 + group`: of two eights the fragment of 16 has one."""
         found = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
         if io.bias is not None:
             found = found + s.added[n]
+        if whole:
+            return found
         return T.Select(s.tile[0] * e.tile_n + n * 8 + p.group < io.vocab, found, MINUS_INFINITY)
 
     @T.inline
-    def pass_on(io, s, p, turn):
+    def pass_on(io, s, p, turn, whole):
         """Those of the turn's rows to `passed`."""
         for g in T.unroll(4):
             for i in T.unroll(2):
                 for n in T.unroll(words):
                     if turn * 4 + g < e.row_groups:
                         row = T.meta_var(p.team * 32 + g * 8 + p.member * 2 + i)
-                        s.passed[row * e.pitch + n * 8 + p.group] = score(io, s, p, turn * 4 + g, i, n)
+                        s.passed[row * e.pitch + n * 8 + p.group] = score(io, s, p, turn * 4 + g, i, n, whole)
 
     @T.inline
     def weigh(io, s, p, turn, factor):
-        """What they add to the lane's row."""
+        """What they add to the lane's row, and the tile's largest score to `bits`."""
         for v in T.unroll(quads):
             load_floats(
                 s.own[v * 4], s.own[v * 4 + 1], s.own[v * 4 + 2], s.own[v * 4 + 3],
                 s.passed.ptr_to([(p.team * 32 + p.lane) * e.pitch + v * 4]))
-        s.bits[0] = T.uint32(0)
-        for n in T.unroll(e.tile_n):
-            s.bits[0] = T.max(s.bits[0], order_bits(s.own[n]))
-        T.buffer_store(io.workspaces["tops"], s.bits[0], [s.top + turn * 32 + p.lane, s.tile[0]])
+        s.other[0] = s.own[0]
+        s.other[1] = s.own[1]
+        for n in T.unroll(e.tile_n - 2):
+            largest(s.other[n % 2], s.other[n % 2], s.own[n + 2])
+        largest(s.other[0], s.other[0], s.other[1])
+        s.bits[0] = order_bits(s.other[0])
         # Not below the lowest number: the difference of two infinities would be NaN.
-        s.other[0] = T.max(bits_value(s.bits[0]), s.m[turn])
+        s.other[0] = T.max(s.other[0], s.m[turn])
         s.d[turn] = s.d[turn] * T.exp2((s.m[turn] - s.other[0]) * factor)
         for n in T.unroll(e.tile_n):
-            s.d[turn] = s.d[turn] + T.exp2((s.own[n] - s.other[0]) * factor)
+            raise_two(s.other[1], (s.own[n] - s.other[0]) * factor)
+            s.d[turn] = s.d[turn] + s.other[1]
         s.m[turn] = s.other[0]
 
     @T.inline
+    def tell(io, s, p, turn):
+        """The tile's largest scores of the rows whose scores are to be written. All lanes take part."""
+        reaches: T.bool = turn * 32 + p.lane < s.rows[0]
+        if e.gated > 0:
+            reaches = T.And(reaches, s.bits[0] >= s.bound[turn])
+        if reaches:
+            T.buffer_store(io.workspaces["tops"], s.bits[0], [s.top + turn * 32 + p.lane, s.tile[0]])
+        s.wanted[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), reaches)
+
+    @T.inline
     def store(io, s, p, turn):
-        """From there to memory, whole sectors of a few rows at a time."""
+        """From `passed` to memory, whole sectors of a few rows at a time."""
         for j in T.unroll(quads):
             row = T.meta_var(j * (32 // quads) + p.lane // quads)
             load_floats(
                 s.own[j * 4], s.own[j * 4 + 1], s.own[j * 4 + 2], s.own[j * 4 + 3],
                 s.passed.ptr_to([(p.team * 32 + row) * e.pitch + p.lane % quads * 4]))
         for j in T.unroll(quads):
-            row = T.meta_var(turn * 32 + j * (32 // quads) + p.lane // quads)
-            if row < s.rows[0]:
+            row = T.meta_var(j * (32 // quads) + p.lane // quads)
+            if (s.wanted[0] >> T.Cast("uint32", row)) & T.uint32(1) != T.uint32(0):
                 store_floats(
-                    io.workspaces["scores"].ptr_to([s.top + row, s.tile[0] * e.tile_n + p.lane % quads * 4]),
+                    io.workspaces["scores"].ptr_to(
+                        [s.top + turn * 32 + row, s.tile[0] * e.tile_n + p.lane % quads * 4]),
                     s.own[j * 4], s.own[j * 4 + 1], s.own[j * 4 + 2], s.own[j * 4 + 3])
 
     @T.inline
@@ -373,13 +420,56 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
             for n in T.unroll(words):
                 s.added[n] = load_element("float32", io.bias.ptr_to([T.min(
                     s.tile[0] * e.tile_n + n * 8 + p.group, io.vocab - 1)]))
+        if e.gated > 0:
+            bounds(io, s, p)
         for turn in T.unroll(e.turns):
-            pass_on(io, s, p, turn)
+            if (s.tile[0] + 1) * e.tile_n <= io.vocab:
+                pass_on(io, s, p, turn, True)
+            else:
+                pass_on(io, s, p, turn, False)
             T.cuda.warp_sync()
             if turn * 32 + p.lane < s.rows[0]:
                 weigh(io, s, p, turn, factor)
-            store(io, s, p, turn)
+            tell(io, s, p, turn)
+            if s.wanted[0] != T.uint32(0):
+                store(io, s, p, turn)
             T.cuda.warp_sync()
+
+    return phase
+
+
+def begin_tiles(e: Extents) -> Callable[..., Any]:
+    """Reads: the embedding's address. Writes: registers of a warp that multiplies. Barriers: none. The phase is (io, s,
+    p, block)."""
+
+    @T.inline
+    def phase(io, s, p, block):
+        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+        s.tile[0] = p.team * e.blocks + block
+        s.end[0] = (io.vocab + (e.tile_n - 1)) // e.tile_n
+        for i in T.unroll(e.turns):
+            s.m[i] = LOWEST
+            s.d[i] = T.float32(0)
+            if e.gated > 0:
+                s.bound[i] = T.uint32(0)
+        s.asked[0] = s.tile[0]
+        s.part[0] = 0
+        s.slot[0] = 0
+        s.asked_slot[0] = 0
+        s.ring_start[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
+            s.ring.ptr_to([p.team * (e.stages * e.stage_bytes // 4)])))
+
+    return phase
+
+
+def fill_ring(e: Extents) -> Callable[..., Any]:
+    """Ask for the parts that the warp's ring has room for; as `ask_part`."""
+    ask = ask_part(e)
+
+    @T.inline
+    def phase(io, s, p):
+        for _ in T.serial(e.stages):
+            ask(io, s, p)
 
     return phase
 
@@ -387,27 +477,11 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
 def consume(e: Extents) -> Callable[..., Any]:
     """The multiplying warps' work; the phase is (io, s, p, block, factor).
 
-    Reads: words; `kept`; the bias.
+    Reads: `ring`, asked for as far as it has room; words; `kept`; the bias.
     Writes: what `finish_tile` does.
     Barriers: of the warp; awaits `full`, and arrives at `empty`.
     """
     ask, bring, multiply, finish = ask_part(e), bring_words(e), multiply_step(e), finish_tile(e)
-
-    @T.inline
-    def begin_asking(io, s, p, block):
-        s.tile[0] = p.team * e.blocks + block
-        s.end[0] = (io.vocab + (e.tile_n - 1)) // e.tile_n
-        for i in T.unroll(e.turns):
-            s.m[i] = LOWEST
-            s.d[i] = T.float32(0)
-        s.asked[0] = s.tile[0]
-        s.part[0] = 0
-        s.slot[0] = 0
-        s.asked_slot[0] = 0
-        s.ring_start[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
-            s.ring.ptr_to([p.team * (e.stages * e.stage_bytes // 4)])))
-        for _ in T.serial(e.stages):
-            ask(io, s, p)
 
     @T.inline
     def multiply_part(io, s, p):
@@ -432,7 +506,6 @@ def consume(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s, p, block, factor):
-        begin_asking(io, s, p, block)
         s.first[0] = block
         while s.first[0] < s.end[0]:
             for i in T.unroll(e.sums_each):
@@ -446,8 +519,14 @@ def consume(e: Extents) -> Callable[..., Any]:
                 s.slot[0] = T.Select(s.slot[0] == e.stages - 1, 0, s.slot[0] + 1)
             if s.tile[0] < s.end[0]:
                 finish(io, s, p, factor)
+            if e.gated > 0:
+                if p.t == 0 and s.first[0] == block:
+                    say(s, FIRST_TOLD)
             s.tile[0] = s.tile[0] + e.stride
             s.first[0] = s.first[0] + e.stride
+        if e.gated > 0:
+            if p.t == 0:
+                say(s, OVER)
 
     return phase
 
@@ -473,7 +552,10 @@ def product(e: Extents) -> Callable[..., Any]:
     do = SimpleNamespace(
         begin=begin(e),
         produce=produce(e),
+        begin_tiles=begin_tiles(e),
+        fill_ring=fill_ring(e),
         consume=consume(e),
+        find_bounds=find_bounds(e),
         tell_sums=tell_sums(e),
         join_warps=join_warps(e),
     )
@@ -486,14 +568,23 @@ def product(e: Extents) -> Callable[..., Any]:
             p = T.meta_var(Place(t, 1))
             s = T.meta_var(State.alloc(e, e.pool_of_product, index=0, top=y * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
-            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
             do.begin(io, s, p)
+            if p.team < e.tiles:
+                do.begin_tiles(io, s, p, block)
+                # What the producer kernel cannot have written comes while it runs.
+                if e.overlap > 0 and io.constant != 0:
+                    do.fill_ring(io, s, p)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if p.team < e.tiles:
+                if e.overlap == 0 or io.constant == 0:
+                    do.fill_ring(io, s, p)
                 do.consume(io, s, p, block, factor)
-            elif p.lane == 0:
-                do.produce(io, s, block, io.workspaces["matrices"])
+            elif p.team == e.tiles:
+                if p.lane == 0:
+                    do.produce(io, s, block, io.workspaces["matrices"])
+            elif e.gated > 0:
+                do.find_bounds(io, s, p, block)
             do.tell_sums(s, p)
             do.join_warps(io, s, p, block, io.workspaces["sums"], factor)
 

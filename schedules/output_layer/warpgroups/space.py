@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
@@ -13,6 +13,7 @@ from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
 
 from ..tiles.space import (
     MAX_BLOCKS_Y,
+    MAX_TILES_EACH,
     STEP,
     THREADS,
     VECTOR,
@@ -26,7 +27,10 @@ from ..tiles.space import (
 from ..words import OutputLayer, best_of, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
-TILE_M = (32, 64, 128)
+TILE_M = (32, 64, 128, 16, 8)
+# Bytes of a row up to which `tiles` has whole ones of sixteen hidden states in registers. Of more columns it reads
+# parts: at (10, 64640, 7168) 236 microseconds for 218 here, at (1, 64640, 7168) as many.
+WHOLE_BYTES = 11 * 1024
 # Words of a tile: one or two fragments of operand A.
 TILE_N = (16, 32)
 # Warps of a block that multiply: whole warpgroups of four.
@@ -39,6 +43,13 @@ HELD_PARTS = 3
 BLOCKS_EACH = (1, 2)
 # Registers of a thread beside operands and sums.
 BESIDES = 52
+# First tiles, at most, by whose largest scores a bound is found: so many registers of a lane.
+FIRST_EACH = 32
+# Rounds of tiles from which on it is worth it to find one.
+LEAST_ROUNDS = 3
+# As in `tiles`: registers of a thread of the second kernel, by tiles of a thread. With 512 threads of so many it finds
+# room beside the first one, but for the most.
+SEARCH_REGISTERS = {6: 32, 20: 48, MAX_TILES_EACH: 96}
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
@@ -50,21 +61,24 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         raise NotApplicable(f"{problem.dtype} is not of 16 bits")
     require_whole_vectors(problem)
     require_ranks(problem)
-    if problem.batch <= SIXTEEN:
-        raise NotApplicable(f"a fragment of hidden states has all {problem.batch} rows")
+    row = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    if problem.batch <= SIXTEEN and row <= WHOLE_BYTES:
+        raise NotApplicable(f"`tiles` has whole rows of {problem.hidden} columns, and a fragment all {problem.batch}")
     if ceildiv(problem.batch, max(TILE_M)) > MAX_BLOCKS_Y:
         raise NotApplicable(f"{problem.batch} rows exceed an axis of the grid")
     most = ceildiv(most_words(problem), min(TILE_N))
     return {
-        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * problem.batch),
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.batch, 8)),
         "tile_n": TILE_N,
         "tiles": TILES,
         "depth": DEPTH,
         "stages": STAGES,
         "blocks": tuple(dict.fromkeys(min(most, machine.cores * n) for n in BLOCKS_EACH)),
         "threads": THREADS,
-        "overlap": (0, 1),
+        "overlap": (0, 1, 2),
         "evict_first": (0, 1) if is_large(problem) else (0,),
+        # Who asks for the probabilities of some words may ask for any, and needs all scores.
+        "gated": (0,) if problem.axes.get("ids", 0) else (0, 1),
     }
 
 
@@ -76,6 +90,10 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return f"{e.held} operands and sums in each of {e.block_threads} threads exceed the registers"
     if not machine.blocks_at_once(e.block_threads, 1, e.shared_bytes):
         return f"hidden states, rings and scores of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
+    if e.gated and e.list_tiles <= e.stride:
+        return f"thread blocks have all {e.list_tiles} tiles in hand at first: no bound would be found in time"
+    if e.gated and e.k > e.first_tiles:
+        return f"the largest scores of {e.first_tiles} tiles are no bound for the {e.k} best words"
     return search_allowed(e, machine)
 
 
@@ -92,16 +110,25 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of a table, the best first: all rows in a tile, and as many words as registers have room for."""
     rows = lists_of(problem)[1]
-    enough = [tile for tile in table["tile_m"] if tile >= rows] or [max(table["tile_m"])]
-    shapes = [(32, 2, 2), (16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words, depth and stages
-    for tile_m, (tile_n, depth, stages), threads in itertools.product(enough, shapes, table["threads"][::-1]):
+    enough = sorted(tile for tile in table["tile_m"] if tile >= rows) or [max(table["tile_m"])]
+    shapes = [(16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words, depth and stages
+    ways = itertools.product(enough, shapes, (512, 1024), table["gated"][::-1])
+    for tile_m, (tile_n, depth, stages), threads, gated in ways:
         point = {"tile_m": tile_m, "tile_n": tile_n, "tiles": 8, "depth": depth, "stages": stages}
         point |= {
             "blocks": table["blocks"][0],
             "threads": threads,
-            "overlap": 1,
+            "overlap": 2,
             "evict_first": max(table["evict_first"]),
+            "gated": gated,
         }
+        e = Extents.of(problem, point)
+        # Of few rounds of tiles, most are the first ones.
+        if gated and e.list_tiles <= LEAST_ROUNDS * e.stride:
+            continue
+        # More tiles of a thread than it has in registers are searched otherwise.
+        if threads < max(table["threads"]) and not e.by_bits:
+            continue
         if allowed(problem, machine, point) is None:
             yield point
 
@@ -116,7 +143,7 @@ class Extents(TileSizes):
         Of hidden states and words.
     k, ids
         Words to be found in a row, and words that were asked for.
-    tile_m, tile_n, tiles, depth, stages, blocks, threads, overlap, evict_first
+    tile_m, tile_n, tiles, depth, stages, blocks, threads, overlap, evict_first, gated
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -137,6 +164,7 @@ class Extents(TileSizes):
     threads: int
     overlap: int
     evict_first: int
+    gated: int
     vectors: int
     list_tiles: int
 
@@ -162,8 +190,28 @@ class Extents(TileSizes):
 
     @property
     def block_threads(self) -> int:
-        """All its threads: with those of the producer warp."""
-        return self.product_threads + 32
+        """All its threads: with those of the producer warp, and of the one that finds a bound."""
+        return self.product_threads + 32 * (1 + self.gated)
+
+    @property
+    def first_tiles(self) -> int:
+        """Tiles, of those that all blocks have in hand at first, by whose largest scores a bound is found."""
+        return min(self.stride, self.list_tiles, 32 * FIRST_EACH)
+
+    @property
+    def search_registers(self) -> Mapping[int, int]:
+        return SEARCH_REGISTERS
+
+    @property
+    def groups_each(self) -> int:
+        """Groups of them of a lane: four times as many as words are wanted, if there are so many tiles."""
+        return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
+
+    @property
+    def tops_pitch(self) -> int:
+        """Ordered bits of a row in the workspace: of tiles' largest scores, and of the bound behind them, in whole
+        vectors."""
+        return ceildiv(self.list_tiles + 1, 4) * 4 if self.gated else self.list_tiles
 
     @property
     def turns(self) -> int:
@@ -221,9 +269,14 @@ class Extents(TileSizes):
         return self.tiles * 32 * self.pitch * 4
 
     @property
+    def said_at(self) -> int:
+        """Bytes of all these, behind which there is a word more with `gated`."""
+        return self.passed_at + self.passed_bytes
+
+    @property
     def pool_of_product(self) -> int:
         """Dynamic shared memory of the first kernel."""
-        return dynamic_shared(self.passed_at + self.passed_bytes, 0)
+        return dynamic_shared(self.said_at + 16 * self.gated, 0)
 
     @property
     def shared_bytes(self) -> int:

@@ -30,9 +30,16 @@ KERNEL, PRODUCT = "kernel", "product"
 # Rows up to which the kernel is the faster way on an H200, where no record says more. Beyond, hidden states in
 # registers or shared memory keep it from the speed of memory.
 FUSED_ROWS = SIXTEEN
-# Rows up to which it still is with products of warpgroups, in 16 bits: of 32 rows it takes 0.95 to 0.99 times as long
-# as product and softmax_topk, of 48 up to 1.04 times.
-GROUPED_ROWS = 32
+# Rows up to which it is with products of warpgroups, in 16 bits: of any vocabulary; of many words; and if probabilities
+# of words are asked for, so that all scores have to be written.
+GROUPED_ROWS, MANY_GROUPED_ROWS, ASKED_GROUPED_ROWS = 64, 128, 32
+MANY_WORDS = 64 * 1024
+# Of rows that are no whole cache lines it is not: 24 and 48 rows of (40000, 1000) in float16 take 28.5 and 31.6
+# microseconds, product and `softmax_topk` 27.3 and 30.6.
+CACHE_LINE = 128
+# And of an odd vocabulary, of which rows of logits start anywhere: the product of 64 rows takes 156 microseconds at
+# (50257, 768) in bfloat16, and the kernel 29.
+ODD_GROUPED_ROWS = 512
 # Bytes of hidden states, of eight or sixteen rows, that a multiprocessor has room for: of 16 bits in registers; and in
 # registers and shared memory, beside rings. Shared memory alone, of which a thread block takes so much at the most, has
 # room for either dtype's. Where there is none for more than eight, sixteen read all words twice: at (10, 128256, 8192)
@@ -198,14 +205,25 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
     size = numpy_dtype(problem.dtype).itemsize
     if problem.hidden * size % VECTOR_BYTES or problem.k > FUSED_K:
         return PRODUCT
-    if machine.has_warpgroups and size == 2 and FUSED_ROWS < problem.batch <= GROUPED_ROWS:
-        return KERNEL
+    if machine.has_warpgroups and size == 2:
+        return KERNEL if problem.batch <= grouped_rows(problem) else PRODUCT
     most = min(machine.block_shared_bytes, SHARED_BYTES)
     if size == 2:
         large = machine.has_clusters and machine.block_shared_bytes > SHARED_BYTES
         most = max(most, DIVIDED_BYTES if large else REGISTER_BYTES)
     rows = EIGHT if problem.batch <= EIGHT else FUSED_ROWS
     return KERNEL if problem.batch <= rows and rows * problem.hidden * size <= most else PRODUCT
+
+
+def grouped_rows(problem: HeadTopk) -> int:
+    """Rows up to which products of warpgroups are the faster way."""
+    if problem.vocab % 2:
+        return ODD_GROUPED_ROWS
+    if problem.hidden * numpy_dtype(problem.dtype).itemsize % CACHE_LINE:
+        return FUSED_ROWS
+    if problem.ids:
+        return ASKED_GROUPED_ROWS
+    return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
 def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
