@@ -6,7 +6,8 @@
 The product alone is torch's. Behind it come `softmax_topk`, torch's softmax and topk, and a kernel that only reads the
 logits (`floors`): what no kernel of its own can be below. A product streams the embedding through the L2 cache while it
 writes logits, and lets no other kernel start before it ends, so that logits of many rows have to come from memory and
-every kernel behind it has to start.
+every kernel behind it has to start. In the place of both comes `head_topk`, which writes no logits: what it adds is
+what it takes more than the product, and may be less than nothing.
 
 What is added is the difference of two long times, and a product's own depends on where in memory its operands lie. So
 all are timed with operands in several places, and the table has the median of what was added, and the extremes.
@@ -32,6 +33,7 @@ from tvm_sparse.cli.common import Target, errors, machine_here
 from tvm_sparse.core.registry import make
 
 PRODUCT, OURS, TORCH, READ = "product", "softmax_topk", "torch softmax + topk", "read of the logits"
+HEAD = "head_topk instead"
 ROUNDS = 60  # a product takes fifty times as long as what is added to it
 PLACES = 7
 # What lies between the operands of one time and of the next.
@@ -67,8 +69,9 @@ def contenders(
         pieces = logits.view(-1, piece_of(logits.numel(), logits.element_size()))
         if reader := reader_of(pieces, before=product):
             calls[READ] = behind(product, reader)
+    calls[HEAD] = lambda: tvm_sparse.head_topk(states, embedding, k, constant=True)
     check = top_check(states, embedding, k)(OURS_BOUND if states.dtype == torch.float32 else ROUNDED)
-    return calls, {OURS: check, TORCH: check}
+    return calls, {OURS: check, TORCH: check, HEAD: check}
 
 
 def in_places(
@@ -114,26 +117,29 @@ def main(
     with errors():
         where = machine_here(target, "comparing")
         batches = batch or [1, 10, 64]
-        tops = {rows: make("softmax_topk", {"batch": rows, "vocab": vocab, "k": k, "dtype": dtype}) for rows in batches}
+        axes = {"vocab": vocab, "k": k, "dtype": dtype}
+        tops = {rows: make("softmax_topk", {"batch": rows, **axes}) for rows in batches}
+        heads = {rows: make("head_topk", {"batch": rows, "hidden": hidden, **axes}) for rows in batches}
         report, lines = Report(csv_path, provenance(where), COLUMNS), []
-        with ready(tops.values(), where), fastest(where) as reader_of:
-            for rows, problem in tops.items():
+        with ready([*tops.values(), *heads.values()], where), fastest(where) as reader_of:
+            for rows in batches:
                 operands = functools.partial(draw, vocab, hidden, rows, dtype, where.device, seed)
                 microseconds, added, how = in_places(operands, k, reader_of, places, where.device)
-                chosen = tvm_sparse.explain(problem)
+                chosen = {OURS: tvm_sparse.explain(tops[rows]), HEAD: tvm_sparse.explain(heads[rows])}
                 for name, times in microseconds.items():
                     figures = (statistics.median(added[name]), min(added[name]), max(added[name]))
                     shown = [f"{figure:.2f}" for figure in figures] if name != PRODUCT else [""] * 3
                     report.add(
                         batch=rows, vocab=vocab, hidden=hidden, k=k, dtype=dtype, behind_product=name,
                         microseconds=f"{statistics.median(times):.3f}", added=shown[0], least=shown[1], most=shown[2],
-                        timed=how, kernel=f"{chosen.candidate} ({chosen.how})" if name == OURS else "",
+                        timed=how,
+                        kernel=f"{chosen[name].candidate} ({chosen[name].how})" if name in chosen else "",
                     )  # fmt: skip
-                figures_of = {PRODUCT: microseconds, OURS: added, TORCH: added, READ: added}
+                figures_of = {PRODUCT: microseconds, OURS: added, TORCH: added, READ: added, HEAD: added}
                 cells = [f"{statistics.median(of[name]):.1f}" if name in of else "-" for name, of in figures_of.items()]
                 lines.append([str(rows), *cells])
         title = f"microseconds of a product of {vocab} x {hidden}, {dtype}, and what is added to it"
-        show(title, ("batch", PRODUCT, OURS, TORCH, READ), lines)
+        show(title, ("batch", PRODUCT, OURS, TORCH, READ, HEAD), lines)
         report.close()
 
 

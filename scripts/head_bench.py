@@ -50,7 +50,9 @@ SHAPES = (
     "1,151936,3584,20,bfloat16", "10,151936,3584,20,bfloat16",
     "10,262144,3840,20,bfloat16", "1,256000,4608,20,bfloat16", "10,256000,4608,20,bfloat16",
     "10,151936,5120,20,bfloat16", "1,262144,5376,20,bfloat16", "10,262144,5376,20,bfloat16",
-    "1,129280,7168,20,bfloat16", "10,129280,7168,20,bfloat16", "10,128256,8192,20,bfloat16",
+    "64,262144,5376,20,bfloat16", "8,256000,6144,20,bfloat16", "1,129280,7168,20,bfloat16",
+    "10,129280,7168,20,bfloat16", "10,128256,8192,20,bfloat16", "128,100352,1024,20,bfloat16",
+    "48,50257,768,20,bfloat16",
 )  # fmt: skip
 HEAD, UNPROMISED, PRODUCT, CHAIN, TORCH, READ = (
     "head_topk", "head_topk, no promise", "product", "product + softmax_topk", "torch product + softmax + topk",

@@ -278,7 +278,7 @@ def after_product() -> str:
     found: dict[str, dict[str, Row]] = {}
     for row in results(AFTER).rows:
         found.setdefault(row["batch"], {})[row["behind_product"]] = row
-    names = ("softmax_topk", "torch softmax + topk", "read of the logits")
+    names = ("softmax_topk", "torch softmax + topk", "read of the logits", "head_topk instead")
 
     def added(line: Row) -> str:
         ends = [us(float(line[name])) for name in ("least", "most")]
@@ -288,7 +288,8 @@ def after_product() -> str:
         [batch, us(float(lines["product"]["microseconds"])), *(added(lines[name]) for name in names)]
         for batch, lines in found.items()
     ]
-    return table(["batch", "product", "`softmax_topk` adds", "PyTorch's softmax and top-k", "read alone"], rows)
+    adds = ("`softmax_topk` adds", "PyTorch's softmax and top-k", "read alone", "`head_topk` in its place")
+    return table(["batch", "product", *adds], rows)
 
 
 # By template what has happened when a phase ends, in this order, and the phases of which a kernel has one.
