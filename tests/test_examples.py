@@ -52,6 +52,7 @@ def test_shapes_are_tuned_exported_and_served(tmp_path: Path) -> None:
     assert f"library: {tmp_path / 'out' / 'kernels'}" in printed and "log-probabilities" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_every_command_takes_the_operator_from_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path_without_torch: str

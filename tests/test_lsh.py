@@ -387,7 +387,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
             {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 3, "loads": 2, "words": 16},
         ),
-        (
+        thorough(
             "fused_step",
             "lsh_topk/lists=1,beam=35,hidden=72,vocab=700,frequent=300,n=5,k=8,units=2,bands=12,dtype=bfloat16",
             {"row_groups": 2, "threads": 128, "hash_threads": 256, "cluster": 1, "late_words": 4},

@@ -229,6 +229,7 @@ def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
         problem.check(inputs, expected, outputs)
 
 
+@pytest.mark.thorough
 def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
     """Of one value or two, in order, crowded about zero, of a long tail, and with few words: in vectors of bfloat16."""
     vocab, rng = 2048, np.random.default_rng(8)

@@ -188,6 +188,7 @@ def test_a_seed_tells_the_search() -> None:
     assert one == other
 
 
+@pytest.mark.thorough
 def test_search_learns_what_random_choice_does_not() -> None:
     trials, costs = 96, {candidate: separable(candidate) for candidate in space(LARGE)}
     assert len(costs) > 10 * trials

@@ -162,6 +162,7 @@ def test_the_summary_of_known_searches() -> None:
     assert both[0].best[-1] == pytest.approx(2.0) and len(both) == len(better)
 
 
+@pytest.mark.thorough
 def test_every_point_is_measured_once_a_round_and_a_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -489,18 +489,27 @@ def own_problems(template: Template) -> list[Problem]:
     return of_each_choice((problem for _, problem in cases(template.kind, name=template.name)), more)
 
 
+# CUDA templates whose points are run thread by thread by tests of their own.
+RUN_ELSEWHERE = {
+    *("threshold_gate", "cluster_gate", "held_rows", "warp_rows"),
+    *("head_tiles", "head_warpgroups", "candidate_tiles", "candidate_tiles_product", "candidate_streams"),
+    *("row_clusters", "beam_blocks", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
+}
+
+
 def on_own_problems(kind: str, *rest: Any) -> list[Any]:
     """Every template on its own problems, and the `rest`; beyond the least and that of the most choices only in a
     thorough run; so are those of CUDA that are checked as loops as well, which is faster, beyond the latter, and on no
-    more than two."""
+    more than two; and all of those that are run elsewhere."""
     found: list[Any] = []
     for template in (one for one in spaces.templates() if one.kind == kind):
         own = own_problems(template)
         if kind == "cuda" and not template.explicit_threads:
             found += [*(thorough(template, problem, *rest) for problem in own[:2][:-1]), (template, own[:2][-1], *rest)]
         else:
-            found += [(template, problem, *rest) for problem in own[:2]]
-            found += [thorough(template, problem, *rest) for problem in own[2:]]
+            usual = 0 if template.name in RUN_ELSEWHERE else 2
+            found += [(template, problem, *rest) for problem in own[:usual]]
+            found += [thorough(template, problem, *rest) for problem in own[usual:]]
     return found
 
 
@@ -629,14 +638,6 @@ def emulated(program: Program, seed: int, stale: Stale | None = None) -> Callabl
             raise
 
     return call
-
-
-# Templates whose points, beside the default, are run by tests of their own.
-RUN_ELSEWHERE = {
-    *("threshold_gate", "cluster_gate", "held_rows", "warp_rows"),
-    *("head_tiles", "candidate_tiles", "candidate_tiles_product", "candidate_streams"),
-    *("row_clusters", "beam_blocks", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
-}
 
 
 def run_thread_by_thread(template: Template, problem: Problem, candidate: Candidate, first: int) -> None:
