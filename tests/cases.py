@@ -25,7 +25,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu
 from tvm_sparse.core.problem import Problem, Settings
 from tvm_sparse.core.registry import make, parse
-from tvm_sparse.core.template import Table, Template
+from tvm_sparse.core.template import Program, Table, Template
 from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher
 
@@ -178,6 +178,27 @@ def number_of_builds() -> int:
     return os.stat(kept).st_ino if kept else int.from_bytes(os.urandom(4), "little")
 
 
+def own_on_host(program: Program, problem: Problem) -> list[Any]:
+    """A program's workspaces."""
+    return loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+
+
+def run_emulated(
+    program: Program, problem: Problem, inputs: Sequence[Any], own: Sequence[Any], seed: int = 0, stale: Any = None
+) -> Sequence[Any]:
+    """The outputs of a CUDA program, which runs with no GPU and has to be right."""
+    from tvm_sparse.emulation import run_on_cpu
+
+    outputs = problem.empty_outputs()
+    arguments = [*inputs, *outputs, *own]
+    run_on_cpu(
+        program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed,
+        stale=stale and stale(arguments),
+    )  # fmt: skip
+    problem.check(inputs, problem.reference(inputs), outputs)
+    return outputs
+
+
 def check_emulated(
     problem: Problem,
     template: Template,
@@ -191,25 +212,22 @@ def check_emulated(
     told."""
     import numpy as np
 
-    from tvm_sparse.emulation import run_on_cpu
-
     program = template.build(problem, point)
     kept = [i for i, argument in enumerate(problem.kernel_inputs) if argument.name in constant]
+
+    def garbage(arguments: Sequence[Any]) -> dict[int, Any]:
+        return {
+            i: np.full_like(a, -7 if a.dtype.kind == "i" else np.nan)
+            for i, a in enumerate(arguments)
+            if isinstance(a, np.ndarray) and a.dtype.kind != "u" and i not in kept
+        }
+
     for seed, structure in list(enumerate(problem.structures))[first::step]:
         settings = dict(problem.settings[seed % len(problem.settings)])
         if "constant" in settings:
             settings["constant"] = int(bool(constant))
         inputs = problem.generate(seed, structure, settings)
-        outputs = problem.empty_outputs()
-        own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
-        arguments: list[Any] = [*inputs, *outputs, *own]
-        garbage = {
-            i: np.full_like(a, -7 if a.dtype.kind == "i" else np.nan)
-            for i, a in enumerate(arguments)
-            if isinstance(a, np.ndarray) and a.dtype.kind != "u" and i not in kept
-        }
-        run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed, stale=garbage)
-        problem.check(inputs, problem.reference(inputs), outputs)
+        run_emulated(program, problem, inputs, own_on_host(program, problem), seed, garbage)
 
 
 def trapping(*_: Any, **how: Any) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import SM90
 
 import tvm_sparse
 from tvm_sparse.core import machine, spaces
@@ -207,6 +208,21 @@ def test_the_kernel_is_the_likely_way_where_it_reads_words_once(arch: str, dtype
         assert spaces.fallback(problem, where).template == "head_dots"
         assert head_call.likely_way(problem, where) == PRODUCT
     assert head_call.likely_way(problem, machine.resolve("cpu")) == KERNEL
+
+
+MOST_ROWS = {
+    "vocab=32000,hidden=1024": 64,
+    "vocab=65536,hidden=1024": 128,
+    "vocab=65536,hidden=1024,ids=2": 32,
+    "vocab=65536,hidden=1000": 16,
+    "vocab=50257,hidden=1000,ids=2": 512,
+}
+
+
+@pytest.mark.parametrize("axes", MOST_ROWS)
+def test_rows_up_to_which_products_of_warpgroups_are_the_likely_way(axes: str) -> None:
+    for rows, way in ((MOST_ROWS[axes], KERNEL), (MOST_ROWS[axes] + 1, PRODUCT)):
+        assert head_call.likely_way(parse(f"head_topk/batch={rows},k=20,dtype=bfloat16,{axes}"), SM90) == way
 
 
 STATES, WORDS = np.zeros((4, 16), np.float32), np.zeros((50, 16), np.float32)

@@ -4,19 +4,16 @@ that no default of a small problem is."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import numpy as np
 import pytest
-from cases import SM90, check_emulated, settings_of, thorough, trapping
+from cases import SM90, check_emulated, own_on_host, run_emulated, settings_of, thorough, trapping
 from tvm.sym import Analyzer
 
-from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.problem import Mismatch
 from tvm_sparse.core.registry import parse
-from tvm_sparse.emulation import EmulationError, run_on_cpu
-from tvm_sparse.runtime import loading
+from tvm_sparse.emulation import EmulationError
 from tvm_sparse.schedules.output_layer.tiles import best
 from tvm_sparse.schedules.output_layer.tiles.product import stays_cached
 from tvm_sparse.schedules.output_layer.tiles.space import Extents
@@ -139,10 +136,8 @@ def test_how_many_words_reach_the_bound(
     words[:, : len(hidden)] = scores.T
 
     def run() -> None:
-        inputs, outputs, program = [hidden, words, *others], problem.empty_outputs(), template.build(problem, point)
-        own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
-        run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs, *own], pipeline=program.pipeline, seed=k)
-        problem.check(inputs, problem.reference(inputs), outputs)
+        program = template.build(problem, point)
+        run_emulated(program, problem, [hidden, words, *others], own_on_host(program, problem), k)
 
     if reached:
         run()
@@ -168,13 +163,10 @@ def test_who_takes_which_tile_changes_no_bit() -> None:
     problem, template = parse(HALVES), spaces.find("head_tiles")
     decisions = {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 4, "dynamic": 50}
     program = template.build(problem, template.default(problem, SM90) | decisions)
-    own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
+    own = own_on_host(program, problem)
     inputs, found = problem.generate(0, "random", settings_of(problem, 0)), set()
     for seed in range(3):
-        outputs = problem.empty_outputs()
-        arguments = [*inputs, *outputs, *own]
-        run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
-        problem.check(inputs, problem.reference(inputs), outputs)
+        outputs = run_emulated(program, problem, inputs, own, seed)
         found.add(b"".join(output.tobytes() for output in outputs))
     assert len(found) == 1
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from cases import SM90, check_emulated, thorough
+from cases import SM90, check_emulated, own_on_host, run_emulated, thorough
 
-from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
-from tvm_sparse.emulation import run_on_cpu
-from tvm_sparse.runtime import loading
 from tvm_sparse.schedules.output_layer.warpgroups.space import TILE_M
 
 BIASED = "head_topk/batch=19,vocab=173,hidden=136,k=5,dtype=bfloat16,bias=1"
@@ -64,11 +59,8 @@ def test_scores_that_are_not_among_the_best_are_not_written(structure: str) -> N
     point = template.default(problem, SM90) | point | {"gated": 1}
     assert template.allowed(problem, SM90, point) is None
     program = template.build(problem, point)
-    inputs, outputs = problem.generate(0, structure, dict(problem.settings[0])), problem.empty_outputs()
-    own = loading.allocated(map(dataclasses.asdict, program.workspaces), problem, loading.on_host)
-    arguments = [*inputs, *outputs, *own]
-    run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=0)
-    problem.check(inputs, problem.reference(inputs), outputs)
+    own = own_on_host(program, problem)
+    run_emulated(program, problem, problem.generate(0, structure, dict(problem.settings[0])), own)
     tops = next(own[i] for i, workspace in enumerate(program.workspaces) if workspace.name == "tops")
     tiles = -(-problem.vocab // 16)
     assert (tops[:, :4] != 0).all()

@@ -20,11 +20,9 @@ from ..interface import gpu_program, rows_shape
 from ..tiles.best import best
 from ..tiles.product import load_vector
 from ..words import OutputLayer
-from .gate import clear_tops
+from .gate import clear_tops, store_vector
 from .product import product
 from .space import VECTOR, Extents
-
-store_vector = T.ptx.st.global_.v4.u32
 
 
 # fmt: off

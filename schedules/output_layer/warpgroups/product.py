@@ -1,6 +1,7 @@
 """The first kernel of `warpgroups`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
 
     begin           mbarriers, and where the first part is
+
 The producer warp, behind the others of a thread block,
 
     produce         brings the hidden states, a part after the other, for all rounds of tiles

@@ -57,18 +57,17 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         raise NotApplicable("words of candidates do not follow each other")
     if not machine.has_warpgroups:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
-    if numpy_dtype(problem.dtype).itemsize != 2:
+    if (size := numpy_dtype(problem.dtype).itemsize) != 2:
         raise NotApplicable(f"{problem.dtype} is not of 16 bits")
     require_whole_vectors(problem)
     require_ranks(problem)
-    row = problem.hidden * numpy_dtype(problem.dtype).itemsize
-    if problem.batch <= SIXTEEN and row <= WHOLE_BYTES:
+    if problem.batch <= SIXTEEN and problem.hidden * size <= WHOLE_BYTES:
         raise NotApplicable(f"`tiles` has whole rows of {problem.hidden} columns, and a fragment all {problem.batch}")
     if ceildiv(problem.batch, max(TILE_M)) > MAX_BLOCKS_Y:
         raise NotApplicable(f"{problem.batch} rows exceed an axis of the grid")
     most = ceildiv(most_words(problem), min(TILE_N))
     return {
-        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.batch, 8)),
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.batch, min(TILE_M))),
         "tile_n": TILE_N,
         "tiles": TILES,
         "depth": DEPTH,
@@ -78,7 +77,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "overlap": (0, 1, 2),
         "evict_first": (0, 1) if is_large(problem) else (0,),
         # Who asks for the probabilities of some words may ask for any, and needs all scores.
-        "gated": (0,) if problem.axes.get("ids", 0) else (0, 1),
+        "gated": (0,) if problem.ids else (0, 1),
     }
 
 
