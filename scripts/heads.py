@@ -294,16 +294,20 @@ def behind(first: Call, second: Call) -> Call:
     return both
 
 
-def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
-    """`time_cuda` of calls between which another kernel reads twice what the L2 cache holds, as the layers of a model
-    do between two steps of its head. That kernel's time, of the same round, is taken off."""
+def cache_reader() -> Call:
+    """A call that reads twice what the L2 cache holds, as the layers of a model do between two steps of its head."""
     held = torch.zeros(2 * torch.cuda.get_device_properties(0).L2_cache_size // 4, device="cuda")
     total = torch.empty((), device="cuda")
 
     def read() -> None:
         torch.sum(held, dim=0, out=total)
 
-    alone = "a read of the L2 cache"
+    return read
+
+
+def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
+    """`time_cuda` of calls with a `cache_reader` between them, whose time, of the same round, is taken off."""
+    read, alone = cache_reader(), "a read of the L2 cache"
     found = time_cuda({alone: read, **{name: behind(read, call) for name, call in calls.items()}}, rounds)
     _, reads = found.pop(alone)
     return {

@@ -1,14 +1,15 @@
 """When the phases of a kernel end: where the time of a short call goes that neither memory nor arithmetic explains.
 
     python scripts/timeline.py "softmax_topk/batch=10,vocab=128256,k=20,dtype=bfloat16" --behind 4096
-    python scripts/timeline.py "head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16"
+    python scripts/timeline.py "head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16" --cold
 
 Behind each phase the first thread of each thread block writes down the GPU's clock (`%globaltimer`). A phase that is
 gone through several times keeps its last end; a phase within another one ends before it. Calls follow upon each other
-in a CUDA graph, by `--behind` after a product of so many columns, as after the last layer of a model. Times are those
-of the first, the median and the last thread block to come so far, each the median of the replays, from the moment at
-which the first one of the kernel that the call begins with has waited for the kernel in front. The table also has what
-a call takes with and without the stamps.
+in a CUDA graph, by `--behind` after a product of so many columns, as after the last layer of a model, and with `--cold`
+after a kernel that reads twice what the L2 cache holds. Times are those of the first, the median and the last thread
+block to come so far, each the median of the replays, from the moment at which the first one of the kernel that the call
+begins with has waited for the kernel in front. The table also has what a call takes with and without the stamps, less
+what the kernel of `--cold` takes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ import numpy as np
 import torch
 import typer
 from floors import build
-from heads import Call, Report, behind, draw
+from heads import Call, Report, behind, cache_reader, draw, time_cold
 from reproduction import provenance
 
 import tvm_sparse
 from tvm_sparse.bench.contenders import torch_tensor
-from tvm_sparse.bench.timing import time_cuda
+from tvm_sparse.bench.timing import ROUNDS, time_cuda
 from tvm_sparse.cli.common import Fixed, Target, console, errors, fixed_values, machine_here, table
 from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
@@ -42,10 +43,11 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.runtime.loading import with_workspaces
 
-GATE, HELD, TILES, STEP = (
+GATE, HELD, TILES, GROUPS, STEP = (
     f"tvm_sparse.schedules.{part}"
     for part in (
-        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer.tiles", "lsh_topk.fused_step",
+        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer.tiles", "output_layer.warpgroups",
+        "lsh_topk.fused_step",
     )
 )  # fmt: skip
 GATES = {
@@ -60,6 +62,12 @@ PRODUCTS = (
     "prefetch_tiles", "take_tiles", "load_states", "bring_states", "multiply_step", "write_parts", "finish_scores",
     "join_sums", "finish_alone", "join_warps",
 )  # fmt: skip
+BEST = {
+    f"{TILES}.best": (
+        "clear", "load_pairs", "begin_search", "collect", "find_tops", "bound_tiles", "collect_bits", "begin_near",
+        "join_lanes", "collect_near", "join_pairs", "rank", "rank_few", "write_absent",
+    )
+}  # fmt: skip
 # By template the factories of its phases, by the module that puts them together.
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "cluster_gate": GATES,
@@ -79,10 +87,12 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
             "init_ring", "prefetch_tiles", "take_tiles", "load_states", "find_tile", "multiply_step", "write_parts",
             "hold_scores", "weigh_scores", "join_sums",
         ),
-        f"{TILES}.best": (
-            "clear", "load_pairs", "begin_search", "collect", "find_tops", "bound_tiles", "collect_bits", "begin_near",
-            "join_lanes", "collect_near", "join_pairs", "rank", "rank_few", "write_absent",
-        ),
+        **BEST,
+    },
+    "head_warpgroups": {
+        f"{GROUPS}.kernel": (),
+        f"{GROUPS}.product": ("begin", "fill_ring", "finish_tile", "consume", "tell_sums", "join_warps"),
+        **BEST,
     },
     "fused_step": {
         f"{STEP}.look_up": (
@@ -100,7 +110,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
 # What lets a kernel go on when the one in front has ended.
 WAITS = {"wait_then_start_consumer", "wait_for_producer"}
 ENDS = ("first_ns", "median_ns", "last_ns")  # of a phase, by thread blocks
-COLUMNS = ("problem", "behind", "kernel", "phase", *ENDS, "plain_microseconds", "stamped_microseconds")
+COLUMNS = ("problem", "behind", "cold", "kernel", "phase", *ENDS, "plain_microseconds", "stamped_microseconds")
 REPLAYS, CALLS = 40, 20
 MOST_STAMPS, MOST_BLOCKS = 64, 4096
 
@@ -207,7 +217,13 @@ def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
 
 
 def measure(
-    problem: Problem, where: Machine, columns: int, other: str | None, fix: Sequence[str] | None, report: Report
+    problem: Problem,
+    where: Machine,
+    columns: int,
+    cold: bool,
+    other: str | None,
+    fix: Sequence[str] | None,
+    report: Report,
 ) -> None:
     """Stamp one problem's kernel, and show when its phases end."""
     candidate = Candidate.parse(tvm_sparse.explain(problem).candidate)
@@ -246,14 +262,15 @@ def measure(
         calls["stamped"]()
         if not all(map(torch.equal, outputs, wanted)):
             raise AssertionError("the stamps change the result")
-        times = {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in time_cuda(calls).items()}
-        lines = lines_of(stamps, calls["stamped"])
+        timed = (time_cold if cold else time_cuda)(calls, ROUNDS["cuda"])
+        times = {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in timed.items()}
+        lines = lines_of(stamps, behind(cache_reader(), calls["stamped"]) if cold else calls["stamped"])
     printed = table("phase", *ENDS, right=ENDS)
     for line in lines:
         ends = [f"{time:.0f}" for time in (line.first, line.median, line.last)]
         printed.add_row(line.name, *ends)
         report.add(
-            problem=problem.key, behind=columns, kernel=str(candidate), phase=line.name,
+            problem=problem.key, behind=columns, cold=int(cold), kernel=str(candidate), phase=line.name,
             **dict(zip(ENDS, ends, strict=True)),
             plain_microseconds=f"{times['plain']:.3f}", stamped_microseconds=f"{times['stamped']:.3f}",
         )  # fmt: skip
@@ -266,6 +283,7 @@ def main(
     problem: Annotated[list[str], typer.Argument(help="Keys of problems.")],
     target: Target = "auto",
     columns: Annotated[int, typer.Option("--behind", min=0, help="Columns of a product in front; 0: none.")] = 0,
+    cold: Annotated[bool, typer.Option("--cold", help="Another kernel uses the L2 cache between calls.")] = False,
     template: Annotated[str | None, typer.Option(help="A template, at its default, in the place of what runs.")] = None,
     fix: Fixed = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
@@ -275,9 +293,9 @@ def main(
         where = machine_here(target, "measuring")
         if not where.has_clusters:
             raise typer.BadParameter("expected a GPU whose launches overlap (compute capability 9.0)")
-        report = Report(csv_path, provenance(where), COLUMNS)
+        report = Report(csv_path, provenance(where, cold=cold), COLUMNS)
         for key in problem:
-            measure(parse(key), where, columns, template, fix, report)
+            measure(parse(key), where, columns, cold, template, fix, report)
         report.close()
 
 
