@@ -84,8 +84,8 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{TILES}.product": PRODUCTS,
         f"{TILES}.ring": (*PRODUCTS, "init_ring", "begin_asking", "await_stage"),
         f"{TILES}.dynamic": (
-            "init_ring", "prefetch_tiles", "take_tiles", "load_states", "find_tile", "multiply_step", "write_parts",
-            "hold_scores", "weigh_scores", "join_sums",
+            "init_ring", "prefetch_tiles", "take_tiles", "ask_states", "load_states", "end_states", "find_tile",
+            "multiply_step", "write_parts", "hold_scores", "weigh_scores", "join_sums",
         ),
         **BEST,
     },

@@ -44,7 +44,9 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     # none.
     (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 3, "blocks": 5, "dynamic": 50, "evict_first": 1}),
     (WIDER, {**WHOLE, "tile_m": 8, "reduce_warps": 4, "tile_n": 32, "stages": 2, "blocks": 12, "dynamic": 25}),
-    # Tiles of eight words, which are the other operand, and words that do not fill the last tile.
+    # Words of a ring are the other operand of 16 rows and more; warps of rows beyond the last one finish no scores.
+    (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 16, "reduce_warps": 4, "stages": 2, "blocks": 7, "dynamic": 25}),
+    # Tiles of eight words, and words that do not fill the last tile.
     (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "staged": 1, "stages": 2, "blocks": 7}),
     # Hidden states in registers and in shared memory; the last warp has a part of a row that ends in the former.
     (WIDER, {**BOTH, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "depth": 1, "stages": 3, "blocks": 5}),
@@ -67,6 +69,7 @@ OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
     (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 6, "blocks": 5, "prefetch": 1, "evict_first": 1}),
     (HALVES, {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 5, "threads": 1024, "dynamic": 12}),
     (WIDER, {**WHOLE, "tile_m": 16, "tile_n": 8, "reduce_warps": 4, "stages": 4, "blocks": 5, "dynamic": 25}),
+    (ROWS, {**WHOLE, "tile_m": 32, "tile_n": 16, "reduce_warps": 2, "stages": 3, "blocks": 3, "dynamic": 25}),
     (ROWS, {**WHOLE, "tile_m": 32, "tile_n": 8, "reduce_warps": 2, "stages": 3, "blocks": 4, "dynamic": 12}),
     # The last warp's part of a row ends in shared memory; more than one fragment of hidden states.
     (WIDER, {**BOTH, "tile_m": 16, "tile_n": 16, "reduce_warps": 2, "depth": 2, "stages": 2, "blocks": 4}),
@@ -159,14 +162,24 @@ def test_as_much_stays_cached_as_was_asked_for(dynamic: int) -> None:
         assert max(tiles) < e.list_tiles * (100 - dynamic) // 100
 
 
-def test_who_takes_which_tile_changes_no_bit() -> None:
-    problem, template = parse(HALVES), spaces.find("head_tiles")
+@pytest.mark.parametrize("spread", [0, 1, 1000, 1e36])
+def test_who_takes_which_tile_changes_no_bit(spread: float) -> None:
+    """Nor do scores that lie so far apart that a sum of exponentials changes its unit; 0: those of random states."""
+    problem, template = (
+        parse("head_topk/batch=3,vocab=301,hidden=136,k=7,dtype=bfloat16,ids=2"),
+        spaces.find("head_tiles"),
+    )
     decisions = {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 4, "dynamic": 50}
     program = template.build(problem, template.default(problem, SM90) | decisions)
     own = own_on_host(program, problem)
-    inputs, found = problem.generate(0, "random", settings_of(problem, 0)), set()
+    (hidden, words, *others), found = problem.generate(0, "random", settings_of(problem, 0)), set()
+    if spread:
+        # A row's scores are a column of the embedding: rising, falling and in no order.
+        hidden[:] = np.eye(*hidden.shape)
+        rising = np.linspace(-spread, spread, len(words))
+        words[:, :3] = np.stack([rising, rising[::-1], np.random.default_rng(0).permutation(rising)], 1)
     for seed in range(3):
-        outputs = run_emulated(program, problem, inputs, own, seed)
+        outputs = run_emulated(program, problem, [hidden, words, *others], own, seed)
         found.add(b"".join(output.tobytes() for output in outputs))
     assert len(found) == 1
 

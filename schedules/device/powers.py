@@ -10,6 +10,12 @@ two_to       the factor between two such
 add_power    a score's exponential, to a sum
 change_unit  a sum in another unit
 over_largest what a sum is over the exponential of its largest score
+
+Where scores are many, a sum is in the unit of any of its scores, its *base*, as a float64 reaches far enough for most
+others: so none waits for the largest one.
+
+add_to_base  a score's exponential, to such a sum
+change_base  such a sum in another unit
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ from .selection import bits_value
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
 # From here on products that differ do so by 128 and more: what rounding took from them says nothing.
 APART = T.float32(1 << 31)
+# So far from a sum's base its terms are taken as they are: farther apart than 53 bits, and within what a float64 holds.
+REACH = T.float32(512)
 
 
 def power_unit(score: Any, factor: Any) -> tirx.PrimExpr:
@@ -47,6 +55,17 @@ def two_to(whole: Any) -> tirx.PrimExpr:
     return T.reinterpret("float32", exponent << 23)
 
 
+def change_base(total: Any, before: Any, after: Any) -> tirx.PrimExpr:
+    """A float64 sum in the unit `before`, in the unit `after`, which is no less."""
+    return total * two_to_far(T.max(before - after, T.float32(-1022)))
+
+
+def two_to_far(whole: Any) -> tirx.PrimExpr:
+    """2^whole in float64, for a whole number from -1022 to 1023."""
+    exponent = T.Cast("int32", whole) + 1023
+    return T.reinterpret("float64", T.Cast("int64", exponent) << T.int64(52))
+
+
 def is_finite(x: Any) -> tirx.PrimExpr:
     return (T.reinterpret("uint32", x) & T.uint32(0x7F800000)) != T.uint32(0x7F800000)
 
@@ -67,6 +86,26 @@ def add_power(total, rest, score, factor, unit):
     raise_rest(rest, score, factor, whole)
     total[0] = total[0] + T.Select(
         score == T.float32("-inf"), T.float64(0), T.Cast("float64", rest[0] * two_to(whole - unit)))
+
+
+@T.inline
+def add_to_base(total, base, rest, score, factor):
+    """Add a score's exponential to the float64 `total`, in units of 2^`base`; of no scores `base` is LOWEST. `rest` is
+    a float32 to work with."""
+    whole: T.float32 = T.floor(score * factor)
+    # Not of NaN either.
+    if T.abs(whole - base[0]) <= REACH and T.abs(whole) < APART:
+        T.ptx.fma.rn.f32(rest[0], score, factor, T.float32(0) - whole)
+        total[0] = total[0] + T.Cast("float64", T.exp2(rest[0])) * two_to_far(whole - base[0])
+    else:
+        unit: T.float32 = power_unit(score, factor)
+        raise_rest(rest, score, factor, unit)
+        if unit - base[0] > REACH:
+            total[0] = change_base(total[0], base[0], unit)
+            base[0] = unit
+        total[0] = total[0] + T.Cast(
+            "float64", T.Select(score == T.float32("-inf"), T.float32(0), rest[0])) * two_to_far(
+                T.max(unit - base[0], -REACH))
 
 
 @T.inline

@@ -10,7 +10,7 @@ from ..output_layer.tiles import tiles
 from ..output_layer.warpgroups import warpgroups
 
 head_rows = rows("head_topk", "head_rows", 5)
-head_tiles = tiles("head_topk", "head_tiles", 8)
+head_tiles = tiles("head_topk", "head_tiles", 9)
 head_warpgroups = warpgroups("head_topk", "head_warpgroups", 2)
 head_dots = dots("head_topk", "head_dots", 2)
 

@@ -23,7 +23,7 @@ UNPROMISED = "head_topk, no promise"
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
 READ_ALL, READ_ROWS, AFTER = "read of the embedding", "read of the rows", "after-product-h200"
-HEAD_COLD = "head-cold-h200"
+HEAD_COLD, HEAD_AGAIN = "head-cold-h200", "head-tiles-h200"
 TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
@@ -231,6 +231,26 @@ def head_peers() -> str:
 
 
 @part
+def head_again() -> str:
+    """Shapes of `head_tiles` that were measured again after it had changed."""
+    before, rows = results(HEAD).by(*OF_HEAD), []
+    changed = {
+        tuple(row[c] for c in OF_HEAD) for row in results(HEAD_AGAIN).rows if row["kernel"].startswith("head_tiles@")
+    }
+    for key, times in results(HEAD_AGAIN).by(*OF_HEAD).items():
+        if key in changed:
+            ours, names = times["head_topk"], ("product", CHAIN, READ_ALL)
+            ratios = (ours / times["product"], times[CHAIN] / ours, ours / times[READ_ALL])
+            rows.append([*key, us(before[key]["head_topk"]), us(ours), *(us(times[name]) for name in names),
+                         *(f"{ratio:.2f}" for ratio in ratios)])  # fmt: skip
+    return table(
+        [*OF_HEAD, "table above", "`head_topk`", "product", "+ `softmax_topk`", "read alone", "head / product",
+         "+ `softmax_topk` / head", "head / read"],
+        rows,
+    )  # fmt: skip
+
+
+@part
 def head_cold() -> str:
     """The head with nothing of the embedding in the L2 cache, and what it takes where calls follow upon each other."""
     hot = results(HEAD).by(*OF_HEAD)
@@ -295,7 +315,12 @@ def after_product() -> str:
 # By template what has happened when a phase ends, in this order, and the phases of which a kernel has one.
 SEEN = {
     "head_tiles": {
-        "hidden states loaded": ("dynamic: load_states", "ring: load_states", "product: load_states"),
+        "hidden states loaded": (
+            "dynamic: end_states",
+            "dynamic: load_states",
+            "ring: load_states",
+            "product: load_states",
+        ),  # fmt: skip
         "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
         "second kernel goes on": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),
@@ -468,6 +493,7 @@ def head_decisions() -> str:
 
 
 PARTS["where-head"] = partial(where, HEAD)
+PARTS["where-head-again"] = partial(where, HEAD_AGAIN)
 PARTS["where-specvocab"] = partial(where, SPECVOCAB)
 PARTS["where-after-product"] = partial(where, AFTER)
 PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "held_rows", ("batch",))

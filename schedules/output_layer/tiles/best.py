@@ -27,7 +27,9 @@ select          the k best; between its barriers `exponentials` has the row's su
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +40,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
-from ...device.powers import change_unit, over_largest, power_unit
+from ...device.powers import change_base, over_largest, power_unit
 from ...device.ranking import rank_at_once
 from ...device.region import device_region
 from ...device.selection import (
@@ -79,7 +81,7 @@ class State(Buffers):
     m, d, top
         Maximum and sum of exponentials: a thread's, then the row's.
     whole, rest
-        With `whole_sums` a thread's maximum and sum, and others; an exponential.
+        With `whole_sums` a thread's base and sum, and others; an exponential.
     best
         A thread's best key, or another one.
     bits, peak, value, pair, place, rank, near, wanted
@@ -141,6 +143,13 @@ class State(Buffers):
     keys: Any = pooled("uint64", lambda e: e.searched, 0)
     held: Any = pooled("uint32", lambda e: e.searched, lambda e: 2 * e.searched)
 
+    @classmethod
+    def of_row(cls, e: TileSearchSizes, io: Any, flat: Any, t: Any) -> State:
+        """Of one row of all lists. A division would stand between the wait and the first load: tiles that are taken as
+        thread blocks come to them are of one list."""
+        index, row = (0, flat) if e.dynamic else (flat // io.beam, flat % io.beam)
+        return cls.alloc(e, e.pool_bytes, index=index, row=row, t=t)
+
 
 def pair_warps(e: TileSearchSizes) -> int:
     """Warps that have a pair of the first kernel's blocks."""
@@ -152,9 +161,9 @@ def score_at(io: Any, s: State, position: Any) -> Any:
     return io.workspaces["scores"].ptr_to(io.place(s.index, s.row, position))
 
 
-def rescaled(pairs: Any, at: int, top: Any, factor: Any) -> Any:
-    """The sum of a maximum and its sum, a pair of `whole_sums`, in the unit of another maximum."""
-    return change_unit(pairs[at + 1], power_unit(T.Cast("float32", pairs[at]), factor), power_unit(top, factor))
+def rescaled(pairs: Any, at: int, unit: Any) -> Any:
+    """The sum of a base and its sum, a pair of `whole_sums`, in another unit."""
+    return change_base(pairs[at + 1], T.Cast("float32", pairs[at]), unit)
 
 
 # fmt: off
@@ -228,7 +237,7 @@ def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
                 for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
                     load_whole(io, s, i * e.threads + s.t, 2)
                     s.top[0] = T.Cast("float32", T.max(s.whole[0], s.whole[2]))
-                    s.whole[1] = rescaled(s.whole, 0, s.top[0], factor) + rescaled(s.whole, 2, s.top[0], factor)
+                    s.whole[1] = rescaled(s.whole, 0, s.top[0]) + rescaled(s.whole, 2, s.top[0])
                     s.whole[0] = T.Cast("float64", s.top[0])
 
     return load_joined if e.whole_sums else phase
@@ -255,6 +264,13 @@ def find_top(e: TileSearchSizes) -> Callable[..., Any]:
         s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
 
     return of_groups if e.by_bits else told
+
+
+def pairwise(terms: Sequence[Any]) -> Any:
+    """Their sum, by pairs: in few steps that wait for each other."""
+    while len(terms) > 1:
+        terms = [functools.reduce(operator.add, terms[i : i + 2]) for i in range(0, len(terms), 2)]
+    return terms[0]
 
 
 @T.inline
@@ -298,7 +314,7 @@ def join_lanes(e: TileSearchSizes) -> Callable[..., Any]:
     def join_whole(s, factor):
         find(s)
         if s.t < pair_warps(e) * 32:
-            s.whole[1] = rescaled(s.whole, 0, s.top[0], factor)
+            s.whole[1] = rescaled(s.whole, 0, power_unit(s.top[0], factor))
             sum_lanes(s.whole, 1)
             if s.t % 32 == 0:
                 s.pairs[s.t // 32] = s.whole[1]
@@ -330,19 +346,15 @@ def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
         write(io, s)
 
     @T.inline
-    def add(s, sums):
-        sums[0] = s.pairs[0]
-        for w in T.unroll(pair_warps(e) - 1):
-            sums[0] = sums[0] + s.pairs[w + 1]
-
-    @T.inline
     def add_known(io, s, factor):
-        add(s, s.d)
+        s.d[0] = s.pairs[0]
+        for w in T.unroll(pair_warps(e) - 1):
+            s.d[0] = s.d[0] + s.pairs[w + 1]
         write(io, s)
 
     @T.inline
     def add_whole(io, s, factor):
-        add(s, s.whole)
+        s.whole[0] = pairwise([s.pairs[w] for w in range(pair_warps(e))])
         over_largest(s.d, s.rest, s.whole, s.top[0], factor)
         write(io, s)
 
@@ -872,10 +884,9 @@ def best(e: TileSearchSizes) -> Callable[..., Any]:
         with device_region():
             if e.by_bits:
                 T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})
-            beam = T.meta_var(io.beam)
             flat = T.cta_id([io.rows])
             t = T.thread_id([e.threads])
-            s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
+            s = T.meta_var(State.of_row(e, io, flat, t))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
             do.clear(s)
             if e.overlap > 0:

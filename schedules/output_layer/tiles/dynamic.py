@@ -4,8 +4,11 @@ Memory answers some multiprocessors sooner than others. So that they end togethe
 dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,
 whose answer it needs a tile later. The second kernel sets the counter back.
 
+    locate_states   where the hidden states are, before the wait
+    ask_states      they are asked for, all together
     begin_dealing   how many tiles are dealt out
     ask_next        a tile is asked for, and the number of the one after it
+    end_states      zeros beyond their last column, when the first words are there
     find_tile       which tile is next, when it is there
     hold_scores     the warps' sums are added up
     weigh_scores    a tile later, while the next one's words come from shared memory, what these scores add
@@ -13,8 +16,10 @@ whose answer it needs a tile later. The second kernel sets the counter back.
 The other phases are those of `ring`. Which thread block adds up what differs from run to run. Results do not: its sums
 of exponentials are in units of whole powers of two (see `device.powers`).
 
-A warp that does nothing but ask, as soon as all others have read a stage, was slower on an H200, by a tenth and more:
-what thread 0 asks for when sums meet is early enough.
+A tile is a chain of steps that wait for each other, of which no other tile's words can make up for a long one. Asking
+takes as long as finishing scores does: so a lane of the last warp asks, whose rows are most often beyond the last one,
+and warps of such rows finish no scores. A warp that does nothing but ask, as soon as all others have read a stage, was
+slower on an H200, by a tenth and more.
 """
 
 from __future__ import annotations
@@ -29,9 +34,8 @@ from tvm.script import tirx as T
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
-from ...device.powers import add_power, change_unit, power_unit
+from ...device.powers import add_to_base
 from ...device.region import device_region
-from ...device.selection import bits_value
 from ...device.state import local, shared
 from ...device.words import held_address
 from .product import (
@@ -40,6 +44,7 @@ from .product import (
     bring_states,
     join_sums,
     load_states,
+    load_vector,
     multiply_step,
     prefetch_tiles,
     take_tiles,
@@ -47,7 +52,20 @@ from .product import (
     write_top,
 )
 from .ring import RingState, await_stage, begin_asking, bring_words, copy_tile, init_ring, next_stage
-from .space import Extents
+from .space import VECTOR, Extents
+
+# A line of CUDA: the compiler adds up first what the lanes of a warp add to one address, and then waits for the answer,
+# which is needed a tile later. What is added to the address is 0 in every lane, which it does not know.
+TICKET = """
+__device__ __forceinline__ int next_ticket(void* counter) {
+  unsigned int lanes_before;
+  int ticket;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lanes_before));
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(ticket) : "l"((unsigned long long)counter + (lanes_before >> 31)) : "memory");
+  return ticket;
+}
+"""
 
 
 @dataclass
@@ -56,6 +74,8 @@ class DynamicState(RingState):
 
     Attributes
     ----------
+    rows_at
+        Where the lane's hidden states are, if registers have them.
     tiles
         Shared: the tiles in the stages, one behind the last where there are no more.
     many, dealt, ticket
@@ -65,10 +85,11 @@ class DynamicState(RingState):
         In which half of `parts` the sums of the tile in hand are.
     held, held_tile
         The thread's scores of the tile before, and which that was, -1 for none.
-    sum, rest
-        A sum of exponentials, and one of these.
+    sum, unit, rest
+        A sum of exponentials, its base, and one of these.
     """
 
+    rows_at: Any = local("uint64", lambda e: e.row_groups, when=lambda e: not e.staged)
     tiles: Any = shared("int32", lambda e: e.stages)
     many: Any = local("int32")
     dealt: Any = local("int32")
@@ -77,10 +98,78 @@ class DynamicState(RingState):
     held: Any = local("float32", lambda e: e.pairs_each)
     held_tile: Any = local("int32")
     sum: Any = local("float64")
+    unit: Any = local("float32")
     rest: Any = local("float32")
 
 
+def asker(e: Extents) -> int:
+    """The thread of a block that asks for its tiles."""
+    return e.product_threads - 32
+
+
+def has_rows(e: Extents, io: Any, s: Any, p: Place, i: Any) -> Any:
+    """Whether a warp finishes scores of rows that there are, of the i-th ones of its threads."""
+    return s.top + (i * e.product_threads + p.t // 32 * 32) // e.tile_n < io.beam
+
+
+def vector_of(e: Extents, p: Place, step: Any, h: Any) -> Any:
+    """Which vector of a row a lane has in half a step."""
+    return (p.warp * e.steps + step) * 8 + h * 4 + p.member
+
+
 # fmt: off
+def locate_states(e: Extents) -> Callable[..., Any]:
+    """Reads: nothing. Writes: `rows_at`. Barriers: none. The phase is (io, s, p)."""
+
+    @T.inline
+    def phase(io, s, p):
+        for f in T.unroll(e.row_groups):
+            s.rows_at[f] = held_address("u64", io.hidden.ptr_to(io.place(
+                s.index, T.min(s.top + f * 8 + p.group, io.beam - 1), 0)))
+
+    return phase
+
+
+def ask_states(e: Extents) -> Callable[..., Any]:
+    """Load the hidden states in the warp's columns to registers. Nothing waits for them before `end_states`, so that
+    all are on their way together. The phase is (s, p).
+
+    Reads: `hidden`, rows beyond the beam as its last one; `rows_at`.
+    Writes: `states`, what is beyond the last column as the last vector.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, p):
+        for step in T.unroll(e.steps):
+            for f in T.unroll(e.row_groups):
+                for h in T.unroll(2):
+                    i = (step * e.row_groups + f) * 8 + h * 4
+                    vector = T.meta_var(
+                        T.min(vector_of(e, p, step, h), e.vectors - 1) if e.uneven else vector_of(e, p, step, h))
+                    load_vector(
+                        s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
+                        s.rows_at[f] + T.Cast("uint64", vector * VECTOR))
+
+    return phase
+
+
+def end_states(e: Extents) -> Callable[..., Any]:
+    """Reads and writes: `states`, zeros beyond the last column. Barriers: none. The phase is (s, p)."""
+
+    @T.inline
+    def phase(s, p):
+        for step in T.unroll(e.steps):
+            for f in T.unroll(e.row_groups):
+                for h in T.unroll(2):
+                    if e.uneven:
+                        if vector_of(e, p, step, h) >= e.vectors:
+                            for v in T.unroll(4):
+                                s.states[(step * e.row_groups + f) * 8 + h * 4 + v] = T.uint32(0)
+
+    return phase
+
+
 def begin_dealing(e: Extents) -> Callable[..., Any]:
     """`begin_asking`, and what this kernel has beside a ring; the phase is (io, s, p).
 
@@ -104,7 +193,7 @@ def take_ticket(e: Extents) -> Callable[..., Any]:
     """Which tile is asked for next. If the one after it is not dealt out, that is taken already; the phase is (io, s).
 
     Reads: `many`, `dealt`, `ticket`.
-    Writes: `asked`, behind the last tile if there is none; those, moved on; a counter.
+    Writes: `asked`, behind the last tile if there is none; those, moved on, `ticket` by and by; a counter.
     Barriers: none.
     """
 
@@ -116,7 +205,9 @@ def take_ticket(e: Extents) -> Callable[..., Any]:
             s.asked[0] = s.asked[0] + e.stride
         s.many[0] = s.many[0] + 1
         if s.many[0] >= s.dealt[0]:
-            s.ticket[0] = T.cuda.atomic_add(io.workspaces["tickets"].ptr_to(io.place(s.index, s.top)), T.int32(1))
+            s.ticket[0] = T.cuda.func_call(
+                "next_ticket", io.workspaces["tickets"].ptr_to(io.place(s.index, s.top)), source_code=TICKET,
+                return_type="int32")
 
     return phase
 
@@ -126,7 +217,7 @@ def ask_next(e: Extents) -> Callable[..., Any]:
     (io, s), for one thread.
 
     Reads: `asked`, `end`.
-    Writes: `asked`, `tiles`; `ring`, by and by.
+    Writes: `asked`, `tiles`, and what `take_ticket` does; `ring`, by and by.
     Barriers: as of `copy_tile`.
     """
     take, copy = take_ticket(e), copy_tile(e)
@@ -146,14 +237,19 @@ def ask_next(e: Extents) -> Callable[..., Any]:
 
 
 def find_tile(e: Extents) -> Callable[..., Any]:
-    """Reads: `full`, `tiles`. Writes: `tile`, of the stage in use. Barriers: none. After: its words are in `ring`. The
-    phase is (s, p)."""
+    """The tile of the stage in use, which it had been asked for at the last barrier but one; the phase is (s, p).
+
+    Reads: `tiles`, `full`.
+    Writes: `tile`.
+    Barriers: none.
+    After: its words are in `ring`.
+    """
     wait = await_stage(e)
 
     @T.inline
     def phase(s, p):
-        wait(s, p)
         s.tile[0] = s.tiles[s.slot[0]]
+        wait(s, p)
 
     return phase
 
@@ -172,9 +268,10 @@ def hold_scores(e: Extents) -> Callable[..., Any]:
         s.held_tile[0] = s.tile[0]
         for i in T.unroll(e.pairs_each):
             if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
-                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
-                add(io, s, p, s.half[0], scores, row, s.tile[0] * e.tile_n + p.t % e.tile_n)
-                s.held[i] = s.score[0]
+                if has_rows(e, io, s, p, i):
+                    row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+                    add(io, s, p, s.half[0], scores, row, s.tile[0] * e.tile_n + p.t % e.tile_n)
+                    s.held[i] = s.score[0]
 
     return phase
 
@@ -184,7 +281,7 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
     use the time in which words come from shared memory. The phase is (io, s, p, tops, factor).
 
     Reads: `held`, `held_tile`.
-    Writes: each row's largest in `tops`; `m`, the row's, and `d`.
+    Writes: each row's largest in `tops`; `m` and `d`.
     Barriers: none, but all lanes of a warp take part.
     """
     pairs, write = e.tile_m * e.tile_n, write_top(e)
@@ -194,15 +291,14 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
         if s.held_tile[0] >= 0:
             for i in T.unroll(e.pairs_each):
                 if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
-                    s.score[0] = s.held[i]
-                    write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
-                    # The row's, so that its lanes have sums of one unit.
-                    s.other[0] = T.max(s.m[i], bits_value(s.bits[0]))
-                    s.sum[0] = change_unit(
-                        s.d[i], power_unit(s.m[i], factor), power_unit(s.other[0], factor))
-                    add_power(s.sum, s.rest, s.score[0], factor, power_unit(s.other[0], factor))
-                    s.d[i] = s.sum[0]
-                    s.m[i] = s.other[0]
+                    if has_rows(e, io, s, p, i):
+                        s.score[0] = s.held[i]
+                        write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
+                        s.sum[0] = s.d[i]
+                        s.unit[0] = s.m[i]
+                        add_to_base(s.sum, s.unit, s.rest, s.score[0], factor)
+                        s.d[i] = s.sum[0]
+                        s.m[i] = s.unit[0]
 
     return phase
 
@@ -213,9 +309,13 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
         init_ring=init_ring(e),
         prefetch_tiles=prefetch_tiles(e),
         take_tiles=take_tiles(e),
+        locate_states=locate_states(e),
+        ask_states=ask_states(e),
+        end_states=end_states(e),
         begin_dealing=begin_dealing(e),
         ask_next=ask_next(e),
         load_states=load_states(e),
+        await_stage=await_stage(e),
         find_tile=find_tile(e),
         bring_states=bring_states(e),
         bring_words=bring_words(e),
@@ -243,31 +343,38 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
     @T.inline
     def kernel(io, scores, tops, sums):
         with device_region():
-            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
-            block, y = T.cta_id([e.blocks, io.lists * strips])
+            # One list, the vocabulary, and all its rows.
+            block, y = T.cta_id([e.blocks, (io.beam + (e.tile_m - 1)) // e.tile_m])
             t = T.thread_id([e.product_threads])
             p = T.meta_var(Place(t, e.reduce_warps))
-            s = T.meta_var(DynamicState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
+            s = T.meta_var(DynamicState.alloc(e, e.kept_bytes, index=0, top=y * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
             s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
             do.init_ring(s, p)
             if e.prefetch > 0:
                 do.prefetch_tiles(io, s, p, block)
+            if e.staged == 0:
+                do.locate_states(io, s, p)
             if e.overlap > 0:
                 wait_then_start_consumer()
             do.take_tiles(io, s, p, block)
             do.begin_dealing(io, s, p)
-            if t == 0:
+            if t == asker(e):
                 for _ in T.serial(e.stages):
                     do.ask_next(io, s)
-            do.load_states(io, s, p)
+            if e.staged == 0:
+                do.ask_states(s, p)
+            else:
+                do.load_states(io, s, p)
             if s.tile[0] < s.end[0]:
-                do.find_tile(s, p)
+                do.await_stage(s, p)
+            if e.staged == 0:
+                do.end_states(s, p)
             while s.tile[0] < s.end[0]:
                 multiply(io, s, p, tops, factor)
                 do.write_parts(s, p, s.half[0])
                 # All threads have read the stage: the barrier in `write_parts`.
-                if t == 0:
+                if t == asker(e):
                     do.ask_next(io, s)
                 do.hold_scores(io, s, p, scores)
                 s.half[0] = s.half[0] ^ 1

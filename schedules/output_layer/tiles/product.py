@@ -33,6 +33,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
+from ...device.powers import change_base
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
@@ -115,7 +116,7 @@ class State(Buffers):
         Shared: each warp's sums of a tile by row and word, of two tiles in turn.
     m, d
         Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials over that
-        one's; of `whole_sums` the largest of the row, and the sum in units of its power of two (see `device.powers`).
+        one's; of `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
     pairs
         Shared: the same of each row, by the warps that have tiles of their own.
     score, added, other, bits
@@ -453,12 +454,12 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
     def words_at(e: Extents, step: Any) -> Any:
         return step % e.in_hand * e.word_groups
 
-    a_at, b_at = (states_at, words_at) if e.narrow else (words_at, states_at)
+    a_at, b_at = (states_at, words_at) if e.words_second else (words_at, states_at)
 
     @T.inline
     def of_halves(s, step):
-        first = T.meta_var(s.states if e.narrow else s.hand)
-        second = T.meta_var(s.hand if e.narrow else s.states)
+        first = T.meta_var(s.states if e.words_second else s.hand)
+        second = T.meta_var(s.hand if e.words_second else s.states)
         for half in T.unroll(4):
             for f in T.unroll(e.a_groups // 2):
                 for g in T.unroll(e.b_groups):
@@ -547,10 +548,10 @@ def write_parts(e: Extents) -> Callable[..., Any]:
     """
 
     def of_row(p: Place, f: Any, g: Any, i: Any) -> Any:
-        return f * 16 + i // 2 * 8 + p.group if e.narrow else g * 8 + p.member * 2 + i % 2
+        return f * 16 + i // 2 * 8 + p.group if e.words_second else g * 8 + p.member * 2 + i % 2
 
     def of_word(p: Place, f: Any, g: Any, i: Any) -> Any:
-        if e.narrow:
+        if e.words_second:
             return g * 8 + row_of_group(e, p.member * 2 + i % 2)
         return f * 16 + i // 2 * 8 + row_of_group(e, p.group)
 
@@ -664,6 +665,11 @@ def join_sums(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def join_whole(s, i, factor):
+        s.score[0] = s.m[i]
+        for b in T.unroll(steps):
+            s.score[0] = T.max(s.score[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.score[0], 1 << b, 32, 32))
+        s.d[i] = change_base(s.d[i], s.m[i], s.score[0])
+        s.m[i] = s.score[0]
         for b in T.unroll(steps):
             s.d[i] = s.d[i] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
 

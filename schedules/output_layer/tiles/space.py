@@ -310,7 +310,9 @@ def special_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
         if (aligned and floats) or (not large and (aligned or floats)):
             return
         point = {"tile_m": 8 if rows <= 8 else 16, "reduce_warps": 8, "tiles": 1, "depth": 0, "stages": 2}
-        point |= {"evict_first": max(table["evict_first"]), "threads": 1024 if large else 512}
+        # With few tiles a thread, few threads find room beside the first kernel's.
+        many = words > TILE_N[0] * THREADS[1] * min(SEARCH_REGISTERS)
+        point |= {"evict_first": max(table["evict_first"]), "threads": THREADS[2] if large and many else THREADS[1]}
         twice = min(table["blocks"], key=lambda blocks: abs(blocks - 2 * machine.cores))
         halves = {"staged": 0, "prefetch": max(table["prefetch"]), "dynamic": dynamic * large, "blocks": twice}
         points = [point | (halves if size == 2 else {"staged": 1})]
@@ -640,19 +642,21 @@ class Extents(TileSizes):
         return 32 * self.reduce_warps * self.tiles
 
     @property
-    def narrow(self) -> bool:
-        """Whether words are operand B of the product, and hidden states operand A; otherwise it is the other way."""
-        return self.tile_n == NARROW
+    def words_second(self) -> bool:
+        """Whether words are operand B of the product, and hidden states operand A; otherwise it is the other way. What
+        a lane loads of a word is a fragment of B as it is, and half of two of A: so words of a ring are B where A has
+        rows enough."""
+        return self.tile_n == NARROW or (self.whole and self.dtype != "float32" and self.tile_m >= 16)
 
     @property
     def a_groups(self) -> int:
         """Eights of operand A's rows: two are a fragment."""
-        return self.row_groups if self.narrow else self.word_groups
+        return self.row_groups if self.words_second else self.word_groups
 
     @property
     def b_groups(self) -> int:
         """Eights of operand B's: each is a fragment."""
-        return self.word_groups if self.narrow else self.row_groups
+        return self.word_groups if self.words_second else self.row_groups
 
     @property
     def in_hand(self) -> int:
