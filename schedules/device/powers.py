@@ -11,8 +11,8 @@ add_power    a score's exponential, to a sum
 change_unit  a sum in another unit
 over_largest what a sum is over the exponential of its largest score
 
-Where scores are many, a sum is in the unit of any of its scores, its *base*, as a float64 reaches far enough for most
-others: so none waits for the largest one.
+A sum may also be in the unit of any one of its scores, its *base*: a float64 reaches far enough for most others. Then
+nothing waits until the largest score is known.
 
 add_to_base  a score's exponential, to such a sum
 change_base  such a sum in another unit
@@ -30,7 +30,8 @@ from .selection import bits_value
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
 # From here on products that differ do so by 128 and more: what rounding took from them says nothing.
 APART = T.float32(1 << 31)
-# So far from a sum's base its terms are taken as they are: farther apart than 53 bits, and within what a float64 holds.
+# By how many powers of two a term may differ from a sum's base: more than the 53 bits of a float64, less than its
+# range.
 REACH = T.float32(512)
 
 
@@ -93,7 +94,7 @@ def add_to_base(total, base, rest, score, factor):
     """Add a score's exponential to the float64 `total`, in units of 2^`base`; of no scores `base` is LOWEST. `rest` is
     a float32 to work with."""
     whole: T.float32 = T.floor(score * factor)
-    # Not of NaN either.
+    # False for NaN, too.
     if T.abs(whole - base[0]) <= REACH and T.abs(whole) < APART:
         T.ptx.fma.rn.f32(rest[0], score, factor, T.float32(0) - whole)
         total[0] = total[0] + T.Cast("float64", T.exp2(rest[0])) * two_to_far(whole - base[0])

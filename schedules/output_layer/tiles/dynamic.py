@@ -4,10 +4,10 @@ Memory answers some multiprocessors sooner than others. So that they end togethe
 dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,
 whose answer it needs a tile later. The second kernel sets the counter back.
 
-    locate_states   where the hidden states are, before the wait
-    ask_states      they are asked for, all together
+    locate_states   where the hidden states are, before the wait for the producer kernel
     begin_dealing   how many tiles are dealt out
     ask_next        a tile is asked for, and the number of the one after it
+    ask_states      the hidden states are asked for, all together
     end_states      zeros beyond their last column, when the first words are there
     find_tile       which tile is next, when it is there
     hold_scores     the warps' sums are added up
@@ -16,10 +16,10 @@ whose answer it needs a tile later. The second kernel sets the counter back.
 The other phases are those of `ring`. Which thread block adds up what differs from run to run. Results do not: its sums
 of exponentials are in units of whole powers of two (see `device.powers`).
 
-A tile is a chain of steps that wait for each other, of which no other tile's words can make up for a long one. Asking
-takes as long as finishing scores does: so a lane of the last warp asks, whose rows are most often beyond the last one,
-and warps of such rows finish no scores. A warp that does nothing but ask, as soon as all others have read a stage, was
-slower on an H200, by a tenth and more.
+The warps of a thread block have a tile in hand together, so that what one of them waits for delays all. Asking for a
+tile takes as long as finishing scores does. So a lane of the last warp asks, whose rows are most often beyond the last
+one, and warps of such rows finish no scores. A warp that does nothing but ask, as soon as all others have read a stage,
+was slower on an H200, by a tenth and more.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def ask_next(e: Extents) -> Callable[..., Any]:
 
 
 def find_tile(e: Extents) -> Callable[..., Any]:
-    """The tile of the stage in use, which it had been asked for at the last barrier but one; the phase is (s, p).
+    """The tile of the stage in use, which was asked for before the last barrier; the phase is (s, p).
 
     Reads: `tiles`, `full`.
     Writes: `tile`.
