@@ -165,10 +165,8 @@ def test_as_much_stays_cached_as_was_asked_for(dynamic: int) -> None:
 @pytest.mark.parametrize("spread", [0, 1, 1000, 1e36])
 def test_who_takes_which_tile_changes_no_bit(spread: float) -> None:
     """Nor do scores that lie so far apart that a sum of exponentials changes its unit; 0: those of random states."""
-    problem, template = (
-        parse("head_topk/batch=3,vocab=301,hidden=136,k=7,dtype=bfloat16,ids=2"),
-        spaces.find("head_tiles"),
-    )
+    problem = parse("head_topk/batch=3,vocab=301,hidden=136,k=7,dtype=bfloat16,ids=2")
+    template = spaces.find("head_tiles")
     decisions = {**WHOLE, "reduce_warps": 2, "stages": 2, "blocks": 4, "dynamic": 50}
     program = template.build(problem, template.default(problem, SM90) | decisions)
     own = own_on_host(program, problem)

@@ -155,6 +155,28 @@ def take_places(address: tirx.PrimExpr, extent: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.cuda.func_call("take_places", address, extent, source_code=TAKE, return_type="int32")
 
 
+# The same for a counter in global memory.
+TICKET = """
+__device__ __forceinline__ int next_ticket(void* counter) {
+  unsigned int lanes_before;
+  int ticket;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lanes_before));
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(ticket) : "l"((unsigned long long)counter + (lanes_before >> 31)) : "memory");
+  return ticket;
+}
+"""
+
+
+def next_ticket(counter: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The number that a counter in global memory has, which is one more then, of a pointer to it.
+
+    As with `counter_address` the compiler takes the address for another one in each lane. Else it would wait for the
+    number, to share it out, even where it is needed much later.
+    """
+    return T.cuda.func_call("next_ticket", counter, source_code=TICKET, return_type="int32")
+
+
 def radix_selection(
     threads: int, k: int, key_at: Callable[..., Any], loop: Loop = T.serial
 ) -> Callable[..., Any]:

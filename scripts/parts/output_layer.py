@@ -320,7 +320,7 @@ SEEN = {
             "dynamic: load_states",
             "ring: load_states",
             "product: load_states",
-        ),  # fmt: skip
+        ),
         "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
         "second kernel goes on": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),

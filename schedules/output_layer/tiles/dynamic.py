@@ -36,6 +36,7 @@ from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
 from ...device.powers import add_to_base
 from ...device.region import device_region
+from ...device.selection import next_ticket
 from ...device.state import local, shared
 from ...device.words import held_address
 from .product import (
@@ -47,25 +48,14 @@ from .product import (
     load_vector,
     multiply_step,
     prefetch_tiles,
+    state_row,
     take_tiles,
+    vector_of,
     write_parts,
     write_top,
 )
 from .ring import RingState, await_stage, begin_asking, bring_words, copy_tile, init_ring, next_stage
 from .space import VECTOR, Extents
-
-# A line of CUDA: the compiler adds up first what the lanes of a warp add to one address, and then waits for the answer,
-# which is needed a tile later. What is added to the address is 0 in every lane, which it does not know.
-TICKET = """
-__device__ __forceinline__ int next_ticket(void* counter) {
-  unsigned int lanes_before;
-  int ticket;
-  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lanes_before));
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
-               : "=r"(ticket) : "l"((unsigned long long)counter + (lanes_before >> 31)) : "memory");
-  return ticket;
-}
-"""
 
 
 @dataclass
@@ -112,11 +102,6 @@ def has_rows(e: Extents, io: Any, s: Any, p: Place, i: Any) -> Any:
     return s.top + (i * e.product_threads + p.t // 32 * 32) // e.tile_n < io.beam
 
 
-def vector_of(e: Extents, p: Place, step: Any, h: Any) -> Any:
-    """Which vector of a row a lane has in half a step."""
-    return (p.warp * e.steps + step) * 8 + h * 4 + p.member
-
-
 # fmt: off
 def locate_states(e: Extents) -> Callable[..., Any]:
     """Reads: nothing. Writes: `rows_at`. Barriers: none. The phase is (io, s, p)."""
@@ -124,8 +109,7 @@ def locate_states(e: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, p):
         for f in T.unroll(e.row_groups):
-            s.rows_at[f] = held_address("u64", io.hidden.ptr_to(io.place(
-                s.index, T.min(s.top + f * 8 + p.group, io.beam - 1), 0)))
+            s.rows_at[f] = held_address("u64", io.hidden.ptr_to(io.place(s.index, state_row(io, s, p, f), 0)))
 
     return phase
 
@@ -205,9 +189,8 @@ def take_ticket(e: Extents) -> Callable[..., Any]:
             s.asked[0] = s.asked[0] + e.stride
         s.many[0] = s.many[0] + 1
         if s.many[0] >= s.dealt[0]:
-            s.ticket[0] = T.cuda.func_call(
-                "next_ticket", io.workspaces["tickets"].ptr_to(io.place(s.index, s.top)), source_code=TICKET,
-                return_type="int32")
+            # Needed a tile later, so that nothing may wait for it here.
+            s.ticket[0] = next_ticket(io.workspaces["tickets"].ptr_to(io.place(s.index, s.top)))
 
     return phase
 

@@ -195,6 +195,16 @@ class Place:
         return self.t // 4 % 2
 
 
+def vector_of(e: Extents, p: Place, step: Any, h: Any) -> Any:
+    """Which vector of a row a lane has in half a step."""
+    return (p.warp * e.steps + step) * 8 + h * 4 + p.member
+
+
+def state_row(io: Any, s: State, p: Place, f: Any) -> Any:
+    """The row of the lane's hidden state in an eight of them; of those beyond the beam its last one."""
+    return T.min(s.top + f * 8 + p.group, io.beam - 1)
+
+
 def stays_cached(e: Extents, tile: Any) -> Any:
     """Whether a tile stays in the L2 cache: of the rounds in which tiles are dealt out some, as far apart as can be, so
     that what memory brings and what the cache has come at the same time. The first round's do not: `prefetch_tiles`
@@ -288,12 +298,11 @@ def load_states(e: Extents) -> Callable[..., Any]:
             for f in T.unroll(e.row_groups):
                 for h in T.unroll(2):
                     i = (step * e.row_groups + f) * 8 + h * 4
-                    vector = T.meta_var((p.warp * e.steps + step) * 8 + h * 4 + p.member)
+                    vector = T.meta_var(vector_of(e, p, step, h))
                     if vector < e.vectors:
                         load_vector(
                             s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
-                            io.hidden.ptr_to(io.place(
-                                s.index, T.min(s.top + f * 8 + p.group, io.beam - 1), vector * elements)))
+                            io.hidden.ptr_to(io.place(s.index, state_row(io, s, p, f), vector * elements)))
                     else:
                         for v in T.unroll(4):
                             s.states[i + v] = T.uint32(0)

@@ -50,6 +50,7 @@ from .product import (
     row_of_group,
     stays_cached,
     take_tiles,
+    vector_of,
     write_parts,
 )
 from .space import STEP, VECTOR, Extents
@@ -256,7 +257,7 @@ def bring_words(e: Extents) -> Callable[..., Any]:
 
     def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
         """Of a row."""
-        return (p.warp * e.steps + part * e.stage_steps + step) * 8 + h * 4 + p.member
+        return vector_of(e, p, part * e.stage_steps + step, h)
 
     def of_stage(p: Place, part: Any, step: Any, h: Any) -> Any:
         """The same of a row's part in a stage. Behind a whole row is the next one, or another tile on its way."""
